@@ -1,0 +1,64 @@
+# Everything a newcomer needs: python3 (3.11 or newer) with venv. Each target sets up what it uses, in .venv.
+# With several Pythons on the machine: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq -c constraints.txt
+PINNED := pyproject.toml constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench golden fuzz clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.core  ## watch weights travel, in a minute, without torch
+	@$(BIN)/pulse demo
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/pytest -q -n 2 --dist loadfile --max-worker-restart 0
+
+lint: $(VENV)/.dev  ## check style, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev  ## let ruff lay out the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
+	$(BIN)/python benchmarks/bench_codec.py
+
+golden: $(VENV)/.dev  ## rewrite the golden files; read CONTRIBUTING.md first
+	$(BIN)/python tests/golden/make_golden.py
+
+fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
+	$(BIN)/python tests/hostile/fuzz.py --seconds 120
+
+clean:  ## remove .venv and everything that can be made again
+	rm -rf $(VENV) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Stamps, so that a second run starts at once. A stamp is written last: what was interrupted is done again.
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pulsesync needs Python 3.11 or newer as $(PYTHON). If you have one by another name: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.made $(PINNED)
+	@echo "Installing pulsesync and what it needs into $(VENV): about 90 MB to download, half a minute on a good line ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made $(PINNED)
+	@echo "Installing pulsesync, the tools to check it and torch into $(VENV): a minute or two, longer where torch comes with CUDA ..."
+	@$(PIP) -e '.[dev,torch]'
+	@touch $(VENV)/.core $@

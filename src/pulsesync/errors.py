@@ -1,0 +1,84 @@
+"""What can go wrong, grouped by what the caller should do.
+
+    PulseError
+    ├── FormatError                 the bytes are bad: drop them, never apply
+    │   ├── ChecksumError           they are not the bytes that were written
+    │   ├── UnsupportedError        a version, codec or dtype this reader does not know
+    │   └── LimitError              a count or size is beyond what a reader accepts
+    ├── ChainError                  good bytes, wrong state: take another way (squash, anchor)
+    │   ├── BaseMismatchError       the weights held are not the patch's base
+    │   └── MissingLinkError        no published way from here to there
+    ├── StoreError                  the transport; `retryable` says whether to try again
+    │   ├── NotFoundError
+    │   └── ConflictError           somebody else created it first
+    ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
+    └── VerificationError           weights after apply are not the trainer's: they were put back, stop serving if not
+
+Each carries its facts as attributes as well as in its message.
+"""
+
+from typing import Any
+
+
+class PulseError(Exception):
+    """Base of everything this library raises on purpose. Keyword facts become attributes."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["facts"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class FormatError(PulseError):
+    """Bytes that do not say what the format asks for."""
+
+
+class ChecksumError(FormatError):
+    """Bytes that differ from those that were written (`expected`, `actual`)."""
+
+
+class UnsupportedError(FormatError):
+    """A format version, codec or dtype that this reader does not know."""
+
+
+class LimitError(FormatError):
+    """A count, size or ratio beyond what a reader accepts."""
+
+
+class ChainError(PulseError):
+    """Good bytes that do not lead on from the state that is held."""
+
+
+class BaseMismatchError(ChainError):
+    """The state held is not the one the patch was made against (`expected`, `actual`)."""
+
+
+class MissingLinkError(ChainError):
+    """No published version leads from the one held to the one asked for."""
+
+
+class StoreError(PulseError):
+    """The store could not do what was asked."""
+
+    retryable = False
+
+
+class NotFoundError(StoreError):
+    """There is no such object (`key`)."""
+
+
+class ConflictError(StoreError):
+    """The object exists already and was to be created (`key`)."""
+
+
+class StateError(PulseError):
+    """Tensors that do not fit the run: a name, dtype, shape or memory layout (`tensor`)."""
+
+
+class VerificationError(PulseError):
+    """The state after an apply is not the publisher's; it has been put back."""

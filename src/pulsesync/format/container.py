@@ -1,0 +1,103 @@
+"""The file of one part: a header of fixed shape, then sections. Section 0 is the index, the others hold payloads.
+
+The header names every section by size and SHA-256; a part's id is the SHA-256 of the header. So a reader that trusts an
+id can check the whole file, or just the sections it fetched, and finds every changed byte.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
+
+MAGIC = b"\x89PULSE\n\x1a"  # not text, and spoilt by whatever converts line ends
+VERSION = 0x81  # the top bit says draft: no promise yet that later readers know it
+HEADER = struct.Struct("<8sBBHI32s16s")  # magic, version, flags, sections, reserved, layout, key id
+ENTRY = struct.Struct("<Q32s")  # size, SHA-256 of the stored bytes
+MAX_SECTIONS = 1 << 14
+MAX_SECTION_BYTES = 1 << 40
+NOT_SEALED = bytes(16)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the fixed part of a file says."""
+
+    layout: str  # SHA-256, hexadecimal
+    sections: tuple[tuple[int, bytes], ...]  # size and SHA-256
+    id: str
+
+    @property
+    def size(self) -> int:
+        return HEADER.size + ENTRY.size * len(self.sections)
+
+    @property
+    def file_size(self) -> int:
+        return self.size + sum(size for size, _ in self.sections)
+
+    def place(self, section: int) -> tuple[int, int]:
+        """Where a section begins and ends in the file."""
+        begin = self.size + sum(size for size, _ in self.sections[:section])
+        return begin, begin + self.sections[section][0]
+
+    def check_section(self, section: int, data: bytes | memoryview) -> None:
+        """Raises: ChecksumError, if these are not the bytes the header names."""
+        size, digest = self.sections[section]
+        if len(data) != size or hashlib.sha256(data).digest() != digest:
+            raise ChecksumError(f"section {section} of part {self.id[:12]} is damaged", part=self.id, section=section)
+
+
+def build(layout: str, sections: Sequence[bytes]) -> tuple[str, bytes]:
+    """Return the id and the bytes of a part."""
+    head = HEADER.pack(MAGIC, VERSION, 0, len(sections), 0, bytes.fromhex(layout), NOT_SEALED)
+    table = b"".join(ENTRY.pack(len(s), hashlib.sha256(s).digest()) for s in sections)
+    return hashlib.sha256(head + table).hexdigest(), b"".join((head, table, *sections))
+
+
+def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Header:
+    """Read the header at the front of a file, or of as much of it as was fetched.
+
+    Raises:
+        FormatError: this is no part, or fields that must be zero are not; UnsupportedError: of another format version;
+        LimitError: too many or too large sections; ChecksumError: not the header the id names.
+    """
+    if len(data) < HEADER.size:
+        raise FormatError(f"a part has at least {HEADER.size} bytes; this has {len(data)}")
+    magic, version, flags, count, reserved, layout, key = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise FormatError("this is not a pulse part: it begins with other bytes")
+    if version != VERSION:
+        raise UnsupportedError(f"format version {version:#x}; this reader knows {VERSION:#x}", version=version)
+    if flags or reserved:
+        raise UnsupportedError("the part uses flags this reader does not know")
+    if key != NOT_SEALED:
+        raise UnsupportedError("the part is sealed; this reader has no keys")
+    if not 1 <= count <= MAX_SECTIONS:
+        raise LimitError(f"{count} sections in a part; 1 to {MAX_SECTIONS} are allowed", value=count)
+    end = HEADER.size + ENTRY.size * count
+    if len(data) < end:
+        raise FormatError(f"the header ends at {end}; there are {len(data)} bytes")
+    digest = hashlib.sha256(data[:end]).hexdigest()
+    if expected_id is not None and digest != expected_id:
+        raise ChecksumError(f"not part {expected_id[:12]}: its header is {digest[:12]}", expected=expected_id)
+    sections = tuple(ENTRY.unpack_from(data, HEADER.size + ENTRY.size * i) for i in range(count))
+    if any(size > MAX_SECTION_BYTES for size, _ in sections):
+        raise LimitError(f"a section of more than {MAX_SECTION_BYTES} bytes")
+    return Header(layout.hex(), sections, digest)
+
+
+def open_part(data: bytes | memoryview, expected_id: str | None = None) -> tuple[Header, list[memoryview]]:
+    """Check a whole file and return its sections.
+
+    Raises:
+        as `parse_header`; FormatError: the file is shorter or longer than its sections; ChecksumError: one is damaged.
+    """
+    header = parse_header(data, expected_id)
+    if len(data) != header.file_size:
+        raise FormatError(f"part {header.id[:12]} has {len(data)} bytes and should have {header.file_size}")
+    view = memoryview(data)
+    sections = [view[slice(*header.place(i))] for i in range(len(header.sections))]
+    for i, section in enumerate(sections):
+        header.check_section(i, section)
+    return header, sections

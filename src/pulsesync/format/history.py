@@ -1,0 +1,102 @@
+"""What both ends remember of an epoch: for each hot weight, the patch that last changed it, and which way.
+
+It is a function of the epoch's patches alone: empty before the first, and after each one, for every tile that a
+`history` payload has reached, one byte per weight whose class is below the tile's cut. No path, anchor or restart can
+make two ends differ, and replaying the epoch rebuilds it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync import kernels
+from pulsesync.digest import keys, sum_up
+from pulsesync.format.codecs.context import NO_HISTORY, Memory
+from pulsesync.kernels import spec
+from pulsesync.model import Bits, Codec, Sum, TilePatch
+from pulsesync.parallel import spread
+
+MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
+
+
+@dataclass(frozen=True)
+class TileHistory:
+    """The bytes of one tile, block by block, and the class below which its weights are remembered."""
+
+    cut: int
+    blocks: tuple[NDArray[np.uint8], ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """The history of a state: frozen, so that a transaction is the choice between two of them."""
+
+    index: int = 0  # patches of the epoch so far
+    tiles: Mapping[int, TileHistory] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(block.size for tile in self.tiles.values() for block in tile.blocks)
+
+    def of(self, tile: int, block: int) -> Memory:
+        """What is remembered of one block."""
+        known = self.tiles.get(tile)
+        return Memory(known.cut, known.blocks[block], self.index + 1) if known else Memory(index=self.index + 1)
+
+    def cut(self, tile: int) -> int:
+        return self.tiles[tile].cut if tile in self.tiles else 0
+
+    def after(
+        self, patches: Iterable[TilePatch], old: Mapping[str, Bits], threads: int | None = None
+    ) -> "History":
+        """Return the history after a patch, given the weights before it. This one stays as it is.
+
+        Whatever codec carried them, changes of a tile that is remembered are remembered.
+        """
+        cuts = {}
+        for patch in patches:
+            known = self.cut(patch.tile.ordinal)
+            if cut := max(known, patch.cut if patch.codec == Codec.HISTORY else 0):
+                cuts[patch] = cut
+        jobs = [(patch, number) for patch in cuts for number in range(-(-patch.tile.size // spec.BLOCK))]
+
+        def block(job: tuple[TilePatch, int]) -> NDArray[np.uint8]:
+            patch, number = job
+            return self._advance(patch, number, cuts[patch], old[patch.tile.tensor.name])
+
+        done = iter(spread(block, jobs, threads))
+        tiles = dict(self.tiles)
+        for patch, cut in cuts.items():
+            blocks = tuple(next(done) for _ in range(-(-patch.tile.size // spec.BLOCK)))
+            tiles[patch.tile.ordinal] = TileHistory(cut, blocks)
+        return History(self.index + 1, tiles)
+
+    def _advance(self, patch: TilePatch, number: int, cut: int, flat: Bits) -> NDArray[np.uint8]:
+        tile, memory, begin = patch.tile, self.of(patch.tile.ordinal, number), number * spec.BLOCK
+        change = next((block for block in patch.blocks if block.start == begin), None)
+        if change is None and memory.cut == cut:
+            return memory.last
+        if change is not None and change.remembered is not None:
+            return change.remembered
+        before = tile.read(flat, begin, min(begin + spec.BLOCK, tile.size))
+        positions = change.positions if change else np.empty(0, np.uint32)
+        new = change.new if change else np.empty(0, flat.dtype)
+        out: NDArray[np.uint8] = kernels.active().advance_history(
+            before, tile.tensor.kind.exponent_shift, memory.cut, cut, memory.last, positions, new, self.index + 1
+        )
+        return out
+
+    def digest(self) -> str:
+        """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
+        h = hashlib.sha256(b"pulse history 1\n" + bytes([self.index]))
+        for ordinal in sorted(self.tiles):
+            tile = self.tiles[ordinal]
+            content = np.concatenate(tile.blocks) if tile.blocks else NO_HISTORY
+            total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
+            for value in (ordinal, tile.cut, content.size):
+                h.update(value.to_bytes(8, "little"))
+            h.update(sum_up([Sum(*map(int, total))]).to_bytes())
+        return h.hexdigest()

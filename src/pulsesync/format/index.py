@@ -1,0 +1,143 @@
+"""Section 0 of a part: the tables that its tiles share, and for each tile its codec, place and digest.
+
+Everything a reader must know before it decodes is here, so one fetch of header and index is enough to choose sections.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.errors import FormatError, LimitError, UnsupportedError
+from pulsesync.format import tables, wire
+from pulsesync.model import DTYPES, Codec, Sum
+
+MAX_INDEX_BYTES = 1 << 28
+MAX_TABLES = 255
+MAX_AGES = 128
+CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
+_BY_CODE = {kind.code: name for name, kind in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Frequencies for the tiles of one dtype: [class above lo, patch that last changed the weight, symbol]."""
+
+    dtype: str
+    lo: int  # the class of the first row; lower classes use it too
+    frequencies: NDArray[np.int64]  # (classes, ages, symbols)
+
+    @property
+    def highest_cut(self) -> int:
+        return self.lo + self.frequencies.shape[0]
+
+    @cached_property
+    def contexts(self) -> tables.Contexts:
+        return tables.Contexts(self.lo, *self.frequencies.shape)
+
+    @cached_property
+    def cumulative(self) -> NDArray[np.uint16]:
+        return tables.cumulative(self.frequencies)
+
+    @cached_property
+    def reciprocals(self) -> NDArray[np.uint32]:
+        return tables.reciprocals(self.frequencies)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tile of a part."""
+
+    tile: int  # ordinal in the layout
+    codec: Codec
+    section: int
+    size: int  # bytes of its payload; payloads stand one after the other in their section
+    sum: Sum  # digest of the tile after the patch
+
+
+def build(shared: Sequence[Table], entries: Sequence[Entry]) -> bytes:
+    """Write the index; entries in the order of their tiles."""
+    out = [wire.number(len(shared)), *map(_table, shared), wire.number(len(entries))]
+    ordinals = np.array([-1, *(e.tile for e in entries)], np.int64)
+    sections = np.array([1, *(e.section for e in entries)], np.int64)
+    out.append(wire.numbers(np.diff(ordinals) - 1))
+    out.append(bytes(e.codec for e in entries))
+    out.append(wire.numbers(np.diff(sections)))
+    out.append(wire.numbers(np.array([e.size for e in entries], np.int64)))
+    out += [e.sum.to_bytes() for e in entries]
+    data = b"".join(out)
+    return wire.number(len(data)) + wire.plane(data)
+
+
+def parse(section: bytes | memoryview, tiles: int, sections: Sequence[int]) -> tuple[list[Table], list[Entry]]:
+    """Read the index of a part whose layout has so many tiles and whose sections have these sizes.
+
+    Raises:
+        FormatError: it is cut short, too long, out of order, or places payloads where none can be; LimitError.
+    """
+    outer = wire.Reader(section, "the index")
+    reader = wire.Reader(outer.plane(outer.number(MAX_INDEX_BYTES)), "the index")
+    outer.end()
+    shared = [_parse_table(reader) for _ in range(reader.number(MAX_TABLES))]
+    count = reader.number(tiles)
+    ordinals = np.cumsum(reader.numbers(count, tiles) + 1) - 1
+    codecs = reader.take(count)
+    places = 1 + np.cumsum(reader.numbers(count, len(sections)))
+    sizes = reader.numbers(count, max(sections))
+    sums = reader.take(16 * count)
+    reader.end()
+    if count and (ordinals[-1] >= tiles or places[-1] >= len(sections)):
+        raise FormatError("the index names a tile or a section that does not exist")
+    filled = np.bincount(places, sizes, minlength=len(sections)).astype(np.int64) if count else np.zeros(len(sections))
+    if any(int(filled[i]) != sections[i] for i in range(1, len(sections))):
+        raise FormatError("the payloads that the index names do not fill their sections")
+    if any(codec not in list(Codec) for codec in codecs):
+        raise UnsupportedError("the index names a codec this reader does not know")
+    return shared, [
+        Entry(int(o), Codec(c), int(p), int(n), Sum.from_bytes(bytes(sums[16 * i : 16 * i + 16])))
+        for i, (o, c, p, n) in enumerate(zip(ordinals, codecs, places, sizes, strict=True))
+    ]
+
+
+def _table(table: Table) -> bytes:
+    classes, ages, _ = table.frequencies.shape
+    out = [bytes([DTYPES[table.dtype].code]), wire.number(table.lo), wire.number(classes), wire.number(ages)]
+    rows = table.frequencies.reshape(-1, table.frequencies.shape[2])
+    used = rows > 0
+    where, symbols = np.nonzero(used)
+    first = np.r_[True, where[1:] != where[:-1]] if where.size else np.empty(0, bool)
+    before = np.where(first, -1, np.r_[0, symbols[:-1]]) if where.size else symbols
+    out.append(wire.numbers(used.sum(axis=1).astype(np.int64)))
+    out.append(wire.numbers((symbols - before - 1).astype(np.int64)))
+    out.append(wire.numbers(rows[used] - 1))
+    return b"".join(out)
+
+
+def _parse_table(reader: wire.Reader) -> Table:
+    dtype = _BY_CODE.get(reader.byte())
+    if dtype is None or DTYPES[dtype].exponent_shift is None:
+        raise UnsupportedError("a table is for a dtype that has none")
+    kind = DTYPES[dtype]
+    width = 8 * kind.itemsize
+    highest = 1 << (width - 1 - (kind.exponent_shift or 0))
+    lo, classes, ages = reader.number(highest), reader.number(CLASSES), reader.number(MAX_AGES)
+    if classes == 0 or ages == 0 or lo + classes > highest:
+        raise FormatError("a table covers classes that do not exist")
+    symbols = tables.symbol_count(width)
+    counts = reader.numbers(classes * ages, symbols)
+    used = int(counts.sum())
+    row = np.repeat(np.arange(classes * ages), counts)
+    gaps = reader.numbers(used, symbols)
+    running = np.cumsum(gaps + 1)
+    starts = np.cumsum(counts) - counts
+    base = np.where(starts > 0, np.r_[0, running][np.minimum(starts, used)], 0)
+    symbol = running - np.repeat(base, counts) - 1
+    frequencies = np.zeros((classes * ages, symbols), np.int64)
+    if used and symbol.max() >= symbols:
+        raise FormatError("a table names a symbol that does not exist")
+    frequencies[row, symbol] = reader.numbers(used, tables.TOTAL) + 1
+    if not np.isin(frequencies.sum(axis=1), (0, tables.TOTAL)).all():
+        raise LimitError(f"the frequencies of a context must add up to {tables.TOTAL}")
+    return Table(dtype, lo, frequencies.reshape(classes, ages, symbols))

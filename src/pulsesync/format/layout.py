@@ -1,0 +1,180 @@
+"""The tensor table of a run: names, dtypes, shapes, ties, and the grid of tiles. Written once, referred to by hash.
+
+It is a JSON file, because it is read by people as often as by programs and never in a hurry.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pulsesync.errors import FormatError, LimitError, UnsupportedError
+from pulsesync.model import DTYPES, TensorSpec, Tile
+
+FORMAT = "pulse-layout/1-draft"
+MAX_BYTES = 1 << 27
+MAX_TENSORS = 1 << 20
+MAX_TILES = 1 << 22
+MAX_NAME_BYTES = 1 << 10
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 46  # of a tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All canonical tensors in name order, and the names that are tied to one of them."""
+
+    tensors: tuple[TensorSpec, ...]
+    ties: Mapping[str, str] = field(default_factory=dict)  # alias -> canonical name
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Every tile, numbered over tensors in order, rows of the grid before columns."""
+        out: list[Tile] = []
+        for spec in self.tensors:
+            rows, columns = (0, *spec.row_cuts, spec.rows), (0, *spec.column_cuts, spec.columns)
+            out += [
+                Tile(len(out) + i, spec, r, c, r_end - r, c_end - c)
+                for i, (r, r_end, c, c_end) in enumerate(
+                    (r, r_end, c, c_end)
+                    for r, r_end in zip(rows, rows[1:], strict=False)
+                    for c, c_end in zip(columns, columns[1:], strict=False)
+                )
+            ]
+        return tuple(out)
+
+    @cached_property
+    def data(self) -> bytes:
+        """The file: canonical JSON, so that equal layouts have equal hashes."""
+        tensors = []
+        for spec in self.tensors:
+            entry: dict[str, Any] = {"dtype": spec.dtype, "name": spec.name, "shape": list(spec.shape)}
+            if spec.row_cuts:
+                entry["rows"] = list(spec.row_cuts)
+            if spec.column_cuts:
+                entry["columns"] = list(spec.column_cuts)
+            tensors.append(entry)
+        table = {"format": FORMAT, "tensors": tensors, "ties": dict(self.ties)}
+        return json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+    @cached_property
+    def id(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Layout:
+    """Put tensors in order and check them as a reader would.
+
+    Raises:
+        FormatError: a name twice, a tie to nothing, cuts that do not ascend; LimitError, UnsupportedError: see there.
+    """
+    layout = Layout(tuple(sorted(tensors, key=lambda s: s.name.encode())), dict(ties or {}))
+    _check(layout)
+    return layout
+
+
+def parse(data: bytes) -> Layout:
+    """Read a layout file, believing nothing in it.
+
+    Raises:
+        FormatError: it is not one, or says the same name twice; LimitError, UnsupportedError: see there.
+    """
+    if len(data) > MAX_BYTES:
+        raise LimitError(f"a layout of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
+    table = load_json(data, "the layout")
+    if table.get("format") != FORMAT:
+        raise UnsupportedError(f"this reader knows layouts of format {FORMAT}, not {table.get('format')!r}")
+    if set(table) != {"format", "tensors", "ties"} or not isinstance(table["tensors"], list):
+        raise FormatError("the layout must hold format, tensors and ties, and nothing else")
+    layout = Layout(tuple(_spec(entry) for entry in table["tensors"]), _ties(table["ties"]))
+    _check(layout)
+    if layout.data != data:
+        raise FormatError("the layout is not in canonical form")
+    return layout
+
+
+def load_json(data: bytes, what: str) -> dict[str, Any]:
+    """Read a JSON object that has no key twice, no NaN and no floats beyond what Python reads."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise FormatError(f"{what} says a key twice")
+        return out
+
+    def refuse(text: str) -> Any:
+        raise FormatError(f"{what} holds {text}")
+
+    try:
+        out = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{what} is not JSON: {e}") from e
+    if not isinstance(out, dict):
+        raise FormatError(f"{what} is not a JSON object")
+    return out
+
+
+def _spec(entry: Any) -> TensorSpec:
+    if not isinstance(entry, dict) or not {"name", "dtype", "shape"} <= set(entry) <= {
+        "name",
+        "dtype",
+        "shape",
+        "rows",
+        "columns",
+    }:
+        raise FormatError("a tensor of the layout must hold name, dtype, shape and perhaps rows and columns")
+    if not isinstance(entry["name"], str) or not isinstance(entry["dtype"], str):
+        raise FormatError("names and dtypes of a layout are strings")
+    shape, rows, columns = (_integers(entry.get(k, [])) for k in ("shape", "rows", "columns"))
+    return TensorSpec(entry["name"], entry["dtype"], shape, rows, columns)
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value):
+        raise FormatError("shapes and cuts of a layout are lists of whole numbers")
+    return tuple(value)
+
+
+def _ties(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise FormatError("ties of a layout lead from name to name")
+    return value
+
+
+def _check(layout: Layout) -> None:
+    names = [spec.name for spec in layout.tensors]
+    if len(names) > MAX_TENSORS or len(layout.ties) > MAX_TENSORS:
+        raise LimitError(f"more than {MAX_TENSORS} tensors in a layout", value=len(names))
+    for name in (*names, *layout.ties):
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError:
+            raise FormatError("a tensor's name is not text") from None
+        if not 0 < size <= MAX_NAME_BYTES:
+            raise LimitError(f"a tensor's name has {size} bytes; 1 to {MAX_NAME_BYTES} are allowed", value=size)
+    encoded = [name.encode() for name in names]
+    if any(a >= b for a, b in zip(encoded, encoded[1:], strict=False)):
+        raise FormatError("the tensors of a layout are in name order, each once")
+    known = set(names)
+    for alias, canonical in layout.ties.items():
+        if alias in known or canonical not in known:
+            raise FormatError(f"the tie {alias!r} -> {canonical!r} must lead from a new name to a tensor")
+    tiles = 0
+    for spec in layout.tensors:
+        _check_spec(spec)
+        tiles += (len(spec.row_cuts) + 1) * (len(spec.column_cuts) + 1)
+    if tiles > MAX_TILES:
+        raise LimitError(f"{tiles} tiles in a layout; at most {MAX_TILES} are allowed", value=tiles)
+
+
+def _check_spec(spec: TensorSpec) -> None:
+    if spec.dtype not in DTYPES:
+        raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype!r}; known are {', '.join(DTYPES)}")
+    if len(spec.shape) > MAX_DIMENSIONS or math.prod(spec.shape) > MAX_ELEMENTS:
+        raise LimitError(f"tensor {spec.name!r} has shape {spec.shape}, which is too large", tensor=spec.name)
+    for cuts, end in ((spec.row_cuts, spec.rows), (spec.column_cuts, spec.columns)):
+        if any(a >= b for a, b in zip((0, *cuts), (*cuts, end), strict=True)) and cuts:
+            raise FormatError(f"the cuts of tensor {spec.name!r} must ascend inside it", tensor=spec.name)

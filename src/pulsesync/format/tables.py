@@ -1,0 +1,109 @@
+"""How counts become tables: integer arithmetic only, so that every machine makes the same bytes.
+
+A *context* is what both ends know about a hot weight before it is decided: its magnitude class and, in an epoch, the
+patch that last changed it. For each context a patch carries the frequencies of the symbols, which add up to 2^14.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.kernels import spec
+from pulsesync.model import Bits
+
+TOTAL = 1 << spec.PROBABILITY_BITS
+
+
+def symbol_count(width: int) -> int:
+    """How many symbols the weights of this many bits have: unchanged, and a size class up or down."""
+    return 1 + 2 * (spec.DIRECT + width - 3)
+
+
+def choose_cut(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> int:
+    """Return the class below which weights are hot, given changes and sampled weights by class.
+
+    A change left cold costs as much as 1,024 hot decisions: of the cuts with the least total, the lowest.
+    """
+    hot, cold = 0, int(changes.sum())
+    cut, least = 0, 1024 * cold
+    for c, (of_these, sample) in enumerate(zip(changes.tolist(), sampled.tolist(), strict=True)):
+        hot, cold = hot + spec.SAMPLE_SCALE * sample, cold - of_these
+        if hot + 1024 * cold < least:
+            cut, least = c + 1, hot + 1024 * cold
+        if cold == 0:
+            break
+    return cut
+
+
+def lanes_for(decisions: int) -> int:
+    """Return how many lanes a block has: the power of two, 32 at most, that leaves each at least 4,096 decisions."""
+    lanes = 1
+    while lanes < 1 << spec.MAX_LANES_LOG2 and 2 * lanes * spec.LANE_DECISIONS <= decisions:
+        lanes *= 2
+    return lanes
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Where the row of a context begins in a flat table: a row has 2^bits places, one for each symbol and some spare.
+
+    The row of a weight is rows[its class] plus, in an epoch, the index of the patch that last changed it times 2^bits.
+    """
+
+    lo: int  # the class of the first row; lower classes use it too
+    classes: int
+    ages: int
+    symbols: int
+
+    @property
+    def bits(self) -> int:
+        return self.symbols.bit_length()  # one place more than symbols: the end of the last
+
+    @cached_property
+    def rows(self) -> NDArray[np.uint32]:
+        above = np.clip(np.arange(256) - self.lo, 0, self.classes - 1)
+        return (above * self.ages << self.bits).astype(np.uint32)
+
+    def empty(self) -> NDArray[np.int64]:
+        return np.zeros(self.classes * self.ages << self.bits, np.int64)
+
+
+def normalise(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Scale the counts of each context (last axis) to frequencies that add up to 2^14; no counts stay no frequencies.
+
+    Each symbol gets its share rounded down, but at least 1 if it occurs; what is then missing or too much goes to the
+    commonest symbol, the first of several.
+    """
+    totals = counts.sum(axis=-1, keepdims=True)
+    scaled = np.maximum(counts * TOTAL // np.maximum(totals, 1), counts > 0)
+    commonest = counts.argmax(axis=-1, keepdims=True)
+    missing = np.where(totals > 0, TOTAL - scaled.sum(axis=-1, keepdims=True), 0)
+    np.put_along_axis(scaled, commonest, np.take_along_axis(scaled, commonest, -1) + missing, -1)
+    return scaled
+
+
+def cumulative(frequencies: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Return, flat, where each symbol's slots begin: row by row, as `Contexts` lays them out."""
+    *rows, symbols = frequencies.shape
+    out = np.zeros((*rows, 1 << symbols.bit_length()), np.uint16)
+    out[..., 1 : symbols + 1] = np.cumsum(frequencies, axis=-1)
+    return out.reshape(-1)
+
+
+def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return what an encoder multiplies by instead of dividing: 2^32 - 1 over each frequency, rounded down."""
+    *rows, symbols = frequencies.shape
+    out = np.zeros((*rows, 1 << symbols.bit_length()), np.uint32)
+    out[..., :symbols] = ((1 << 32) - 1) // np.maximum(frequencies, 1)
+    return out.reshape(-1)
+
+
+def apply_steps(old: Bits, steps: NDArray[np.int64]) -> Bits:
+    """Move weights by signed steps in the order of their values (for the few cold ones)."""
+    width = 8 * old.itemsize
+    full, sign = (1 << width) - 1, 1 << (width - 1)
+    wide = old.astype(np.int64)
+    ordered = (wide ^ np.where(wide & sign, full, sign)) + steps & full
+    return (ordered ^ np.where(ordered & sign, sign, full)).astype(old.dtype)

@@ -1,0 +1,307 @@
+"""The kernels in plain numpy and Python: slow, short, and what the others are held against.
+
+A machine without numba runs on these: it reads and writes everything, some hundred times slower.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.kernels import spec
+
+Bits = NDArray[np.unsignedinteger]
+
+
+def _magnitudes(bits: Bits) -> NDArray[np.int64]:
+    return (bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)).astype(np.int64)
+
+
+def _ordered(bits: Bits) -> NDArray[np.int64]:
+    """Put bit patterns in the order of the floats they stand for, -0.0 just below +0.0: neighbours differ by one."""
+    sign = 1 << (8 * bits.itemsize - 1)
+    wide = bits.astype(np.int64)
+    return np.where(wide & sign, (2 * sign - 1) ^ wide, wide | sign)
+
+
+def changed(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
+    positions = np.flatnonzero(old != new).astype(np.uint32)
+    return positions, old[positions], new[positions]
+
+
+def sample_classes(old: Bits, shift: int) -> NDArray[np.int64]:
+    looked_at = np.arange(old.size) % spec.SAMPLE_PERIOD < spec.SAMPLE_RUN
+    return np.bincount(_magnitudes(old[looked_at]) >> shift, minlength=256)
+
+
+def steps(
+    old: Bits, new: Bits, shift: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.int64]]:
+    half = 1 << (8 * old.itemsize - 1)
+    moved = _ordered(new) - _ordered(old)
+    moved = np.where(moved > half, moved - 2 * half, np.where(moved < -half, moved + 2 * half, moved))
+    size, down = np.abs(moved), moved < 0
+    k = np.zeros(size.size, np.int64)
+    while (size >> k > 1).any():
+        k += size >> k > 1
+    direct = size <= spec.DIRECT
+    size_class = np.where(direct, size - 1, spec.DIRECT + k - 3)
+    extra = np.where(direct, 0, size - (1 << k))
+    classes = _magnitudes(old) >> shift
+    symbols = (1 + 2 * size_class + down).astype(np.uint8)
+    return symbols, extra.astype(np.uint32), classes.astype(np.uint8), np.bincount(classes, minlength=256)
+
+
+def split(
+    positions: NDArray[np.uint32],
+    new: Bits,
+    symbols: NDArray[np.uint8],
+    extras: NDArray[np.uint32],
+    classes: NDArray[np.uint8],
+    shift: int,
+    cut: int,
+) -> tuple[
+    NDArray[np.uint32],
+    Bits,
+    NDArray[np.uint8],
+    NDArray[np.uint32],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.uint32],
+    NDArray[np.uint8],
+]:
+    hot = classes.astype(np.int64) < cut
+    size_class = (symbols[~hot].astype(np.int64) - 1) >> 1
+    power = np.int64(1) << np.maximum(size_class - spec.DIRECT + 3, 0)
+    size = np.where(size_class < spec.DIRECT, size_class + 1, power + extras[~hot])
+    moved = np.where((symbols[~hot] - 1) & 1, -size, size)
+    cold_at, enters = positions[~hot], _magnitudes(new[~hot]) >> shift < cut
+    down = np.where(moved < 0, 0x80, 0).astype(np.uint8)
+    of_hot = positions[hot], new[hot], symbols[hot], extras[hot]
+    return *of_hot, cold_at.astype(np.int64), moved, cold_at[enters], down[enters]
+
+
+def _step(bits: int, symbol: int, extra: int, width: int) -> int:
+    full, sign = (1 << width) - 1, 1 << (width - 1)
+    size_class = (symbol - 1) >> 1
+    size = size_class + 1 if size_class < spec.DIRECT else (1 << (size_class - spec.DIRECT + 3)) + extra
+    ordered = bits ^ (full if bits & sign else sign)
+    ordered = (ordered - size if (symbol - 1) & 1 else ordered + size) & full
+    return ordered ^ (sign if ordered & sign else full)
+
+
+def _decisions(
+    old: Bits, shift: int, cut: int, rows: NDArray[np.uint32], row_bits: int, last: NDArray[np.uint8], tracked: int
+) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+    """The hot weights in order: position, row of the tables, and whether each went down when it last changed."""
+    sizes = _magnitudes(old)
+    hot = np.flatnonzero(sizes < cut << shift)
+    history = np.zeros(hot.size, np.int64)
+    history[sizes[hot] < tracked << shift] = last
+    found = rows[sizes[hot] >> shift].astype(np.int64) + ((history & 0x7F) << row_bits)
+    return hot, found, history >> 7
+
+
+def count_block(
+    old: Bits,
+    shift: int,
+    cut: int,
+    rows: NDArray[np.uint32],
+    row_bits: int,
+    last: NDArray[np.uint8],
+    tracked: int,
+    positions: NDArray[np.uint32],
+    new: Bits,
+    symbols: NDArray[np.uint8],
+    counts: NDArray[np.int64],
+    index: int,
+    entering_at: NDArray[np.uint32],
+    entering: NDArray[np.uint8],
+) -> tuple[int, NDArray[np.uint8]]:
+    hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
+    decided = np.zeros(hot.size, np.int64)
+    where = np.searchsorted(hot, positions)
+    decided[where] = ((symbols.astype(np.int64) - 1) ^ down[where]) + 1
+    np.add.at(counts, begins + decided, 1)
+    return hot.size, _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering)
+
+
+def encode_block(
+    old: Bits,
+    shift: int,
+    cut: int,
+    rows: NDArray[np.uint32],
+    row_bits: int,
+    last: NDArray[np.uint8],
+    tracked: int,
+    positions: NDArray[np.uint32],
+    symbols: NDArray[np.uint8],
+    extras: NDArray[np.uint32],
+    cumulative: NDArray[np.uint16],
+    reciprocals: NDArray[np.uint32],  # for faster kernels: not needed here
+    decisions: int,
+    lanes: int,
+) -> NDArray[np.uint16]:
+    hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
+    table = cumulative.tolist()
+    changes = {int(p): (int(s), int(e)) for p, s, e in zip(positions, symbols, extras, strict=True)}
+    states = [spec.STATE_LOW] * lanes
+    backwards: list[int] = []
+
+    def make_room(x: int, limit: int) -> int:
+        if x < limit:
+            return x
+        backwards.append(x & 0xFFFF)
+        return x >> 16
+
+    for j in range(decisions - 1, -1, -1):
+        x, symbol = states[j % lanes], 0
+        if (change := changes.get(int(hot[j]))) is not None:
+            symbol, extra = ((change[0] - 1) ^ int(down[j])) + 1, change[1]
+            size_class = (symbol - 1) >> 1
+            raw = size_class - spec.DIRECT + 3 if size_class >= spec.DIRECT else 0
+            if raw > 16:
+                x = make_room(x, 1 << (48 - raw)) << (raw - 16) | extra >> 16
+                extra, raw = extra & 0xFFFF, 16
+            if raw:
+                x = make_room(x, 1 << (32 - raw)) << raw | extra
+        start, end = table[begins[j] + symbol : begins[j] + symbol + 2]
+        x = make_room(x, (end - start) << (32 - spec.PROBABILITY_BITS))
+        quotient, remainder = divmod(x, end - start)
+        states[j % lanes] = (quotient << spec.PROBABILITY_BITS) + remainder + start
+    first = [half for x in states for half in (x & 0xFFFF, x >> 16)]
+    return np.array(first + backwards[::-1], np.uint16)
+
+
+def decode_block(
+    old: Bits,
+    shift: int,
+    cut: int,
+    rows: NDArray[np.uint32],
+    row_bits: int,
+    last: NDArray[np.uint8],
+    tracked: int,
+    cumulative: NDArray[np.uint16],
+    symbol_count: int,
+    lanes: int,
+    stream: NDArray[np.uint16],
+    count: int,
+    index: int,
+    entering_at: NDArray[np.uint32],
+    entering: NDArray[np.uint8],
+) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], int]:
+    hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
+    table = cumulative.tolist()
+    words = stream.tolist()
+    positions, new = np.zeros(count, np.uint32), np.zeros(count, old.dtype)
+    if len(words) < 2 * lanes:
+        return positions, new, last, 1
+    states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
+    at, found, width = 2 * lanes, 0, 8 * old.itemsize
+    slot_mask = (1 << spec.PROBABILITY_BITS) - 1
+    for j in range(hot.size):
+        x, row = states[j % lanes], table[begins[j] : begins[j] + symbol_count + 1]
+        slot = x & slot_mask
+        symbol = next((s for s in range(symbol_count) if slot < row[s + 1]), -1)
+        if symbol < 0 or (symbol and found == count):
+            return positions, new, last, 2 if symbol < 0 else 3
+        size_class = (symbol - 1) >> 1
+        raw = size_class - spec.DIRECT + 3 if size_class >= spec.DIRECT else 0
+        x = (row[symbol + 1] - row[symbol]) * (x >> spec.PROBABILITY_BITS) + slot - row[symbol]
+        extra = taken = 0
+        while True:
+            if x < spec.STATE_LOW:
+                if at == len(words):
+                    return positions, new, last, 1
+                x, at = x << 16 | words[at], at + 1
+            if taken == raw:
+                break
+            part = min(raw - taken, 16)
+            extra |= (x & ((1 << part) - 1)) << taken
+            x, taken = x >> part, taken + part
+        states[j % lanes] = x
+        if symbol:
+            positions[found] = hot[j]
+            new[found] = _step(int(old[hot[j]]), ((symbol - 1) ^ int(down[j])) + 1, extra, width)
+            found += 1
+    if found != count:
+        return positions, new, last, 3
+    if at != len(words) or any(x != spec.STATE_LOW for x in states):
+        return positions, new, last, 4
+    return positions, new, _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering), 0
+
+
+def _remembered(
+    old: Bits,
+    shift: int,
+    tracked: int,
+    cut: int,
+    last: NDArray[np.uint8],
+    positions: NDArray[np.uint32],
+    new: Bits,
+    index: int,
+    entering_at: NDArray[np.uint32],
+    entering: NDArray[np.uint8],
+) -> NDArray[np.uint8]:
+    """The history after a patch, from its changes of hot weights and the cold ones that turn hot."""
+    if index == 0:
+        return np.empty(0, np.uint8)
+    sizes = _magnitudes(old)
+    history = np.zeros(old.size, np.uint8)
+    history[sizes < tracked << shift] = last
+    history[positions] = np.where(_ordered(new) < _ordered(old[positions]), index | 0x80, index)
+    history[entering_at] = entering | np.uint8(index)
+    remembered = sizes < cut << shift
+    remembered[positions] = _magnitudes(new) < cut << shift
+    remembered[entering_at] = True
+    return history[remembered]
+
+
+def advance_history(
+    old: Bits,
+    shift: int,
+    tracked: int,
+    cut: int,
+    last: NDArray[np.uint8],
+    positions: NDArray[np.uint32],
+    new: Bits,
+    index: int,
+) -> NDArray[np.uint8]:
+    sizes = _magnitudes(old)
+    history = np.zeros(old.size, np.uint8)
+    history[sizes < tracked << shift] = last
+    history[positions] = np.where(_ordered(new) < _ordered(old[positions]), index | 0x80, index)
+    sizes[positions] = _magnitudes(new)
+    return history[sizes < cut << shift]
+
+
+def _chunk_keys(chunks: NDArray[np.uint64], word: int) -> NDArray[np.uint64]:
+    u = np.uint64
+    z = chunks * u(0x9E3779B97F4A7C15) + u(spec.DIGEST_SEEDS[word])
+    z = (z ^ (z >> u(30))) * u(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> u(27))) * u(0x94D049BB133111EB)
+    return (z ^ (z >> u(31))) | u(1)
+
+
+def _weigh(indices: NDArray[np.uint64], values: NDArray[np.uint64], keys: NDArray[np.uint32]) -> tuple[int, int]:
+    """Sum values * key(index), modulo 2^64, under both keys."""
+    place = indices & np.uint64((1 << spec.CHUNK_BITS) - 1)
+    chunks = indices >> np.uint64(spec.CHUNK_BITS)
+    first, second = (
+        int(np.sum(values * keys[word, place].astype(np.uint64) * _chunk_keys(chunks, word))) for word in (0, 1)
+    )
+    return first, second
+
+
+def digest_rectangle(
+    units: Bits, start: int, rows: int, columns: int, stride: int, keys: NDArray[np.uint32]
+) -> tuple[int, int]:
+    first = second = 0
+    for row in range(rows):
+        for begin in range(start + row * stride, start + row * stride + columns, 1 << 20):
+            end = min(begin + (1 << 20), start + row * stride + columns)
+            a, b = _weigh(np.arange(begin, end, dtype=np.uint64), units[begin:end].astype(np.uint64), keys)
+            first, second = first + a, second + b
+    return first & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
+
+
+def digest_change(indices: NDArray[np.uint64], old: Bits, new: Bits, keys: NDArray[np.uint32]) -> tuple[int, int]:
+    return _weigh(indices, new.astype(np.uint64) - old.astype(np.uint64), keys)

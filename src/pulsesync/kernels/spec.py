@@ -1,0 +1,26 @@
+"""The constants of the format that kernels share; docs/FORMAT.md gives the reasons."""
+
+from typing import Final
+
+BLOCK: Final = 1 << 20  # weights of a tile that are coded together
+SAMPLE_PERIOD: Final = 1021  # of every so many weights of a block ...
+SAMPLE_RUN: Final = 16  # ... the first so many are looked at to choose the hot cut
+SAMPLE_SCALE: Final = 64  # and each stands for so many
+
+PROBABILITY_BITS: Final = 14  # frequencies of a context add up to 2^14
+STATE_LOW: Final = 1 << 16  # rANS states live in [2^16, 2^32) and are refilled 16 bits at a time
+MAX_LANES_LOG2: Final = 5
+LANE_DECISIONS: Final = 4096  # a lane is added for every so many decisions of a block, up to the maximum
+
+DIRECT: Final = 7  # steps of 1..7 units have symbols of their own; longer ones share one per power of two
+
+CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk and one per chunk
+DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
+
+FAULTS: Final = {  # what decode_block reports
+    1: "the stream of a block ends too early",
+    2: "a block uses a context for which the part has no table",
+    3: "a block holds another number of changes than it says",
+    4: "the stream of a block does not end where it should",
+}
+PLACE_SEEDS: Final = (0x706C616365000001, 0x706C616365000002)  # "place", word 1 and word 2

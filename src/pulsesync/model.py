@@ -1,0 +1,165 @@
+"""The records that rooms hand to each other. All frozen; none does any work."""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.unsignedinteger]  # weights as the unsigned integers their bits are
+
+
+class Dtype(NamedTuple):
+    """How a tensor's elements are stored: their size, and for floats where the exponent begins."""
+
+    code: int  # in files
+    itemsize: int  # bytes
+    exponent_shift: int | None  # mantissa bits; None where `context` does not apply
+
+    @property
+    def bits(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(f"<u{self.itemsize}")
+
+
+# The names are those of safetensors. Codes are part of the format: never renumber, only add.
+DTYPES = {
+    "BOOL": Dtype(1, 1, None),
+    "U8": Dtype(2, 1, None),
+    "I8": Dtype(3, 1, None),
+    "F8_E4M3": Dtype(4, 1, 3),
+    "F8_E5M2": Dtype(5, 1, 2),
+    "U16": Dtype(6, 2, None),
+    "I16": Dtype(7, 2, None),
+    "F16": Dtype(8, 2, 10),
+    "BF16": Dtype(9, 2, 7),
+    "U32": Dtype(10, 4, None),
+    "I32": Dtype(11, 4, None),
+    "F32": Dtype(12, 4, 23),
+    "U64": Dtype(13, 8, None),
+    "I64": Dtype(14, 8, None),
+    "F64": Dtype(15, 8, None),
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, dtype and shape, and the rows and columns at which the publisher cuts it into tiles.
+
+    Cuts are positions inside the 2-D view (shape[0], the rest), without the borders; none means one tile.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_cuts: tuple[int, ...] = ()
+    column_cuts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def kind(self) -> Dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a tensor's 2-D view: what can be decoded from its own old weights alone."""
+
+    ordinal: int  # in the layout, over all tensors
+    tensor: TensorSpec
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def start(self) -> int:
+        """The flat index, in the tensor, of the tile's first weight."""
+        return self.row * self.tensor.columns + self.column
+
+    @property
+    def contiguous(self) -> bool:
+        return self.columns == self.tensor.columns or self.rows == 1
+
+    def read(self, flat: Bits, begin: int, end: int) -> Bits:
+        """Weights begin..end of the tile, in row-major order: a view where the tile is contiguous, else a copy."""
+        if self.contiguous:
+            return flat[self.start + begin : self.start + end]
+        return flat[self.flat_indices(np.arange(begin, end, dtype=np.int64))]
+
+    def flat_indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Turn positions in the tile into flat indices of the tensor."""
+        if self.contiguous:
+            return positions + self.start
+        rows, columns = np.divmod(positions, self.columns)
+        return rows * self.tensor.columns + (columns + self.start)
+
+
+class Codec(IntEnum):
+    """How a tile's payload is written. Numbers are part of the format."""
+
+    DENSE = 0
+    GAP = 1
+    CONTEXT = 2
+    HISTORY = 3
+
+
+@dataclass(frozen=True, eq=False)
+class BlockChange:
+    """What changes in one block of a tile; old is kept for the digest and for undoing."""
+
+    start: int  # the block's first weight, as a position in the tile
+    positions: NDArray[np.uint32]  # (changes,) from the block's start, ascending
+    old: Bits  # (changes,)
+    new: Bits  # (changes,)
+    remembered: NDArray[np.uint8] | None = None  # the block's history afterwards, where the codec had it at hand
+
+
+@dataclass(frozen=True, eq=False)
+class TilePatch:
+    """What takes a tile from the base to the new version."""
+
+    tile: Tile
+    codec: Codec
+    blocks: tuple[BlockChange, ...]  # those with changes, ascending
+    cut: int = 0  # `history` only: the class below which weights were hot
+
+    @property
+    def changed(self) -> int:
+        return sum(block.positions.size for block in self.blocks)
+
+    def flat_indices(self, block: BlockChange) -> NDArray[np.int64]:
+        return self.tile.flat_indices(block.positions.astype(np.int64) + block.start)
+
+
+class Sum(NamedTuple):
+    """The digest of some weights: two sums modulo 2^64. Those of disjoint tiles add up."""
+
+    first: int
+    second: int
+
+    def __add__(self, other: "Sum") -> "Sum":  # type: ignore[override]
+        return Sum((self.first + other.first) & 0xFFFFFFFFFFFFFFFF, (self.second + other.second) & 0xFFFFFFFFFFFFFFFF)
+
+    def to_bytes(self) -> bytes:
+        return self.first.to_bytes(8, "little") + self.second.to_bytes(8, "little")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Sum":
+        return cls(int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little"))
