@@ -1,0 +1,40 @@
+"""pulsesync: move model weights from trainers to inference workers, bit for bit, at a small fraction of the bytes.
+
+    import pulsesync as pulse
+
+    pub = pulse.Publisher("runs/one")           # trainer
+    pub.publish(model, step=step)
+
+    sub = pulse.Subscriber("runs/one")          # worker
+    sub.sync(model)
+
+Importing this configures nothing and needs no torch; numba is imported at the first use, or by `warm_up`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pulsesync.errors import PulseError
+
+if TYPE_CHECKING:
+    from pulsesync.publisher import Publisher, PublishReport
+    from pulsesync.subscriber import Subscriber, SyncReport
+    from pulsesync.warm import warm_up
+
+__all__ = ["PublishReport", "Publisher", "PulseError", "Subscriber", "SyncReport", "warm_up"]
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "PublishReport": "publisher",
+    "Publisher": "publisher",
+    "Subscriber": "subscriber",
+    "SyncReport": "subscriber",
+    "warm_up": "warm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pulsesync' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"pulsesync.{_HOMES[name]}"), name)

@@ -82,13 +82,16 @@ def sum_up(sums: Iterable[Sum]) -> Sum:
     return total
 
 
-def state_digest(sums: Mapping[TensorSpec, Sum]) -> str:
-    """Hash name, dtype, shape and sum of every canonical tensor, in name order; as 64 hexadecimal digits."""
+def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
+    """Hash name, dtype, shape and sum of every tensor, in name order, as 64 hexadecimal digits: O(tiles)."""
+    by_tensor: dict[TensorSpec, Sum] = {}
+    for tile in tiles:
+        by_tensor[tile.tensor] = by_tensor.get(tile.tensor, Sum(0, 0)) + sums[tile.ordinal]
     h = hashlib.sha256(b"pulse state 1\n")
-    for spec_ in sorted(sums, key=lambda s: s.name.encode()):
-        name = spec_.name.encode()
+    for tensor in sorted(by_tensor, key=lambda t: t.name.encode()):
+        name = tensor.name.encode()
         h.update(len(name).to_bytes(4, "little") + name)
-        h.update(bytes([spec_.kind.code, len(spec_.shape)]))
-        h.update(b"".join(n.to_bytes(8, "little") for n in spec_.shape))
-        h.update(sums[spec_].to_bytes())
+        h.update(bytes([tensor.kind.code, len(tensor.shape)]))
+        h.update(b"".join(n.to_bytes(8, "little") for n in tensor.shape))
+        h.update(by_tensor[tensor].to_bytes())
     return h.hexdigest()

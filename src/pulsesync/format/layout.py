@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,18 @@ def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -
     layout = Layout(tuple(sorted(tensors, key=lambda s: s.name.encode())), dict(ties or {}))
     _check(layout)
     return layout
+
+
+def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> TensorSpec:
+    """Cut a tensor into a grid of so many rows and columns of tiles, or fewer: none gets less than min_tile weights."""
+    rows, columns = min(rows, max(spec.rows, 1)), min(columns, max(spec.columns, 1))
+    while rows * columns > 1 and spec.size < min_tile * rows * columns:
+        if rows >= columns:
+            rows -= 1
+        else:
+            columns -= 1
+    row_cuts = tuple(spec.rows * i // rows for i in range(1, rows))
+    return replace(spec, row_cuts=row_cuts, column_cuts=tuple(spec.columns * i // columns for i in range(1, columns)))
 
 
 def parse(data: bytes) -> Layout:

@@ -152,6 +152,16 @@ def encode(
     return EncodedPart(id_, data, tuple(patches), after)
 
 
+def encode_whole(
+    layout: Layout, tiles: Sequence[Tile], state: Mapping[str, Bits], sums: Mapping[int, Sum], threads: int | None = None
+) -> EncodedPart:
+    """Encode these tiles whole, as `dense`: a part of an anchor. Its patches are empty: there is no base."""
+    patches = [TilePatch(tile, Codec.DENSE, ()) for tile in tiles if tile.size]
+    bodies = spread(lambda p: _Coded(Codec.DENSE, _dense(p.tile, state)), patches, threads)
+    after = {p.tile.ordinal: sums[p.tile.ordinal] for p in patches}
+    return EncodedPart(*_assemble(layout.id, [], list(zip(patches, bodies, strict=True)), after), (), after)
+
+
 def _patch(diff: _Diff, choice: "_Coded") -> TilePatch:
     blocks = diff.blocks
     if choice.remembered:
@@ -165,18 +175,17 @@ def _settle(diff: _Diff, new: Mapping[str, Bits], coded: "_Coded | None", codec:
     `dense` is tried only where the others come near it.
     """
     if codec == "dense":
-        return _Coded(Codec.DENSE, _dense(diff, new))
+        return _Coded(Codec.DENSE, _dense(diff.tile, new))
     best = coded or _Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
     if codec == "auto" and 2 * len(best.body) > diff.tile.size * diff.tile.tensor.kind.itemsize:
-        whole = _dense(diff, new)
+        whole = _dense(diff.tile, new)
         if len(whole) < len(best.body):
             return _Coded(Codec.DENSE, whole)
     return best
 
 
-def _dense(diff: _Diff, new: Mapping[str, Bits]) -> bytes:
-    flat = new[diff.tile.tensor.name]
-    return dense.encode(_read(diff.tile, flat, number) for number in range(_block_count(diff.tile)))
+def _dense(tile: Tile, state: Mapping[str, Bits]) -> bytes:
+    return dense.encode(_read(tile, state[tile.tensor.name], number) for number in range(_block_count(tile)))
 
 
 def _without_tables_if_smaller(

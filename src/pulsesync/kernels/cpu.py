@@ -5,11 +5,11 @@ integers. All of them release the GIL, so a thread pool over blocks is all the p
 arguments beyond what memory safety needs: the codecs above have done that.
 
 Three tricks carry the speed. Differences are found eight 64-bit words at a time. Hot weights (magnitude class below a
-cut) are found 64 at a time as one bit mask, with 16-bit weights compared four to a word. And the entropy coder keeps
-up to 32 independent rANS states that share one stream of words, so that a CPU overlaps their long latencies and a GPU
-can give each its own thread.
+cut) are found 64 at a time as one bit mask. And the entropy coder keeps up to 32 independent rANS states that share one
+stream of words, so that a CPU overlaps their long latencies and a GPU can give each its own thread.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,16 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from pulsesync.kernels import spec
+from pulsesync.kernels import reference, spec
 
-_jit = njit(nogil=True, cache=True, error_model="numpy")
+_jit = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+_part = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 
 _U = np.uint64
 _ONE = _U(1)
+_NOTHING = np.empty(0, np.uint32)
+_scratch = threading.local()
 _SPAN = 4096  # weights searched at a time
-_WIDE_SPAN = 1 << 15  # weights compared at a time
 _NEVER = ~_U(0)  # a position that no weight has
 _GATHER = _U(0x0102040810204080)  # brings the lowest bits of eight bytes together in the highest byte
 _P = spec.PROBABILITY_BITS
@@ -46,66 +48,54 @@ def popcount(typing_context: Any, x: Any) -> Any:
     return types.uint64(types.uint64), lambda _, builder, __, args: builder.ctpop(args[0])
 
 
+def changed(old: Any, new: Any) -> Any:
+    """Return where the bits of two equally long arrays differ: positions (uint32, ascending), old bits, new bits."""
+    if old.itemsize != 2:
+        # another compiled version for each dtype would cost a newcomer more seconds than it ever saves: numpy is near
+        return reference.changed(old, new)
+    if getattr(_scratch, "positions", _NOTHING).size < old.size:
+        _scratch.positions = np.empty(old.size, np.uint32)
+    whole = old.size // 32 * 32
+    a, b, tail = old[:whole].view(np.uint64), new[:whole].view(np.uint64), old[whole:] != new[whole:]
+    positions = _scratch.positions[: _differ(a, b, tail, _scratch.positions)].copy()
+    return positions, *_gather(old, new, positions)
+
+
 @_jit
-def _differ(old: Any, new: Any, out: Any) -> int:
-    """Write to out where two equally long arrays differ; return in how many places."""
-    lanes, width = 8 // old.itemsize, _U(8 * old.itemsize)
-    lane_mask = (_ONE << width) - _ONE if lanes > 1 else ~_U(0)
-    whole = old.size // lanes * lanes
-    a, b = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
-    k, i = 0, 0
-    while i + 8 <= a.size:
+def _differ(a: Any, b: Any, tail: Any, out: Any) -> int:
+    """Write to out where 16-bit weights differ, given four to a word and, for the last few, as differences.
+
+    Returns how many there are. The caller keeps out from call to call: fresh memory for the worst case costs as much,
+    in pages zeroed by the system, as the comparison.
+    """
+    k = 0
+    for i in range(0, a.size, 8):
         x = (a[i] ^ b[i]) | (a[i + 1] ^ b[i + 1]) | (a[i + 2] ^ b[i + 2]) | (a[i + 3] ^ b[i + 3])
         x |= (a[i + 4] ^ b[i + 4]) | (a[i + 5] ^ b[i + 5]) | (a[i + 6] ^ b[i + 6]) | (a[i + 7] ^ b[i + 7])
         if x != 0:
             for j in range(i, i + 8):
                 y = a[j] ^ b[j]
                 while y != 0:
-                    lane = trailing_zeros(y) // width
-                    out[k] = _U(j * lanes) + lane
+                    lane = trailing_zeros(y) >> _U(4)
+                    out[k] = _U(4 * j) + lane
                     k += 1
-                    y &= ~(lane_mask << (lane * width))
-        i += 8
-    for place in range(i * lanes, old.size):
-        if old[place] != new[place]:
-            out[k] = place
+                    y &= ~(_U(0xFFFF) << (lane << _U(4)))
+    for j in range(tail.size):
+        if tail[j]:
+            out[k] = 4 * a.size + j
             k += 1
     return k
 
 
 @_jit
-def _grown(array: Any, size: int) -> Any:
-    """A copy of the array's front, in an array of another size."""
-    out = np.empty(size, array.dtype)
-    for i in range(min(size, array.size)):
-        out[i] = array[i]
-    return out
+def _gather(old: Any, new: Any, positions: Any) -> Any:
+    before, after = np.empty(positions.size, old.dtype), np.empty(positions.size, old.dtype)
+    for k in range(positions.size):
+        before[k], after[k] = old[positions[k]], new[positions[k]]
+    return before, after
 
 
-@_jit
-def changed(old: Any, new: Any) -> Any:
-    """Return where the bits of two equally long arrays differ: positions (uint32, ascending), old bits, new bits.
-
-    Room grows with what is found: fresh memory for the worst case would cost as much, in pages zeroed by the system,
-    as the comparison.
-    """
-    here = np.empty(_WIDE_SPAN, np.uint32)
-    room, count = 1024, 0
-    positions, before, after = np.empty(room, np.uint32), np.empty(room, old.dtype), np.empty(room, old.dtype)
-    for start in range(0, old.size, _WIDE_SPAN):
-        a, b = old[start : start + _WIDE_SPAN], new[start : start + _WIDE_SPAN]
-        found = _differ(a, b, here)
-        if count + found > room:
-            room = 2 * (count + found)
-            positions, before, after = _grown(positions, room), _grown(before, room), _grown(after, room)
-        for k in range(found):
-            i = here[k]
-            positions[count + k], before[count + k], after[count + k] = start + i, a[i], b[i]
-        count += found
-    return positions[:count], before[:count], after[:count]
-
-
-@_jit
+@_part
 def _hot(bits: Any, start: int, cut: Any, hot: Any, flags: Any) -> Any:
     """Write the positions of the weights below the cut, among the _SPAN from start on, to hot; return how many.
 
@@ -218,7 +208,7 @@ def split(positions: Any, new: Any, symbols: Any, extras: Any, classes: Any, shi
     return hot_at, hot_new, hot_symbols, hot_extras, cold_at, cold_steps, entering_at[:e], entering[:e]
 
 
-@_jit
+@_part
 def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
     """Move one weight by the step that a symbol and its extra bits name."""
     full = (_ONE << width) - _ONE
@@ -230,7 +220,7 @@ def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
     return a ^ (sign if a & sign else full)
 
 
-@_jit
+@_part
 def _room(old: Any, last: Any, tracked: int, cut: int, index: int, entering: Any) -> Any:
     """An array that the block's history after a patch fits in."""
     return np.empty(((last.size if tracked == cut else old.size) if index else 0) + entering.size, np.uint8)
@@ -304,7 +294,7 @@ def count_block(
     return decisions, remembered[:kept]
 
 
-@_jit
+@_part
 def _put_raw(x: Any, value: Any, k: Any, stream: Any, at: Any) -> Any:
     """Code k <= 16 bits as they are."""
     if x >= _ONE << (_U(32) - k):
@@ -556,7 +546,7 @@ def advance_history(
     return out[:k].copy()
 
 
-@_jit
+@_part
 def _chunk_key(chunk: Any, word: int) -> Any:
     """The odd 64-bit key of a chunk, for the first or second word of the digest (splitmix64)."""
     z = chunk * _U(0x9E3779B97F4A7C15) + (_U(spec.DIGEST_SEEDS[0]) if word == 0 else _U(spec.DIGEST_SEEDS[1]))

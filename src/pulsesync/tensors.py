@@ -1,0 +1,100 @@
+"""From what people hold (numpy arrays, torch tensors, modules) to bits and back, without copying where it can be.
+
+Arrays of bfloat16 and float8 come from ml_dtypes, or from torch. A tensor that appears under two names in the same
+memory is a tie: one of them is canonical, the other an alias.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pulsesync.errors import StateError
+from pulsesync.model import DTYPES, Bits, TensorSpec
+
+_NUMPY_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
+
+
+@dataclass(frozen=True)
+class BitView:
+    """A tensor as bits: flat, contiguous, and where `shared` in the tensor's own memory."""
+
+    spec: TensorSpec
+    flat: Bits
+    shared: bool
+
+
+def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
+    """View a module, a state dict or a mapping of arrays as bits; return canonical tensors, and aliases by name.
+
+    Raises:
+        StateError: something that is not a tensor, of a dtype the format does not have, or not in host memory.
+    """
+    if not isinstance(source, Mapping):
+        if not hasattr(source, "state_dict"):
+            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
+        source = source.state_dict()
+    views: dict[str, BitView] = {}
+    ties: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name in sorted(source, key=lambda n: str(n).encode()):
+        array = _as_numpy(name, source[name])
+        view = _view(name, array)
+        place = (array.__array_interface__["data"][0], view.spec.dtype, view.spec.shape, array.strides)
+        if view.spec.size and place in seen:
+            ties[name] = seen[place]
+            continue
+        seen[place] = name
+        views[name] = view
+    return views, ties
+
+
+def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        if tensor.device.type != "cpu":
+            raise StateError(f"tensor {name!r} is on {tensor.device}; only host memory is supported so far", tensor=name)
+        tensor = tensor.detach()
+        label = str(tensor.dtype).removeprefix("torch.")
+        if label not in _NUMPY_NAMES:
+            raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
+        bits = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
+        return bits.view(_numpy_dtype(label))
+    if not isinstance(tensor, np.ndarray):
+        raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)
+    return tensor
+
+
+def _numpy_dtype(label: str) -> np.dtype[Any]:
+    if label.startswith(("bfloat", "float8")):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, label))
+    return np.dtype(label)
+
+
+def _view(name: str, array: np.ndarray[Any, Any]) -> BitView:
+    dtype = _NUMPY_NAMES.get(array.dtype.name)
+    if dtype is None or array.dtype.byteorder == ">":
+        raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not have", tensor=name)
+    shared = bool(array.flags.c_contiguous and array.flags.writeable)
+    flat = np.ascontiguousarray(array).reshape(-1).view(DTYPES[dtype].bits)
+    return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared)
