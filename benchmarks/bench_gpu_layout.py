@@ -10,6 +10,7 @@ the digest's recount and a plain copy. These are trial kernels: the GPU path its
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +145,7 @@ def run(path: Path, billions: float) -> None:
     rows["find the hot weights: write"] = bench(write_hot)
     rows["decode the blocks"] = bench(decode_all)
     for per, warps in ((16, 4), (64, 4), (16, 8), (64, 8), (256, 8), (64, 16)):
-        rows[f"recount the digest ({per} chunks, {warps} warps)"] = bench(lambda: recount_all(per=per, warps=warps))
+        rows[f"recount the digest ({per} chunks, {warps} warps)"] = bench(partial(recount_all, per=per, warps=warps))
     bandwidth = 4 * size / rows["copy of the weights"] / 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(

@@ -1,4 +1,4 @@
-"""Trial kernels in Triton for `bench_gpu_layout.py`: find the hot weights, decode `context` blocks, recount a digest."""
+"""Trial kernels in Triton for `bench_gpu_layout.py`: find hot weights, decode `context` blocks, recount a digest."""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,7 @@
 
 A tensor's digest is two sums, modulo 2^64, over its 16-bit units (its bytes, for one-byte dtypes) of unit times a key
 that belongs to the unit's place. So it is the sum of its tiles', changes with O(changed) work, and is recounted by one
-sequential read. It tells accident, not attack: whoever knows the keys can make two states agree. Signatures are for that.
+sequential read. It tells accident, not attack: who knows the keys can make two states agree; signatures are for that.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _moved(patch: TilePatch, block: BlockChange) -> Sum:
     indices = patch.flat_indices(block).astype(np.uint64)
     per = old.size // block.old.size
     if per > 1:
-        indices = (indices[:, None] * np.uint64(per) + np.arange(per, dtype=np.uint64)).reshape(-1)
+        indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
     return Sum(*map(int, kernels.active().digest_change(indices, old, new, keys())))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bits = NDArray[np.unsignedinteger]  # weights as the unsigned integers their bits are
+BLOCK = 1 << 20  # weights of a tile that are coded together, in row-major order
 
 
 class Dtype(NamedTuple):
@@ -103,12 +104,21 @@ class Tile:
             return flat[self.start + begin : self.start + end]
         return flat[self.flat_indices(np.arange(begin, end, dtype=np.int64))]
 
+    @property
+    def block_count(self) -> int:
+        return -(-self.size // BLOCK)
+
+    def read_block(self, flat: Bits, number: int) -> Bits:
+        """The weights of one of the tile's blocks, as `read` gives them."""
+        return self.read(flat, number * BLOCK, min((number + 1) * BLOCK, self.size))
+
     def flat_indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Turn positions in the tile into flat indices of the tensor."""
         if self.contiguous:
             return positions + self.start
         rows, columns = np.divmod(positions, self.columns)
-        return rows * self.tensor.columns + (columns + self.start)
+        indices: NDArray[np.int64] = rows * self.tensor.columns + (columns + self.start)
+        return indices
 
 
 class Codec(IntEnum):
@@ -124,11 +134,14 @@ class Codec(IntEnum):
 class BlockChange:
     """What changes in one block of a tile; old is kept for the digest and for undoing."""
 
-    start: int  # the block's first weight, as a position in the tile
+    number: int  # of the block in its tile
     positions: NDArray[np.uint32]  # (changes,) from the block's start, ascending
     old: Bits  # (changes,)
     new: Bits  # (changes,)
     remembered: NDArray[np.uint8] | None = None  # the block's history afterwards, where the codec had it at hand
+
+    def tile_positions(self) -> NDArray[np.int64]:
+        return self.positions.astype(np.int64) + self.number * BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +158,7 @@ class TilePatch:
         return sum(block.positions.size for block in self.blocks)
 
     def flat_indices(self, block: BlockChange) -> NDArray[np.int64]:
-        return self.tile.flat_indices(block.positions.astype(np.int64) + block.start)
+        return self.tile.flat_indices(block.tile_positions())
 
 
 class Sum(NamedTuple):

@@ -36,7 +36,7 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
                 if i is None:
                     return
                 out[i] = work(todo[i])
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
             faults.append(e)
 
     helpers = [threading.Thread(target=take, name="pulse", daemon=True) for _ in range(count - 1)]

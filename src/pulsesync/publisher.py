@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-
 from pulsesync import chain, digest
 from pulsesync.errors import ConflictError, StateError
 from pulsesync.format import layout as layouts
@@ -162,5 +161,3 @@ def _same_tensors(layout: Layout, specs: list[TensorSpec]) -> None:
     if before != now:
         names = sorted({name for name, _ in before.items() ^ now.items()})
         raise StateError(f"the tensors of a run stay the same; {names[0]!r} came, went or changed", tensor=names[0])
-
-

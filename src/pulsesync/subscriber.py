@@ -30,8 +30,8 @@ class SyncReport:
 class Subscriber:
     """Follows a run. Give it the location; what both ends must agree on travels in the manifests.
 
-        sub = Subscriber("runs/one")
-        report = sub.sync(model)
+    sub = Subscriber("runs/one")
+    report = sub.sync(model)
     """
 
     def __init__(self, location: str | Store) -> None:

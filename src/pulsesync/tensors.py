@@ -71,12 +71,14 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         if tensor.device.type != "cpu":
-            raise StateError(f"tensor {name!r} is on {tensor.device}; only host memory is supported so far", tensor=name)
+            raise StateError(
+                f"tensor {name!r} is on {tensor.device}; only host memory is supported so far", tensor=name
+            )
         tensor = tensor.detach()
         label = str(tensor.dtype).removeprefix("torch.")
         if label not in _NUMPY_NAMES:
             raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
-        bits = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
+        bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
         return bits.view(_numpy_dtype(label))
     if not isinstance(tensor, np.ndarray):
         raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)
@@ -87,8 +89,9 @@ def _numpy_dtype(label: str) -> np.dtype[Any]:
     if label.startswith(("bfloat", "float8")):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, label))
-    return np.dtype(label)
+        label = getattr(ml_dtypes, label)
+    dtype: np.dtype[Any] = np.dtype(label)
+    return dtype
 
 
 def _view(name: str, array: np.ndarray[Any, Any]) -> BitView:

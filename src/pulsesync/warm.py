@@ -22,10 +22,12 @@ def warm_up(dtype: str = "BF16") -> float:
     old = rng.integers(0, 1 << (8 * spec.kind.itemsize), spec.size, dtype=np.uint64).astype(spec.kind.bits)
     new = old.copy()
     new[::7] += 1
-    state = State(layout.make([spec]), {"w": old}, {})
-    for index in range(2):
-        history = History() if index == 0 else history.after(part.patches, {"w": old})
-        part = patch.encode(state.layout, state.layout.tiles, {"w": old}, {"w": new}, state.sums, codec="history",
-                            history=history)  # fmt: skip
+    state, history = State(layout.make([spec]), {"w": old}, {}), History()
+    for _ in range(2):
+        part = patch.encode(
+            state.layout, state.layout.tiles, {"w": old}, {"w": new}, state.sums, codec="history", history=history
+        )
         patch.decode(part.data, state.layout, {"w": old}, history=history)
+        history = history.after(part.patches, {"w": old})
+    history.digest()
     return time.perf_counter() - began

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.digest import keys, sum_up
 from pulsesync.format.codecs.context import NO_HISTORY, Memory
-from pulsesync.kernels import spec
 from pulsesync.model import Bits, Codec, Sum, TilePatch
 from pulsesync.parallel import spread
 
@@ -49,9 +48,7 @@ class History:
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
 
-    def after(
-        self, patches: Iterable[TilePatch], old: Mapping[str, Bits], threads: int | None = None
-    ) -> "History":
+    def after(self, patches: Iterable[TilePatch], old: Mapping[str, Bits], threads: int | None = None) -> "History":
         """Return the history after a patch, given the weights before it. This one stays as it is.
 
         Whatever codec carried them, changes of a tile that is remembered are remembered.
@@ -61,7 +58,7 @@ class History:
             known = self.cut(patch.tile.ordinal)
             if cut := max(known, patch.cut if patch.codec == Codec.HISTORY else 0):
                 cuts[patch] = cut
-        jobs = [(patch, number) for patch in cuts for number in range(-(-patch.tile.size // spec.BLOCK))]
+        jobs = [(patch, number) for patch in cuts for number in range(patch.tile.block_count)]
 
         def block(job: tuple[TilePatch, int]) -> NDArray[np.uint8]:
             patch, number = job
@@ -70,18 +67,18 @@ class History:
         done = iter(spread(block, jobs, threads))
         tiles = dict(self.tiles)
         for patch, cut in cuts.items():
-            blocks = tuple(next(done) for _ in range(-(-patch.tile.size // spec.BLOCK)))
+            blocks = tuple(next(done) for _ in range(patch.tile.block_count))
             tiles[patch.tile.ordinal] = TileHistory(cut, blocks)
         return History(self.index + 1, tiles)
 
     def _advance(self, patch: TilePatch, number: int, cut: int, flat: Bits) -> NDArray[np.uint8]:
-        tile, memory, begin = patch.tile, self.of(patch.tile.ordinal, number), number * spec.BLOCK
-        change = next((block for block in patch.blocks if block.start == begin), None)
+        tile, memory = patch.tile, self.of(patch.tile.ordinal, number)
+        change = next((block for block in patch.blocks if block.number == number), None)
         if change is None and memory.cut == cut:
             return memory.last
         if change is not None and change.remembered is not None:
             return change.remembered
-        before = tile.read(flat, begin, min(begin + spec.BLOCK, tile.size))
+        before = tile.read_block(flat, number)
         positions = change.positions if change else np.empty(0, np.uint32)
         new = change.new if change else np.empty(0, flat.dtype)
         out: NDArray[np.uint8] = kernels.active().advance_history(

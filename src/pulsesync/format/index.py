@@ -31,7 +31,7 @@ class Table:
 
     @property
     def highest_cut(self) -> int:
-        return self.lo + self.frequencies.shape[0]
+        return self.lo + int(self.frequencies.shape[0])
 
     @cached_property
     def contexts(self) -> tables.Contexts:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
@@ -39,9 +40,7 @@ class Layout:
             out += [
                 Tile(len(out) + i, spec, r, c, r_end - r, c_end - c)
                 for i, (r, r_end, c, c_end) in enumerate(
-                    (r, r_end, c, c_end)
-                    for r, r_end in zip(rows, rows[1:], strict=False)
-                    for c, c_end in zip(columns, columns[1:], strict=False)
+                    (r, r_end, c, c_end) for r, r_end in pairwise(rows) for c, c_end in pairwise(columns)
                 )
             ]
         return tuple(out)
@@ -168,7 +167,7 @@ def _check(layout: Layout) -> None:
         if not 0 < size <= MAX_NAME_BYTES:
             raise LimitError(f"a tensor's name has {size} bytes; 1 to {MAX_NAME_BYTES} are allowed", value=size)
     encoded = [name.encode() for name in names]
-    if any(a >= b for a, b in zip(encoded, encoded[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(encoded)):
         raise FormatError("the tensors of a layout are in name order, each once")
     known = set(names)
     for alias, canonical in layout.ties.items():

@@ -77,7 +77,7 @@ def normalise(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     commonest symbol, the first of several.
     """
     totals = counts.sum(axis=-1, keepdims=True)
-    scaled = np.maximum(counts * TOTAL // np.maximum(totals, 1), counts > 0)
+    scaled: NDArray[np.int64] = np.maximum(counts * TOTAL // np.maximum(totals, 1), counts > 0)
     commonest = counts.argmax(axis=-1, keepdims=True)
     missing = np.where(totals > 0, TOTAL - scaled.sum(axis=-1, keepdims=True), 0)
     np.put_along_axis(scaled, commonest, np.take_along_axis(scaled, commonest, -1) + missing, -1)

@@ -71,7 +71,7 @@ class Reader:
         return values
 
     def plane(self, size: int) -> memoryview:
-        """size bytes, stored as they are or as one zstd frame (see `plane`)."""
+        """Size bytes, stored as they are or as one zstd frame (see `plane`)."""
         if self.byte() == RAW:
             return self.take(size)
         self.at -= 1
@@ -86,6 +86,7 @@ class Reader:
 
 
 def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
+    data: bytes
     try:
         if zstandard.frame_content_size(frame) != size:
             raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
@@ -118,7 +119,7 @@ def numbers(values: NDArray[np.int64]) -> bytes:
         lengths += values >> (7 * k) > 0
     ends = np.cumsum(lengths)
     place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    out = (np.repeat(values, lengths) >> (7 * place) & 0x7F | 0x80).astype(np.uint8)
+    out: NDArray[np.uint8] = (np.repeat(values, lengths) >> (7 * place) & 0x7F | 0x80).astype(np.uint8)
     out[ends - 1] &= 0x7F
     return out.tobytes()
 
@@ -126,7 +127,7 @@ def numbers(values: NDArray[np.int64]) -> bytes:
 def plane(data: bytes) -> bytes:
     """Write bytes as one zstd frame with its length in front, or as they are where that is no longer."""
     if len(data) > 16:
-        frame = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(data)
+        frame: bytes = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(data)
         if len(frame) + 4 < len(data):
             return bytes([ZSTD]) + number(len(frame)) + frame
     return bytes([RAW]) + data

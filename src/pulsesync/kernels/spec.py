@@ -2,7 +2,6 @@
 
 from typing import Final
 
-BLOCK: Final = 1 << 20  # weights of a tile that are coded together
 SAMPLE_PERIOD: Final = 1021  # of every so many weights of a block ...
 SAMPLE_RUN: Final = 16  # ... the first so many are looked at to choose the hot cut
 SAMPLE_SCALE: Final = 64  # and each stands for so many

@@ -5,8 +5,7 @@ entropy coder, under a table chosen by its class and, in `history`, by the patch
 direction turns the sign. The few changes of cold weights are written as gaps and steps. docs/FORMAT.md has the bytes.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +15,17 @@ from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import tables, wire
 from pulsesync.format.index import Table
 from pulsesync.kernels import spec
-from pulsesync.model import Bits, BlockChange, Dtype
+from pulsesync.model import BLOCK, Bits, BlockChange, Dtype
 
 NO_HISTORY = np.empty(0, np.uint8)
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """What a block remembers of its epoch: bytes of the weights whose class is below the cut (see `history`)."""
 
     cut: int = 0
-    last: NDArray[np.uint8] = NO_HISTORY
+    last: NDArray[np.uint8] = field(default_factory=lambda: NO_HISTORY)
     index: int = 0  # of the patch at hand in its epoch; 0 where nothing is to be remembered
 
 
@@ -127,8 +127,8 @@ def parse(data: memoryview, size: int, kind: Dtype) -> Payload:
     width = 8 * kind.itemsize
     cut = reader.number(1 << (width - 1 - (kind.exponent_shift or 0)))
     heads: list[tuple[int, int, int]] = []
-    for begin in range(0, size, spec.BLOCK):
-        weights = min(spec.BLOCK, size - begin)
+    for begin in range(0, size, BLOCK):
+        weights = min(BLOCK, size - begin)
         head = reader.number(weights << 3 | 7)
         changes, lanes_log2 = head >> 3, head & 7
         if changes > weights or lanes_log2 > spec.MAX_LANES_LOG2 or (changes == 0 and head):
@@ -140,7 +140,7 @@ def parse(data: memoryview, size: int, kind: Dtype) -> Payload:
     if cold_count and float(pairs[:, 0].sum(dtype=np.float64)) + cold_count > size:
         raise FormatError("a context payload has cold changes outside its tile")
     steps = (pairs[:, 1] >> 1) ^ -(pairs[:, 1] & 1)
-    if cold_count and (steps == 0).any() or (np.abs(steps) > 1 << (width - 1)).any():
+    if (cold_count and (steps == 0).any()) or (np.abs(steps) > 1 << (width - 1)).any():
         raise LimitError("a cold change is no step, or longer than its dtype has")
     blocks = tuple(
         BlockStream(changes, lanes, np.frombuffer(reader.take(2 * words), "<u2").astype(np.uint16))
@@ -148,6 +148,12 @@ def parse(data: memoryview, size: int, kind: Dtype) -> Payload:
     )
     reader.end()
     return Payload(table, cut, blocks, np.cumsum(pairs[:, 0] + 1) - 1, steps)
+
+
+def has_changes(payload: Payload, number: int) -> bool:
+    """Whether a block has any: one that has none need not be read."""
+    first, last = np.searchsorted(payload.cold, (number * BLOCK, (number + 1) * BLOCK))
+    return payload.blocks[number].changes > 0 or first < last
 
 
 def decode_block(
@@ -158,7 +164,7 @@ def decode_block(
     Raises:
         FormatError: the stream does not decode, or a cold change is on a hot weight.
     """
-    begin, block, shift = number * spec.BLOCK, payload.blocks[number], kind.exponent_shift or 0
+    begin, block, shift = number * BLOCK, payload.blocks[number], kind.exponent_shift or 0
     first, last = np.searchsorted(payload.cold, (begin, begin + old.size))
     cold, steps = payload.cold[first:last] - begin, payload.steps[first:last]
     if (magnitudes(old[cold], shift) < payload.cut).any():
@@ -180,4 +186,4 @@ def decode_block(
             positions, new = positions[order], new[order]
     if positions.size == 0:
         return None
-    return BlockChange(begin, positions, old[positions], new, remembered if memory.index else None)
+    return BlockChange(number, positions, old[positions], new, remembered if memory.index else None)

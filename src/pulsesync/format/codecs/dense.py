@@ -1,6 +1,6 @@
 """`dense`: the whole tile, for anchors and where so much changed that anything else is larger.
 
-Payload: for each run of 2^20 weights, one plane per byte of the weights, lowest first; planes are zstd frames where
+Payload: for each block of 2^20 weights, one plane per byte of the weights, lowest first; planes are zstd frames where
 that is shorter. Needs no old weights.
 """
 
@@ -9,30 +9,29 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from pulsesync.format import wire
-from pulsesync.kernels import spec
-from pulsesync.model import Bits
+from pulsesync.model import BLOCK, Bits
 
 
-def encode(runs: Iterable[Bits]) -> bytes:
-    """Write a tile, given as its runs of 2^20 weights (the last may be shorter)."""
+def encode(blocks: Iterable[Bits]) -> bytes:
+    """Write a tile, given as its blocks."""
     return b"".join(
         wire.plane(np.ascontiguousarray(plane).tobytes())
-        for run in runs
-        for plane in run.view(np.uint8).reshape(-1, run.itemsize).T
+        for block in blocks
+        for plane in block.view(np.uint8).reshape(-1, block.itemsize).T
     )
 
 
-def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[tuple[int, Bits]]:
-    """Yield position and weights of each run of a tile of this many weights.
+def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[Bits]:
+    """Yield the weights of each block of a tile of this many weights.
 
     Raises:
         FormatError: the payload is not one of this codec, or of another length.
     """
     reader = wire.Reader(payload, "a dense payload")
-    for begin in range(0, size, spec.BLOCK):
-        count = min(spec.BLOCK, size - begin)
+    for begin in range(0, size, BLOCK):
+        count = min(BLOCK, size - begin)
         run = np.empty((count, dtype.itemsize), np.uint8)
         for k in range(dtype.itemsize):
             run[:, k] = np.frombuffer(reader.plane(count), np.uint8)
-        yield begin, run.view(dtype).reshape(-1)
+        yield run.view(dtype).reshape(-1)
     reader.end()

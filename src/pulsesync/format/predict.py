@@ -1,0 +1,140 @@
+"""Code tiles against their old weights: plan, count, code.
+
+Three passes over a part's changed tiles, because the tables that its tiles share must be known before the first of them
+is written: choose each tile's cut; count every decision of the hot weights; write the streams under the tables.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync import kernels
+from pulsesync.format import index, tables
+from pulsesync.format.codecs import context
+from pulsesync.format.diff import Diff
+from pulsesync.format.history import History
+from pulsesync.format.index import Table
+from pulsesync.model import BLOCK, Bits, Codec, Tile
+from pulsesync.parallel import spread
+
+
+class Coded(NamedTuple):
+    """A tile's payload, and what else its codec found out on the way."""
+
+    codec: Codec
+    body: bytes
+    cut: int = 0
+    remembered: Mapping[int, NDArray[np.uint8]] = {}  # by block: its history afterwards
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A tile that is to be coded against its old weights."""
+
+    diff: Diff
+    cut: int
+    hot: Mapping[int, context.HotChanges]  # by block
+    cold: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+
+def _plan(diff: Diff, history: History | None) -> _Plan:
+    assert diff.sampled is not None
+    cut = tables.choose_cut(sum((s.by_class for s in diff.steps), np.zeros(256, np.int64)), diff.sampled)
+    if history:
+        cut = max(cut, history.cut(diff.tile.ordinal))
+    shift = diff.tile.tensor.kind.exponent_shift
+    hot, cold, cold_steps = {}, [], []
+    for block, steps in zip(diff.blocks, diff.steps, strict=True):
+        parted = kernels.active().split(block.positions, block.new, *steps[:3], shift, cut)
+        at, new, symbols, extras, cold_at, moved_by, entering_at, entering = parted
+        if at.size:
+            hot[block.number] = context.HotChanges(at, new, symbols, extras, entering_at, entering)
+        cold.append(cold_at + block.number * BLOCK)
+        cold_steps.append(moved_by)
+    if len(cold) > 1:
+        cold, cold_steps = [np.concatenate(cold)], [np.concatenate(cold_steps)]
+    return _Plan(diff, cut, hot, cold[0], cold_steps[0])
+
+
+def code_against_old(
+    diffs: Sequence[Diff], old: Mapping[str, Bits], history: History | None, threads: int | None
+) -> tuple[list[Table], dict[int, Coded]]:
+    """Code all tiles of float dtypes against their old weights; tables are shared by the tiles of a dtype."""
+    plans = [_plan(d, history) for d in diffs if d.steps]  # short steps of Python: threads would only slow them down
+    codec = Codec.CONTEXT if history is None else Codec.HISTORY
+    shared: list[Table] = []
+    out: dict[int, Coded] = {}
+    for dtype in sorted({p.diff.tile.tensor.dtype for p in plans}):
+        same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
+        table, counted = _count(same, dtype, old, history, threads)
+        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], old, history, threads)
+        remembered: dict[_Plan, dict[int, NDArray[np.uint8]]] = {plan: {} for plan in same}
+        for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
+            if history is not None:
+                remembered[plan][number] = after
+        for plan, body in zip(same, payloads, strict=True):
+            out[plan.diff.tile.ordinal] = Coded(codec, body, plan.cut, remembered[plan])
+        shared.append(table)
+    return shared, out
+
+
+def _jobs(plans: Sequence[_Plan]) -> list[tuple[_Plan, int]]:
+    return [(plan, number) for plan in plans for number in sorted(plan.hot)]
+
+
+def memory_of(history: History | None, tile: Tile, number: int) -> context.Memory:
+    return history.of(tile.ordinal, number) if history is not None else context.Memory()
+
+
+def _count(
+    plans: Sequence[_Plan], dtype: str, old: Mapping[str, Bits], history: History | None, threads: int | None
+) -> tuple[Table, list[tuple[int, NDArray[np.uint8]]]]:
+    """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
+    kind = plans[0].diff.tile.tensor.kind
+    highest = max(1, max(plan.cut for plan in plans))
+    lo = max(0, highest - index.CLASSES)
+    ages = history.index + 1 if history is not None else 1
+    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * kind.itemsize))
+
+    def block(job: tuple[_Plan, int]) -> tuple[NDArray[np.int64], tuple[int, NDArray[np.uint8]]]:
+        plan, number = job
+        tile, counts = plan.diff.tile, contexts.empty()
+        before, memory = tile.read_block(old[tile.tensor.name], number), memory_of(history, tile, number)
+        return counts, context.count(before, kind, plan.cut, memory, plan.hot[number], contexts, counts)
+
+    counted = spread(block, _jobs(plans), threads)
+    total = sum((counts for counts, _ in counted), contexts.empty())
+    by_context = total.reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
+    return Table(dtype, lo, tables.normalise(by_context)), [found for _, found in counted]
+
+
+def _code(
+    plans: Sequence[_Plan],
+    table: Table,
+    number_of_table: int,
+    decisions: Sequence[int],
+    old: Mapping[str, Bits],
+    history: History | None,
+    threads: int | None,
+) -> list[bytes]:
+    """Write the payloads of the tiles of one dtype."""
+    kind = plans[0].diff.tile.tensor.kind
+
+    def block(job: tuple[tuple[_Plan, int], int]) -> context.BlockStream:
+        (plan, number), decided = job
+        tile, hot = plan.diff.tile, plan.hot[number]
+        before, memory = tile.read_block(old[tile.tensor.name], number), memory_of(history, tile, number)
+        words = context.encode_block(before, kind, plan.cut, memory, hot, table, decided)
+        return context.BlockStream(hot.positions.size, tables.lanes_for(decided), words)
+
+    streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True), threads))
+    nothing = context.BlockStream(0, 1, np.empty(0, np.uint16))
+    out = []
+    for plan in plans:
+        blocks = tuple(next(streams) if n in plan.hot else nothing for n in range(plan.diff.tile.block_count))
+        out.append(context.build(context.Payload(number_of_table, plan.cut, blocks, plan.cold, plan.steps)))
+    return out
