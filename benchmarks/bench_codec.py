@@ -14,11 +14,9 @@ the new state bit for bit, in every round.
 
 import argparse
 import json
-import math
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +37,6 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Base, Manifest, PartRef
-from pulsesync.kernels import spec
 from pulsesync.model import Sum, TensorSpec
 from pulsesync.parallel import spread
 from pulsesync.state import State as LiveState
@@ -129,6 +126,7 @@ class Ours:
         self.worker = LiveState.attach({name: bits.view(ml_dtypes.bfloat16) for name, bits in weights.items()}, layout)
         self.remembers = codec in ("history", "auto")
         self._sums, self._digest, self._history = dict(self.worker.sums), self.worker.digest, History()
+        self._held = self.worker.sums, self.worker.history
 
     def publish(self, step: int, old: State, new: State) -> Published:
         """All that a publisher computes for a version; its base stays as it is."""
@@ -165,12 +163,13 @@ class Ours:
         return prepared - began, time.perf_counter() - prepared
 
     def advance(self, published: Published) -> None:
-        """Take what was published as the next base."""
+        """Take what was published and received as the next base, at both ends."""
         self._sums, self._digest, self._history = published.sums, published.digest, published.history
+        self._held = self.worker.sums, self.worker.history
 
     def rewind(self) -> None:
         """Give the worker what it held before the version; the weights are the caller's to put back."""
-        self.worker.sums, self.worker.history = dict(self._sums), self._history
+        self.worker.sums, self.worker.history = self._held
 
 
 def others() -> list[Baseline]:
@@ -279,9 +278,9 @@ class Bench:
     def _finders(self) -> dict[str, Callable[[], list[Any]]]:
         old, new = flat(self.old), flat(self.new)
         blocks = [
-            (old[name][at : at + spec.BLOCK], new[name][at : at + spec.BLOCK])
-            for name in old
-            for at in range(0, old[name].size, spec.BLOCK)
+            (tile.read_block(old[tile.tensor.name], number), tile.read_block(new[tile.tensor.name], number))
+            for tile in self.layout.tiles
+            for number in range(tile.block_count)
         ]
 
         def kernel(threads: int) -> list[Any]:
@@ -390,6 +389,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), rule, *map(line, rows)])
 
 
+def json_line(fields: dict[str, Any]) -> str:
+    """One line for programs, its floats at five digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: short(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [short(inner) for inner in value]
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    return json.dumps(short(fields))
+
+
 def shown(seconds: dict[str, float]) -> str:
     return f"{seconds['p50']:.3f} ({seconds['p20']:.3f}–{seconds['p80']:.3f})"
 
@@ -429,23 +441,22 @@ def report(bench: Bench, source: str, rounds: int) -> None:
         for one in diffs
     ]  # fmt: skip
     print(table(["finding what changed", "s", "ns a weight", "GB/s moved", "numpy ÷ it"], rows) + "\n")
-    found = {
-        one.name: {"find_s": one.spread("find"), "numpy_over_it": one.over(base, "find")} for one in diffs
-    }
+    found = {one.name: {"find_s": one.spread("find"), "numpy_over_it": one.over(base, "find")} for one in diffs}
     about = provenance("basilica-sdk", "torch", "xxhash")
-    about |= {"source": source, "step": bench.step, "seed": SEED, "rounds": rounds, "weights": total, "changed": changed}
-    print(json.dumps({"bench": "codec", **about, **extra, "entropy_bits": bounds, "codecs": out, "diff": found}))
+    about |= {"source": source, "step": bench.step, "seed": SEED, "rounds": rounds}
+    sizes = {"weights": total, "changed": changed, **extra, "entropy_bits": bounds}
+    print(json_line({"bench": "codec", **about, **sizes, "codecs": out, "diff": found}))
 
 
 def notes(bench: Bench, codecs: dict[str, Rounds], bounds: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Say what the table has no column for, and return it."""
     given = [f"{b['position']:.2f} + {b['step']:.2f} = {b['sum']:.2f} given {label}" for label, b in bounds.items()]
     print(f"\nEntropy of the step, which and how far, in bits a change: {'; '.join(given)}.")
-    history = next(one for one in bench.ours if one.codec == "history")._history.size_bytes
+    history = next(one for one in bench.ours if one.codec == "history").worker.history.size_bytes
     out: dict[str, Any] = {"layout_bytes": len(bench.layout.data), "history_bytes": history}
-    print(f"Stored once a run: the layout, {out['layout_bytes']:,} bytes. Kept by both ends: history, {history:,} bytes.")
-    writing = {name: one.spread("write")["p50"] for name, one in codecs.items() if "write" in one.seconds}
-    print("Of decoding, weights are being written for: " + ", ".join(f"{k} {v:.3f} s" for k, v in writing.items()) + ".")
+    print(f"Stored once a run: the layout, {out['layout_bytes']:,} bytes. Kept at both ends: {history:,} of history.")
+    writing = [f"{name} {one.spread('write')['p50']:.3f} s" for name, one in codecs.items() if "write" in one.seconds]
+    print(f"Of decoding, writing weights takes: {', '.join(writing)}.")
     if "basilica-sdk v1" in codecs:
         out["gap_decode_over_basilica_v1"] = codecs["pulsesync gap"].over(codecs["basilica-sdk v1"], "decode")
         print(f"Decoding by basilica-sdk v1 takes {out['gap_decode_over_basilica_v1']:.2f} times as long as by gap.")
@@ -466,4 +477,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -72,6 +72,12 @@ class State:
                 copies.setdefault(name, []).append(everything[alias].flat)
         return cls(layout, flats, copies)
 
+    def holds(self, source: Any) -> bool:
+        """Whether a source has the very memory this state holds: a module's state dict is a new object every time."""
+        views, _ = view_bits(source)
+        mine = [*self.flats.values(), *(copy for copies in self.copies.values() for copy in copies)]
+        return {v.flat.ctypes.data for v in views.values() if v.shared} == {flat.ctypes.data for flat in mine}
+
     def recount(self) -> str:
         """Count the digest from all the weights, remember it, and return it.
 

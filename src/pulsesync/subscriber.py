@@ -47,8 +47,9 @@ class Subscriber:
             StateError: the tensors are not those of the run; FormatError, ChainError, StoreError, VerificationError:
             the weights are then at the last version that was wholly applied, and the same call can be repeated.
         """
-        if source is not self._source:
-            self._state, self._held, self._source = None, None, source
+        if self._state is None or (source is not self._source and not self._state.holds(source)):
+            self._state, self._held = None, None
+        self._source = source
         applied = changed = fetched = 0
         fetch_s = prepare_s = apply_s = 0.0
         while True:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from pulsesync.errors import PulseError, StoreError
 from pulsesync.publisher import Publisher
 from pulsesync.subscriber import Subscriber
 from pulsesync.warm import warm_up
@@ -85,7 +86,7 @@ def _hash(state: State) -> str:
     return h.hexdigest()
 
 
-def train(folder: str, steps: int, lr: float, width: int, seed: int, tell: Connection) -> None:
+def train(tell: Connection, folder: str, steps: int, lr: float, width: int, seed: int) -> None:
     """The trainer process: publish the start, then every step."""
     warm_up()
     network, publisher = Network(width, lr, seed), Publisher(folder)
@@ -102,7 +103,7 @@ def train(folder: str, steps: int, lr: float, width: int, seed: int, tell: Conne
     tell.send({"from": "trainer", "sha256": _hash(network.state())})
 
 
-def follow(folder: str, steps: int, width: int, tell: Connection) -> None:
+def follow(tell: Connection, folder: str, steps: int, width: int) -> None:
     """The follower process: knows the folder and the shapes, nothing else."""
     warm_up()
     state: State = {name: np.zeros_like(w) for name, w in Network(width, 0.0, seed=1).state().items()}
@@ -120,15 +121,25 @@ def follow(folder: str, steps: int, width: int, tell: Connection) -> None:
     tell.send({"from": "follower", "recount": subscriber.verify(), "sha256": _hash(state)})
 
 
+def _play(role: Callable[..., None], tell: Connection, *args: Any) -> None:
+    """Run a process's part; what goes wrong is told in a line, as the command line does everywhere."""
+    try:
+        role(tell, *args)
+    except PulseError as e:
+        tell.send({"from": role.__name__, "error": f"{type(e).__name__}: {e}"})
+
+
 def run(*, steps: int, lr: float, width: int, seed: int, out: Path | None, as_json: bool) -> int:
     """Run both processes and print what they tell; return 0 if both ended with the same weights."""
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise StoreError(f"{out} is not empty: give another folder to --out, or remove this one", key=str(out))
     folder = str(out or Path(tempfile.mkdtemp(prefix="pulse-demo-")) / "run")
     say = _Printer(as_json, lr)
     spawn = mp.get_context("spawn")
     pipes = [spawn.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        spawn.Process(target=train, args=(folder, steps, lr, width, seed, pipes[0][1]), daemon=True),
-        spawn.Process(target=follow, args=(folder, steps, width, pipes[1][1]), daemon=True),
+        spawn.Process(target=_play, args=(train, pipes[0][1], folder, steps, lr, width, seed), daemon=True),
+        spawn.Process(target=_play, args=(follow, pipes[1][1], folder, steps, width), daemon=True),
     ]
     say.begin(folder)
     try:
@@ -183,7 +194,9 @@ class _Printer:
         )
 
     def event(self, event: dict[str, Any]) -> None:
-        if "sha256" in event:
+        if "error" in event:
+            print(f"pulse demo: {event['from']}: {event['error']}", file=sys.stderr)
+        elif "sha256" in event:
             self.hashes[event["from"]] = event["sha256"]
         elif event["from"] == "trainer":
             self.published[event["version"]] = event

@@ -42,7 +42,7 @@ class Diff:
 
 
 def find_changes(
-    tiles: Sequence[Tile], old: Mapping[str, Bits], new: Mapping[str, Bits], steps: bool, threads: int | None
+    tiles: Sequence[Tile], old: Mapping[str, Bits], new: Mapping[str, Bits], as_steps: bool, threads: int | None
 ) -> list[Diff]:
     """Compare two states tile by tile, as bits; return the tiles that differ."""
     run = kernels.active()
@@ -53,7 +53,7 @@ def find_changes(
         before, after = tile.read_block(old[name], number), tile.read_block(new[name], number)
         found = run.changed(before, after)
         change = BlockChange(number, *found) if found[0].size else None
-        if not steps or shift is None:
+        if not as_steps or shift is None:
             return change, None, None
         return change, Steps(*run.steps(*found[1:], shift)) if change else None, run.sample_classes(before, shift)
 
@@ -61,9 +61,10 @@ def find_changes(
     done = iter(spread(block, jobs, threads))
     out = []
     for tile in tiles:
-        changes, symbols, samples = zip(*(next(done) for _ in range(tile.block_count)), strict=True)
-        blocks = tuple(change for change in changes if change is not None)
-        some = tuple(s for s in symbols if s is not None)
+        found = [next(done) for _ in range(tile.block_count)]
+        blocks = tuple(change for change, _, _ in found if change is not None)
+        some = tuple(steps for _, steps, _ in found if steps is not None)
+        samples = [sampled for _, _, sampled in found if sampled is not None]
         if blocks:
-            out.append(Diff(tile, blocks, some, sum(samples) if some else None))
+            out.append(Diff(tile, blocks, some, np.sum(samples, axis=0) if some else None))
     return out

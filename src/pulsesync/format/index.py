@@ -14,7 +14,7 @@ from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import tables, wire
 from pulsesync.model import DTYPES, Codec, Sum
 
-MAX_INDEX_BYTES = 1 << 28
+MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
 MAX_TABLES = 255
 MAX_AGES = 128
 CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
@@ -78,7 +78,7 @@ def parse(section: bytes | memoryview, tiles: int, sections: Sequence[int]) -> t
         FormatError: it is cut short, too long, out of order, or places payloads where none can be; LimitError.
     """
     outer = wire.Reader(section, "the index")
-    reader = wire.Reader(outer.plane(outer.number(MAX_INDEX_BYTES)), "the index")
+    reader = wire.Reader(outer.plane(outer.number(MAX_INDEX_BYTES + 64 * tiles)), "the index")
     outer.end()
     shared = [_parse_table(reader) for _ in range(reader.number(MAX_TABLES))]
     count = reader.number(tiles)

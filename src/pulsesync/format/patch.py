@@ -256,7 +256,10 @@ def _run_plain(job: _Job, flat: Bits) -> list[BlockChange]:
     borders = np.searchsorted(positions, np.arange(tile.block_count + 1) * BLOCK)
     for number, (first, last) in enumerate(pairwise(borders)):
         if first < last:
-            here = positions[first:last]
-            in_block, before = (here - number * BLOCK).astype(np.uint32), flat[tile.flat_indices(here)]
-            out.append(BlockChange(number, in_block, before, values[first:last]))
+            here, after = positions[first:last], values[first:last]
+            before = flat[tile.flat_indices(here)]
+            differ = before != after
+            if differ.any():
+                in_block = (here[differ] - number * BLOCK).astype(np.uint32)
+                out.append(BlockChange(number, in_block, before[differ], after[differ]))
     return out

@@ -58,7 +58,11 @@ def changed(old: Any, new: Any) -> Any:
     whole = old.size // 32 * 32
     a, b, tail = old[:whole].view(np.uint64), new[:whole].view(np.uint64), old[whole:] != new[whole:]
     positions = _scratch.positions[: _differ(a, b, tail, _scratch.positions)].copy()
-    return positions, *_gather(old, new, positions)
+    before, after, equal = _gather(old, new, positions)
+    if equal:  # somebody wrote the weights between the two looks: what is equal now is no change
+        differ = before != after
+        return positions[differ], before[differ], after[differ]
+    return positions, before, after
 
 
 @_jit
@@ -89,10 +93,11 @@ def _differ(a: Any, b: Any, tail: Any, out: Any) -> int:
 
 @_jit
 def _gather(old: Any, new: Any, positions: Any) -> Any:
-    before, after = np.empty(positions.size, old.dtype), np.empty(positions.size, old.dtype)
+    before, after, equal = np.empty(positions.size, old.dtype), np.empty(positions.size, old.dtype), 0
     for k in range(positions.size):
         before[k], after[k] = old[positions[k]], new[positions[k]]
-    return before, after
+        equal += before[k] == after[k]
+    return before, after, equal
 
 
 @_part
@@ -226,36 +231,34 @@ def _room(old: Any, last: Any, tracked: int, cut: int, index: int, entering: Any
     return np.empty(((last.size if tracked == cut else old.size) if index else 0) + entering.size, np.uint8)
 
 
+@_part
+def _let_in(i: Any, e: Any, entering_at: Any, entering: Any, index: Any, remembered: Any, kept: Any) -> Any:
+    """Remember the entering weights that stand before weight i."""
+    while e < _U(entering.size) and _U(entering_at[e]) < i:
+        remembered[kept] = index | entering[e]
+        kept += _ONE
+        e += _ONE
+    return e, kept
+
+
 @_jit
 def count_block(
-    old: Any,
-    shift: int,
-    cut: int,
-    rows: Any,
-    row_bits: int,
-    last: Any,
-    tracked: int,
-    positions: Any,
-    new: Any,
-    symbols: Any,
-    counts: Any,
-    index: int,
-    entering_at: Any,
-    entering: Any,
-) -> Any:
+    old: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, tracked: int, positions: Any, new: Any,
+    symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any,
+) -> Any:  # fmt: skip
     """Add this block's decisions to counts, laid out as `tables.Contexts` says; return how many decisions there are.
 
     positions, new and symbols hold the changed hot weights alone. If this is patch `index` of an epoch (0: of none),
     the block's history after it is returned too, as `advance_history` would make it; for that, entering holds the
-    cold weights that turn hot.
+    cold weights that turn hot. A history that is not of these weights is met with -1 decisions.
     """
     magnitude = (_ONE << _U(8 * old.itemsize - 1)) - _ONE
     hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
     small = old.dtype.type(cut << shift)
     tracked_cut, wide = _U(tracked) << _U(shift), _U(row_bits)
     hot_cut, remembered, kept = _U(cut) << _U(shift), _room(old, last, tracked, cut, index, entering), _U(0)
-    e, enters = _U(0), _U(entering_at[0]) if index and entering.size else _NEVER
-    p, rank, decisions = _U(0), _U(0), 0
+    e = _U(0)
+    p, rank, known, decisions = _U(0), _U(0), _U(last.size), 0
     following = _U(positions[0]) if positions.size else _NEVER
     for start in range(0, old.size, _SPAN):
         for h in range(_hot(old, start, small, hot, flags)):
@@ -264,14 +267,13 @@ def count_block(
             row = _U(rows[size >> _U(shift)])
             age = _U(0)
             if size < tracked_cut:
+                if rank >= known:
+                    return -1, remembered
                 age = _U(last[rank])
                 rank += _ONE
                 row += (age & _U(0x7F)) << wide
-            while enters < i:
-                remembered[kept] = index | entering[e]
-                kept += _ONE
-                e += _ONE
-                enters = _U(entering_at[e]) if e < entering.size else _NEVER
+            if index:
+                e, kept = _let_in(i, e, entering_at, entering, index, remembered, kept)
             decisions += 1
             if i != following:
                 counts[row] += 1
@@ -286,12 +288,9 @@ def count_block(
                 kept += _ONE
             p += _ONE
             following = _U(positions[p]) if p < positions.size else _NEVER
-    while enters != _NEVER:
-        remembered[kept] = index | entering[e]
-        kept += _ONE
-        e += _ONE
-        enters = _U(entering_at[e]) if e < entering.size else _NEVER
-    return decisions, remembered[:kept]
+    if index:
+        e, kept = _let_in(_NEVER, e, entering_at, entering, index, remembered, kept)
+    return decisions if rank == known else -1, remembered[:kept]
 
 
 @_part
@@ -306,21 +305,9 @@ def _put_raw(x: Any, value: Any, k: Any, stream: Any, at: Any) -> Any:
 
 @_jit
 def encode_block(
-    old: Any,
-    shift: int,
-    cut: int,
-    rows: Any,
-    row_bits: int,
-    last: Any,
-    tracked: int,
-    positions: Any,
-    symbols: Any,
-    extras: Any,
-    cumulative: Any,
-    reciprocals: Any,
-    decisions: int,
-    lanes: int,
-) -> Any:
+    old: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, tracked: int, positions: Any, symbols: Any,
+    extras: Any, cumulative: Any, reciprocals: Any, decisions: int, lanes: int,
+) -> Any:  # fmt: skip
     """Return the block's stream (uint16): the lanes' first states, then the words in the order a reader takes them.
 
     rANS is last in, first out, so the block is walked from its end. positions, symbols and extras hold the changed
@@ -383,22 +370,9 @@ def encode_block(
 
 @_jit
 def decode_block(
-    old: Any,
-    shift: int,
-    cut: int,
-    rows: Any,
-    row_bits: int,
-    last: Any,
-    tracked: int,
-    cumulative: Any,
-    symbol_count: int,
-    lanes: int,
-    stream: Any,
-    count: int,
-    index: int,
-    entering_at: Any,
-    entering: Any,
-) -> Any:
+    old: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, tracked: int, cumulative: Any,
+    symbol_count: int, lanes: int, stream: Any, count: int, index: int, entering_at: Any, entering: Any,
+) -> Any:  # fmt: skip
     """Return positions, new bits, history (see `count_block`), and 0 or the fault that was met (see `spec.FAULTS`).
 
     Never reads or writes out of bounds, whatever the stream holds; stops at the first fault.
@@ -411,14 +385,14 @@ def decode_block(
     tracked_cut, wide = _U(tracked) << _U(shift), _U(row_bits)
     positions, new = np.empty(count, np.uint32), np.empty(count, old.dtype)
     hot_cut, remembered, kept = _U(cut) << _U(shift), _room(old, last, tracked, cut, index, entering), _U(0)
-    e, enters = _U(0), _U(entering_at[0]) if index and entering.size else _NEVER
+    e = _U(0)
     if stream.size < 2 * lanes:
         return positions, new, remembered, 1
     states = np.empty(lanes, np.uint32)
     for lane in range(lanes):
         states[lane] = _U(stream[2 * lane]) | (_U(stream[2 * lane + 1]) << _U(16))
     at, end_of_stream, lane_mask = _U(2 * lanes), _U(stream.size), _U(lanes - 1)
-    k, rank, j = _U(0), _U(0), _U(0)
+    k, rank, known, j = _U(0), _U(0), _U(last.size), _U(0)
     for start in range(0, old.size, _SPAN):
         for h in range(_hot(old, start, small, hot, flags)):
             i = _U(hot[h])
@@ -429,14 +403,13 @@ def decode_block(
             row = _U(rows[size >> _U(shift)])
             age = _U(0)
             if size < tracked_cut:
+                if rank >= known:
+                    return positions, new, remembered, 5
                 age = _U(last[rank])
                 rank += _ONE
                 row += (age & _U(0x7F)) << wide
-            while enters < i:
-                remembered[kept] = index | entering[e]
-                kept += _ONE
-                e += _ONE
-                enters = _U(entering_at[e]) if e < entering.size else _NEVER
+            if index:
+                e, kept = _let_in(i, e, entering_at, entering, index, remembered, kept)
             x = _U(states[lane])
             slot = x & _SLOT
             frequency = _U(cumulative[row + _ONE])
@@ -487,6 +460,8 @@ def decode_block(
             if index and (moved & magnitude) < hot_cut:
                 remembered[kept] = _U(index) | ((up_or_down & _ONE) << _U(7))
                 kept += _ONE
+    if rank != known:
+        return positions, new, remembered, 5
     if k != count:
         return positions, new, remembered, 3
     if at != stream.size:
@@ -494,11 +469,8 @@ def decode_block(
     for lane in range(lanes):
         if states[lane] != _LOW:
             return positions, new, remembered, 4
-    while enters != _NEVER:
-        remembered[kept] = index | entering[e]
-        kept += _ONE
-        e += _ONE
-        enters = _U(entering_at[e]) if e < entering.size else _NEVER
+    if index:
+        e, kept = _let_in(_NEVER, e, entering_at, entering, index, remembered, kept)
     return positions, new, remembered[:kept], 0
 
 
@@ -528,7 +500,7 @@ def advance_history(
             bits = _U(old[i])
             h += _U((bits & magnitude) < hot_cut)
             before = np.uint8(0)
-            if (bits & magnitude) < tracked_cut:
+            if (bits & magnitude) < tracked_cut and rank < last.size:
                 before = last[rank]
                 rank += _ONE
             if i != following:

@@ -116,6 +116,8 @@ def count_block(
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
 ) -> tuple[int, NDArray[np.uint8]]:
+    if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
+        return -1, last
     hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
     decided = np.zeros(hot.size, np.int64)
     where = np.searchsorted(hot, positions)
@@ -188,10 +190,12 @@ def decode_block(
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
 ) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], int]:
+    positions, new = np.zeros(count, np.uint32), np.zeros(count, old.dtype)
+    if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
+        return positions, new, last, 5
     hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
     table = cumulative.tolist()
     words = stream.tolist()
-    positions, new = np.zeros(count, np.uint32), np.zeros(count, old.dtype)
     if len(words) < 2 * lanes:
         return positions, new, last, 1
     states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
@@ -266,8 +270,9 @@ def advance_history(
     index: int,
 ) -> NDArray[np.uint8]:
     sizes = _magnitudes(old)
+    known = np.flatnonzero(sizes < tracked << shift)[: last.size]
     history = np.zeros(old.size, np.uint8)
-    history[sizes < tracked << shift] = last
+    history[known] = last[: known.size]
     history[positions] = np.where(_ordered(new) < _ordered(old[positions]), index | 0x80, index)
     sizes[positions] = _magnitudes(new)
     return history[sizes < cut << shift]

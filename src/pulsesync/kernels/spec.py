@@ -1,4 +1,8 @@
-"""The constants of the format that kernels share; docs/FORMAT.md gives the reasons."""
+"""The constants of the format that kernels share; docs/FORMAT.md gives the reasons.
+
+numba caches compiled kernels by the age of `cpu.py` alone: after changing a number here, touch that file too. (The tests
+that hold `cpu` against `reference` fail if you forget.)
+"""
 
 from typing import Final
 
@@ -16,10 +20,12 @@ DIRECT: Final = 7  # steps of 1..7 units have symbols of their own; longer ones 
 CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk and one per chunk
 DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
 
+FOREIGN_WRITE: Final = 5
 FAULTS: Final = {  # what decode_block reports
     1: "the stream of a block ends too early",
     2: "a block uses a context for which the part has no table",
     3: "a block holds another number of changes than it says",
     4: "the stream of a block does not end where it should",
+    FOREIGN_WRITE: "the history is not of these weights: somebody else wrote them",
 }
 PLACE_SEEDS: Final = (0x706C616365000001, 0x706C616365000002)  # "place", word 1 and word 2

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
-from pulsesync.errors import FormatError, LimitError
+from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.index import Table
 from pulsesync.kernels import spec
@@ -60,6 +60,7 @@ def count(
         old, kind.exponent_shift, cut, contexts.rows, contexts.bits, memory.last, memory.cut, hot.positions,
         hot.new, hot.symbols, counts, memory.index, hot.entering_at, hot.entering,
     )  # fmt: skip
+    assert decided >= 0, "a publisher's base and its history are written together"
     return int(decided), remembered
 
 
@@ -162,7 +163,8 @@ def decode_block(
     """Return the changes of one block of a tile; None if there are none.
 
     Raises:
-        FormatError: the stream does not decode, or a cold change is on a hot weight.
+        FormatError: the stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
+        not those that the history is of.
     """
     begin, block, shift = number * BLOCK, payload.blocks[number], kind.exponent_shift or 0
     first, last = np.searchsorted(payload.cold, (begin, begin + old.size))
@@ -179,7 +181,7 @@ def decode_block(
             positions[enters], np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8),
         )  # fmt: skip
         if fault:
-            raise FormatError(spec.FAULTS[fault])
+            raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
         if cold.size:
             positions, new = np.concatenate([positions, cold.astype(np.uint32)]), np.concatenate([new, moved])
             order = np.argsort(positions, kind="stable")

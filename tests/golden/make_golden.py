@@ -1,0 +1,289 @@
+"""Writes the golden files: small runs that every reader must read to the same weights, and this writer write again.
+
+Everything is made from integers by a fixed rule, so that neither numpy's random numbers nor floating-point arithmetic
+have a say in the bytes. Run ids and times are fixed as well. CONTRIBUTING.md says when to run this (`make golden`).
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pulsesync import chain, digest
+from pulsesync.format import layout as layouts
+from pulsesync.format import patch
+from pulsesync.format.history import History
+from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.model import DTYPES, Bits, TensorSpec, Tile
+from pulsesync.state import State, Transition
+
+FOLDER = Path(__file__).parent / "v1-draft"
+CREATED = 1_750_000_000
+
+
+class Run:
+    """A run folder, written version by version as Publisher would, but with ids, clocks and epochs under control."""
+
+    def __init__(self, folder: Path, specs: Iterable[TensorSpec], flats: Mapping[str, Bits], ties: Mapping[str, str]):
+        self.folder = folder
+        self.run = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
+        layout = layouts.make(specs, ties)
+        self.state = State(layout, {name: flat.copy() for name, flat in flats.items()}, {})
+        self.last: Manifest | None = None
+        self._write(chain.layout_key(layout.id), layout.data)
+        self.publish_anchor(epoch=0)
+
+    @property
+    def flats(self) -> dict[str, Bits]:
+        """A copy of the weights, to be changed and published."""
+        return {name: flat.copy() for name, flat in self.state.flats.items()}
+
+    def publish_anchor(self, epoch: int, pieces: int = 1) -> None:
+        """Publish the state as it is, whole."""
+        state = self.state
+        parts = [patch.encode_whole(state.layout, some, state.flats, state.sums) for some in self._share(pieces)]
+        state.history = History()
+        self._add(parts, epoch, 0, base=None)
+
+    def publish(
+        self, new: Mapping[str, Bits], codec: patch.CodecName, *, new_epoch: bool = False, pieces: int = 1
+    ) -> None:
+        """Publish what takes the state to new, in so many parts over disjoint tiles."""
+        state, last = self.state, self.last
+        assert last is not None
+        epoch, index = (last.epoch + 1, 1) if new_epoch else (last.epoch, last.index + 1)
+        history = History() if index == 1 else state.history
+        known = history if codec in ("auto", "history") else None
+        parts = [
+            patch.encode(state.layout, tiles, state.flats, new, state.sums, codec=codec, history=known)
+            for tiles in self._share(pieces)
+        ]
+        patches = tuple(one for part in parts for one in part.patches)
+        sums = {**state.sums, **{tile: total for part in parts for tile, total in part.sums.items()}}
+        later, after = history.after(patches, state.flats), digest.state_digest(state.layout.tiles, sums)
+        state.commit(Transition(patches, sums, later, after))
+        self._add(parts, epoch, index, Base(last.version, last.digest))
+
+    def finish(self) -> None:
+        """Write down what a reader must arrive at."""
+        np.savez_compressed(self.folder / "expected.npz", **self.state.flats)
+
+    def _share(self, pieces: int) -> list[Sequence[Tile]]:
+        return [self.state.layout.tiles[first::pieces] for first in range(pieces)]
+
+    def _add(self, parts: Sequence[patch.EncodedPart], epoch: int, index: int, base: Base | None) -> None:
+        version, history = 0 if self.last is None else self.last.version + 1, self.state.history
+        for part in parts:
+            self._write(chain.part_key(part.id), part.data)
+        self.last = Manifest(
+            run=self.run,
+            version=version,
+            step=10 * version,
+            epoch=epoch,
+            index=index,
+            base=base,
+            layout=self.state.layout.id,
+            parts=tuple(PartRef(part.id, len(part.data)) for part in parts),
+            digest=self.state.digest,
+            history=history.digest() if history.tiles else None,
+            created=CREATED + 60 * version,
+        )
+        self._write(chain.manifest_key(version), self.last.build())
+
+    def _write(self, key: str, data: bytes) -> None:
+        path = self.folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def noise(seed: int, count: int) -> Bits:
+    """Random 64-bit numbers, the same for ever (splitmix64)."""
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
+    z = (z ^ z >> 30) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> 27) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> 31
+
+
+def some(seed: int, dtype: str, count: int) -> Bits:
+    """Weights: for floats of either sign, half of them in the class below 1/4, a quarter in the next one down, …"""
+    kind, z = DTYPES[dtype], noise(seed, count)
+    if dtype == "BOOL":
+        return (z & 1).astype(np.uint8)
+    if kind.exponent_shift is None:
+        return z.astype(kind.bits)
+    width, shift = 8 * kind.itemsize, kind.exponent_shift
+    top, fall = (1 << width - 2 - shift) - 3, np.zeros(count, np.int64)
+    for k in range(1, 24):
+        fall += z >> np.uint64(40) & np.uint64((1 << k) - 1) == 0
+    rest = z & np.uint64(1 << width - 1 | (1 << shift) - 1)
+    return (np.maximum(top - fall, 0).astype(np.uint64) << np.uint64(shift) | rest).astype(kind.bits)
+
+
+def move(bits: Bits, steps: Bits) -> Bits:
+    """Move float weights by so many places in the order of their values."""
+    sign = 1 << 8 * bits.itemsize - 1
+    wide = bits.astype(np.int64)
+    order = (wide ^ np.where(wide & sign, 2 * sign - 1, sign)) + steps & 2 * sign - 1
+    return (order ^ np.where(order & sign, sign, 2 * sign - 1)).astype(bits.dtype)
+
+
+def train_(flat: Bits, dtype: str, seed: int) -> None:
+    """Change weights as training does: the smaller, the likelier and the further; a rare one by a lot."""
+    kind, z = DTYPES[dtype], noise(seed, flat.size)
+    magnitude = flat.astype(np.int64) & (1 << 8 * kind.itemsize - 1) - 1
+    below_top = (1 << 8 * kind.itemsize - 2 - kind.exponent_shift) - 3 - (magnitude >> kind.exponent_shift)
+    odds = np.select([below_top >= 6, below_top >= 4, below_top >= 2], [160, 64, 8], 1)  # of 256
+    changes = (z & np.uint64(255)).astype(np.int64) < odds
+    far = np.where(z >> np.uint64(8) & np.uint64(63) == 0, 1 << kind.exponent_shift, 1)
+    size = far * (1 + (z >> np.uint64(16)).astype(np.int64) % np.maximum(1, 2 * below_top))
+    flat[:] = move(flat, np.where(changes, np.where(z >> np.uint64(63), -size, size), 0))
+
+
+def bf16_history(folder: Path) -> None:
+    """Epochs, a grid, a tie, other codecs among history, two blocks of which one has 32 lanes."""
+    specs = [
+        TensorSpec("embed", "BF16", (60, 40), row_cuts=(16, 44), column_cuts=(25,)),
+        TensorSpec("layers.0.größe", "BF16", (8, 6, 12), row_cuts=(3,)),
+        TensorSpec("layers.0.norm", "BF16", (64,)),
+        TensorSpec("wide", "BF16", (1040, 1024)),
+    ]
+    flats = {spec.name: some(11 + i, "BF16", spec.size) for i, spec in enumerate(specs[:2])}
+    flats["layers.0.norm"] = np.full(64, 0x3F80, np.uint16)
+    flats["wide"] = np.full(1040 * 1024, 0xBF80, np.uint16)
+    flats["wide"][1000:141_000] = 0x3A00  # enough hot weights for 32 lanes, though hardly any of them changes
+    flats["wide"][-9000:] = 0x3A11  # and a second block of two lanes
+    run = Run(folder, specs, flats, {"lm_head": "embed", "lm_head.copy": "embed"})
+
+    def step(codec: patch.CodecName, *, new_epoch: bool = False) -> None:
+        seed = 100 * (run.last.version + 1)
+        new = run.flats
+        for i, spec in enumerate(specs[:2]):
+            train_(new[spec.name], "BF16", seed + i)
+        wide, z = new["wide"], noise(seed + 3, 420)
+        at = np.r_[1000 + z[:360] % 140_000, wide.size - 1 - z[360:] % 9000].astype(np.int64)
+        wide[at] = move(wide[at], np.where(z >> np.uint64(60) < 9, 1, -1))
+        wide[seed : seed + 3] ^= 1  # cold
+        run.publish(new, codec, new_epoch=new_epoch)
+
+    step("history")
+    step("history")
+    step("gap")
+    step("history")
+    step("auto")
+    new = run.flats
+    new["layers.0.norm"][7] += 1  # all else stays: tiles that are not listed, and one too cold to remember
+    run.publish(new, "history")
+    run.publish(run.flats, "auto")  # nothing changes at all
+    step("history", new_epoch=True)
+    step("dense")
+    step("history")
+    run.finish()
+
+
+def two_parts(folder: Path) -> None:
+    """Versions in two parts, an anchor among them; a second anchor in mid-run."""
+    specs = [
+        TensorSpec("a", "BF16", (48, 48), row_cuts=(24,), column_cuts=(24,)),
+        TensorSpec("b", "F32", (30, 20), row_cuts=(11,)),
+        TensorSpec("c", "I16", (40,)),
+    ]
+    run = Run(folder, specs, {spec.name: some(21 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}, {})
+
+    def step(codec: patch.CodecName, pieces: int) -> None:
+        seed = 100 * (run.last.version + 1)
+        new = run.flats
+        train_(new["a"], "BF16", seed)
+        train_(new["b"], "F32", seed + 1)
+        new["c"][seed % 40] ^= 1
+        run.publish(new, codec, pieces=pieces)
+
+    step("history", 2)
+    step("history", 2)
+    run.publish_anchor(epoch=1, pieces=2)
+    step("auto", 1)
+    step("history", 2)
+    run.finish()
+
+
+def dtypes(folder: Path) -> None:
+    """Every dtype, with values that float arithmetic would spoil; tensors of no dimension and of no weights."""
+    specs = [TensorSpec(f"{name}.matrix", name, (9, 31)) for name in DTYPES]
+    specs += [TensorSpec(f"{name}.scalar", name, ()) for name in ("BF16", "F64", "I64")]
+    specs += [TensorSpec(f"{name}.none", name, shape) for name, shape in (("F16", (0, 4)), ("U8", (3, 0)))]
+    flats = {spec.name: some(31 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    run = Run(folder, specs, flats, {})
+
+    def step(codec: patch.CodecName) -> None:
+        seed = 100 * (run.last.version + 1)
+        new = run.flats
+        for i, spec in enumerate(specs):
+            flat, kind = new[spec.name], DTYPES[spec.dtype]
+            if kind.exponent_shift is not None:
+                train_(flat, spec.dtype, seed + i)
+                special = _special_values(spec.dtype)
+                at = (noise(seed + i, special.size) % np.uint64(max(flat.size, 1))).astype(np.int64)
+                if flat.size > 1:
+                    flat[at] = special
+            elif flat.size:
+                flat[seed % flat.size] ^= 1
+        run.publish(new, codec)
+
+    step("auto")
+    step("context")
+    step("history")
+    step("history")
+    run.finish()
+
+
+def _special_values(dtype: str) -> Bits:
+    """Both zeros, the ends of the subnormals, infinities or their like, and NaNs with several payloads."""
+    kind = DTYPES[dtype]
+    sign, one = 1 << 8 * kind.itemsize - 1, 1 << kind.exponent_shift
+    positive = np.array([0, 1, one - 1, one, sign - one, sign - one + 1, sign - 2, sign - 1], np.int64)
+    return np.r_[positive, positive | sign].astype(kind.bits)
+
+
+def gap_and_dense(folder: Path) -> None:
+    """The codecs that need no old weights; then `context` with cold changes and with long steps."""
+    specs = [TensorSpec("flat", "BF16", (70_000,)), TensorSpec("square", "BF16", (40, 50), column_cuts=(20,))]
+    flats = {"flat": np.full(70_000, 0x3F80, np.uint16), "square": some(41, "BF16", 2000)}
+    run = Run(folder, specs, flats, {})
+    new = run.flats
+    new["flat"][[0, 1, 300, 68_000, 69_999]] = [0x3F81, 0x8000, 0x7FC1, 0, 1]  # gaps of three bytes
+    new["square"][::7] += 1
+    run.publish(new, "gap")
+    train_(new["square"], "BF16", 42)
+    new["flat"][5::1000] ^= 0x8000
+    run.publish(new, "dense")
+    train_(new["square"], "BF16", 43)
+    new["flat"][[17, 40_000, 69_998]] = [0xBF80, 0x3F80 - 300, 0xFFFF]  # cold, and far
+    run.publish(new, "context")
+    new["square"][:400] = np.resize(np.array([0, 0x8000, 0x0001, 0x8001], np.uint16), 400)
+    run.publish(new, "auto")  # most of a tile: dense
+    new["square"][:400] = np.roll(new["square"][:400], 1)  # across zero, by one place and by three
+    new["square"][400:800] ^= 0x8000  # long ways round, up and down
+    new["square"][0:2], new["square"][800:802] = [0x7FFF, 0xFFFF], [0xFFFF, 0x7FFF]  # half the circle
+    run.publish(new, "context")
+    run.finish()
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "bf16-history": bf16_history,
+    "two-parts": two_parts,
+    "dtypes": dtypes,
+    "gap-and-dense": gap_and_dense,
+}
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, make in CASES.items():
+        make(FOLDER / name)
+        files = [path for path in (FOLDER / name).rglob("*") if path.is_file()]
+        print(f"{name:16}{len(files):4} files {sum(path.stat().st_size for path in files):8,} bytes")
+
+
+if __name__ == "__main__":
+    main()
