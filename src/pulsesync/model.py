@@ -102,7 +102,10 @@ class Tile:
         """Weights begin..end of the tile, in row-major order: a view where the tile is contiguous, else a copy."""
         if self.contiguous:
             return flat[self.start + begin : self.start + end]
-        return flat[self.flat_indices(np.arange(begin, end, dtype=np.int64))]
+        first, last = begin // self.columns, -(-end // self.columns)
+        rows = flat.reshape(self.tensor.rows, self.tensor.columns)[self.row + first : self.row + last]
+        window = rows[:, self.column : self.column + self.columns].reshape(-1)
+        return window[begin - first * self.columns : end - first * self.columns]
 
     @property
     def block_count(self) -> int:

@@ -113,6 +113,9 @@ class State:
             raise BaseMismatchError(
                 f"patch {manifest.index} of its epoch; {history.index} are known here", version=manifest.version
             )
+        for ref, data in zip(manifest.parts, parts, strict=True):
+            if len(data) != ref.size:
+                raise FormatError(f"part {ref.id[:12]} has {len(data)} bytes, not {ref.size}", part=ref.id)
         decoded = [
             patch.decode(data, self.layout, self.flats, expected_id=ref.id, history=history)
             for ref, data in zip(manifest.parts, parts, strict=True)

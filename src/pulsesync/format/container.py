@@ -8,6 +8,8 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 
@@ -34,12 +36,12 @@ class Header:
 
     @property
     def file_size(self) -> int:
-        return self.size + sum(size for size, _ in self.sections)
+        return self.borders[-1]
 
-    def place(self, section: int) -> tuple[int, int]:
-        """Where a section begins and ends in the file."""
-        begin = self.size + sum(size for size, _ in self.sections[:section])
-        return begin, begin + self.sections[section][0]
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Where the sections begin in the file, and where the last one ends."""
+        return tuple(accumulate((size for size, _ in self.sections), initial=self.size))
 
     def check_section(self, section: int, data: bytes | memoryview) -> None:
         """Raises: ChecksumError, if these are not the bytes the header names."""
@@ -97,7 +99,7 @@ def open_part(data: bytes | memoryview, expected_id: str | None = None) -> tuple
     if len(data) != header.file_size:
         raise FormatError(f"part {header.id[:12]} has {len(data)} bytes and should have {header.file_size}")
     view = memoryview(data)
-    sections = [view[slice(*header.place(i))] for i in range(len(header.sections))]
+    sections = [view[begin:end] for begin, end in pairwise(header.borders)]
     for i, section in enumerate(sections):
         header.check_section(i, section)
     return header, sections
