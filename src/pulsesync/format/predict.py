@@ -4,6 +4,7 @@ Three passes over a part's changed tiles, because the tables that its tiles shar
 is written: choose each tile's cut; count every decision of the hot weights; write the streams under the tables.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,16 +101,21 @@ def _count(
     ages = history.index + 1 if history is not None else 1
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * kind.itemsize))
 
-    def block(job: tuple[_Plan, int]) -> tuple[NDArray[np.int64], tuple[int, NDArray[np.uint8]]]:
-        plan, number = job
-        tile, counts = plan.diff.tile, contexts.empty()
-        before, memory = tile.read_block(old[tile.tensor.name], number), memory_of(history, tile, number)
-        return counts, context.count(before, kind, plan.cut, memory, plan.hot[number], contexts, counts)
+    mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
+    everyone: list[NDArray[np.int64]] = []
 
-    counted = spread(block, _jobs(plans), threads)
-    total = sum((counts for counts, _ in counted), contexts.empty())
-    by_context = total.reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
-    return Table(dtype, lo, tables.normalise(by_context)), [found for _, found in counted]
+    def block(job: tuple[_Plan, int]) -> tuple[int, NDArray[np.uint8]]:
+        if not hasattr(mine, "counts"):
+            mine.counts = contexts.empty()
+            everyone.append(mine.counts)
+        plan, number = job
+        tile = plan.diff.tile
+        before, memory = tile.read_block(old[tile.tensor.name], number), memory_of(history, tile, number)
+        return context.count(before, kind, plan.cut, memory, plan.hot[number], contexts, mine.counts)
+
+    found = spread(block, _jobs(plans), threads)
+    by_context = sum(everyone, contexts.empty()).reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
+    return Table(dtype, lo, tables.normalise(by_context)), found
 
 
 def _code(
