@@ -104,7 +104,7 @@ class Tile:
             return flat[self.start + begin : self.start + end]
         first, last = begin // self.columns, -(-end // self.columns)
         rows = flat.reshape(self.tensor.rows, self.tensor.columns)[self.row + first : self.row + last]
-        window = rows[:, self.column : self.column + self.columns].reshape(-1)
+        window = np.ascontiguousarray(rows[:, self.column : self.column + self.columns]).reshape(-1)
         return window[begin - first * self.columns : end - first * self.columns]
 
     @property

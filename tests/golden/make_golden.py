@@ -43,7 +43,7 @@ class Run:
     def publish_anchor(self, epoch: int, pieces: int = 1) -> None:
         """Publish the state as it is, whole."""
         state = self.state
-        parts = [patch.encode_whole(state.layout, some, state.flats, state.sums) for some in self._share(pieces)]
+        parts = [patch.encode_whole(state.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
         state.history = History()
         self._add(parts, epoch, 0, base=None)
 
@@ -64,6 +64,7 @@ class Run:
         sums = {**state.sums, **{tile: total for part in parts for tile, total in part.sums.items()}}
         later, after = history.after(patches, state.flats), digest.state_digest(state.layout.tiles, sums)
         state.commit(Transition(patches, sums, later, after))
+        assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
         self._add(parts, epoch, index, Base(last.version, last.digest))
 
     def finish(self) -> None:
@@ -121,7 +122,7 @@ def some(seed: int, dtype: str, count: int) -> Bits:
     return (np.maximum(top - fall, 0).astype(np.uint64) << np.uint64(shift) | rest).astype(kind.bits)
 
 
-def move(bits: Bits, steps: Bits) -> Bits:
+def move(bits: Bits, steps: np.ndarray) -> Bits:
     """Move float weights by so many places in the order of their values."""
     sign = 1 << 8 * bits.itemsize - 1
     wide = bits.astype(np.int64)
@@ -144,7 +145,7 @@ def train_(flat: Bits, dtype: str, seed: int) -> None:
 def bf16_history(folder: Path) -> None:
     """Epochs, a grid, a tie, other codecs among history, two blocks of which one has 32 lanes."""
     specs = [
-        TensorSpec("embed", "BF16", (60, 40), row_cuts=(16, 44), column_cuts=(25,)),
+        TensorSpec("embed", "BF16", (160, 90), row_cuts=(16, 144), column_cuts=(55,)),
         TensorSpec("layers.0.größe", "BF16", (8, 6, 12), row_cuts=(3,)),
         TensorSpec("layers.0.norm", "BF16", (64,)),
         TensorSpec("wide", "BF16", (1040, 1024)),
@@ -165,6 +166,8 @@ def bf16_history(folder: Path) -> None:
         at = np.r_[1000 + z[:360] % 140_000, wide.size - 1 - z[360:] % 9000].astype(np.int64)
         wide[at] = move(wide[at], np.where(z >> np.uint64(60) < 9, 1, -1))
         wide[seed : seed + 3] ^= 1  # cold
+        wide[200_000 + seed : 200_005 + seed] = 0x3A00  # turn hot
+        wide[at[:3]] = 0xBF80  # turn cold
         run.publish(new, codec, new_epoch=new_epoch)
 
     step("history")
@@ -173,7 +176,8 @@ def bf16_history(folder: Path) -> None:
     step("history")
     step("auto")
     new = run.flats
-    new["layers.0.norm"][7] += 1  # all else stays: tiles that are not listed, and one too cold to remember
+    new["layers.0.norm"][7] += 1  # too cold to be remembered
+    new["wide"][-20_000] ^= 1  # cold changes alone, in a tile that is; the others are not listed
     run.publish(new, "history")
     run.publish(run.flats, "auto")  # nothing changes at all
     step("history", new_epoch=True)
@@ -185,7 +189,7 @@ def bf16_history(folder: Path) -> None:
 def two_parts(folder: Path) -> None:
     """Versions in two parts, an anchor among them; a second anchor in mid-run."""
     specs = [
-        TensorSpec("a", "BF16", (48, 48), row_cuts=(24,), column_cuts=(24,)),
+        TensorSpec("a", "BF16", (48, 48), row_cuts=(24,), column_cuts=(24, 25)),  # the middle tiles: one column
         TensorSpec("b", "F32", (30, 20), row_cuts=(11,)),
         TensorSpec("c", "I16", (40,)),
     ]
@@ -234,6 +238,12 @@ def dtypes(folder: Path) -> None:
     step("context")
     step("history")
     step("history")
+    flips: tuple[patch.CodecName, ...] = ("history", "gap", "history")
+    for codec in flips:  # of large weights: the short way round the circle leads through the NaNs, not through zero
+        new = run.flats
+        for flat in (new[spec.name] for spec in specs if DTYPES[spec.dtype].exponent_shift is not None):
+            flat[::9] ^= flat.dtype.type(1 << 8 * flat.itemsize - 1)
+        run.publish(new, codec)
     run.finish()
 
 
@@ -260,8 +270,9 @@ def gap_and_dense(folder: Path) -> None:
     train_(new["square"], "BF16", 43)
     new["flat"][[17, 40_000, 69_998]] = [0xBF80, 0x3F80 - 300, 0xFFFF]  # cold, and far
     run.publish(new, "context")
+    new["square"][:] = some(44, "BF16", 2000)
     new["square"][:400] = np.resize(np.array([0, 0x8000, 0x0001, 0x8001], np.uint16), 400)
-    run.publish(new, "auto")  # most of a tile: dense
+    run.publish(new, "auto")  # all of a tile: dense
     new["square"][:400] = np.roll(new["square"][:400], 1)  # across zero, by one place and by three
     new["square"][400:800] ^= 0x8000  # long ways round, up and down
     new["square"][0:2], new["square"][800:802] = [0x7FFF, 0xFFFF], [0xFFFF, 0x7FFF]  # half the circle

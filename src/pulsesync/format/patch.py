@@ -206,6 +206,8 @@ class _Job:
 def _open_tile(
     entry: Entry, tile: Tile, body: memoryview, shared: Sequence[Table], history: History | None
 ) -> list[_Job]:
+    if tile.size == 0:
+        raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
     if entry.codec in (Codec.DENSE, Codec.GAP):
         return [_Job(entry.codec, tile, body)]
     kind = tile.tensor.kind

@@ -77,7 +77,7 @@ class Reader:
         self.at -= 1
         if self.byte() != ZSTD:
             raise FormatError(f"{self.what} holds a plane of unknown kind")
-        frame = self.take(self.number(limit=size))
+        frame = self.take(self.number(limit=max(size - 1, 0)))
         return memoryview(_unzstd(frame, size, self.what))
 
     def end(self) -> None:

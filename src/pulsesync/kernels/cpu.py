@@ -513,7 +513,8 @@ def advance_history(
             if (after & magnitude) < hot_cut:
                 a = bits ^ (full if bits & sign else sign)
                 b = after ^ (full if after & sign else sign)
-                out[k] = index | (0x80 if b < a else 0)
+                round_the_back = (a - b if b < a else b - a) > sign  # the short way, as `steps` counts it
+                out[k] = index | (0x80 if (b < a) != round_the_back else 0)
                 k += 1
     return out[:k].copy()
 

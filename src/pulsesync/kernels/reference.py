@@ -22,6 +22,13 @@ def _ordered(bits: Bits) -> NDArray[np.int64]:
     return np.where(wide & sign, (2 * sign - 1) ^ wide, wide | sign)
 
 
+def _went_down(old: Bits, new: Bits) -> NDArray[np.bool_]:
+    """Whether each step is negative: by the short way round, as `steps` counts it."""
+    moved = _ordered(new) - _ordered(old)
+    down: NDArray[np.bool_] = (moved < 0) != (np.abs(moved) > 1 << (8 * old.itemsize - 1))
+    return down
+
+
 def changed(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
     positions = np.flatnonzero(old != new).astype(np.uint32)
     return positions, old[positions], new[positions]
@@ -251,7 +258,7 @@ def _remembered(
     sizes = _magnitudes(old)
     history = np.zeros(old.size, np.uint8)
     history[sizes < tracked << shift] = last
-    history[positions] = np.where(_ordered(new) < _ordered(old[positions]), index | 0x80, index)
+    history[positions] = np.where(_went_down(old[positions], new), index | 0x80, index)
     history[entering_at] = entering | np.uint8(index)
     remembered = sizes < cut << shift
     remembered[positions] = _magnitudes(new) < cut << shift
@@ -273,7 +280,7 @@ def advance_history(
     known = np.flatnonzero(sizes < tracked << shift)[: last.size]
     history = np.zeros(old.size, np.uint8)
     history[known] = last[: known.size]
-    history[positions] = np.where(_ordered(new) < _ordered(old[positions]), index | 0x80, index)
+    history[positions] = np.where(_went_down(old[positions], new), index | 0x80, index)
     sizes[positions] = _magnitudes(new)
     return history[sizes < cut << shift]
 
