@@ -1,13 +1,13 @@
 """How much memory do encoding and applying need beyond the weights themselves?
 
-    python benchmarks/bench_memory.py               # some minutes; up to 1 GiB of weights twice
-    python benchmarks/bench_memory.py --quick       # a minute: small models
+    python benchmarks/bench_memory.py               # five minutes on 2 cores; 1.1 GB of weights at most
+    python benchmarks/bench_memory.py --quick       # two minutes: small models
 
 Meant to be: so many bytes per change, a buffer whose size is given, and the history; nothing that grows with the model.
 So models of several sizes are changed at the same density, one model at several densities, and one at several places in
-an epoch, each in a process of its own. What is measured is resident memory: its peak (VmHWM, reset before each part)
-less what the process had with kernels loaded and all weights in place. That includes the patch itself and the history
-that is held before and made after.
+an epoch; one process encodes, another applies. What is measured is resident memory (so this needs Linux): its peak less
+what the process had with kernels loaded and all weights in place. That includes the patch itself, and the history that
+is held before and made after. In the sweep over places in an epoch the history is that of one patch, made to look old.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import ctypes
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -79,162 +79,180 @@ def reset_peak() -> bool:
 
 
 def peak() -> int:
-    return max(status("VmHWM"), status("VmRSS")) if Path("/proc/self/status").exists() else _peak_ever()
+    return status("VmHWM")
 
 
-def _peak_ever() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def tensor_pair(density: float) -> tuple[Any, Any, Any]:
-    """One tensor at three times: normal weights, of which the smaller change more often, mostly by one place.
-
-    A weight changes by a place when the optimizer's steps add up to the distance to its neighbour, so with a
-    probability inverse to its magnitude; that density alone is given.
-    """
-    rng = np.random.default_rng(SEED)
-    count = SHAPE[0] * SHAPE[1]
-    first = (rng.standard_normal(count, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    places = np.exp2(127.0 - (first >> 7 & 0xFF))  # neighbours to the unit, up to a factor
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        rate = (low + high) / 2
-        low, high = (rate, high) if np.minimum(rate * places, 0.5).mean() < density else (low, rate)
-    out = [first]
-    for _ in range(2):
-        changes = rng.random(count) < np.minimum(rate * places, 0.5)
-        out.append(out[-1] + (changes * rng.choice([1, 1, 1, 2], count) * rng.choice([1, -1], count)).astype(np.uint16))
-    return tuple(bits.reshape(SHAPE) for bits in out)
-
-
-def measure(point: Point) -> dict[str, Any]:
-    """Publish and receive one patch, and say how much memory either took."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point.threads])
-    import pulsesync
-    from pulsesync import digest
+def one_tensor_remembered(times: Any, index: int) -> Any:
+    """The history of a tensor before patch index: that of one patch, as if all those before had shared its changes."""
     from pulsesync.format import layout as layouts
-    from pulsesync.format import manifest as manifests
     from pulsesync.format import patch
     from pulsesync.format.history import History
-    from pulsesync.format.manifest import Base, Manifest, PartRef
+    from pulsesync.model import TensorSpec
+    from pulsesync.state import State
+
+    layout = layouts.make([TensorSpec("w", "BF16", SHAPE)])
+    old, new = {"w": times[0]}, {"w": times[1]}
+    sums = State(layout, old, {}).sums
+    part = patch.encode(layout, layout.tiles, old, new, sums, codec="history", history=History())
+    tile = History().after(part.patches, old).tiles[0]
+    rng = np.random.default_rng(SEED)
+
+    def older(block: Any) -> Any:
+        some = rng.integers(1, index - 1, block.size, np.uint8, endpoint=True)
+        return np.where(block & 0x7F, some | block & 0x80, 0).astype(np.uint8)
+
+    return replace(tile, blocks=tuple(map(older, tile.blocks)))
+
+
+def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
+    """Encode a patch of this point and leave it in the folder, or take it from there and apply it; say what it took."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point.threads])
+    import pulsesync
+    from pulsesync.format import layout as layouts
+    from pulsesync.format.history import History
     from pulsesync.model import TensorSpec
     from pulsesync.state import State
 
     pulsesync.warm_up()
-    pair = tensor_pair(point.density)
-    names = [f"layer{i:03d}" for i in range(point.weights // pair[0].size)]
+    times = np.load(folder / f"{point.density}.npy")
+    names = [f"layer{i:03d}" for i in range(point.weights // times[0].size)]
     layout = layouts.make(TensorSpec(name, "BF16", SHAPE) for name in names)
-    old = {name: pair[0].reshape(-1).copy() for name in names}
-    new = {name: pair[1].reshape(-1).copy() for name in names}
-    worker = State(layout, old, {})
-    remembers = point.codec == "history"
+    worker = State(layout, {name: times[1].copy() for name in names}, {})
+    new = {name: times[2].copy() for name in names}
+    tile = one_tensor_remembered(times, point.index) if point.codec == "history" else None
     resets = reset_peak()
     weights_only = status("VmRSS")
 
     history = History(point.index - 1)
-    if remembers:  # the patch before the measured one, standing for all before it
-        part = patch.encode(layout, layout.tiles, old, new, worker.sums, codec="history", history=History())
-        first = History().after(part.patches, old)
-        history = replace(first, index=point.index - 1)
-        for name in names:
-            old[name][:], new[name][:] = pair[1].reshape(-1), pair[2].reshape(-1)
-        del part, first
-        worker.recount()
-    reset_peak()
-    held = status("VmRSS") - weights_only
+    if tile:  # all tensors are alike, and so is what is remembered of them
+        tiles = {n: replace(tile, blocks=tuple(b.copy() for b in tile.blocks)) for n in range(len(names))}
+        history = History(point.index - 1, tiles)
+    worker.history = history
+    out = encode(point, worker, new, folder) if what == "encode" else decode(worker, folder)
+    out |= {"bytes": peak() - weights_only, "peak_was_reset": resets}
+    if what == "decode":
+        assert all(np.array_equal(worker.flats[name], new[name]) for name in names), "these are not the new weights"
+    return out
 
+
+def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Do what a publisher does."""
+    from pulsesync import digest
+    from pulsesync.format import patch
+    from pulsesync.format.manifest import Base, Manifest, PartRef
+
+    layout, before = worker.layout, worker.history
     part = patch.encode(
-        layout, layout.tiles, old, new, worker.sums, codec=point.codec, history=history if remembers else None
+        layout,
+        layout.tiles,
+        worker.flats,
+        new,
+        worker.sums,
+        codec=point.codec,
+        history=before if before.tiles else None,
     )
-    sums = {**worker.sums, **part.sums}
-    after = digest.state_digest(layout.tiles, sums)
-    later = history.after(part.patches, old)
-    encoding = peak() - weights_only
+    after = digest.state_digest(layout.tiles, {**worker.sums, **part.sums})
+    later = before.after(part.patches, worker.flats)
     manifest = Manifest(
         run="0" * 32, version=1, step=0, epoch=0, index=point.index, base=Base(0, worker.digest), layout=layout.id,
         parts=(PartRef(part.id, len(part.data)),), digest=after, history=later.digest() if later.tiles else None,
         created=0,
-    ).build()  # fmt: skip
-    changed, data, remembered = sum(p.changed for p in part.patches), part.data, later.size_bytes
-    del part, later
-    worker.history = history
-    reset_peak()
-
-    worker.commit(worker.prepare(manifests.parse(manifest), [data]))
-    decoding = peak() - weights_only
-    assert all(np.array_equal(old[name], new[name]) for name in names), "the worker has not the new weights"
+    )  # fmt: skip
+    (folder / "part").write_bytes(part.data)
+    (folder / "manifest").write_bytes(manifest.build())
     return {
-        "changed": changed, "patch_bytes": len(data), "history_bytes": remembered, "history_held_bytes": held,
-        "encode_bytes": encoding, "decode_bytes": decoding, "peak_was_reset": resets,
-    }  # fmt: skip
+        "changed": sum(p.changed for p in part.patches),
+        "patch_bytes": len(part.data),
+        "history_before_bytes": before.size_bytes,
+        "history_after_bytes": later.size_bytes,
+    }
+
+
+def decode(worker: Any, folder: Path) -> dict[str, Any]:
+    """Do what a worker does."""
+    from pulsesync.format import manifest as manifests
+
+    manifest = manifests.parse((folder / "manifest").read_bytes())
+    worker.commit(worker.prepare(manifest, [(folder / "part").read_bytes()]))
+    return {}
 
 
 # -- outside -------------------------------------------------------------------------------------------------------
 
 
-def run(point: Point) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--point", json.dumps(asdict(point))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{point} failed:\n{done.stderr}")
-    return {**asdict(point), **json.loads(done.stdout.splitlines()[-1])}
+def tensor_in_time(density: float) -> Any:
+    """One tensor at three times of a run in which a step changes about this share of the weights, small ones most."""
+    from pulsesync.testing import AdamUpdates
+
+    updates = AdamUpdates({"w": SHAPE}, lr=3e-6 * density / 0.0074, seed=SEED)
+    return np.stack([updates.step()["w"].reshape(-1) for _ in range(12)][-3:])
+
+
+def run(point: Point, folder: Path) -> dict[str, Any]:
+    made = folder / f"{point.density}.npy"
+    if not made.exists():
+        np.save(made, tensor_in_time(point.density))
+    out = asdict(point)
+    for what in ("encode", "decode"):
+        command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), what, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{what} of {point} failed:\n{done.stderr}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        out |= {f"{what}_bytes" if key == "bytes" else key: value for key, value in found.items()}
+    return out
 
 
 def row(one: dict[str, Any]) -> list[str]:
-    cells = [one["codec"], str(one["threads"]), str(one["index"]), f"{one['weights'] / 1e6:.0f}"]
-    cells += [f"{one['density']:.1%}", f"{one['changed']:,}", f"{one['history_bytes'] / MB:.1f}"]
-    cells.append(f"{one['history_held_bytes'] / MB:.1f}")
+    cells = [one["codec"], str(one["threads"]), str(one["index"]), f"{one['weights'] / 1e6:.0f}", f"{one['changed']:,}"]
+    cells.append(f"{one['changed'] / one['weights']:.2%}")
+    cells += [f"{one[f'history_{when}_bytes'] / MB:.1f}" for when in ("before", "after")]
     for what in ("encode_bytes", "decode_bytes"):
         cells += [f"{one[what] / MB:.1f}", f"{one[what] / one['changed']:.0f}", f"{one[what] / one['weights'] / 2:.1%}"]
     return cells
 
 
 def fit(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By codec, threads and direction: peak = constant + slope x changes + history held and made, least squares.
+    """By codec, direction and threads: peak less both histories = buffer + slope of changes + slope of weights.
 
-    And the same with the model's size as one more term: what it should not depend on.
+    Least squares over the two sweeps; the last slope is what there should be none of.
     """
     out = {}
     for codec, threads in sorted({(one["codec"], one["threads"]) for one in found}):
         mine = [one for one in found if (one["codec"], one["threads"]) == (codec, threads) and one["sweep"] != "index"]
-        changed, weights, history = (
-            np.array([o[k] for o in mine], float) for k in ("changed", "weights", "history_bytes")
-        )
+        terms = np.array([[1.0, one["changed"], one["weights"]] for one in mine])
         for what in ("encode", "decode"):
-            rest = np.array([o[f"{what}_bytes"] for o in mine], float) - 2 * history
-            terms = np.stack([np.ones(len(mine)), changed, weights], axis=1)
-            if len(mine) > terms.shape[1]:
-                (buffer, slope, per_weight), *_ = np.linalg.lstsq(terms, rest, rcond=None)
-                out[f"{codec}, {what}, threads {threads}"] = {
-                    "buffer_mb": float(buffer / MB), "bytes_per_change": float(slope),
-                    "bytes_per_weight": float(per_weight),
-                }  # fmt: skip
+            rest = [o[f"{what}_bytes"] - o["history_before_bytes"] - o["history_after_bytes"] for o in mine]
+            (buffer, slope, per_weight), *_ = np.linalg.lstsq(terms, np.array(rest, float), rcond=None)
+            numbers = {"buffer_mb": buffer / MB, "bytes_per_change": slope, "bytes_per_weight": per_weight}
+            out[f"{codec}, {what}, threads {threads}"] = {name: float(number) for name, number in numbers.items()}
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models, fewer points")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
+    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)  # of the processes this one starts
     given = parser.parse_args()
     if given.point:
-        print(json.dumps(measure(Point(**json.loads(given.point)))))
+        point, what, folder = given.point
+        print(json.dumps(measure(Point(**json.loads(point)), what, Path(folder))))
         return
     from bench_codec import json_line, provenance, table
 
-    found = [run(point) for point in points(given.quick)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = [run(point, Path(folder)) for point in points(given.quick)]
     if not all(one["peak_was_reset"] for one in found):
         print("This system does not let a process reset its peak: numbers are upper bounds.\n")
     print("Peak of resident memory over the weights; patch, and history before and after, included.\n")
-    head = ["codec", "threads", "index", "M weights", "density", "changed", "history MB", "held as MB"]
+    head = ["codec", "threads", "index", "M weights", "changed", "density"]
+    head += ["history before MB", "after MB"]
     for what in ("encode", "decode+apply"):
         head += [f"{what} MB", "bytes a change", "of the weights"]
     print(table(head, [row(one) for one in found]))
     fitted = fit(found)
-    print("\nFitted, with twice the history taken off: peak = buffer + slope × changes + slope × weights.\n")
-    rows = [
-        [k, *(f"{v[w]:.3f}" for w in ("buffer_mb", "bytes_per_change", "bytes_per_weight"))] for k, v in fitted.items()
-    ]
+    print("\nFitted, with both histories taken off: peak = buffer + slope × changes + slope × weights.\n")
+    rows = [[name, *(f"{number:.3f}" for number in numbers.values())] for name, numbers in fitted.items()]
     print(table(["", "buffer MB", "bytes a change", "bytes a weight"], rows) + "\n")
     print(json_line({"bench": "memory", **provenance(), "seed": SEED, "fit": fitted, "points": found}))
 

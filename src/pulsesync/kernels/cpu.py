@@ -48,6 +48,10 @@ def popcount(typing_context: Any, x: Any) -> Any:
     return types.uint64(types.uint64), lambda _, builder, __, args: builder.ctpop(args[0])
 
 
+# Needed where the coder has not met a block's hot weights itself, which is rare: not worth a second of compiling.
+advance_history = reference.advance_history
+
+
 def changed(old: Any, new: Any) -> Any:
     """Return where the bits of two equally long arrays differ: positions (uint32, ascending), old bits, new bits."""
     if old.itemsize != 2:
@@ -472,51 +476,6 @@ def decode_block(
     if index:
         e, kept = _let_in(_NEVER, e, entering_at, entering, index, remembered, kept)
     return positions, new, remembered[:kept], 0
-
-
-@_jit
-def advance_history(
-    old: Any, shift: int, tracked: int, cut: int, last: Any, positions: Any, new: Any, index: int
-) -> Any:
-    """Return the block's history after a patch: one byte for each weight whose new class is below the cut.
-
-    A byte is the index in the epoch of the patch that last changed the weight, 0 for none, with the top bit set if it
-    went down. cut >= tracked: what was tracked stays so unless its magnitude grew past the cut.
-    """
-    width = _U(8 * old.itemsize)
-    magnitude = (_ONE << (width - _ONE)) - _ONE
-    full, sign = (_ONE << width) - _ONE, _ONE << (width - _ONE)
-    hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
-    small = old.dtype.type(cut << shift)
-    hot_cut, tracked_cut = _U(cut) << _U(shift), _U(tracked) << _U(shift)
-    out = np.empty(old.size, np.uint8)
-    k, rank, p = 0, _U(0), _U(0)
-    following = _U(positions[0]) if positions.size else _NEVER
-    for start in range(0, old.size, _SPAN):
-        found = _hot(old, start, small, hot, flags)
-        h, end = _U(0), _U(start + _SPAN)
-        while h < found or following < end:
-            i = min(_U(hot[h]) if h < found else _NEVER, following)
-            bits = _U(old[i])
-            h += _U((bits & magnitude) < hot_cut)
-            before = np.uint8(0)
-            if (bits & magnitude) < tracked_cut and rank < last.size:
-                before = last[rank]
-                rank += _ONE
-            if i != following:
-                out[k] = before
-                k += 1
-                continue
-            after = _U(new[p])
-            p += _ONE
-            following = _U(positions[p]) if p < positions.size else _NEVER
-            if (after & magnitude) < hot_cut:
-                a = bits ^ (full if bits & sign else sign)
-                b = after ^ (full if after & sign else sign)
-                round_the_back = (a - b if b < a else b - a) > sign  # the short way, as `steps` counts it
-                out[k] = index | (0x80 if (b < a) != round_the_back else 0)
-                k += 1
-    return out[:k].copy()
 
 
 @_part

@@ -276,6 +276,11 @@ def advance_history(
     new: Bits,
     index: int,
 ) -> NDArray[np.uint8]:
+    """Return a block's history after a patch: one byte for each weight whose new class is below the cut.
+
+    A byte is the index in the epoch of the patch that last changed the weight, 0 for none, with the top bit set if it
+    went down. cut >= tracked: what was tracked stays so unless its magnitude grew past the cut.
+    """
     sizes = _magnitudes(old)
     known = np.flatnonzero(sizes < tracked << shift)[: last.size]
     history = np.zeros(old.size, np.uint8)

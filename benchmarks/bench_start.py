@@ -1,0 +1,52 @@
+"""How long does a process wait for pulsesync: to import it, and to compile or load its kernels?
+
+    python benchmarks/bench_start.py
+
+Each number is the median of three fresh processes, and what is timed is inside them: the interpreter's own start is not
+counted. `import numba` stands beside as what the kernels cannot do without.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from bench_codec import Rounds, json_line, provenance, shown, table
+
+CHILD = """
+import json, sys, time
+began = time.perf_counter()
+import {module}
+imported = time.perf_counter()
+if {warm}:
+    {module}.warm_up()
+print(json.dumps([imported - began, time.perf_counter() - imported]))
+"""
+
+
+def fresh(module: str, warm: bool, cache: str) -> list[float]:
+    """Seconds to import a module, and to warm up, in a new process that keeps compiled kernels in this folder."""
+    code = CHILD.format(module=module, warm=warm)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def main(rounds: int = 3) -> None:
+    names = ["import numba", "import pulsesync", "warm_up, nothing cached", "warm_up, later process"]
+    numba, imported, first, later = found = [Rounds(name) for name in names]
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            numba.add("s", fresh("numba", False, cache)[0])
+            imported.add("s", fresh("pulsesync", False, cache)[0])
+            first.add("s", fresh("pulsesync", True, cache)[1])
+            later.add("s", fresh("pulsesync", True, cache)[1])
+    print(f"Seconds, medians of {rounds} fresh processes (20th–80th percentile).\n")
+    print(table(["", "s"], [[one.name, shown(one.spread("s"))] for one in found]) + "\n")
+    seconds = {one.name: one.spread("s") for one in found}
+    print(json_line({"bench": "start", **provenance(), "rounds": rounds, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
