@@ -76,22 +76,30 @@ def _differ(a: Any, b: Any, tail: Any, out: Any) -> int:
     Returns how many there are. The caller keeps out from call to call: fresh memory for the worst case costs as much,
     in pages zeroed by the system, as the comparison.
     """
-    k = 0
-    for i in range(0, a.size, 8):
-        x = (a[i] ^ b[i]) | (a[i + 1] ^ b[i + 1]) | (a[i + 2] ^ b[i + 2]) | (a[i + 3] ^ b[i + 3])
-        x |= (a[i + 4] ^ b[i + 4]) | (a[i + 5] ^ b[i + 5]) | (a[i + 6] ^ b[i + 6]) | (a[i + 7] ^ b[i + 7])
+    k, i, end = _U(0), _U(0), _U(a.size)
+    while i < end:  # a range over signed numbers makes this loop half as fast
+        x = (
+            (a[i] ^ b[i])
+            | (a[i + _U(1)] ^ b[i + _U(1)])
+            | (a[i + _U(2)] ^ b[i + _U(2)])
+            | (a[i + _U(3)] ^ b[i + _U(3)])
+        )
+        x |= (a[i + _U(4)] ^ b[i + _U(4)]) | (a[i + _U(5)] ^ b[i + _U(5)])
+        x |= (a[i + _U(6)] ^ b[i + _U(6)]) | (a[i + _U(7)] ^ b[i + _U(7)])
         if x != 0:
-            for j in range(i, i + 8):
+            for q in range(8):
+                j = i + _U(q)
                 y = a[j] ^ b[j]
                 while y != 0:
                     lane = trailing_zeros(y) >> _U(4)
-                    out[k] = _U(4 * j) + lane
-                    k += 1
+                    out[k] = (j << _U(2)) + lane
+                    k += _ONE
                     y &= ~(_U(0xFFFF) << (lane << _U(4)))
+        i += _U(8)
     for j in range(tail.size):
         if tail[j]:
             out[k] = 4 * a.size + j
-            k += 1
+            k += _ONE
     return k
 
 
