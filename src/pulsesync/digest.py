@@ -84,14 +84,14 @@ def sum_up(sums: Iterable[Sum]) -> Sum:
 
 def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
     """Hash name, dtype, shape and sum of every tensor, in name order, as 64 hexadecimal digits: O(tiles)."""
-    by_tensor: dict[TensorSpec, Sum] = {}
+    by_name: dict[str, tuple[TensorSpec, Sum]] = {}
     for tile in tiles:
-        by_tensor[tile.tensor] = by_tensor.get(tile.tensor, Sum(0, 0)) + sums[tile.ordinal]
+        tensor, before = by_name.get(tile.tensor.name, (tile.tensor, Sum(0, 0)))
+        by_name[tensor.name] = tensor, before + sums[tile.ordinal]
     h = hashlib.sha256(b"pulse state 1\n")
-    for tensor in sorted(by_tensor, key=lambda t: t.name.encode()):
-        name = tensor.name.encode()
-        h.update(len(name).to_bytes(4, "little") + name)
+    for encoded, (tensor, total) in sorted((name.encode(), found) for name, found in by_name.items()):
+        h.update(len(encoded).to_bytes(4, "little") + encoded)
         h.update(bytes([tensor.kind.code, len(tensor.shape)]))
         h.update(b"".join(n.to_bytes(8, "little") for n in tensor.shape))
-        h.update(by_tensor[tensor].to_bytes())
+        h.update(total.to_bytes())
     return h.hexdigest()

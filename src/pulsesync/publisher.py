@@ -3,17 +3,18 @@
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 from pulsesync import chain, digest
-from pulsesync.errors import ConflictError, StateError
+from pulsesync.errors import ConflictError, StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import MAX_VERSION, Base, Manifest, PartRef
 from pulsesync.model import Bits, TensorSpec
 from pulsesync.state import State, Transition
 from pulsesync.store import Store, open_store
@@ -55,6 +56,8 @@ class Publisher:
         grid: Mapping[str, tuple[int, int]] | None = None,
         min_tile: int = 1 << 20,
     ) -> None:
+        if codec not in get_args(patch.CodecName):
+            raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
         self.store = open_store(location) if isinstance(location, str) else location
         self.codec: patch.CodecName = codec
         self.grid = dict(grid or {})
@@ -67,17 +70,19 @@ class Publisher:
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         Raises:
-            StateError: tensors came, went or changed shape; ConflictError: the run has another publisher.
+            StateError: tensors came, went, changed shape or tie; ConflictError: the run has another publisher.
             After any exception the base is still the last version committed: the next publish covers both steps.
         """
         began = time.perf_counter()
+        if type(step) is not int or not 0 <= step <= MAX_VERSION:
+            raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}, not {step!r}")
         views, ties = view_bits(source)
         flats = {name: view.flat for name, view in views.items()}
         specs = [view.spec for view in views.values()]
         if self._state is None or self._last is None:
             return self._publish_first(specs, flats, ties, step, began)
         state, last = self._state, self._last
-        _same_tensors(state.layout, specs)
+        _same_tensors(state.layout, specs, ties)
         epoch, index = chain.position(last)
         history = state.history if index > 1 else History()
         remembers = self.codec in ("auto", "history")
@@ -136,7 +141,8 @@ class Publisher:
                 "publish into a new folder",
                 key=e.key,
             ) from e
-        self.store.put(chain.HEAD, str(manifest.version).encode())
+        with suppress(StoreError):  # a hint that may lag; the version is there
+            self.store.put(chain.HEAD, str(manifest.version).encode())
         return len(body) + len(data)
 
     def _cut(self, spec: TensorSpec) -> TensorSpec:
@@ -155,9 +161,9 @@ def _report(
     return PublishReport(manifest.version, changed, total, written, full, encode_s, store_s)
 
 
-def _same_tensors(layout: Layout, specs: list[TensorSpec]) -> None:
-    before = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors}
-    now = {spec.name: (spec.dtype, spec.shape) for spec in specs}
+def _same_tensors(layout: Layout, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:
+    before: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors} | dict(layout.ties)
+    now: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in specs} | dict(ties)
     if before != now:
         names = sorted({name for name, _ in before.items() ^ now.items()})
         raise StateError(f"the tensors of a run stay the same; {names[0]!r} came, went or changed", tensor=names[0])

@@ -6,6 +6,7 @@ before the first weight changes; should writing then fail, what was written is p
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class Transition:
     sums: Mapping[int, Sum]
     history: History
     digest: str
+    whole: bool = False  # an anchor: tied tensors with memory of their own are made equal, whatever they held
 
     @property
     def changed(self) -> int:
@@ -46,8 +48,8 @@ class State:
         self.flats = dict(flats)  # canonical name -> weights
         self.copies = dict(copies)  # canonical name -> tied tensors that have memory of their own
         self.history = History()
-        self.sums: dict[int, Sum] = {}
-        self.recount()
+        self.sums = self._count()
+        self._addresses: dict[str, int] = {}
 
     @classmethod
     def attach(cls, source: Any, layout: Layout) -> "State":
@@ -56,27 +58,26 @@ class State:
         Raises:
             StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
         """
-        views, ties = view_bits(source)
-        everything = {**views, **{alias: views[name] for alias, name in ties.items()}}
-        wanted = {spec.name: spec for spec in layout.tensors} | {
-            alias: next(s for s in layout.tensors if s.name == name) for alias, name in layout.ties.items()
-        }
+        everything = _by_name(source)
+        specs = {spec.name: spec for spec in layout.tensors}
+        wanted = specs | {alias: specs[name] for alias, name in layout.ties.items()}
         for name, spec in wanted.items():
             _fits(name, everything.get(name), spec.dtype, spec.shape, optional=name in layout.ties)
         if extra := sorted(set(everything) - set(wanted)):
             raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
-        flats = {spec.name: everything[spec.name].flat for spec in layout.tensors}
+        flats = {name: everything[name].flat for name in specs}
         copies: dict[str, list[Bits]] = {}
         for alias, name in layout.ties.items():
-            if alias in everything and not np.shares_memory(everything[alias].flat, flats[name]):
+            if alias in everything and everything[alias].flat.ctypes.data != flats[name].ctypes.data:
                 copies.setdefault(name, []).append(everything[alias].flat)
-        return cls(layout, flats, copies)
+        _check_apart(flats, copies)
+        state = cls(layout, flats, copies)
+        state._addresses = {name: view.flat.ctypes.data for name, view in everything.items()}
+        return state
 
     def holds(self, source: Any) -> bool:
-        """Whether a source has the very memory this state holds: a module's state dict is a new object every time."""
-        views, _ = view_bits(source)
-        mine = [*self.flats.values(), *(copy for copies in self.copies.values() for copy in copies)]
-        return {v.flat.ctypes.data for v in views.values() if v.shared} == {flat.ctypes.data for flat in mine}
+        """Whether a source still has the very memory that was attached: tensors can be replaced behind their names."""
+        return {name: view.flat.ctypes.data for name, view in _by_name(source).items()} == self._addresses
 
     def recount(self) -> str:
         """Count the digest from all the weights, remember it, and return it.
@@ -84,11 +85,20 @@ class State:
         Raises:
             VerificationError: a tied tensor differs from the one it is tied to.
         """
+        if name := self._untied():
+            raise VerificationError(f"a tensor tied to {name!r} differs from it", tensor=name)
+        self.sums = self._count()
+        return self.digest
+
+    def _count(self) -> dict[int, Sum]:
+        return {tile.ordinal: digest.count_tile(tile, self.flats[tile.tensor.name]) for tile in self.layout.tiles}
+
+    def _untied(self) -> str | None:
+        """The name of a tensor from which one that is tied to it differs."""
         for name, others in self.copies.items():
             if any(not np.array_equal(self.flats[name], other) for other in others):
-                raise VerificationError(f"a tensor tied to {name!r} differs from it", tensor=name)
-        self.sums = {t.ordinal: digest.count_tile(t, self.flats[t.tensor.name]) for t in self.layout.tiles}
-        return self.digest
+                return name
+        return None
 
     @property
     def digest(self) -> str:
@@ -104,6 +114,8 @@ class State:
         """
         if manifest.layout != self.layout.id:
             raise BaseMismatchError("the version has another layout", expected=manifest.layout, actual=self.layout.id)
+        if manifest.base is not None and (name := self._untied()):
+            raise BaseMismatchError(f"a tensor tied to {name!r} differs from it: only an anchor can help", tensor=name)
         if manifest.base is not None and manifest.base.digest != self.digest:
             raise BaseMismatchError(
                 f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=self.digest
@@ -116,14 +128,15 @@ class State:
         for ref, data in zip(manifest.parts, parts, strict=True):
             if len(data) != ref.size:
                 raise FormatError(f"part {ref.id[:12]} has {len(data)} bytes, not {ref.size}", part=ref.id)
-        decoded = [
-            patch.decode(data, self.layout, self.flats, expected_id=ref.id, history=history)
-            for ref, data in zip(manifest.parts, parts, strict=True)
-        ]
-        patches = tuple(p for part in decoded for p in part.patches)
-        if len({p.tile.ordinal for p in patches}) != len(patches):
-            raise FormatError("two parts of a version change the same tile", version=manifest.version)
-        return self._transition(manifest, patches, {k: v for part in decoded for k, v in part.sums.items()}, history)
+        patches: list[TilePatch] = []
+        promised: dict[int, Sum] = {}
+        for ref, data in zip(manifest.parts, parts, strict=True):
+            part = patch.decode(data, self.layout, self.flats, expected_id=ref.id, history=history)
+            if not promised.keys().isdisjoint(part.sums):
+                raise FormatError("two parts of a version change the same tile", version=manifest.version)
+            patches += part.patches
+            promised.update(part.sums)
+        return self._transition(manifest, tuple(patches), promised, history)
 
     def _transition(
         self, manifest: Manifest, patches: tuple[TilePatch, ...], promised: Mapping[int, Sum], history: History
@@ -140,27 +153,50 @@ class State:
         later = history.after(patches, self.flats) if manifest.base is not None else History()
         if (later.digest() if later.tiles else None) != manifest.history:
             raise VerificationError("the history would not be the publisher's", version=manifest.version)
-        return Transition(patches, sums, later, after)
+        return Transition(patches, sums, later, after, whole=manifest.base is None)
 
     def commit(self, transition: Transition) -> None:
         """Write a prepared version into the weights; put everything back if that fails half-way."""
+        sums, before = dict(transition.sums), (self.sums, self.history)
+        kept = [(other, other.copy()) for some in self.copies.values() for other in some] if transition.whole else []
         written: list[tuple[TilePatch, int]] = []
         try:
             for one in transition.patches:
                 for number in range(len(one.blocks)):
                     written.append((one, number))
                     self._write(one, number, undo=False)
+            for name, others in self.copies.items() if transition.whole else ():
+                for other in others:
+                    other[:] = self.flats[name]
+            self.sums, self.history = sums, transition.history
         except BaseException:
             for one, number in written:
                 self._write(one, number, undo=True)
+            for other, bits in kept:
+                other[:] = bits
+            self.sums, self.history = before
             raise
-        self.sums, self.history = dict(transition.sums), transition.history
 
     def _write(self, one: TilePatch, number: int, undo: bool) -> None:
         block, name = one.blocks[number], one.tile.tensor.name
         where, bits = one.flat_indices(block), block.old if undo else block.new
         for flat in (self.flats[name], *self.copies.get(name, ())):
             flat[where] = bits
+
+
+def _by_name(source: Any) -> dict[str, BitView]:
+    """The tensors of a source under all their names, tied ones too."""
+    views, ties = view_bits(source)
+    return {**views, **{alias: views[name] for alias, name in ties.items()}}
+
+
+def _check_apart(flats: Mapping[str, Bits], copies: Mapping[str, Sequence[Bits]]) -> None:
+    """Refuse tensors that overlap in memory: writing one would change the other."""
+    named = [*flats.items(), *((name, other) for name, others in copies.items() for other in others)]
+    spans = sorted((flat.ctypes.data, flat.ctypes.data + flat.nbytes, name) for name, flat in named if flat.size)
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=other)
 
 
 def _fits(name: str, view: BitView | None, dtype: str, shape: tuple[int, ...], optional: bool) -> None:

@@ -37,7 +37,6 @@ class Subscriber:
     def __init__(self, location: str | Store) -> None:
         self.store = open_store(location) if isinstance(location, str) else location
         self._state: State | None = None
-        self._source: Any = None
         self._held: chain.Held | None = None
 
     def sync(self, source: Any) -> SyncReport:
@@ -47,9 +46,8 @@ class Subscriber:
             StateError: the tensors are not those of the run; FormatError, ChainError, StoreError, VerificationError:
             the weights are then at the last version that was wholly applied, and the same call can be repeated.
         """
-        if self._state is None or (source is not self._source and not self._state.holds(source)):
-            self._state, self._held = None, None
-        self._source = source
+        if self._state is not None and not self._state.holds(source):
+            self._state, self._held = None, None  # other memory: what was synced is not there
         applied = changed = fetched = 0
         fetch_s = prepare_s = apply_s = 0.0
         while True:
@@ -58,12 +56,13 @@ class Subscriber:
             if manifest is None:
                 break
             parts = [self.store.get(chain.part_key(part.id)) for part in manifest.parts]
-            state = self._attach(manifest)
+            state = self._attach(source, manifest)
             fetch_s, at = fetch_s + time.perf_counter() - at, time.perf_counter()
             transition = state.prepare(manifest, parts)
             prepare_s, at = prepare_s + time.perf_counter() - at, time.perf_counter()
             state.commit(transition)
             apply_s += time.perf_counter() - at
+            self._state = state
             self._held = chain.Held(manifest.run, manifest.version, manifest.digest, manifest.epoch, manifest.index)
             applied, changed = applied + 1, changed + transition.changed
             fetched += sum(map(len, parts)) + len(manifest.build())
@@ -96,8 +95,9 @@ class Subscriber:
         chain.accept(self._held, manifest, version)
         return manifest
 
-    def _attach(self, manifest: Manifest) -> State:
-        if self._state is None or self._state.layout.id != manifest.layout:
-            layout = layouts.parse(self.store.get(chain.layout_key(manifest.layout)))
-            self._state = State.attach(self._source, layout)
-        return self._state
+    def _attach(self, source: Any, manifest: Manifest) -> State:
+        """The state a version is for: the one held, or with an anchor of another layout a new one on the source."""
+        if self._state is not None and (manifest.base is not None or self._state.layout.id == manifest.layout):
+            return self._state
+        layout = layouts.parse(self.store.get(chain.layout_key(manifest.layout)), expected_id=manifest.layout)
+        return State.attach(source, layout)

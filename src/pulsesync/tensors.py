@@ -55,7 +55,7 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
     views: dict[str, BitView] = {}
     ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    for name in sorted(source, key=lambda n: str(n).encode()):
+    for name in sorted(source, key=_encoded):
         array = _as_numpy(name, source[name])
         view = _view(name, array)
         place = (array.__array_interface__["data"][0], view.spec.dtype, view.spec.shape, array.strides)
@@ -65,6 +65,13 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
         seen[place] = name
         views[name] = view
     return views, ties
+
+
+def _encoded(name: Any) -> bytes:
+    try:
+        return bytes(name.encode())
+    except (AttributeError, UnicodeEncodeError):
+        raise StateError(f"{name!r} is not a name for a tensor", tensor=name) from None
 
 
 def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from pulsesync.format import tables, wire
 from pulsesync.model import DTYPES, Codec, Sum
 
 MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
-MAX_TABLES = 255
+MAX_TABLES = 16
 MAX_AGES = 128
 CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
 _BY_CODE = {kind.code: name for name, kind in DTYPES.items()}

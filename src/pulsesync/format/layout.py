@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from pulsesync.errors import FormatError, LimitError, UnsupportedError
+from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.model import DTYPES, TensorSpec, Tile
 
 FORMAT = "pulse-layout/1-draft"
@@ -78,7 +78,7 @@ def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -
 def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> TensorSpec:
     """Cut a tensor into a grid of so many rows and columns of tiles, or fewer: none gets less than min_tile weights."""
     rows, columns = min(rows, max(spec.rows, 1)), min(columns, max(spec.columns, 1))
-    while rows * columns > 1 and spec.size < min_tile * rows * columns:
+    while rows * columns > 1 and (spec.rows // rows) * (spec.columns // columns) < min_tile:
         if rows >= columns:
             rows -= 1
         else:
@@ -87,14 +87,17 @@ def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> Tens
     return replace(spec, row_cuts=row_cuts, column_cuts=tuple(spec.columns * i // columns for i in range(1, columns)))
 
 
-def parse(data: bytes) -> Layout:
+def parse(data: bytes, expected_id: str | None = None) -> Layout:
     """Read a layout file, believing nothing in it.
 
     Raises:
-        FormatError: it is not one, or says the same name twice; LimitError, UnsupportedError: see there.
+        FormatError: it is not one, or says the same name twice; ChecksumError: not the one the id names; LimitError,
+        UnsupportedError: see there.
     """
     if len(data) > MAX_BYTES:
         raise LimitError(f"a layout of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
+    if expected_id is not None and hashlib.sha256(data).hexdigest() != expected_id:
+        raise ChecksumError(f"layout {expected_id[:12]} is damaged", expected=expected_id)
     table = load_json(data, "the layout")
     if table.get("format") != FORMAT:
         raise UnsupportedError(f"this reader knows layouts of format {FORMAT}, not {table.get('format')!r}")

@@ -103,6 +103,8 @@ def parse(data: bytes) -> Manifest:
         raise FormatError(f"the manifest lacks a field or has one of another kind: {e}") from e
     if not 1 <= len(manifest.parts) <= MAX_PARTS:
         raise LimitError(f"{len(manifest.parts)} parts in a version; 1 to {MAX_PARTS} are allowed")
+    if len({part.id for part in manifest.parts}) != len(manifest.parts):
+        raise FormatError("a manifest names a part twice")
     if (manifest.index == 0) != (manifest.base is None):
         raise FormatError("a manifest has a base and an index in its epoch, or neither")
     if manifest.base is not None and manifest.base.version >= manifest.version:

@@ -26,6 +26,7 @@ from pulsesync.parallel import spread
 
 CodecName = Literal["auto", "gap", "context", "history", "dense"]
 SECTION_BYTES = 1 << 22  # a section is closed once it has this much
+POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap`
 FEW = 4096  # changes of a part up to which tables may not pay: `gap` is tried as well
 
 
@@ -107,11 +108,15 @@ def _patch(diff: Diff, choice: Coded) -> TilePatch:
 def _settle(diff: Diff, new: Mapping[str, Bits], coded: Coded | None, codec: CodecName) -> Coded:
     """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
 
-    `dense` is tried only where the others come near it.
+    `gap` is tried only where prediction failed (weights set to one value, say), and `dense` only where the others come
+    near it.
     """
     if codec == "dense":
         return Coded(Codec.DENSE, _dense(diff.tile, new))
     best = coded or Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
+    if codec == "auto" and coded and 8 * len(best.body) > POOR_BITS * diff.changed:
+        plain = Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
+        best = min(best, plain, key=lambda c: len(c.body))
     if codec == "auto" and 2 * len(best.body) > diff.tile.size * diff.tile.tensor.kind.itemsize:
         whole = _dense(diff.tile, new)
         if len(whole) < len(best.body):

@@ -7,7 +7,6 @@ kernel loads it from numba's cache, or compiles it once per machine (some second
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +22,11 @@ def _load(name: str) -> Any:
 
 @cache
 def _best() -> str:
-    return "cpu" if find_spec("numba") else "reference"
+    try:
+        _load("cpu")
+    except ImportError:  # no numba, or one that does not go with the numpy that is there
+        return "reference"
+    return "cpu"
 
 
 def active() -> Any:

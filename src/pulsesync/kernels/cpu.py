@@ -24,7 +24,6 @@ _part = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True,
 
 _U = np.uint64
 _ONE = _U(1)
-_NOTHING = np.empty(0, np.uint32)
 _scratch = threading.local()
 _SPAN = 4096  # weights searched at a time
 _NEVER = ~_U(0)  # a position that no weight has
@@ -57,7 +56,7 @@ def changed(old: Any, new: Any) -> Any:
     if old.itemsize != 2:
         # another compiled version for each dtype would cost a newcomer more seconds than it ever saves: numpy is near
         return reference.changed(old, new)
-    if getattr(_scratch, "positions", _NOTHING).size < old.size:
+    if not hasattr(_scratch, "positions") or _scratch.positions.size < old.size:
         _scratch.positions = np.empty(old.size, np.uint32)
     whole = old.size // 32 * 32
     a, b, tail = old[:whole].view(np.uint64), new[:whole].view(np.uint64), old[whole:] != new[whole:]
@@ -70,7 +69,7 @@ def changed(old: Any, new: Any) -> Any:
 
 
 @_jit
-def _differ(a: Any, b: Any, tail: Any, out: Any) -> int:
+def _differ(a: Any, b: Any, tail: Any, out: Any) -> Any:
     """Write to out where 16-bit weights differ, given four to a word and, for the last few, as differences.
 
     Returns how many there are. The caller keeps out from call to call: fresh memory for the worst case costs as much,
@@ -392,6 +391,7 @@ def decode_block(
     width = _U(8 * old.itemsize)
     magnitude = (_ONE << (width - _ONE)) - _ONE
     last_symbol = _U(symbol_count - 1)
+    sign, longest = magnitude + _ONE, (last_symbol - _ONE) >> _ONE
     hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
     small = old.dtype.type(cut << shift)
     tracked_cut, wide = _U(tracked) << _U(shift), _U(row_bits)
@@ -466,6 +466,8 @@ def decode_block(
                         at += _ONE
             states[lane] = x
             up_or_down = (symbol - _ONE) ^ (age >> _U(7))
+            if t == longest and (extra or (up_or_down & _ONE) != _U((bits & sign) == 0)):
+                return positions, new, remembered, 6
             moved = _step(bits, up_or_down + _ONE, extra, width)
             positions[k], new[k] = i, moved
             k += _ONE

@@ -230,6 +230,9 @@ def decode_block(
             x, taken = x >> part, taken + part
         states[j % lanes] = x
         if symbol:
+            longest, down_now = size_class == (symbol_count - 2) >> 1, bool((symbol - 1 ^ int(down[j])) & 1)
+            if longest and (extra or down_now == bool(int(old[hot[j]]) >> (width - 1))):
+                return positions, new, last, 6
             positions[found] = hot[j]
             new[found] = _step(int(old[hot[j]]), ((symbol - 1) ^ int(down[j])) + 1, extra, width)
             found += 1

@@ -26,6 +26,7 @@ FAULTS: Final = {  # what decode_block reports
     2: "a block uses a context for which the part has no table",
     3: "a block holds another number of changes than it says",
     4: "the stream of a block does not end where it should",
+    6: "a step is longer than half the circle, or half of it by the wrong way",
     FOREIGN_WRITE: "the history is not of these weights: somebody else wrote them",
 }
 PLACE_SEEDS: Final = (0x706C616365000001, 0x706C616365000002)  # "place", word 1 and word 2

@@ -172,6 +172,9 @@ def decode_block(
     if (magnitudes(old[cold], shift) < payload.cut).any():
         raise FormatError("a context payload names a hot weight among the cold changes")
     moved = tables.apply_steps(old[cold], steps)
+    half = 1 << (8 * old.itemsize - 1)
+    if ((np.abs(steps) == half) & ((steps < 0) == (old[cold] >= half))).any():
+        raise FormatError("a cold change goes half the circle by the wrong way")
     positions, new, remembered = cold.astype(np.uint32), moved, None
     if block.changes:
         enters = magnitudes(moved, shift) < payload.cut
