@@ -68,16 +68,17 @@ class State:
         flats = {name: everything[name].flat for name in specs}
         copies: dict[str, list[Bits]] = {}
         for alias, name in layout.ties.items():
-            if alias in everything and everything[alias].flat.ctypes.data != flats[name].ctypes.data:
+            known = [flats[name], *copies.get(name, ())]
+            if alias in everything and all(everything[alias].address != flat.ctypes.data for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
         _check_apart(flats, copies)
         state = cls(layout, flats, copies)
-        state._addresses = {name: view.flat.ctypes.data for name, view in everything.items()}
+        state._addresses = {name: view.address for name, view in everything.items()}
         return state
 
     def holds(self, source: Any) -> bool:
         """Whether a source still has the very memory that was attached: tensors can be replaced behind their names."""
-        return {name: view.flat.ctypes.data for name, view in _by_name(source).items()} == self._addresses
+        return {name: view.address for name, view in _by_name(source).items()} == self._addresses
 
     def recount(self) -> str:
         """Count the digest from all the weights, remember it, and return it.

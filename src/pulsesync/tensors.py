@@ -41,6 +41,11 @@ class BitView:
     flat: Bits
     shared: bool
 
+    @property
+    def address(self) -> int:
+        """Where the weights are; 0 for none, which are nowhere."""
+        return self.flat.ctypes.data if self.flat.size else 0
+
 
 def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
     """View a module, a state dict or a mapping of arrays as bits; return canonical tensors, and aliases by name.
@@ -85,7 +90,10 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
         label = str(tensor.dtype).removeprefix("torch.")
         if label not in _NUMPY_NAMES:
             raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
-        bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
+        try:
+            bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
+        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
+            raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
         return bits.view(_numpy_dtype(label))
     if not isinstance(tensor, np.ndarray):
         raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)

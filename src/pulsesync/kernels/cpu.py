@@ -19,8 +19,18 @@ from numba.extending import intrinsic
 
 from pulsesync.kernels import reference, spec
 
-_jit = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
-_part = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+
+def _can_cache() -> bool:
+    """Whether numba finds a folder to keep compiled kernels in; it refuses to decorate where it does not."""
+    try:
+        njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+_jit = njit(nogil=True, cache=_can_cache(), error_model="numpy", no_cfunc_wrapper=True)
+_part = njit(nogil=True, cache=_can_cache(), error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 
 _U = np.uint64
 _ONE = _U(1)

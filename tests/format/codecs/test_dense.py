@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulsesync.errors import FormatError
+from pulsesync.format.codecs import dense
+from pulsesync.model import BLOCK, Bits
+from pulsesync.testing import random_bits
+from tests.helpers import seeds
+
+dtypes = st.sampled_from([np.dtype(f"<u{n}") for n in (1, 2, 4, 8)])
+U16 = np.dtype("<u2")
+
+
+def decoded(data: bytes, size: int, dtype: np.dtype) -> Bits:
+    return np.concatenate([np.empty(0, dtype), *dense.decode(memoryview(data), size, dtype)])
+
+
+@given(seeds, dtypes, st.integers(0, 3000), st.booleans())
+def test_a_tile_comes_back(seed: int, dtype: np.dtype, size: int, plain: bool) -> None:
+    weights = np.zeros(size, dtype) if plain else random_bits(np.random.default_rng(seed), dtype.type, (size,))
+    data = dense.encode([weights] if size else [])
+    assert np.array_equal(decoded(data, size, dtype), weights)
+    assert decoded(data, size, dtype).dtype == dtype
+
+
+def test_a_tile_of_several_blocks_comes_back() -> None:
+    weights = random_bits(np.random.default_rng(0), np.uint16, (BLOCK + 3,))
+    data = dense.encode([weights[:BLOCK], weights[BLOCK:]])
+    assert [block.size for block in dense.decode(memoryview(data), weights.size, U16)] == [BLOCK, 3]
+    assert np.array_equal(decoded(data, weights.size, U16), weights)
+
+
+def test_the_bytes_are_those_of_the_format() -> None:
+    assert dense.encode([np.array([0x0102, 0x0304], np.uint16)]) == bytes([0, 2, 4, 0, 1, 3])
+
+
+@given(seeds, st.data())
+def test_a_payload_cut_short_is_refused(seed: int, draw: st.DataObject) -> None:
+    data = dense.encode([random_bits(np.random.default_rng(seed), np.uint16, (100,))])
+    with pytest.raises(FormatError):
+        decoded(data[: draw.draw(st.integers(0, len(data) - 1))], 100, U16)
+
+
+@pytest.mark.parametrize("size", [99, 101])
+def test_a_tile_of_another_size_is_refused(size: int) -> None:
+    with pytest.raises(FormatError):
+        decoded(dense.encode([np.arange(100, dtype=np.uint16)]), size, U16)
+
+
+def test_bytes_left_over_are_refused() -> None:
+    with pytest.raises(FormatError, match="too many"):
+        decoded(dense.encode([np.arange(100, dtype=np.uint16)]) + b"\0", 100, U16)

@@ -1,0 +1,117 @@
+import hashlib
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
+from pulsesync.format import container
+
+LAYOUT = "ab" * 32
+sections_of_bytes = st.lists(st.binary(max_size=50), min_size=1, max_size=6)
+
+
+def small() -> tuple[str, bytearray]:
+    id_, data = container.build(LAYOUT, [b"index", b"payload"])
+    return id_, bytearray(data)
+
+
+@given(sections_of_bytes)
+def test_sections_come_back(sections: list[bytes]) -> None:
+    id_, data = container.build(LAYOUT, sections)
+    header, found = container.open_part(data, id_)
+    assert [bytes(s) for s in found] == sections
+    assert (header.layout, header.id, header.file_size) == (LAYOUT, id_, len(data))
+
+
+@given(sections_of_bytes)
+def test_the_id_is_the_hash_of_the_header(sections: list[bytes]) -> None:
+    id_, data = container.build(LAYOUT, sections)
+    assert hashlib.sha256(data[: 64 + 40 * len(sections)]).hexdigest() == id_
+
+
+@given(sections_of_bytes, st.data())
+def test_every_changed_bit_is_found(sections: list[bytes], draw: st.DataObject) -> None:
+    id_, data = container.build(LAYOUT, sections)
+    damaged = bytearray(data)
+    damaged[draw.draw(st.integers(0, len(data) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
+    with pytest.raises(FormatError):
+        container.open_part(bytes(damaged), id_)
+
+
+@given(sections_of_bytes, st.data())
+def test_every_missing_end_is_found(sections: list[bytes], draw: st.DataObject) -> None:
+    id_, data = container.build(LAYOUT, sections)
+    with pytest.raises(FormatError):
+        container.open_part(data[: draw.draw(st.integers(0, len(data) - 1))], id_)
+
+
+def test_bytes_behind_the_last_section_are_refused() -> None:
+    id_, data = small()
+    with pytest.raises(FormatError, match="should have"):
+        container.open_part(bytes(data) + b"x", id_)
+
+
+def test_the_header_alone_is_enough_to_place_and_check_a_section() -> None:
+    id_, data = small()
+    header = container.parse_header(bytes(data[: 64 + 80]), id_)
+    assert header.borders == (144, 149, 156)
+    header.check_section(1, bytes(data[149:156]))
+
+
+def test_another_section_is_a_checksum_error_that_names_it() -> None:
+    id_, data = small()
+    data[-1] ^= 1
+    with pytest.raises(ChecksumError) as caught:
+        container.open_part(bytes(data), id_)
+    assert (caught.value.part, caught.value.section) == (id_, 1)
+
+
+def test_another_part_is_a_checksum_error() -> None:
+    _, data = small()
+    with pytest.raises(ChecksumError, match="not part"):
+        container.open_part(bytes(data), "00" * 32)
+
+
+def test_other_bytes_at_the_front_are_no_part() -> None:
+    _, data = small()
+    data[0] ^= 1
+    with pytest.raises(FormatError, match="not a pulse part"):
+        container.open_part(bytes(data))
+
+
+@pytest.mark.parametrize(("at", "what"), [(8, "version"), (9, "flags"), (12, "flags"), (48, "sealed"), (63, "sealed")])
+def test_what_this_reader_does_not_know_is_unsupported(at: int, what: str) -> None:
+    _, data = small()
+    data[at] ^= 1
+    with pytest.raises(UnsupportedError, match=what):
+        container.open_part(bytes(data))
+
+
+@pytest.mark.parametrize("count", [0, container.MAX_SECTIONS + 1, 0xFFFF])
+def test_too_few_or_too_many_sections_are_refused(count: int) -> None:
+    _, data = small()
+    data[10:12] = count.to_bytes(2, "little")
+    with pytest.raises(LimitError, match="sections"):
+        container.open_part(bytes(data) + bytes(40 * 0x10000))
+
+
+def test_a_section_that_claims_too_much_is_refused() -> None:
+    _, data = small()
+    data[64:72] = ((1 << 40) + 1).to_bytes(8, "little")
+    with pytest.raises(LimitError, match="a section of more than"):
+        container.parse_header(bytes(data))
+
+
+@pytest.mark.parametrize("size", [0, 7, 63, 64, 143])
+def test_a_header_cut_short_is_refused(size: int) -> None:
+    with pytest.raises(FormatError):
+        container.parse_header(bytes(small()[1][:size]))
+
+
+def test_a_part_with_all_the_sections_it_may_have_opens_at_once() -> None:
+    _, data = container.build(LAYOUT, [b""] * container.MAX_SECTIONS)
+    began = time.perf_counter()
+    container.open_part(data)
+    assert time.perf_counter() - began < 2

@@ -1,0 +1,445 @@
+"""The compiled kernels do exactly what the reference does, and decode_block survives whatever stream it is given."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulsesync.digest import keys
+from pulsesync.format import tables
+from pulsesync.kernels import cpu, reference
+from pulsesync.model import DTYPES, Bits
+from pulsesync.testing import mutate, random_bits
+from tests.helpers import FLOATS, classes, densities, many, near, nudge, orders, seeds, step
+
+KERNELS = (reference, cpu)
+NO_BYTES, NO_POSITIONS = np.empty(0, np.uint8), np.empty(0, np.uint32)
+SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 1021, 1022, 1037, 4095, 4096, 4097, 4160, 12289]
+
+sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 5000))
+
+
+@dataclass
+class Case:
+    """One block, a patch to it, and what is remembered of it; each step made by the reference from the one before."""
+
+    dtype: str
+    seed: int
+    size: int
+    density: float
+    cut_share: float  # of all the classes of the dtype
+    tracked_share: float  # of the cut
+    index: int  # of the patch in its epoch; 0: no history
+    close: bool  # classes around the cut and small steps; else any bits to any bits
+
+    def __post_init__(self) -> None:
+        kind, rng = DTYPES[self.dtype], np.random.default_rng(self.seed)
+        self.width, self.shift = 8 * kind.itemsize, kind.exponent_shift or 0
+        self.highest = 1 << (self.width - 1 - self.shift)
+        self.cut = round(self.cut_share * self.highest)
+        self.tracked = round(self.tracked_share * self.cut) if self.index else 0
+        if self.close:
+            self.old = near(rng, self.dtype, (self.size,), self.cut)
+            self.new = nudge(rng, self.old, self.density, 9)
+        else:
+            self.old = random_bits(rng, kind.bits.type, (self.size,))
+            self.new = mutate(rng, self.old, self.density)
+        top = max(1, self.cut)
+        lo = max(0, top - 24)
+        self.contexts = tables.Contexts(lo, top - lo, max(1, self.index), tables.symbol_count(self.width))
+        known = int((classes(self.old, self.shift) < self.tracked).sum())
+        ages = rng.integers(0, max(1, self.index), known, dtype=np.uint8)
+        self.last = np.where((rng.random(known) < 0.5) & (ages > 0), ages | 0x80, ages).astype(np.uint8)
+        self.lanes = 1 << int(rng.integers(0, 6))
+
+    @cached_property
+    def changed(self) -> tuple[Any, ...]:
+        return reference.changed(self.old, self.new)
+
+    @cached_property
+    def steps(self) -> tuple[Any, ...]:
+        return reference.steps(*self.changed[1:], self.shift)
+
+    @cached_property
+    def split(self) -> tuple[Any, ...]:
+        return reference.split(self.changed[0], self.changed[2], *self.steps[:3], self.shift, self.cut)
+
+    @property
+    def hot(self) -> tuple[Any, ...]:
+        return self.split[:4]
+
+    @property
+    def entering(self) -> tuple[Any, ...]:
+        return self.split[6:]
+
+    @property
+    def block(self) -> tuple[Any, ...]:
+        return (self.old, self.shift, self.cut, self.contexts.rows, self.contexts.bits, self.last, self.tracked)
+
+    def count(self, kernel: ModuleType) -> tuple[Any, ...]:
+        counts = self.contexts.empty()
+        at, new, symbols, _ = self.hot
+        decisions, after = kernel.count_block(*self.block, at, new, symbols, counts, self.index, *self.entering)
+        return int(decisions), after, counts
+
+    @cached_property
+    def frequencies(self) -> np.ndarray:
+        counts = self.count(reference)[2].reshape(self.contexts.classes, self.contexts.ages, -1)
+        return tables.normalise(counts[..., : self.contexts.symbols])
+
+    @cached_property
+    def cumulative(self) -> np.ndarray:
+        return tables.cumulative(self.frequencies)
+
+    def encode(self, kernel: ModuleType) -> np.ndarray:
+        at, _, symbols, extras = self.hot
+        tail = (self.cumulative, tables.reciprocals(self.frequencies), self.count(reference)[0], self.lanes)
+        return kernel.encode_block(*self.block, at, symbols, extras, *tail)
+
+    def decode(self, kernel: ModuleType, stream: np.ndarray, count: int) -> tuple[Any, ...]:
+        tail = (self.lanes, stream, count, self.index, *self.entering)
+        return kernel.decode_block(*self.block, self.cumulative, self.contexts.symbols, *tail)
+
+
+def any_case(seed: int) -> Case:
+    """Hypothesis likes small and plain examples; drawn from a seed, edges and bulk both come often."""
+    rng = np.random.default_rng(seed)
+
+    def share() -> float:
+        return float(rng.choice([0.0, 0.5, 1.0, rng.random(), rng.random()]))
+
+    return Case(
+        dtype=str(rng.choice(FLOATS)),
+        seed=seed,
+        size=int(rng.choice(SIZES) if rng.random() < 0.5 else rng.integers(0, 5001)),
+        density=float(rng.choice([0.0, 0.001, 0.01, 0.1, 0.5, 1.0])),
+        cut_share=share() or share(),
+        tracked_share=share(),
+        index=int(rng.choice([0, 1, 2, 5, 32, 127])),
+        close=bool(rng.random() < 0.7),
+    )
+
+
+cases = seeds.map(any_case)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.array_equal(a, b)
+        assert np.asarray(a).dtype == np.asarray(b).dtype or np.asarray(a).ndim == 0
+
+
+def assert_decodes(case: Case, found: tuple[Any, ...]) -> None:
+    positions, new, _, fault = found
+    assert fault == 0
+    assert_same((positions, new), case.hot[:2])
+
+
+@given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), sizes, densities)
+def test_changed_equals_the_reference(seed: int, dtype: type, size: int, density: float) -> None:
+    rng = np.random.default_rng(seed)
+    old = random_bits(rng, dtype, (size,))
+    new = mutate(rng, old, density)
+    assert_same(cpu.changed(old, new), reference.changed(old, new))
+
+
+@given(seeds, st.integers(0, 3), densities)
+def test_changed_takes_arrays_that_begin_anywhere(seed: int, offset: int, density: float) -> None:
+    rng = np.random.default_rng(seed)
+    old = random_bits(rng, np.uint16, (200,))
+    new = mutate(rng, old, density)
+    assert_same(cpu.changed(old[offset:], new[offset:]), reference.changed(old[offset:], new[offset:]))
+
+
+def test_changed_forgets_the_block_before() -> None:
+    old = np.zeros(100, np.uint16)
+    first, second = old.copy(), old.copy()
+    first[:50], second[3] = 1, 1
+    kept, _, _ = cpu.changed(old, first)
+    assert cpu.changed(old, second)[0].tolist() == [3]
+    assert kept.tolist() == list(range(50))
+
+
+def test_changed_begins_with_an_empty_block_as_well() -> None:
+    empty = np.empty(0, np.uint16)
+    with ThreadPoolExecutor(1) as fresh:
+        assert_same(fresh.submit(cpu.changed, empty, empty).result(), reference.changed(empty, empty))
+
+
+@many
+@given(cases)
+def test_sample_classes_equals_the_reference(case: Case) -> None:
+    assert_same([cpu.sample_classes(case.old, case.shift)], [reference.sample_classes(case.old, case.shift)])
+
+
+@many
+@given(cases)
+def test_steps_equals_the_reference(case: Case) -> None:
+    arguments = (*case.changed[1:], case.shift)
+    assert_same(cpu.steps(*arguments), reference.steps(*arguments))
+
+
+@many
+@given(cases)
+def test_steps_are_what_the_format_says(case: Case) -> None:
+    _, old, new = case.changed
+    symbols, extras, found, by_class = cpu.steps(old, new, case.shift)
+    for a, b, symbol, extra in zip(orders(old), orders(new), symbols.tolist(), extras.tolist(), strict=True):
+        move = step(a, b, case.width)
+        size_class, down = divmod(symbol - 1, 2)
+        size = size_class + 1 if size_class < 7 else (1 << (size_class - 4)) + extra
+        assert (size, down) == (abs(move), move < 0)
+        assert size_class < 7 or extra < 1 << (size_class - 4)
+    assert np.array_equal(found, classes(old, case.shift))
+    assert np.array_equal(by_class, np.bincount(found, minlength=256))
+
+
+@many
+@given(cases)
+def test_split_equals_the_reference(case: Case) -> None:
+    arguments = (case.changed[0], case.changed[2], *case.steps[:3], case.shift, case.cut)
+    assert_same(cpu.split(*arguments), reference.split(*arguments))
+
+
+@many
+@given(cases)
+def test_split_loses_no_change(case: Case) -> None:
+    at, new, _, _, cold_at, moved, _, _ = cpu.split(
+        case.changed[0], case.changed[2], *case.steps[:3], case.shift, case.cut
+    )
+    out = case.old.copy()
+    out[at] = new
+    out[cold_at] = tables.apply_steps(case.old[cold_at], moved)
+    assert np.array_equal(out, case.new)
+
+
+@many
+@given(cases)
+def test_count_block_equals_the_reference(case: Case) -> None:
+    assert_same(case.count(cpu), case.count(reference))
+
+
+@many
+@given(cases)
+def test_encode_block_equals_the_reference(case: Case) -> None:
+    assert_same([case.encode(cpu)], [case.encode(reference)])
+
+
+@pytest.mark.parametrize("reader", KERNELS, ids=["reference", "cpu"])
+@many
+@given(case=cases)
+def test_decode_block_reads_what_encode_block_wrote(reader: ModuleType, case: Case) -> None:
+    assert_decodes(case, case.decode(reader, case.encode(cpu), case.hot[0].size))
+
+
+@many
+@given(cases)
+def test_decode_block_remembers_as_the_reference_does(case: Case) -> None:
+    stream, count = case.encode(cpu), case.hot[0].size
+    assert_same(case.decode(cpu, stream, count), case.decode(reference, stream, count))
+
+
+def advanced(kernel: ModuleType, case: Case) -> np.ndarray:
+    positions, _, new = case.changed
+    return kernel.advance_history(case.old, case.shift, case.tracked, case.cut, case.last, positions, new, case.index)
+
+
+@many
+@given(cases)
+def test_advance_history_equals_the_reference(case: Case) -> None:
+    assert_same([advanced(cpu, case)], [advanced(reference, case)])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+@many
+@given(case=cases)
+def test_writer_reader_and_advance_history_remember_the_same(kernel: ModuleType, case: Case) -> None:
+    if case.index:
+        expected = advanced(kernel, case)
+        assert_same([case.count(kernel)[1]], [expected])
+        assert_same([case.decode(kernel, case.encode(cpu), case.hot[0].size)[2]], [expected])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: ModuleType) -> None:
+    old, new = np.array([0xFFFF], np.uint16), np.array([0x7FFF], np.uint16)  # the lowest NaN to the highest: step -1
+    symbols = cpu.steps(old, new, 7)[0]
+    contexts, at = tables.Contexts(232, 24, 1, 41), np.array([0], np.uint32)
+    _, counted = kernel.count_block(
+        old, 7, 256, contexts.rows, contexts.bits, NO_BYTES, 0, at, new, symbols, contexts.empty(), 1,
+        NO_POSITIONS, NO_BYTES,
+    )  # fmt: skip
+    assert counted.tolist() == [0x81]
+    assert kernel.advance_history(old, 7, 0, 256, NO_BYTES, at, new, 1).tolist() == [0x81]
+
+
+@many
+@given(cases, st.integers(0, 200), seeds)
+def test_garbage_streams_give_both_kernels_the_same_fault(case: Case, words: int, seed: int) -> None:
+    stream = np.random.default_rng(seed).integers(0, 1 << 16, words, dtype=np.uint16)
+    assert_same_outcome(case, stream, case.hot[0].size)
+
+
+@many
+@given(cases, seeds, st.sampled_from(["flip", "cut", "lengthen", "count"]))
+def test_damaged_streams_give_both_kernels_the_same_fault(case: Case, seed: int, how: str) -> None:
+    rng = np.random.default_rng(seed)
+    stream, count = case.encode(cpu), case.hot[0].size
+    if how == "flip":
+        stream[rng.integers(0, stream.size)] ^= np.uint16(1 << rng.integers(0, 16))
+    elif how == "cut":
+        stream = stream[: rng.integers(0, stream.size)].copy()
+    elif how == "lengthen":
+        stream = np.concatenate([stream, rng.integers(0, 1 << 16, 3, dtype=np.uint16)])
+    else:
+        count = int(rng.integers(0, max(case.size, 1)))
+    assert_same_outcome(case, stream, count)
+
+
+def assert_same_outcome(case: Case, stream: np.ndarray, count: int) -> None:
+    ours, theirs = case.decode(cpu, stream, count), case.decode(reference, stream, count)
+    assert ours[3] == theirs[3]
+    if ours[3] == 0:
+        assert_same(ours[:3], theirs[:3])
+
+
+@many
+@given(cases, seeds)
+def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case, seed: int) -> None:
+    stream, count = case.encode(cpu), case.hot[0].size
+    assert case.decode(cpu, stream, count + 1)[3] == 3
+    assert count == 0 or case.decode(cpu, stream, count - 1)[3] == 3
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+@many
+@given(case=cases, more=st.integers(-40, 40))
+def test_a_history_of_other_weights_is_a_fault(kernel: ModuleType, case: Case, more: int) -> None:
+    stream, count = case.encode(cpu), case.hot[0].size
+    if spoil_history(case, more):
+        assert case.decode(kernel, stream, count)[3] != 0
+        assert case.count(kernel)[0] == -1
+
+
+def spoil_history(case: Case, more: int) -> bool:
+    """Make the history longer or shorter than there are weights to remember; say whether that worked."""
+    right = case.last.size
+    case.frequencies  # noqa: B018 - made while the history is still the right one
+    case.last = np.resize(case.last, max(0, right + more)) if right else np.zeros(max(0, more), np.uint8)
+    return case.last.size != right
+
+
+@many
+@given(cases)
+def test_words_left_over_are_a_fault(case: Case) -> None:
+    stream = np.append(case.encode(cpu), np.uint16(0))
+    assert case.decode(cpu, stream, case.hot[0].size)[3] == 4
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("old", "symbol", "extra", "fault"),
+    [
+        (0x0000, 39, 5, 6),
+        (0x8000, 40, 5, 6),
+        (0x0000, 39, 0, 6),
+        (0x8000, 40, 0, 6),
+        (0x0000, 40, 0, 0),
+        (0x8000, 39, 0, 0),
+    ],
+)
+def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
+    kernel: ModuleType, old: int, symbol: int, extra: int, fault: int
+) -> None:
+    contexts = tables.Contexts(232, 24, 1, 41)
+    frequencies = np.zeros((24, 1, 41), np.int64)
+    frequencies[..., symbol] = tables.TOTAL
+    cumulative = tables.cumulative(frequencies)
+    block = (np.array([old], np.uint16), 7, 256, contexts.rows, contexts.bits, NO_BYTES, 0)
+    change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
+    stream = cpu.encode_block(*block, *change, cumulative, tables.reciprocals(frequencies), 1, 1)
+    assert kernel.decode_block(*block, cumulative, 41, 1, stream, 1, 1, NO_POSITIONS, NO_BYTES)[3] == fault
+
+
+rectangles = st.tuples(st.integers(1, 6), st.integers(0, 3000), st.integers(0, 500), st.integers(0, 9000))
+
+
+@given(seeds, st.sampled_from([np.uint8, np.uint16]), rectangles)
+def test_digest_rectangle_equals_the_reference(seed: int, dtype: type, shape: tuple[int, int, int, int]) -> None:
+    rows, columns, more, start = shape
+    stride = columns + more
+    units = random_bits(np.random.default_rng(seed), dtype, (start + rows * stride,))
+    arguments = (units, start, rows, columns, stride, keys())
+    assert_same(cpu.digest_rectangle(*arguments), reference.digest_rectangle(*arguments))
+
+
+@given(seeds, st.sampled_from([np.uint8, np.uint16]), st.integers(0, 300), st.integers(1, 1 << 47))
+def test_digest_change_equals_the_reference(seed: int, dtype: type, count: int, end: int) -> None:
+    rng = np.random.default_rng(seed)
+    indices = np.unique(rng.integers(0, end, count, dtype=np.uint64))
+    old, new = (random_bits(rng, dtype, (indices.size,)) for _ in range(2))
+    arguments = (indices, old, new, keys())
+    assert_same(cpu.digest_change(*arguments), reference.digest_change(*arguments))
+
+
+@pytest.mark.slow
+def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
+    """Run everything once more with numba's own bounds checks compiled in."""
+    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    root = Path(__file__).parents[2]
+    environment["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def run_all(case: Case, rng: np.random.Generator) -> None:
+    """Every kernel once, and decode_block on streams of all kinds."""
+    cpu.changed(case.old, case.new)
+    cpu.sample_classes(case.old, case.shift)
+    cpu.steps(*case.changed[1:], case.shift)
+    cpu.split(case.changed[0], case.changed[2], *case.steps[:3], case.shift, case.cut)
+    case.count(cpu)
+    advanced(cpu, case)
+    stream, count = case.encode(cpu), case.hot[0].size
+    case.decode(cpu, stream, count)
+    for _ in range(10):
+        garbage = rng.integers(0, 1 << 16, rng.integers(0, 2 * stream.size), dtype=np.uint16)
+        case.decode(cpu, garbage, int(rng.integers(0, count + 1)))
+        damaged: Bits = stream.copy()
+        damaged[rng.integers(0, stream.size, 2)] = rng.integers(0, 1 << 16, 2, dtype=np.uint16)
+        case.decode(cpu, damaged, count)
+    cpu.digest_rectangle(case.old, 0, 1, case.size, case.size, keys())
+    for more in (-case.last.size, -1, 1, 5000):
+        spoil_history(case, more)
+        case.decode(cpu, stream, count)
+        case.count(cpu)
+    cpu.digest_change(case.changed[0].astype(np.uint64), *case.changed[1:], keys())
+
+
+if __name__ == "__main__":
+    draw = np.random.default_rng(0)
+    for number, size in enumerate(SIZES[::-1] * 8):
+        run_all(
+            Case(
+                dtype=("BF16", "F16")[number % 2],
+                seed=number,
+                size=size,
+                density=float(draw.choice([0.0, 0.01, 0.5, 1.0])),
+                cut_share=float(draw.choice([0.0, 0.3, 0.5, 1.0])),
+                tracked_share=float(draw.choice([0.0, 0.9, 1.0])),
+                index=int(draw.choice([0, 1, 3, 127])),
+                close=bool(draw.integers(0, 2)),
+            ),
+            draw,
+        )

@@ -1,0 +1,108 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pulsesync
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+
+
+def run(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_these() -> None:
+    assert pulsesync.__all__ == ["PublishReport", "Publisher", "PulseError", "Subscriber", "SyncReport", "warm_up"]
+    assert all(hasattr(pulsesync, name) for name in pulsesync.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(pulsesync, "subscribe")
+
+
+def test_importing_needs_neither_torch_nor_numba_nor_zstandard() -> None:
+    loaded = run("import pulsesync, sys; print(*sys.modules)").split()
+    assert not {"torch", "numba", "llvmlite", "zstandard", "triton"} & {name.split(".")[0] for name in loaded}
+
+
+def test_publisher_and_subscriber_are_imported_without_torch_and_numba() -> None:
+    loaded = run("import sys; from pulsesync import Publisher, Subscriber; print(*sys.modules)").split()
+    assert not {"torch", "numba", "triton"} & {name.split(".")[0] for name in loaded}
+
+
+def test_importing_takes_less_than_half_a_second() -> None:
+    program = "import time; began = time.perf_counter(); import pulsesync; print(time.perf_counter() - began)"
+    assert min(float(run(program)) for _ in range(3)) < 0.5
+
+
+WITHOUT_NUMBA = """
+import sys
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numba", "llvmlite"):
+            return None
+        return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+import tempfile
+import numpy as np
+from pulsesync import Publisher, Subscriber, kernels
+
+rng = np.random.default_rng(0)
+weights = {"w": rng.normal(size=(30, 40)).astype(np.float16)}
+held = {"w": np.zeros((30, 40), np.float16)}
+with tempfile.TemporaryDirectory() as folder:
+    pub, sub = Publisher(folder, codec="history"), Subscriber(folder)
+    for step in range(3):
+        weights["w"] += np.float16(0.001)
+        pub.publish(weights, step=step)
+        sub.sync(held)
+    sub.verify()
+assert np.array_equal(held["w"].view(np.uint16), weights["w"].view(np.uint16))
+assert "numba" not in sys.modules
+print(kernels.active().__name__)
+"""
+
+
+def test_without_numba_everything_still_works() -> None:
+    assert run(WITHOUT_NUMBA) == "pulsesync.kernels.reference"
+
+
+def test_a_numba_that_cannot_be_imported_counts_as_absent(tmp_path: Path) -> None:
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs another NumPy')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from pulsesync import kernels;"
+    assert run(program + "print(kernels.active().__name__)") == "pulsesync.kernels.reference"
+
+
+NOWHERE_TO_CACHE = """
+import tempfile
+
+def refuse(*_, **__):
+    raise OSError(30, "Read-only file system")
+
+tempfile.TemporaryFile = refuse  # what numba tries before it trusts a folder
+import numpy as np
+from pulsesync import Publisher, kernels
+with tempfile.TemporaryDirectory() as folder:
+    Publisher(folder).publish({"w": np.zeros(4, np.float32)})
+print(kernels.active().__name__)
+"""
+
+
+def test_where_nothing_can_be_cached_kernels_are_compiled_all_the_same() -> None:
+    assert run(NOWHERE_TO_CACHE) == "pulsesync.kernels.cpu"
+
+
+def test_warm_up_says_how_long_it_took() -> None:
+    assert pulsesync.warm_up() > 0
