@@ -1,7 +1,7 @@
 """A part of a version: from two states to bytes, and from one state and bytes to what changes.
 
-Encoding goes over the old weights twice: once beside the new ones, to find what changed, and once more for each codec
-that codes against them; decoding once. Apart from the result, memory is O(changed) and a bounded buffer per thread.
+Encoding reads the old weights once beside the new ones, to find what changed, and blocks with hot changes twice more, to
+count and to code; decoding reads them once. Apart from the result, memory is O(changed) and a buffer per thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -178,28 +178,24 @@ def decode(
         raise FormatError("the part is for another layout", expected=layout.id, actual=header.layout)
     shared, entries = index.parse(sections[0], len(layout.tiles), [len(s) for s in sections])
     places = [0] * len(sections)
-    jobs: list[_Job] = []
-    coded: list[tuple[Entry, Tile, int]] = []
+    opened: list[list[_Job]] = []  # of each tile
     for entry in entries:
-        tile, begin = layout.tiles[entry.tile], places[entry.section]
+        begin = places[entry.section]
         places[entry.section] += entry.size
         body = sections[entry.section][begin : begin + entry.size]
-        mine = _open_tile(entry, tile, body, shared, history)
-        jobs += mine
-        coded.append((entry, tile, len(mine)))
-    done = iter(spread(lambda job: _run(job, old, history, shared), jobs, threads))
+        opened.append(_open_tile(entry, layout.tiles[entry.tile], body, shared, history))
+    done = iter(spread(lambda job: _run(job, old, history, shared), (job for jobs in opened for job in jobs), threads))
     patches = []
-    for entry, tile, count in coded:
-        found = [next(done) for _ in range(count)]
-        blocks = tuple(change for changes, _ in found for change in changes)
-        cut = found[0][1] if entry.codec == Codec.HISTORY else 0
-        patches.append(TilePatch(tile, entry.codec, blocks, cut))
+    for jobs in opened:
+        codec, payload = jobs[0].codec, jobs[0].payload
+        blocks = tuple(change for _ in jobs for change in next(done))
+        patches.append(TilePatch(jobs[0].tile, codec, blocks, payload.cut if payload and codec == Codec.HISTORY else 0))
     return DecodedPart(tuple(patches), {e.tile: e.sum for e in entries})
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One block of a tile coded against old weights, or one whole tile of another codec."""
+    """One block of a tile coded against old weights, or one whole tile of another codec; a tile has at least one."""
 
     codec: Codec
     tile: Tile
@@ -232,21 +228,16 @@ def _open_tile(
     return [_Job(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
-def _run(
-    job: _Job,
-    old: Mapping[str, Bits],
-    history: History | None,
-    shared: Sequence[Table],
-) -> tuple[list[BlockChange], int]:
+def _run(job: _Job, old: Mapping[str, Bits], history: History | None, shared: Sequence[Table]) -> list[BlockChange]:
     tile, flat = job.tile, old[job.tile.tensor.name]
     if job.payload is None:
-        return _run_plain(job, flat), 0
+        return _run_plain(job, flat)
     memory = memory_of(history if job.codec == Codec.HISTORY else None, tile, job.number)
     if not context.has_changes(job.payload, job.number):
-        return [], job.payload.cut
+        return []
     before, table = tile.read_block(flat, job.number), shared[job.payload.table]
     change = context.decode_block(job.payload, job.number, before, tile.tensor.kind, table, memory)
-    return [change] if change else [], job.payload.cut
+    return [change] if change else []
 
 
 def _run_plain(job: _Job, flat: Bits) -> list[BlockChange]:
