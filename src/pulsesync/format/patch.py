@@ -1,7 +1,7 @@
 """A part of a version: from two states to bytes, and from one state and bytes to what changes.
 
-Encoding reads the old weights once beside the new ones, to find what changed, and blocks with hot changes twice more, to
-count and to code; decoding reads them once. Apart from the result, memory is O(changed) and a buffer per thread.
+Encoding reads the old weights once beside the new ones, to find what changed, and blocks with hot changes twice more,
+to count and to code; decoding reads them once. Apart from the result, memory is O(changed) and a buffer per thread.
 """
 
 from collections.abc import Mapping, Sequence
