@@ -23,18 +23,19 @@ def make(path: Path, trace: Path, gguf: Path | None, count: int = 16) -> None:
     from recording import load
 
     from pulsesync.format import tables
-    from pulsesync.kernels import cpu, spec
+    from pulsesync.kernels import cpu
+    from pulsesync.model import BLOCK
 
     old_state, new_state = load(trace, gguf).state(14)
     names = [n for n, a in old_state.items() if a.size >= 1 << 18]
-    old = np.concatenate([old_state[n].reshape(-1) for n in names])[-count * spec.BLOCK :].copy()
-    new = np.concatenate([new_state[n].reshape(-1) for n in names])[-count * spec.BLOCK :].copy()
+    old = np.concatenate([old_state[n].reshape(-1) for n in names])[-count * BLOCK :].copy()
+    new = np.concatenate([new_state[n].reshape(-1) for n in names])[-count * BLOCK :].copy()
     none = np.empty(0, np.uint8)
     cut, blocks = 121, []
     contexts = tables.Contexts(cut - 24, 24, 1, tables.symbol_count(WIDTH))
     counts = contexts.empty()
     for i in range(count):
-        o, n = (x[i * spec.BLOCK : (i + 1) * spec.BLOCK] for x in (old, new))
+        o, n = (x[i * BLOCK : (i + 1) * BLOCK] for x in (old, new))
         positions, *bits = cpu.changed(o, n)
         hot = cpu.split(positions, bits[1], *cpu.steps(*bits, SHIFT)[:3], SHIFT, cut)
         decisions, _ = cpu.count_block(
@@ -59,7 +60,7 @@ def make(path: Path, trace: Path, gguf: Path | None, count: int = 16) -> None:
         stream=np.concatenate(streams),
         changes=[p.size for p in at],
         positions=np.concatenate(at),
-        new=np.concatenate([new[i * spec.BLOCK + p.astype(np.int64)] for i, p in enumerate(at)]),
+        new=np.concatenate([new[i * BLOCK + p.astype(np.int64)] for i, p in enumerate(at)]),
     )
 
 

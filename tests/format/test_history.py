@@ -121,6 +121,23 @@ def test_history_over_several_blocks_is_what_the_rules_say() -> None:
     ]
 
 
+def test_a_block_without_changes_is_remembered_too_when_its_tile_begins_and_when_the_cut_rises() -> None:
+    size = BLOCK + 3000
+    rng, layout = np.random.default_rng(0), layouts.make([TensorSpec("w", "BF16", (size,))])
+    old, history, simulation, cuts = {"w": near(rng, "BF16", (size,), 100)}, History(), Simulation(), []
+    for below in (99, 102):
+        new = copied(old)
+        last = new["w"][BLOCK:]
+        last[:] = np.where(classes(last, 7) < below, last ^ 1, last)
+        part = encode(layout, old, new, codec="history", history=history)
+        simulation.take(part.patches, old, new)
+        history = history.after(part.patches, old)
+        assert_agree(history, simulation, layout, new)
+        cuts.append(history.cut(0))
+        old = new
+    assert cuts == [99, 102]
+
+
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 def test_replaying_the_patches_gives_the_same_history(kernel: str) -> None:
     layout = layouts.make([TensorSpec("w", "BF16", (50, 60), (20,), (31,)), TensorSpec("v", "F16", (500,))])
