@@ -68,7 +68,7 @@ def moved(patch: TilePatch) -> Sum:
 
 def _moved(patch: TilePatch, block: BlockChange) -> Sum:
     old, new = _units(block.old), _units(block.new)
-    indices = patch.flat_indices(block).astype(np.uint64)
+    indices = patch.flat_indices(block).view(np.uint64)
     per = old.size // block.old.size
     if per > 1:
         indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)

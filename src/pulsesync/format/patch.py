@@ -184,6 +184,8 @@ def decode(
         places[entry.section] += entry.size
         body = sections[entry.section][begin : begin + entry.size]
         opened.append(_open_tile(entry, layout.tiles[entry.tile], body, shared, history))
+    if all(entry.codec == Codec.GAP for entry in entries):
+        threads = 1  # short steps of numpy, which threads only slow down
     done = iter(spread(lambda job: _run(job, old, history, shared), (job for jobs in opened for job in jobs), threads))
     patches = []
     for jobs in opened:
@@ -257,7 +259,8 @@ def _run_plain(job: _Job, flat: Bits) -> list[BlockChange]:
             here, after = positions[first:last], values[first:last]
             before = flat[tile.flat_indices(here)]
             differ = before != after
-            if differ.any():
-                in_block = (here[differ] - number * BLOCK).astype(np.uint32)
-                out.append(BlockChange(number, in_block, before[differ], after[differ]))
+            if not differ.all():
+                here, before, after = here[differ], before[differ], after[differ]
+            if here.size:
+                out.append(BlockChange(number, (here - number * BLOCK).astype(np.uint32), before, after))
     return out

@@ -4,6 +4,8 @@ Numbers of unknown size are LEB128: seven bits a byte, low ones first, the top b
 bytes, no longer than needed.
 """
 
+import threading
+
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from pulsesync.errors import FormatError, LimitError
 
 RAW, ZSTD = 0, 1
+_mine = threading.local()
 
 
 class Reader:
@@ -85,6 +88,14 @@ class Reader:
             raise FormatError(f"{self.what} has {len(self.data) - self.at} bytes too many")
 
 
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One for each thread: they may not be shared, and making one takes as long as unpacking a small plane."""
+    if not hasattr(_mine, "decompressor"):
+        _mine.decompressor = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _mine.decompressor
+    return found
+
+
 def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
     data: bytes
     try:
@@ -92,7 +103,7 @@ def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
             raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
         if zstandard.get_frame_parameters(frame).window_size > max(size, 1 << 10):
             raise LimitError(f"{what} holds a zstd frame that asks for more memory than its content has")
-        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        data = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise FormatError(f"{what} holds a broken zstd frame: {e}") from e
     if len(data) != size:

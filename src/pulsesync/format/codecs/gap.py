@@ -31,14 +31,20 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     count, width = reader.number(size), reader.byte()
     if not 1 <= width <= 6:
         raise FormatError(f"gaps of {width} bytes; 1 to 6 are allowed")
-    gaps = np.zeros(count, np.int64)
-    for k in range(width):
-        gaps |= np.frombuffer(reader.plane(count), np.uint8).astype(np.int64) << (8 * k)
-    values = np.empty((count, dtype.itemsize), np.uint8)
-    for k in range(dtype.itemsize):
-        values[:, k] = np.frombuffer(reader.plane(count), np.uint8)
+    gaps = _from_planes(reader, count, width, np.dtype("<u2" if width <= 2 else "<u8"))
+    values = _from_planes(reader, count, dtype.itemsize, dtype)
     reader.end()
-    # 2^48 gaps of less than 2^48 cannot overflow 64 bits only if there are few: compare in floating point first
+    # gaps of six bytes, 2^46 of them, would overflow 64 bits: look at the sum in floating point first
     if count == 0 or float(gaps.sum(dtype=np.float64)) + count > size:
         raise FormatError("a gap payload has changes outside its tile, or none")
-    return np.cumsum(gaps + 1) - 1, values.view(dtype).reshape(-1)
+    positions = np.cumsum(gaps, dtype=np.int64)
+    positions += np.arange(count)
+    return positions, values
+
+
+def _from_planes(reader: wire.Reader, count: int, width: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
+    """Put planes together, lowest byte first, to integers that have room for them."""
+    columns = np.zeros((count, dtype.itemsize), np.uint8)
+    for k in range(width):
+        columns[:, k] = np.frombuffer(reader.plane(count), np.uint8)
+    return columns.view(dtype).reshape(-1)
