@@ -1,7 +1,7 @@
 """The constants of the format that kernels share; docs/FORMAT.md gives the reasons.
 
-numba caches compiled kernels by the age of `cpu.py` alone: after changing a number here, touch that file too. The tests
-hold `cpu` to `reference` and fail if you forget.
+numba caches compiled kernels by the age of their own file alone: after changing a number here, touch `cpu.py` and
+`coder.py` too. The tests hold them to `reference` and fail if you forget.
 """
 
 from typing import Final

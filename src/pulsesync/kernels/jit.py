@@ -1,0 +1,37 @@
+"""How the kernels are compiled, and the two machine instructions that numba has no name for."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+U = np.uint64  # numba makes floats of sums of signed and unsigned numbers: kernels count in unsigned ones throughout
+ONE = U(1)
+NEVER = ~U(0)  # a position that no weight has
+
+
+def can_cache() -> bool:
+    """Whether numba finds a folder to keep compiled kernels in; it refuses to decorate where it does not."""
+    try:
+        njit(cache=True)(can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+compiled = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True)
+inner = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+
+
+@intrinsic
+def trailing_zeros(typing_context: Any, x: Any) -> Any:
+    """The number of zero bits below the lowest set bit of a uint64."""
+    return types.uint64(types.uint64), lambda _, builder, __, args: builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+
+@intrinsic
+def popcount(typing_context: Any, x: Any) -> Any:
+    """The number of set bits of a uint64."""
+    return types.uint64(types.uint64), lambda _, builder, __, args: builder.ctpop(args[0])
