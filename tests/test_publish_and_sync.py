@@ -24,6 +24,7 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.format import patch
+from pulsesync.state import State, Transition
 from pulsesync.store import LocalStore
 from pulsesync.testing import AdamUpdates, mutate, random_bits
 
@@ -521,3 +522,59 @@ def test_a_model_whose_tensors_were_replaced_is_followed_in_its_new_memory(folde
     pub.publish(trained)
     sub.sync(served)
     assert torch.equal(trained.hidden.weight, served.hidden.weight)
+
+
+class Cut(LocalStore):
+    """A store whose next create succeeds and is then interrupted, as by Ctrl-C."""
+
+    interrupt = False
+
+    def create(self, key: str, data: bytes) -> None:
+        super().create(key, data)
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_publisher_cut_off_just_after_its_commit_goes_on_from_there(folder: str, first: bool) -> None:
+    training, held, store = Training(), worker(), Cut(folder)
+    pub = Publisher(store)
+    if not first:
+        pub.publish(training.weights)
+        training.step()
+    store.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        pub.publish(training.weights)
+    training.step()
+    assert pub.publish(training.weights).version == (1 if first else 2)
+    Subscriber(folder).sync(held)
+    assert equal(held, training.weights)
+
+
+def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, held = Training(), worker()
+    pub, sub = Publisher(folder), Subscriber(folder)
+    pub.publish(training.weights)
+    sub.sync(held)
+    training.step()
+    pub.publish(training.weights)
+    commit = State.commit
+
+    def cut(state: State, transition: Transition) -> None:
+        commit(state, transition)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(State, "commit", cut)
+    with pytest.raises(KeyboardInterrupt):
+        sub.sync(held)
+    monkeypatch.undo()
+    assert sub.sync(held).version == 1
+    sub.verify()
+    assert equal(held, training.weights)
+
+
+def test_a_step_may_be_a_numpy_integer(folder: str) -> None:
+    assert Publisher(folder).publish({"w": np.zeros(3)}, step=np.int64(3)).version == 0  # type: ignore[arg-type]

@@ -18,6 +18,10 @@ class Held:
     epoch: int
     index: int
 
+    @classmethod
+    def by(cls, manifest: Manifest) -> "Held":
+        return cls(manifest.run, manifest.version, manifest.digest, manifest.epoch, manifest.index)
+
 
 def manifest_key(version: int) -> str:
     return f"manifests/{version:016d}"

@@ -25,13 +25,10 @@ class PulseError(Exception):
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
-        self.facts = facts
+        self.__dict__.update(facts)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["facts"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+    def __getattr__(self, name: str) -> Any:  # only for what is not there: lets type checkers accept any fact
+        raise AttributeError(f"this {type(self).__name__} carries no {name!r}")
 
 
 class FormatError(PulseError):

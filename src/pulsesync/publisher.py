@@ -1,5 +1,6 @@
 """The trainer's end: find what changed, encode it, write the body, then create the manifest that makes it a version."""
 
+import operator
 import secrets
 import time
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from pulsesync import chain, digest
-from pulsesync.errors import ConflictError, StateError, StoreError
+from pulsesync.errors import ConflictError, NotFoundError, StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
@@ -65,6 +66,7 @@ class Publisher:
         self.run = secrets.token_hex(16)
         self._state: State | None = None
         self._last: Manifest | None = None
+        self._pending: tuple[Manifest, State, Transition | None] | None = None  # sent, perhaps committed
 
     def publish(self, source: Any, *, step: int = 0) -> PublishReport:
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
@@ -74,8 +76,8 @@ class Publisher:
             After any exception the base is still the last version committed: the next publish covers both steps.
         """
         began = time.perf_counter()
-        if type(step) is not int or not 0 <= step <= MAX_VERSION:
-            raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}, not {step!r}")
+        step = _checked(step)
+        self._settle()
         views, ties = view_bits(source)
         flats = {name: view.flat for name, view in views.items()}
         specs = [view.spec for view in views.values()]
@@ -107,9 +109,9 @@ class Publisher:
             history=transition.history.digest() if transition.history.tiles else None,
             created=int(time.time()),
         )
+        self._pending = manifest, state, transition
         written = self._commit(manifest, part.data)
-        state.commit(transition)
-        self._last = manifest
+        self._advance()
         return _report(state.layout, manifest, transition.changed, written, encoded - began, encoded)
 
     def _publish_first(
@@ -124,8 +126,9 @@ class Publisher:
             parts=(PartRef(part.id, len(part.data)),), digest=state.digest, history=None, created=int(time.time()),
         )  # fmt: skip
         self.store.put(chain.layout_key(layout.id), layout.data)
+        self._pending = manifest, state, None
         written = len(layout.data) + self._commit(manifest, part.data)
-        self._state, self._last = state, manifest
+        self._advance()
         total = sum(spec.size for spec in layout.tensors)
         return _report(layout, manifest, total, written, encoded - began, encoded)
 
@@ -139,17 +142,43 @@ class Publisher:
             raise ConflictError(
                 f"version {manifest.version} exists already: the run has another publisher, or this is an old run; "
                 "publish into a new folder",
-                key=e.key,
+                key=chain.manifest_key(manifest.version),
             ) from e
         with suppress(StoreError):  # a hint that may lag; the version is there
             self.store.put(chain.HEAD, str(manifest.version).encode())
         return len(body) + len(data)
+
+    def _advance(self) -> None:
+        """Move the base to the version that was just committed; doing it twice does no harm."""
+        assert self._pending is not None
+        manifest, state, transition = self._pending
+        if transition is not None:
+            state.commit(transition)
+        self._state, self._last, self._pending = state, manifest, None
+
+    def _settle(self) -> None:
+        """If the last publish was cut off, find out whether its version came to be, and move the base if it did."""
+        if self._pending is None:
+            return
+        try:
+            stored = self.store.get(chain.manifest_key(self._pending[0].version))
+        except NotFoundError:
+            stored = b""
+        if stored == self._pending[0].build():
+            self._advance()
+        self._pending = None
 
     def _cut(self, spec: TensorSpec) -> TensorSpec:
         for pattern, (rows, columns) in self.grid.items():
             if fnmatchcase(spec.name, pattern):
                 return layouts.cut_evenly(spec, rows, columns, self.min_tile)
         return spec
+
+
+def _checked(step: int) -> int:
+    if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
+        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}, not {step!r}")
+    return whole
 
 
 def _report(

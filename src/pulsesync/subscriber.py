@@ -60,10 +60,12 @@ class Subscriber:
             fetch_s, at = fetch_s + time.perf_counter() - at, time.perf_counter()
             transition = state.prepare(manifest, parts)
             prepare_s, at = prepare_s + time.perf_counter() - at, time.perf_counter()
-            state.commit(transition)
+            try:
+                state.commit(transition)
+            finally:  # whatever interrupts it, what is held is what the weights are
+                if state.digest == manifest.digest:
+                    self._state, self._held = state, chain.Held.by(manifest)
             apply_s += time.perf_counter() - at
-            self._state = state
-            self._held = chain.Held(manifest.run, manifest.version, manifest.digest, manifest.epoch, manifest.index)
             applied, changed = applied + 1, changed + transition.changed
             fetched += sum(map(len, parts)) + len(manifest.build())
         version = self._held.version if self._held else None

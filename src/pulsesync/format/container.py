@@ -51,7 +51,9 @@ class Header:
 
 
 def build(layout: str, sections: Sequence[bytes]) -> tuple[str, bytes]:
-    """Return the id and the bytes of a part."""
+    """Return the id and the bytes of a part. Raises: LimitError, if it has more sections than a reader takes."""
+    if len(sections) > MAX_SECTIONS:
+        raise LimitError(f"{len(sections)} sections in a part; spread its tiles over several", value=len(sections))
     head = HEADER.pack(MAGIC, VERSION, 0, len(sections), 0, bytes.fromhex(layout), NOT_SEALED)
     table = b"".join(ENTRY.pack(len(s), hashlib.sha256(s).digest()) for s in sections)
     return hashlib.sha256(head + table).hexdigest(), b"".join((head, table, *sections))

@@ -77,6 +77,8 @@ def encode(
     chosen = spread(lambda d: _settle(d, new, coded.get(d.tile.ordinal), codec), diffs, threads)
     if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
         shared, chosen = _without_tables_if_smaller(diffs, shared, chosen)
+    if all(choice.codec in (Codec.GAP, Codec.DENSE) for choice in chosen):
+        shared = []
     patches = [_patch(diff, choice) for diff, choice in zip(diffs, chosen, strict=True)]
     moves = spread(moved, patches, threads)
     after = {p.tile.ordinal: sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
