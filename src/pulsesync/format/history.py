@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
-from pulsesync.digest import keys, sum_up
-from pulsesync.format.codecs.context import NO_HISTORY, Memory
+from pulsesync.digest import keys
+from pulsesync.format.codecs.context import Memory
 from pulsesync.model import Bits, Codec, Sum, TilePatch
 from pulsesync.parallel import spread
 
@@ -86,14 +86,19 @@ class History:
         )
         return out
 
-    def digest(self) -> str:
+    def digest(self, threads: int | None = None) -> str:
         """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
+        ordinals = sorted(self.tiles)
         h = hashlib.sha256(b"pulse history 1\n" + bytes([self.index]))
-        for ordinal in sorted(self.tiles):
-            tile = self.tiles[ordinal]
-            content = np.concatenate(tile.blocks) if tile.blocks else NO_HISTORY
-            total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
-            for value in (ordinal, tile.cut, content.size):
+        for ordinal, (size, total) in zip(ordinals, spread(self._count, ordinals, threads), strict=True):
+            for value in (ordinal, self.tiles[ordinal].cut, size):
                 h.update(value.to_bytes(8, "little"))
-            h.update(sum_up([Sum(*map(int, total))]).to_bytes())
+            h.update(total.to_bytes())
         return h.hexdigest()
+
+    def _count(self, ordinal: int) -> tuple[int, Sum]:
+        """How many bytes a tile remembers, and their digest."""
+        blocks = self.tiles[ordinal].blocks
+        content = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
+        return content.size, Sum(*map(int, total))
