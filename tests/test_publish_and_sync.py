@@ -18,6 +18,7 @@ from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
     ConflictError,
+    FormatError,
     PulseError,
     StateError,
     StoreError,
@@ -578,3 +579,29 @@ def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(
 
 def test_a_step_may_be_a_numpy_integer(folder: str) -> None:
     assert Publisher(folder).publish({"w": np.zeros(3)}, step=np.int64(3)).version == 0  # type: ignore[arg-type]
+
+
+def test_a_grid_takes_numbers_of_pieces_and_borders(folder: str) -> None:
+    weights = {name: np.zeros((8, 6), np.float32) for name in ("even", "borders", "mixed", "whole")}
+    grid = {"even": (2, 3), "borders": ([1, 5], [4]), "mixed": (4, [3])}
+    pub, sub, held = (
+        Publisher(folder, grid=grid, min_tile=1),
+        Subscriber(folder),
+        {n: w + 1 for n, w in weights.items()},
+    )
+    pub.publish(weights)
+    sub.sync(held)
+    for flat in weights.values():
+        flat += np.arange(48, dtype=np.float32).reshape(8, 6)
+    pub.publish(weights)
+    sub.sync(held)
+    sub.verify()
+    assert equal(held, weights)
+    (layout,) = (Path(folder) / "layouts").iterdir()
+    cuts = {t["name"]: (t.get("rows"), t.get("columns")) for t in json.loads(layout.read_bytes())["tensors"]}
+    assert cuts == {"even": ([4], [2, 4]), "borders": ([1, 5], [4]), "mixed": ([2, 4, 6], [3]), "whole": (None, None)}
+
+
+def test_borders_outside_a_tensor_are_refused(folder: str) -> None:
+    with pytest.raises(FormatError, match="'w'"):
+        Publisher(folder, grid={"w": ([9], 1)}).publish({"w": np.zeros((4, 4), np.float32)})

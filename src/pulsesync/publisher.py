@@ -3,9 +3,9 @@
 import operator
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
@@ -20,6 +20,8 @@ from pulsesync.model import Bits, TensorSpec
 from pulsesync.state import State, Transition
 from pulsesync.store import Store, open_store
 from pulsesync.tensors import view_bits
+
+Cuts = int | Sequence[int]  # how many even pieces, or the borders between them
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Publisher:
         pub = Publisher("runs/one")
         report = pub.publish(model, step=step)
 
-    grid maps name patterns to how many rows and columns of tiles a tensor is cut into, for readers that hold slices;
-    a tile keeps at least min_tile weights.
+    grid maps name patterns to how a tensor is cut into tiles, by rows and by columns: a number of even pieces, for
+    readers that hold slices, of which none gets less than min_tile weights; or the borders themselves, those of a
+    sharded trainer, say. The first pattern that fits a name counts.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Publisher:
         location: str | Store,
         *,
         codec: patch.CodecName = "auto",
-        grid: Mapping[str, tuple[int, int]] | None = None,
+        grid: Mapping[str, tuple[Cuts, Cuts]] | None = None,
         min_tile: int = 1 << 20,
     ) -> None:
         if codec not in get_args(patch.CodecName):
@@ -171,7 +174,13 @@ class Publisher:
     def _cut(self, spec: TensorSpec) -> TensorSpec:
         for pattern, (rows, columns) in self.grid.items():
             if fnmatchcase(spec.name, pattern):
-                return layouts.cut_evenly(spec, rows, columns, self.min_tile)
+                pieces = [cuts if isinstance(cuts, int) else 1 for cuts in (rows, columns)]
+                even = layouts.cut_evenly(spec, pieces[0], pieces[1], self.min_tile)
+                return replace(
+                    even,
+                    row_cuts=even.row_cuts if isinstance(rows, int) else tuple(rows),
+                    column_cuts=even.column_cuts if isinstance(columns, int) else tuple(columns),
+                )
         return spec
 
 
