@@ -577,6 +577,31 @@ def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(
     assert equal(held, training.weights)
 
 
+def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, held = Training(), worker()
+    pub, sub = Publisher(folder), Subscriber(folder)
+    for _ in range(2):
+        pub.publish(training.weights)
+        training.step()
+        pub.publish(training.weights)
+    sub.sync(held)
+    pub.publish(training.weights)  # nothing changed: the digest is the same, the place in the epoch is not
+
+    def cut(_: State, __: Transition) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(State, "commit", cut)
+    with pytest.raises(KeyboardInterrupt):
+        sub.sync(held)
+    monkeypatch.undo()
+    training.step()
+    pub.publish(training.weights)
+    assert sub.sync(held).version == 5
+    assert equal(held, training.weights)
+
+
 def test_a_step_may_be_a_numpy_integer(folder: str) -> None:
     assert Publisher(folder).publish({"w": np.zeros(3)}, step=np.int64(3)).version == 0  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.kernels import spec
 from pulsesync.model import Bits, BlockChange, Sum, TensorSpec, Tile, TilePatch
-from pulsesync.parallel import default_threads, spread
+from pulsesync.parallel import spread
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _RUN = 1 << 24  # units recounted by one task
@@ -58,7 +58,7 @@ def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
     else:
         some = max(1, _RUN // max(columns, 1))
         pieces = [(start + i * stride, min(some, rows - i), columns) for i in range(0, rows, some)]
-    return sum_up(spread(part, pieces, threads or default_threads()))
+    return sum_up(spread(part, pieces, threads))
 
 
 def moved(patch: TilePatch) -> Sum:

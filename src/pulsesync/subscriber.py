@@ -63,7 +63,7 @@ class Subscriber:
             try:
                 state.commit(transition)
             finally:  # whatever interrupts it, what is held is what the weights are
-                if state.digest == manifest.digest:
+                if state.history is transition.history:
                     self._state, self._held = state, chain.Held.by(manifest)
             apply_s += time.perf_counter() - at
             applied, changed = applied + 1, changed + transition.changed

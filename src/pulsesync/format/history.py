@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.digest import keys
 from pulsesync.format.codecs.context import Memory
-from pulsesync.model import Bits, Codec, Sum, TilePatch
+from pulsesync.model import Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
@@ -58,11 +58,12 @@ class History:
             known = self.cut(patch.tile.ordinal)
             if cut := max(known, patch.cut if patch.codec == Codec.HISTORY else 0):
                 cuts[patch] = cut
+        changes = {(patch, block.number): block for patch in cuts for block in patch.blocks}
         jobs = [(patch, number) for patch in cuts for number in range(patch.tile.block_count)]
 
         def block(job: tuple[TilePatch, int]) -> NDArray[np.uint8]:
             patch, number = job
-            return self._advance(patch, number, cuts[patch], old[patch.tile.tensor.name])
+            return self._advance(patch.tile, number, changes.get(job), cuts[patch], old[patch.tile.tensor.name])
 
         done = iter(spread(block, jobs, threads))
         tiles = dict(self.tiles)
@@ -71,9 +72,8 @@ class History:
             tiles[patch.tile.ordinal] = TileHistory(cut, blocks)
         return History(self.index + 1, tiles)
 
-    def _advance(self, patch: TilePatch, number: int, cut: int, flat: Bits) -> NDArray[np.uint8]:
-        tile, memory = patch.tile, self.of(patch.tile.ordinal, number)
-        change = next((block for block in patch.blocks if block.number == number), None)
+    def _advance(self, tile: Tile, number: int, change: BlockChange | None, cut: int, flat: Bits) -> NDArray[np.uint8]:
+        memory = self.of(tile.ordinal, number)
         if change is None and memory.cut == cut:
             return memory.last
         if change is not None and change.remembered is not None:
