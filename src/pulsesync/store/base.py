@@ -1,23 +1,36 @@
 """What a store must be able to do. Objects are small files or whole parts; keys are paths with `/`."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(frozen=True)
+class Entry:
+    """An object as a listing shows it."""
+
+    key: str
+    size_bytes: int
+    modified_s: float  # since 1970, by the store's own clock
+
+
 class Store(Protocol):
-    """Five verbs. Implementations translate their own exceptions into StoreError."""
+    """Five verbs. Implementations translate their own exceptions into StoreError, and may be used by many threads."""
 
-    def get(self, key: str) -> bytes:
-        """Return an object. Raises: NotFoundError."""
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Return an object, or its bytes begin..end: fewer where it ends earlier, none beyond. Raises: NotFoundError.
 
-    def put(self, key: str, data: bytes) -> None:
+        A reader that does not trust the store gives an end: no more than that is ever held in memory.
+        """
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object, whole or not at all; one that exists is replaced."""
 
     def create(self, key: str, data: bytes) -> None:
         """Write an object that must not exist; of several at once, one succeeds. Raises: ConflictError."""
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """Yield the keys that begin with a prefix ending in `/`, sorted."""
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """Yield the objects whose keys begin with a prefix ending in `/`, sorted by key."""
 
     def delete(self, key: str) -> None:
         """Remove an object; none is no error."""
