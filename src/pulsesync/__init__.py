@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 from pulsesync.errors import PulseError
 
 if TYPE_CHECKING:
+    from pulsesync.format.signature import SigningKey
     from pulsesync.publisher import Publisher, PublishReport
+    from pulsesync.slices import Slice
     from pulsesync.subscriber import Subscriber, SyncReport
     from pulsesync.warm import warm_up
 
-__all__ = ["PublishReport", "Publisher", "PulseError", "Subscriber", "SyncReport", "warm_up"]
+__all__ = ["PublishReport", "Publisher", "PulseError", "SigningKey", "Slice", "Subscriber", "SyncReport", "warm_up"]
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "PublishReport": "publisher",
     "Publisher": "publisher",
+    "SigningKey": "format.signature",
+    "Slice": "slices",
     "Subscriber": "subscriber",
     "SyncReport": "subscriber",
     "warm_up": "warm",

@@ -1,16 +1,20 @@
-"""The rules of a run, without I/O: where its objects are, and whether a version may follow the one that is held."""
+"""The rules of a run, without I/O: where its objects are, what may follow what is held, and which way leads on."""
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pulsesync.errors import ChainError, MissingLinkError
-from pulsesync.format.manifest import Manifest
+from pulsesync.format.manifest import Kind, Manifest
 
 EPOCH_PATCHES = 32  # patches in which history builds up; FORMAT.md says what follows from it
+SEARCH = 64  # epochs looked through for an anchor, if the one that records name is gone or bad
+MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
 
 
 @dataclass(frozen=True)
 class Held:
-    """The version a subscriber has, as its manifest said."""
+    """The version a subscriber has, as its record said."""
 
     run: str
     version: int
@@ -21,6 +25,16 @@ class Held:
     @classmethod
     def by(cls, manifest: Manifest) -> "Held":
         return cls(manifest.run, manifest.version, manifest.digest, manifest.epoch, manifest.index)
+
+    @property
+    def at_start(self) -> bool:
+        """Whether an epoch begins here, so that squashed patches do and nothing remembered is needed."""
+        return self.index in (0, EPOCH_PATCHES)
+
+    @property
+    def starts(self) -> int:
+        """The epoch of which this is the start."""
+        return self.epoch if self.index == 0 else self.epoch + 1
 
 
 def manifest_key(version: int) -> str:
@@ -35,11 +49,27 @@ def layout_key(id_: str) -> str:
     return f"layouts/{id_}"
 
 
+def file_key(id_: str) -> str:
+    return f"files/{id_}"
+
+
+def anchor_key(epoch: int) -> str:
+    return f"anchors/{epoch:016d}"
+
+
+def squash_key(level: int, number: int) -> str:
+    return f"squashes/{level:02d}/{number:016d}"
+
+
+def start_key(digest: str) -> str:
+    return f"starts/{digest}"
+
+
 HEAD = "head"  # a hint: the newest version, perhaps not quite
 
 
 def position(previous: Manifest | None) -> tuple[int, int]:
-    """Return epoch and index of the patch after a version; of an anchor, if there is none before it."""
+    """Return epoch and index of the patch after a version; of a root, if there is none before it."""
     if previous is None:
         return 0, 0
     if previous.index >= EPOCH_PATCHES:
@@ -47,27 +77,103 @@ def position(previous: Manifest | None) -> tuple[int, int]:
     return previous.epoch, previous.index + 1
 
 
-def accept(held: Held | None, manifest: Manifest, version: int) -> None:
-    """Check that a manifest is the version it was fetched as, and may come next.
+def accept(held: Held | None, record: Manifest) -> None:
+    """Check that a record may come next after what is held.
 
     Raises:
         ChainError: it belongs to another run or place; MissingLinkError: it does not lead on from what is held.
     """
-    if manifest.version != version:
-        raise ChainError(f"asked for version {version}, got {manifest.version}", version=version)
-    if held is None:
-        if manifest.base is not None:
-            raise MissingLinkError(f"version {version} is a patch, and nothing is held to apply it to", version=version)
+    if held is not None and record.run != held.run:
+        raise ChainError("the version belongs to another run", expected=held.run, actual=record.run)
+    if record.kind == Kind.ANCHOR:
         return
-    if manifest.run != held.run:
-        raise ChainError("the version belongs to another run", expected=held.run, actual=manifest.run)
-    if manifest.base is None:
-        return
-    if manifest.base.version != held.version:
+    if record.base is None or held is None:
+        raise MissingLinkError(f"version {record.version} cannot be reached from here", version=record.version)
+    if (record.base.version, record.base.digest) != (held.version, held.digest):
         raise MissingLinkError(
-            f"version {version} follows {manifest.base.version}; {held.version} is held", version=version
+            f"version {record.version} follows {record.base.version}; {held.version} is held", version=record.version
         )
-    same_epoch = (manifest.epoch, manifest.index) == (held.epoch, held.index + 1)
-    next_epoch = manifest.epoch > held.epoch and manifest.index == 1
-    if not (same_epoch or next_epoch):
-        raise ChainError(f"version {version} is out of place in its epoch", version=version)
+    if record.kind == Kind.SQUASH:
+        in_place = held.at_start and Held.by(record).at_start and record.starts > held.starts
+    elif record.index == 1:
+        in_place = held.at_start and record.epoch == held.starts
+    else:
+        in_place = (record.epoch, record.index) == (held.epoch, held.index + 1)
+    if not in_place:
+        raise ChainError(f"version {record.version} is out of place in its epoch", version=record.version)
+
+
+Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says
+
+
+def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
+    """The records that lead from what is held to a version, in order: whichever way has fewer bytes.
+
+    Raises:
+        ChainError: what is held is of another run; MissingLinkError: no published way leads there.
+    """
+    if held is not None and held.run != goal.run:
+        raise ChainError("the version belongs to another run", expected=held.run, actual=goal.run)
+    onward = _onward(held, goal, look) if held is not None and held.version <= goal.version else None
+    if onward is not None and held is not None and (goal.anchor is None or goal.anchor <= held.epoch):
+        return onward  # an anchor would only be further back
+    ways = [onward] if onward is not None else []
+    for anchor in _anchors(goal, look):
+        rest = _onward(Held.by(anchor), goal, look)
+        if rest is not None:
+            ways.append([anchor, *rest])
+            break
+    if not ways:
+        raise MissingLinkError(f"no way leads to version {goal.version}", version=goal.version)
+    return min(ways, key=lambda way: sum(record.size_bytes for record in way))
+
+
+def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
+    """Anchors from which a version can be reached, the newest first: where records say there is one, else by search."""
+    last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
+    known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
+    to_try = [last, goal.epoch, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
+    tried: set[int] = set()
+    while to_try:
+        epoch = to_try.pop(0)
+        anchor = look(anchor_key(epoch)) if epoch not in tried else None
+        tried.add(epoch)
+        if anchor is None or anchor.starts != epoch or anchor.run != goal.run:
+            continue
+        if anchor.version <= goal.version:
+            yield anchor
+        if anchor.anchor is not None and anchor.anchor < epoch:
+            to_try.insert(0, anchor.anchor)
+
+
+def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest] | None:
+    """Patches, and squashed patches where there are some, from one version to a later one; None where one lacks."""
+    at, way = held, []
+    last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
+    while at.version < goal.version:
+        record = _squash(at, last, look) or look(manifest_key(at.version + 1))
+        if record is None or record.base is None:
+            return None
+        if record.kind == Kind.VERSION and record.version != at.version + 1:
+            raise ChainError(f"asked for version {at.version + 1}, got {record.version}", version=at.version + 1)
+        accept(at, record)
+        way.append(record)
+        at = Held.by(record)
+    if (at.version, at.digest) != (goal.version, goal.digest):
+        raise ChainError(f"the way to version {goal.version} leads elsewhere", version=goal.version)
+    return way
+
+
+def _squash(at: Held, last: int, look: Look) -> Manifest | None:
+    """The largest squashed patch that begins here and does not lead past an epoch's start."""
+    if not at.at_start:
+        return None
+    epoch = at.starts
+    for level in reversed(range(MAX_LEVEL + 1)):
+        if epoch % (1 << level) == 0 and epoch + (1 << level) <= last:
+            record = look(squash_key(level, epoch >> level))
+            if record is not None and record.starts == epoch + (1 << level):
+                with suppress(ChainError):  # one that does not fit here is no reason not to go on
+                    accept(at, record)
+                    return record
+    return None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.kernels import spec
-from pulsesync.model import Bits, BlockChange, Sum, TensorSpec, Tile, TilePatch
+from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
 from pulsesync.parallel import spread
 
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -59,6 +59,19 @@ def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
         some = max(1, _RUN // max(columns, 1))
         pieces = [(start + i * stride, min(some, rows - i), columns) for i in range(0, rows, some)]
     return sum_up(spread(part, pieces, threads))
+
+
+def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
+    """Count the digest of one block of a tile, given its weights: blocks add up to their tile."""
+    if not tile.contiguous:
+        positions = np.arange(bits.size, dtype=np.uint32)
+        change = BlockChange(number, positions, np.zeros_like(bits), bits)
+        return _moved(TilePatch(tile, Codec.DENSE, ()), change) if bits.size else Sum(0, 0)
+    units = _units(bits)
+    per = units.size // bits.size if bits.size else 1
+    start = (tile.start + number * BLOCK) * per
+    counted = kernels.active().digest_rectangle(units, start, 1, units.size, units.size, keys(), start)
+    return Sum(*map(int, counted))
 
 
 def moved(patch: TilePatch) -> Sum:

@@ -3,6 +3,7 @@
     PulseError
     ├── FormatError                 the bytes are bad: drop them, never apply
     │   ├── ChecksumError           they are not the bytes that were written
+    │   ├── SignatureError          nobody who is trusted wrote them
     │   ├── UnsupportedError        a version, codec or dtype this reader does not know
     │   └── LimitError              a count or size is beyond what a reader accepts
     ├── ChainError                  good bytes, wrong state: take another way (squash, anchor)
@@ -11,6 +12,7 @@
     ├── StoreError                  the transport; `retryable` says whether to try again
     │   ├── NotFoundError
     │   └── ConflictError           somebody else created it first
+    │       └── AnotherPublisherError   the run has one: this one must stop, or take the run up anew
     ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
     └── VerificationError           weights after apply are not the trainer's: they were put back, stop serving if not
 
@@ -39,6 +41,10 @@ class ChecksumError(FormatError):
     """Bytes that differ from those that were written (`expected`, `actual`)."""
 
 
+class SignatureError(FormatError):
+    """A record without a signature, or with one by a key that is not trusted (`key`)."""
+
+
 class UnsupportedError(FormatError):
     """A format version, codec or dtype that this reader does not know."""
 
@@ -60,9 +66,9 @@ class MissingLinkError(ChainError):
 
 
 class StoreError(PulseError):
-    """The store could not do what was asked."""
+    """The store could not do what was asked (`key`; `retryable`, if the same call may succeed a little later)."""
 
-    retryable = False
+    retryable: bool = False
 
 
 class NotFoundError(StoreError):
@@ -71,6 +77,10 @@ class NotFoundError(StoreError):
 
 class ConflictError(StoreError):
     """The object exists already and was to be created (`key`)."""
+
+
+class AnotherPublisherError(ConflictError):
+    """A version that was to be published exists: somebody else publishes into the same run (`version`)."""
 
 
 class StateError(PulseError):

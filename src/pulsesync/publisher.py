@@ -1,38 +1,77 @@
-"""The trainer's end: find what changed, encode it, write the body, then create the manifest that makes it a version."""
+"""The trainer's end: find what changed, encode it, write the body, then create the record that makes it a version.
 
+    with Publisher("s3://bucket/run") as pub:
+        for step in range(steps):
+            train_one_step(model)
+            pub.publish(model, step=step, wait=False)      # held for the comparison alone
+
+What was committed last is the base of the next version, and the only copy of the state that is kept.
+"""
+
+import hashlib
+import math
 import operator
 import secrets
+import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args, overload
+
+import numpy as np
 
 from pulsesync import chain, digest
-from pulsesync.errors import ConflictError, NotFoundError, StateError, StoreError
+from pulsesync.anchors import AnchorWriter
+from pulsesync.chain import Held
+from pulsesync.errors import (
+    AnotherPublisherError,
+    ChainError,
+    ConflictError,
+    FormatError,
+    NotFoundError,
+    SignatureError,
+    StateError,
+    StoreError,
+    VerificationError,
+)
 from pulsesync.format import layout as layouts
-from pulsesync.format import patch
+from pulsesync.format import patch, signature
+from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import MAX_VERSION, Base, Manifest, PartRef
-from pulsesync.model import Bits, TensorSpec
+from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, Base, FileRef, Kind, Manifest, PartRef
+from pulsesync.format.signature import SigningKey
+from pulsesync.format.weights import Changes, by_block, rebase
+from pulsesync.model import BLOCK, TensorSpec
+from pulsesync.pace import Every, Pace, Sent
+from pulsesync.records import Records
+from pulsesync.spool import Outbox
 from pulsesync.state import State, Transition
-from pulsesync.store import Store, open_store
-from pulsesync.tensors import view_bits
+from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.subscriber import Subscriber
+from pulsesync.tensors import Published, as_published, new_tensors, view_bits
 
 Cuts = int | Sequence[int]  # how many even pieces, or the borders between them
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publish did."""
+    """What a publish did. A report of steps that were folded is that of the version they went into."""
 
-    version: int
+    version: int | None  # None: nothing was sent, the step goes into a later version
+    step: int
     changed: int  # weights
     total: int  # weights
     payload_bytes: int  # all that the version added to the store
     full_bytes: int  # what the whole state would be
+    folded: int  # publishes before this one that are in this version
+    blocked_s: float  # the caller was held
     encode_s: float
     store_s: float
 
@@ -41,15 +80,30 @@ class PublishReport:
         return self.changed / self.total if self.total else 0.0
 
 
+@dataclass
+class _Job:
+    """A state that is to become a version: how it differs from the base it was compared with."""
+
+    step: int
+    base: int  # version
+    diffs: Sequence[Diff] | None  # None once it was rebased: to be found again from the changes
+    changes: Changes
+    folded: int
+    blocked_s: float
+    began: float
+    futures: list[Future[PublishReport]] = field(default_factory=list)
+    fault: StoreError | None = None  # what kept it from being sent
+
+
 class Publisher:
-    """Publishes a changing state into a new run. Keeps one copy of the state: the last version committed.
+    """Publishes a changing state into a run: a new one, or one that exists and is taken up where it ended.
 
-        pub = Publisher("runs/one")
-        report = pub.publish(model, step=step)
-
-    grid maps name patterns to how a tensor is cut into tiles, by rows and by columns: a number of even pieces, for
-    readers that hold slices, of which none gets less than min_tile weights; or the borders themselves, those of a
-    sharded trainer, say. The first pattern that fits a name counts.
+    codec: how patches are coded. cast: the dtype that workers use, for all FP32 tensors or by name pattern. grid: how
+    tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces, of which none gets
+    less than min_tile weights, or as the borders themselves. signing_key: records are signed with it. files: small
+    files that belong to the model. publish_every: steps in a version, or "auto", at most max_behind. anchor_every: a
+    whole state is written when the patches since the last one add up to so many of it. spool: a folder of the trainer's
+    own in which bodies are kept for a restart, and anchors until they are uploaded; a temporary one if not given.
     """
 
     def __init__(
@@ -57,119 +111,397 @@ class Publisher:
         location: str | Store,
         *,
         codec: patch.CodecName = "auto",
+        cast: str | Mapping[str, str] | None = None,
         grid: Mapping[str, tuple[Cuts, Cuts]] | None = None,
         min_tile: int = 1 << 20,
+        signing_key: SigningKey | None = None,
+        files: Mapping[str, bytes] | None = None,
+        publish_every: Every = 1,
+        max_behind: int = 16,
+        anchor_every: float = 1.0,
+        spool: str | Path | None = None,
+        executor: Executor | None = None,
     ) -> None:
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
         self.store = open_store(location) if isinstance(location, str) else location
         self.codec: patch.CodecName = codec
-        self.grid = dict(grid or {})
-        self.min_tile = min_tile
-        self.run = secrets.token_hex(16)
-        self._state: State | None = None
-        self._last: Manifest | None = None
-        self._pending: tuple[Manifest, State, Transition | None] | None = None  # sent, perhaps committed
+        self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self.grid, self.min_tile = dict(grid or {}), min_tile
+        self.signing_key, self.anchor_every = signing_key, anchor_every
+        self._files = dict(files or {})
+        self._pace = Pace(publish_every, max_behind)
+        self._temporary = None if spool else tempfile.TemporaryDirectory(prefix="pulse-spool-")
+        self._spool = Path(spool or self._temporary.name)  # type: ignore[union-attr]
+        if spool:
+            self.store = CachedStore(self.store, self._spool / "cache")
+        self._sender = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-send")
+        self._behind = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-anchor")
+        self._quiet = threading.Event()  # set while nothing is being sent
+        self._quiet.set()
+        self._anchors = AnchorWriter(self.store, Outbox(self._spool / "outbox"), self._sign, self._behind, self._quiet)
+        self._lock = threading.RLock()  # over all that follows
+        self._state: State | None = None  # the base
+        self._last: Manifest | None = None  # its record
+        self._refs: tuple[FileRef, ...] = ()
+        self._way_bytes = 0.0  # patches since the newest anchor
+        self._pending: _Job | None = None
+        self._latest: Future[PublishReport] | None = None
+        self._sending = False
+        self._unsure: tuple[Manifest, bytes, Transition] | None = None  # sent, perhaps committed
 
-    def publish(self, source: Any, *, step: int = 0) -> PublishReport:
+    # For people
+
+    @overload
+    def publish(self, source: Any, *, step: int = ..., wait: Literal[True] = ..., now: bool = ...) -> PublishReport: ...
+    @overload
+    def publish(
+        self, source: Any, *, step: int = ..., wait: Literal[False], now: bool = ...
+    ) -> "Future[PublishReport]": ...
+    def publish(
+        self, source: Any, *, step: int = 0, wait: bool = True, now: bool = False
+    ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
+        With wait=False it returns as soon as source has been compared and may change again; encoding and sending go on
+        behind, and the future gives the report. A version that is under way is not disturbed; one that has not been
+        begun is replaced, and its future gives the report of the version it went into. now: do not wait for more steps,
+        whatever publish_every says.
+
         Raises:
-            StateError: tensors came, went, changed shape or tie; ConflictError: the run has another publisher.
-            After any exception the base is still the last version committed: the next publish covers both steps.
+            StateError: tensors came, went, changed shape or tie; AnotherPublisherError: somebody else publishes here;
+            StoreError. After any exception the base is still the last version committed: the next one covers both.
         """
         began = time.perf_counter()
         step = _checked(step)
-        self._settle()
-        views, ties = view_bits(source)
-        flats = {name: view.flat for name, view in views.items()}
-        specs = [view.spec for view in views.values()]
-        if self._state is None or self._last is None:
-            return self._publish_first(specs, flats, ties, step, began)
+        with self._lock:
+            due = self._pace.step(time.monotonic()) or now or self._last is None
+            if not due:
+                return self._skipped(step, wait, began)
+            views, ties = view_bits(source)
+            published = as_published(views, self.cast)
+            specs = [published.spec(name) for name in views]
+            if self._last is None:
+                self._open(published, specs, ties)
+            if self._last is None or self._state is None:
+                return self._publish_root(published, specs, ties, step, wait, began)
+            _same_tensors(self._state.layout, specs, ties)
+            future = self._enqueue(published, step, began)
+        return future.result() if wait else future
+
+    @property
+    def version(self) -> int | None:
+        """The last version that was committed."""
+        return self._last.version if self._last else None
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run; None before the first publish."""
+        return self._last.run if self._last else None
+
+    @property
+    def anchor_bytes(self) -> int:
+        """What anchors have cost so far."""
+        return self._anchors.written_bytes
+
+    def flush(self) -> None:
+        """Wait until everything that was published is in the store, anchors too.
+
+        Raises:
+            StoreError: an anchor could not be written; it is tried again at the next epoch's start.
+        """
+        while (latest := self._latest) is not None and not latest.done():
+            wait_for([latest])  # what it raises is for whoever holds the future
+        self._anchors.wait()
+
+    def close(self) -> None:
+        """Finish what is under way, and stop. A publisher that is not closed finishes when the process ends."""
+        self.flush()
+        for executor in (self._sender, self._behind):
+            executor.shutdown()
+        if self._temporary:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Taking up a run
+
+    def _open(self, published: Published, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:
+        """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
+        records = Records(self.store, {self.signing_key.public} if self.signing_key else None)
+        self._refs = tuple(self._put_file(name, data) for name, data in sorted(self._files.items()))
+        last = records.newest()
+        if last is None:
+            return
+        layout = records.layout(last.layout)
+        _same_tensors(layout, specs, ties)
+        self._last, self._state = last, self._rebuild(last, layout, published)
+        self._refs = self._refs or last.files
+        self._anchors.newest = last.anchor
+        if self._state is not None:
+            self._anchors.finish(last.run)
+            self._way_bytes = self._way_since_anchor(records)
+            self._maybe_anchor()
+
+    def _rebuild(self, last: Manifest, layout: Layout, published: Published) -> State | None:
+        """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
+        tensors = new_tensors(layout.tensors)
+        for tile in layout.tiles:
+            flat = tensors[tile.tensor.name].reshape(-1).view(tile.tensor.kind.bits)
+            for number in range(tile.block_count):
+                bits = published.block(tile, number)
+                flat[tile.flat_indices(np.arange(bits.size) + number * BLOCK)] = bits
+        reader = Subscriber(self.store, trust=self.signing_key.public if self.signing_key else None, undo=0)
+        try:
+            reader.sync(tensors, version=last.version)
+        except SignatureError:
+            raise
+        except (ChainError, NotFoundError, FormatError, VerificationError):
+            return None
+        return reader.state if reader.version == last.version else None
+
+    def _way_since_anchor(self, records: Records) -> float:
+        """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
+        assert self._last is not None
+        try:
+            way = chain.find_way(None, self._last, records.look)
+        except (ChainError, FormatError):
+            return math.inf
+        return sum(record.size_bytes for record in way if record.kind != Kind.ANCHOR)
+
+    def _put_file(self, name: str, data: bytes) -> FileRef:
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"{name} has {len(data)} bytes; files that travel along have at most {MAX_FILE_BYTES}")
+        ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
+        self.store.put(chain.file_key(ref.id), data)
+        return ref
+
+    # Roots
+
+    def _publish_root(
+        self,
+        published: Published,
+        specs: list[TensorSpec],
+        ties: Mapping[str, str],
+        step: int,
+        wait: bool,
+        began: float,
+    ) -> "PublishReport | Future[PublishReport]":
+        """Publish a state that has no base. Its anchor is written behind, and waited for if that is asked."""
+        layout = layouts.make((self._cut(spec) for spec in specs), ties)
+        state = State.empty(layout)
+        for tile in layout.tiles:
+            flat = state.flats[tile.tensor.name]
+            for number in range(tile.block_count):
+                bits = published.block(tile, number)
+                flat[tile.flat_indices(np.arange(bits.size) + number * BLOCK)] = bits
+        state.recount()
+        copied = time.perf_counter()
+        manifest = Manifest(
+            run=self._last.run if self._last else secrets.token_hex(16),
+            version=self._last.version + 1 if self._last else 0,
+            step=step,
+            epoch=self._last.epoch + 1 if self._last else 0,
+            index=0,
+            base=None,
+            layout=layout.id,
+            parts=(),
+            digest=state.digest,
+            history=None,
+            created=int(time.time()),
+            anchor=self._anchors.newest,
+            files=self._refs,
+        )
+        try:
+            self.store.put(chain.layout_key(layout.id), layout.data)
+            written = len(layout.data) + self._commit(manifest, None)
+        except StoreError:
+            self._last = None  # look again what there is
+            raise
+        self._state, self._last, self._way_bytes = state, manifest, math.inf
+        self._pace.published()
+        blocked_s = time.perf_counter() - began
+        self._maybe_anchor()
+        if wait:
+            self._anchors.wait()
+            written += self._anchors.written_bytes
+        report = _report(layout, manifest, state, written, 0, blocked_s, copied - began, time.perf_counter() - copied)
+        done: Future[PublishReport] = Future()
+        done.set_result(report)
+        return report if wait else done
+
+    # Patches
+
+    def _skipped(self, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
+        """Nothing to do: the step is in the state, and the next version covers it."""
+        assert self._state is not None
+        held = time.perf_counter() - began
+        report = replace(_report(self._state.layout, None, None, 0, 0, held, 0.0, 0.0), step=step)
+        done: Future[PublishReport] = Future()
+        done.set_result(report)
+        return report if wait else done
+
+    def _enqueue(self, published: Published, step: int, began: float) -> "Future[PublishReport]":
+        """Compare with the base, and have the difference sent; it takes the place of one that has not been begun."""
+        assert self._state is not None
+        assert self._last is not None
+        diffs = patch.find_diff(self._state.layout.tiles, self._state, published, self.codec)
+        changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
+        job = _Job(step, self._last.version, diffs, changes, self._pace.published(), 0.0, began)
+        if self._pending:
+            job.folded += 1 + self._pending.folded
+            job.futures += self._pending.futures
+        future: Future[PublishReport] = Future()
+        job.futures.append(future)
+        job.blocked_s = time.perf_counter() - began
+        self._pending, self._latest = job, future
+        if not self._sending:
+            self._sending = True
+            self._sender.submit(self._drain)
+        return future
+
+    def _drain(self) -> None:
+        """Send what is pending until nothing is: the sender's whole life."""
+        while (job := self._take()) is not None:
+            try:
+                if job.fault:
+                    raise job.fault
+                self._quiet.clear()
+                report = self._send(job)
+            except BaseException as e:  # noqa: BLE001 - for whoever holds the future
+                for future in job.futures:
+                    future.set_exception(e)
+            else:
+                for future in job.futures:
+                    future.set_result(report)
+            finally:
+                self._quiet.set()
+            with self._lock:
+                self._maybe_anchor()
+
+    def _take(self) -> _Job | None:
+        """The pending job, once it is known what it is a change of; None ends the sender."""
+        with self._lock:
+            fault = None
+            try:
+                self._settle()
+            except StoreError as e:
+                fault = e
+            job, self._pending = self._pending, None
+            if job is None:
+                self._sending = False
+            elif fault:
+                job.fault = fault
+            return job
+
+    def _send(self, job: _Job) -> PublishReport:
+        """Encode a job against the base, commit it, and move the base."""
         state, last = self._state, self._last
-        _same_tensors(state.layout, specs, ties)
+        assert state is not None
+        assert last is not None
+        began = time.perf_counter()
         epoch, index = chain.position(last)
         history = state.history if index > 1 else History()
+        diffs = job.diffs
+        if diffs is None:
+            diffs = patch.diff_of(state.layout.tiles, state, job.changes, self.codec)
         remembers = self.codec in ("auto", "history")
-        part = patch.encode(
-            state.layout, state.layout.tiles, state.flats, flats, state.sums, codec=self.codec,
-            history=history if remembers else None,
-        )  # fmt: skip
+        part = patch.encode_diff(
+            state.layout, diffs, state, state.sums, codec=self.codec, history=history if remembers else None
+        )
         sums = {**state.sums, **part.sums}
-        after = digest.state_digest(state.layout.tiles, sums)
-        transition = Transition(part.patches, sums, history.after(part.patches, state.flats), after)
+        transition = Transition(by_block(part.patches), sums, history.after(part.patches, state))
         encoded = time.perf_counter()
         manifest = Manifest(
-            run=self.run,
+            run=last.run,
             version=last.version + 1,
-            step=step,
+            step=job.step,
             epoch=epoch,
             index=index,
             base=Base(last.version, last.digest),
             layout=state.layout.id,
             parts=(PartRef(part.id, len(part.data)),),
-            digest=after,
+            digest=digest.state_digest(state.layout.tiles, sums),
             history=transition.history.digest() if transition.history.tiles else None,
             created=int(time.time()),
+            anchor=self._anchors.newest,
+            files=self._refs,
         )
-        self._pending = manifest, state, transition
-        written = self._commit(manifest, part.data)
-        self._advance()
-        return _report(state.layout, manifest, transition.changed, written, encoded - began, encoded)
+        self.store.put(chain.part_key(part.id), part.data)
+        written = len(part.data) + self._commit(manifest, transition)
+        self._advance(manifest, transition)
+        ended = time.perf_counter()
+        self._pace.sent(Sent(job.folded + 1, written, ended - began))
+        return _report(
+            state.layout, manifest, transition, written, job.folded, job.blocked_s, encoded - began, ended - encoded
+        )
 
-    def _publish_first(
-        self, specs: list[TensorSpec], flats: Mapping[str, Bits], ties: Mapping[str, str], step: int, began: float
-    ) -> PublishReport:
-        layout = layouts.make((self._cut(spec) for spec in specs), ties)
-        state = State(layout, {name: flat.copy() for name, flat in flats.items()}, {})
-        part = patch.encode_whole(layout, layout.tiles, state.flats, state.sums)
-        encoded = time.perf_counter()
-        manifest = Manifest(
-            run=self.run, version=0, step=step, epoch=0, index=0, base=None, layout=layout.id,
-            parts=(PartRef(part.id, len(part.data)),), digest=state.digest, history=None, created=int(time.time()),
-        )  # fmt: skip
-        self.store.put(chain.layout_key(layout.id), layout.data)
-        self._pending = manifest, state, None
-        written = len(layout.data) + self._commit(manifest, part.data)
-        self._advance()
-        total = sum(spec.size for spec in layout.tensors)
-        return _report(layout, manifest, total, written, encoded - began, encoded)
-
-    def _commit(self, manifest: Manifest, body: bytes) -> int:
-        """Write the body, create the manifest (now the version exists), hint at it; return the bytes added."""
-        self.store.put(chain.part_key(manifest.parts[0].id), body)
-        data = manifest.build()
+    def _commit(self, manifest: Manifest, transition: Transition | None) -> int:
+        """Create the record: now the version exists. Then hint at it. Returns the bytes added."""
+        data, key = self._sign(manifest), chain.manifest_key(manifest.version)
+        if Held.by(manifest).at_start or manifest.history is None:
+            self.store.put(chain.start_key(manifest.digest), str(manifest.version).encode())
         try:
-            self.store.create(chain.manifest_key(manifest.version), data)
+            self.store.create(key, data)
         except ConflictError as e:
-            raise ConflictError(
-                f"version {manifest.version} exists already: the run has another publisher, or this is an old run; "
-                "publish into a new folder",
-                key=chain.manifest_key(manifest.version),
-            ) from e
+            raise AnotherPublisherError(
+                f"version {manifest.version} exists already: somebody else publishes into this run. Nothing of theirs "
+                "was touched; stop one of the two, or open a new Publisher to take the run up where it is now",
+                key=key, version=manifest.version,
+            ) from e  # fmt: skip
+        except StoreError:
+            if transition is not None:
+                self._unsure = manifest, data, transition
+            raise
         with suppress(StoreError):  # a hint that may lag; the version is there
             self.store.put(chain.HEAD, str(manifest.version).encode())
-        return len(body) + len(data)
+        return len(data)
 
-    def _advance(self) -> None:
-        """Move the base to the version that was just committed; doing it twice does no harm."""
-        assert self._pending is not None
-        manifest, state, transition = self._pending
-        if transition is not None:
+    def _advance(self, manifest: Manifest, transition: Transition) -> None:
+        """Move the base to a version that was committed; what is pending was compared with the base before."""
+        with self._lock:
+            state, pending = self._state, self._pending
+            assert state is not None
+            if pending is not None and pending.base == manifest.version - 1:
+                keys = pending.changes.keys() | transition.changes.keys()
+                found = {key: rebase(pending.changes.get(key), transition.changes.get(key)) for key in keys}
+                pending.changes = {key: change for key, change in found.items() if change}
+                pending.diffs, pending.base = None, manifest.version
             state.commit(transition)
-        self._state, self._last, self._pending = state, manifest, None
+            self._last = manifest
+            self._way_bytes += manifest.size_bytes
 
     def _settle(self) -> None:
-        """If the last publish was cut off, find out whether its version came to be, and move the base if it did."""
-        if self._pending is None:
+        """If a store did not say whether a version was committed, find out, and move the base if it was."""
+        if self._unsure is None:
             return
+        manifest, data, transition = self._unsure
         try:
-            stored = self.store.get(chain.manifest_key(self._pending[0].version))
+            stored = self.store.get(chain.manifest_key(manifest.version))
         except NotFoundError:
             stored = b""
-        if stored == self._pending[0].build():
-            self._advance()
-        self._pending = None
+        self._unsure = None
+        if stored == data:
+            self._advance(manifest, transition)
+
+    def _maybe_anchor(self) -> None:
+        """At an epoch's start, begin an anchor if the way from the last one has grown long."""
+        assert self._state is not None
+        assert self._last is not None
+        if not Held.by(self._last).at_start or self._anchors.busy:
+            return
+        if not self._anchors.owed and self._way_bytes < self.anchor_every * _full_bytes(self._state.layout):
+            return
+        self._way_bytes = 0
+        self._anchors.begin(self._state.snapshot(), self._last)
+
+    def _sign(self, record: Manifest) -> bytes:
+        line = record.build()
+        return signature.sign(line, self.signing_key) if self.signing_key else line
 
     def _cut(self, spec: TensorSpec) -> TensorSpec:
         for pattern, (rows, columns) in self.grid.items():
@@ -190,13 +522,33 @@ def _checked(step: int) -> int:
     return whole
 
 
+def _full_bytes(layout: Layout) -> int:
+    return sum(spec.size * spec.kind.itemsize for spec in layout.tensors)
+
+
 def _report(
-    layout: Layout, manifest: Manifest, changed: int, written: int, encode_s: float, encoded: float
+    layout: Layout,
+    manifest: Manifest | None,
+    sent: State | Transition | None,
+    written: int,
+    folded: int,
+    blocked_s: float,
+    encode_s: float,
+    store_s: float,
 ) -> PublishReport:
-    full = sum(spec.size * spec.kind.itemsize for spec in layout.tensors)
     total = sum(spec.size for spec in layout.tensors)
-    store_s = time.perf_counter() - encoded
-    return PublishReport(manifest.version, changed, total, written, full, encode_s, store_s)
+    return PublishReport(
+        version=manifest.version if manifest else None,
+        step=manifest.step if manifest else 0,
+        changed=sent.changed if isinstance(sent, Transition) else total if sent else 0,
+        total=total,
+        payload_bytes=written,
+        full_bytes=_full_bytes(layout),
+        folded=folded,
+        blocked_s=blocked_s,
+        encode_s=encode_s,
+        store_s=store_s,
+    )
 
 
 def _same_tensors(layout: Layout, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:
@@ -204,4 +556,7 @@ def _same_tensors(layout: Layout, specs: list[TensorSpec], ties: Mapping[str, st
     now: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in specs} | dict(ties)
     if before != now:
         names = sorted({name for name, _ in before.items() ^ now.items()})
-        raise StateError(f"the tensors of a run stay the same; {names[0]!r} came, went or changed", tensor=names[0])
+        raise StateError(
+            f"the tensors of a run stay the same; {names[0]!r} came, went or changed: publish into a new place",
+            tensor=names[0],
+        )

@@ -1,10 +1,14 @@
 """A live state: bit views of the weights, their digest and history. Whoever changes weights does it through here.
 
-Applying a version is a transaction: everything is read, checked and decoded, and the digest it will give is known,
-before the first weight changes; should writing then fail, what was written is put back.
+Applying versions is a transaction: everything is read, checked and decoded, and the digest it will give is known,
+before the first weight changes; should writing then fail, what was written is put back. Several versions can be
+prepared one over the other and committed at once. A whole state (an anchor) is checked first where it lies, and then
+brought in block by block.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,54 +17,89 @@ import numpy as np
 
 from pulsesync import digest
 from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
-from pulsesync.format import patch
+from pulsesync.format import container, patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest
-from pulsesync.model import Bits, Sum, TilePatch
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.patch import OpenedIndex
+from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
+from pulsesync.model import Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
+from pulsesync.slices import Place, Slices, window
 from pulsesync.tensors import BitView, view_bits
 
 
 @dataclass(frozen=True)
-class Transition:
-    """A version, ready to be committed: what it changes and what the state will then be."""
+class Body:
+    """A part that was fetched, all of it or some sections; every one has been held against its hash."""
 
-    patches: tuple[TilePatch, ...]
-    sums: Mapping[int, Sum]
-    history: History
-    digest: str
-    whole: bool = False  # an anchor: tied tensors with memory of their own are made equal, whatever they held
+    index: OpenedIndex
+    sections: Mapping[int, memoryview]
+
+    @classmethod
+    def of(cls, data: bytes | memoryview, layout: Layout, expected_id: str | None = None) -> "Body":
+        """Check a whole part. Raises: FormatError, and its branches."""
+        header, sections = container.open_part(data, expected_id)
+        return cls(patch.open_index(header, sections[0], layout), dict(enumerate(sections)))
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The way from the live state to another, ready to be committed."""
+
+    changes: Changes
+    sums: Mapping[int, Sum]  # then, of all tiles that are held
+    history: History  # then
 
     @property
     def changed(self) -> int:
-        return sum(patch.changed for patch in self.patches)
+        return sum(change.positions.size for change in self.changes.values())
 
 
 class State:
     """The tensors of one process, in the layout of a run.
 
-    Not safe for two threads at a time. Nobody else may write the weights while it is in use; `recount` finds out.
+    One thread at a time changes it; `snapshot` and `recount` may run beside. Nobody else may write the weights while it
+    is in use; `recount` finds out.
     """
 
-    def __init__(self, layout: Layout, flats: Mapping[str, Bits], copies: Mapping[str, Sequence[Bits]]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        flats: Mapping[str, Bits],
+        copies: Mapping[str, Sequence[Bits]] | None = None,
+        slices: Slices | None = None,
+    ) -> None:
         self.layout = layout
         self.flats = dict(flats)  # canonical name -> weights
-        self.copies = dict(copies)  # canonical name -> tied tensors that have memory of their own
+        self.copies = dict(copies or {})  # canonical name -> tied tensors that have memory of their own
+        self.places = _places(layout, slices or {})
+        self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
+            place.whole for place in self.places.values()
+        )
         self.history = History()
-        self.sums = self._count()
+        self.lock = threading.RLock()
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: dict[str, int] = {}
+        self.sums: Mapping[int, Sum] = self._count()
+        self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: only an anchor can help
 
     @classmethod
-    def attach(cls, source: Any, layout: Layout) -> "State":
+    def empty(cls, layout: Layout) -> "State":
+        """A state of zeros in memory of its own."""
+        return cls(layout, {spec.name: np.zeros(spec.size, spec.kind.bits) for spec in layout.tensors})
+
+    @classmethod
+    def attach(cls, source: Any, layout: Layout, slices: Slices | None = None) -> "State":
         """Take hold of a module's, state dict's or mapping's tensors in place.
 
         Raises:
             StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
         """
         everything = _by_name(source)
-        specs = {spec.name: spec for spec in layout.tensors}
-        wanted = specs | {alias: specs[name] for alias, name in layout.ties.items()}
+        windows = {spec.name: window(spec, slices or {}) for spec in layout.tensors}
+        specs = {name: held.local for name, held in windows.items() if held}
+        wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
         for name, spec in wanted.items():
             _fits(name, everything.get(name), spec.dtype, spec.shape, optional=name in layout.ties)
         if extra := sorted(set(everything) - set(wanted)):
@@ -68,11 +107,11 @@ class State:
         flats = {name: everything[name].flat for name in specs}
         copies: dict[str, list[Bits]] = {}
         for alias, name in layout.ties.items():
-            known = [flats[name], *copies.get(name, ())]
+            known = [flats[name], *copies.get(name, ())] if name in flats else []
             if alias in everything and all(everything[alias].address != flat.ctypes.data for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
         _check_apart(flats, copies)
-        state = cls(layout, flats, copies)
+        state = cls(layout, flats, copies, slices)
         state._addresses = {name: view.address for name, view in everything.items()}
         return state
 
@@ -80,109 +119,278 @@ class State:
         """Whether a source still has the very memory that was attached: tensors can be replaced behind their names."""
         return {name: view.address for name, view in _by_name(source).items()} == self._addresses
 
+    # Reading
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return self.places[tile.ordinal].read(self.flats[tile.tensor.name], number)
+
+    def snapshot(self) -> "Snapshot":
+        """The state as it is now, readable while later versions are committed."""
+        with self.lock:
+            taken = Snapshot(self)
+            self._snapshots.add(taken)
+        return taken
+
+    @property
+    def digest(self) -> str:
+        """The digest as last counted or moved along: O(tiles). Of a slice it says nothing to others."""
+        return self._digest(self.sums)
+
+    def _digest(self, sums: Mapping[int, Sum]) -> str:
+        if self.whole:
+            return digest.state_digest(self.layout.tiles, sums)
+        return digest.state_digest((tile for tile in self.layout.tiles if tile.ordinal in self.places), sums)
+
     def recount(self) -> str:
         """Count the digest from all the weights, remember it, and return it.
 
         Raises:
             VerificationError: a tied tensor differs from the one it is tied to.
         """
-        if name := self._untied():
-            raise VerificationError(f"a tensor tied to {name!r} differs from it", tensor=name)
+        self.untied = self._find_untied()
+        if self.untied:
+            raise VerificationError(f"a tensor tied to {self.untied!r} differs from it", tensor=self.untied)
         self.sums = self._count()
         return self.digest
 
-    def _count(self) -> dict[int, Sum]:
-        return {tile.ordinal: digest.count_tile(tile, self.flats[tile.tensor.name]) for tile in self.layout.tiles}
+    def find_damage(self) -> Tile | None:
+        """Recount tile by tile, letting commits in between; return one whose weights somebody else has changed."""
+        for tile in self.layout.tiles:
+            if tile.ordinal in self.places:
+                with self.lock:
+                    if self._count_tile(tile) != self.sums[tile.ordinal]:
+                        return tile
+        return None
 
-    def _untied(self) -> str | None:
-        """The name of a tensor from which one that is tied to it differs."""
+    def _count(self) -> dict[int, Sum]:
+        return {tile.ordinal: self._count_tile(tile) for tile in self.layout.tiles if self._counts(tile)}
+
+    def _counts(self, tile: Tile) -> bool:
+        return self.whole or tile.ordinal in self.places
+
+    def _count_tile(self, tile: Tile) -> Sum:
+        place = self.places.get(tile.ordinal)
+        if place is None or not place.whole:
+            return Sum(0, 0)  # what is not held whole has no digest to hold it against
+        if place.tile == tile:
+            return digest.count_tile(tile, self.flats[tile.tensor.name])
+        blocks = range(tile.block_count)
+        return digest.sum_up(spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), blocks))
+
+    def _find_untied(self) -> str | None:
         for name, others in self.copies.items():
             if any(not np.array_equal(self.flats[name], other) for other in others):
                 return name
         return None
 
-    @property
-    def digest(self) -> str:
-        """The digest as last counted or moved along: O(tiles)."""
-        return digest.state_digest(self.layout.tiles, self.sums)
+    # Patches
 
-    def prepare(self, manifest: Manifest, parts: Sequence[bytes]) -> Transition:
-        """Check and decode a version against this state, without touching it.
+    def prepare(
+        self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]", after: Transition | None = None
+    ) -> Transition:
+        """Check and decode a patch against this state, or against what it will be after a transition. Touches nothing.
+
+        Returns the way from the live state to the version, whatever `after` has on it already.
 
         Raises:
             BaseMismatchError: it is for another state or history; FormatError: and branches, for bad bytes;
-            VerificationError: it decodes, but not to the state the manifest promises.
+            VerificationError: it decodes, but not to the state the record promises.
         """
-        if manifest.layout != self.layout.id:
-            raise BaseMismatchError("the version has another layout", expected=manifest.layout, actual=self.layout.id)
-        if manifest.base is not None and (name := self._untied()):
-            raise BaseMismatchError(f"a tensor tied to {name!r} differs from it: only an anchor can help", tensor=name)
-        if manifest.base is not None and manifest.base.digest != self.digest:
-            raise BaseMismatchError(
-                f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=self.digest
-            )
-        history = self.history if manifest.index > 1 else History()
-        if manifest.base is not None and manifest.index != history.index + 1:
-            raise BaseMismatchError(
-                f"patch {manifest.index} of its epoch; {history.index} are known here", version=manifest.version
-            )
-        for ref, data in zip(manifest.parts, parts, strict=True):
-            if len(data) != ref.size:
-                raise FormatError(f"part {ref.id[:12]} has {len(data)} bytes, not {ref.size}", part=ref.id)
+        base = after or Transition({}, self.sums, self.history)
+        history = self._check_base(manifest, base)
+        bodies = self._open(manifest, parts)
+        weights: Weights = Overlay(self, base.changes) if base.changes else self
         patches: list[TilePatch] = []
         promised: dict[int, Sum] = {}
-        for ref, data in zip(manifest.parts, parts, strict=True):
-            part = patch.decode(data, self.layout, self.flats, expected_id=ref.id, history=history)
+        for body in bodies:
+            self._check_codecs(body)
+            part = patch.decode_tiles(
+                body.index, body.sections, self.layout, weights, wanted=None if self.whole else self.places.keys(),
+                history=history if manifest.kind == Kind.VERSION else None,
+            )  # fmt: skip
             if not promised.keys().isdisjoint(part.sums):
                 raise FormatError("two parts of a version change the same tile", version=manifest.version)
-            patches += part.patches
+            patches += self._kept(part.patches)
             promised.update(part.sums)
-        return self._transition(manifest, tuple(patches), promised, history)
+        sums = self._check_sums(manifest, patches, promised, base.sums)
+        later = history.after(patches, weights) if manifest.kind == Kind.VERSION else History()
+        if self.whole and (later.digest() if later.tiles else None) != manifest.history:
+            raise VerificationError("the history would not be the publisher's", version=manifest.version)
+        return Transition(_composed(base.changes, patches), sums, later)
 
-    def _transition(
-        self, manifest: Manifest, patches: tuple[TilePatch, ...], promised: Mapping[int, Sum], history: History
-    ) -> Transition:
-        sums = dict(self.sums)
+    def _check_base(self, manifest: Manifest, base: Transition) -> History:
+        """Check that a patch is for this state; return the history it was made with."""
+        if manifest.base is None:
+            raise BaseMismatchError(f"version {manifest.version} is not a patch", version=manifest.version)
+        if manifest.layout != self.layout.id:
+            raise BaseMismatchError("the version has another layout", expected=manifest.layout, actual=self.layout.id)
+        if self.untied:
+            raise BaseMismatchError(
+                f"a tensor tied to {self.untied!r} differs from it: only an anchor can help", tensor=self.untied
+            )
+        if self.whole and manifest.base.digest != (held := self._digest(base.sums)):
+            raise BaseMismatchError(
+                f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=held
+            )
+        if manifest.kind == Kind.SQUASH or manifest.index == 1:
+            return History()
+        if manifest.index != base.history.index + 1:
+            raise BaseMismatchError(
+                f"patch {manifest.index} of its epoch; {base.history.index} are known here", version=manifest.version
+            )
+        return base.history
+
+    def _open(self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]") -> list[Body]:
+        bodies = []
+        for ref, part in zip(manifest.parts, parts, strict=True):
+            if not isinstance(part, Body):
+                if len(part) != ref.size:
+                    raise FormatError(f"part {ref.id[:12]} has {len(part)} bytes, not {ref.size}", part=ref.id)
+                part = Body.of(part, self.layout, ref.id)
+            if part.index.header.id != ref.id:
+                raise FormatError(f"part {part.index.header.id[:12]} is not {ref.id[:12]}", part=ref.id)
+            bodies.append(part)
+        return bodies
+
+    def _check_codecs(self, body: Body) -> None:
+        """What is held in part can take only what needs no old weights."""
+        for entry in body.index.entries if not self.whole else ():
+            place = self.places.get(entry.tile)
+            if place and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
+                name = place.tile.tensor.name
+                raise StateError(
+                    f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
+                    "borders there, or with codec='gap'",
+                    tensor=name,
+                )
+
+    def _kept(self, patches: Iterable[TilePatch]) -> Iterable[TilePatch]:
+        for one in patches:
+            place = self.places[one.tile.ordinal]
+            kept = one.blocks if place.whole else tuple(b for block in one.blocks if (b := place.keep(block)))
+            yield TilePatch(one.tile, one.codec, kept, one.cut)
+
+    def _check_sums(
+        self, manifest: Manifest, patches: Sequence[TilePatch], promised: Mapping[int, Sum], before: Mapping[int, Sum]
+    ) -> dict[int, Sum]:
+        """Return the digests of all tiles after a patch, as they follow from it; they must be as promised."""
+        sums = dict(before)
         for one, by in zip(patches, spread(digest.moved, patches), strict=True):
-            sums[one.tile.ordinal] += by
-            if sums[one.tile.ordinal] != promised[one.tile.ordinal]:
+            ordinal = one.tile.ordinal
+            if not self.places[ordinal].whole:
+                continue
+            sums[ordinal] += by
+            if sums[ordinal] != promised[ordinal]:
                 name = one.tile.tensor.name
                 raise VerificationError(f"tensor {name!r} would not be the publisher's", tensor=name)
-        after = digest.state_digest(self.layout.tiles, sums)
-        if after != manifest.digest:
+        if self.whole and (after := self._digest(sums)) != manifest.digest:
             raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=after)
-        later = history.after(patches, self.flats) if manifest.base is not None else History()
-        if (later.digest() if later.tiles else None) != manifest.history:
-            raise VerificationError("the history would not be the publisher's", version=manifest.version)
-        return Transition(patches, sums, later, after, whole=manifest.base is None)
+        return sums
 
-    def commit(self, transition: Transition) -> None:
-        """Write a prepared version into the weights; put everything back if that fails half-way."""
-        sums, before = dict(transition.sums), (self.sums, self.history)
-        kept = [(other, other.copy()) for some in self.copies.values() for other in some] if transition.whole else []
-        written: list[tuple[TilePatch, int]] = []
-        try:
-            for one in transition.patches:
-                for number in range(len(one.blocks)):
-                    written.append((one, number))
-                    self._write(one, number, undo=False)
-            for name, others in self.copies.items() if transition.whole else ():
-                for other in others:
-                    other[:] = self.flats[name]
-            self.sums, self.history = sums, transition.history
-        except BaseException:
-            for one, number in written:
-                self._write(one, number, undo=True)
-            for other, bits in kept:
-                other[:] = bits
-            self.sums, self.history = before
-            raise
+    def commit(self, transition: Transition) -> Transition:
+        """Write a prepared transition into the weights, or put everything back if that fails half-way.
 
-    def _write(self, one: TilePatch, number: int, undo: bool) -> None:
-        block, name = one.blocks[number], one.tile.tensor.name
-        where, bits = one.flat_indices(block), block.old if undo else block.new
+        Returns the way back: committing that undoes this.
+        """
+        back = Transition({key: inverse(c) for key, c in transition.changes.items()}, self.sums, self.history)
+        with self.lock:
+            written: list[tuple[int, int]] = []
+            kept = [(taken, taken.changes) for taken in self._snapshots]
+            try:
+                for key, change in transition.changes.items():
+                    written.append(key)
+                    self._write(key[0], change)
+                for taken, changes in kept:
+                    taken.changes = _compose_all(back.changes, changes)
+                self.sums, self.history = transition.sums, transition.history
+            except BaseException:
+                for key in written:
+                    self._write(key[0], back.changes[key])
+                for taken, changes in kept:
+                    taken.changes = changes
+                self.sums, self.history = back.sums, back.history
+                raise
+        return back
+
+    def _write(self, ordinal: int, change: BlockChange) -> None:
+        place, name = self.places[ordinal], self.layout.tiles[ordinal].tensor.name
         for flat in (self.flats[name], *self.copies.get(name, ())):
-            flat[where] = bits
+            place.write(flat, change)
+
+    # Anchors
+
+    def check_whole(self, manifest: Manifest, parts: Sequence[Body]) -> dict[int, Sum]:
+        """Decode an anchor where it lies, block by block, and return the digests of its tiles, which agree.
+
+        Raises:
+            FormatError: and branches, for bad bytes; VerificationError: it is not the state the record promises.
+        """
+        sums = {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self._counts(tile)}
+        seen: set[int] = set()
+        for body in parts:
+            promised = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
+            if not seen.isdisjoint(promised):
+                raise FormatError("two parts of an anchor hold the same tile", version=manifest.version)
+            seen |= promised.keys()
+            counted = dict.fromkeys(promised, Sum(0, 0))
+            for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
+                counted[tile.ordinal] += digest.count_block(tile, number, bits)
+            if counted != promised:
+                raise VerificationError("a tile of the anchor is not the publisher's", version=manifest.version)
+            sums.update((ordinal, total) for ordinal, total in promised.items() if self.places[ordinal].whole)
+        if seen != self.places.keys():
+            raise FormatError("the anchor lacks a tile", version=manifest.version)
+        if self.whole and (actual := self._digest(sums)) != manifest.digest:
+            raise VerificationError("the anchor is not its version", expected=manifest.digest, actual=actual)
+        return sums
+
+    def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
+        """Bring an anchor that was checked into the weights. If this fails they are neither here nor there."""
+        with self.lock:
+            for body in parts:
+                for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
+                    positions = np.arange(bits.size, dtype=np.uint32)
+                    if change := self.places[tile.ordinal].keep(BlockChange(number, positions, bits, bits)):
+                        self._write(tile.ordinal, change)
+            self.sums, self.history, self.untied = dict(sums), History(), None
+
+
+class Snapshot:
+    """A state as it was, readable block by block while the live one moves on. O(changed since) of memory."""
+
+    def __init__(self, state: State) -> None:
+        self.layout, self.sums = state.layout, dict(state.sums)
+        self._state = state
+        self.changes: Changes = {}  # from the live state back to this one; written by its commits, under its lock
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        with self._state.lock:
+            bits = self._state.block(tile, number).copy()
+            change = self.changes.get((tile.ordinal, number))
+        if change is not None:
+            bits[change.positions] = change.new
+        return bits
+
+
+def _compose_all(first: Changes, then: Changes) -> dict[tuple[int, int], BlockChange]:
+    out: dict[tuple[int, int], BlockChange] = {}
+    for key in first.keys() | then.keys():
+        if both := compose(first.get(key), then.get(key)):
+            out[key] = both
+    return out
+
+
+def _composed(changes: Changes, patches: Iterable[TilePatch]) -> dict[tuple[int, int], BlockChange]:
+    later = {(one.tile.ordinal, block.number): block for one in patches for block in one.blocks}
+    return _compose_all(changes, later) if changes else later
+
+
+def _places(layout: Layout, slices: Slices) -> dict[int, Place]:
+    if not slices:
+        return {tile.ordinal: Place(tile, True) for tile in layout.tiles if tile.size}
+    windows = {spec.name: window(spec, slices) for spec in layout.tensors}
+    found = {tile.ordinal: held.place(tile) for tile in layout.tiles if (held := windows[tile.tensor.name])}
+    return {ordinal: place for ordinal, place in found.items() if place}
 
 
 def _by_name(source: Any) -> dict[str, BitView]:

@@ -1,105 +1,438 @@
-"""The worker's end: read what is published, check it, bring the weights to the newest version in place."""
+"""The worker's end: find the way to a version, fetch and check it, bring the weights there in place.
 
+    sub = Subscriber("s3://bucket/run", trust=public_key)
+    report = sub.sync(model)
+
+Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
+deep. The pause, in which the weights are not to be used, is the commit at the end alone.
+"""
+
+import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pulsesync import chain
-from pulsesync.errors import NotFoundError, VerificationError
-from pulsesync.format import layout as layouts
-from pulsesync.format import manifest as manifests
-from pulsesync.format.manifest import Manifest
-from pulsesync.state import State
-from pulsesync.store import Store, open_store
+from pulsesync.chain import Held
+from pulsesync.errors import (
+    BaseMismatchError,
+    ChainError,
+    FormatError,
+    MissingLinkError,
+    NotFoundError,
+    PulseError,
+    SignatureError,
+    VerificationError,
+)
+from pulsesync.format.history import History
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.records import Records, fetch_body, located
+from pulsesync.slices import Slices
+from pulsesync.spool import AnchorSpool
+from pulsesync.state import Body, State, Transition
+from pulsesync.store import CachedStore, Store, open_store
+
+REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
+AHEAD = 4  # patches fetched before they are decoded
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """What a sync did."""
 
-    version: int | None  # now held; None if the run has no version yet
-    applied: int  # versions
-    changed: int  # weights written
+    version: int | None  # now held; None if nothing that is published can be reached yet
+    step: int | None  # the trainer's, of that version
+    path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
+    changed: int  # weights written by patches
     fetched_bytes: int
-    fetch_s: float
+    replanned: int  # times that something on the way was missing or bad, and another way was taken
+    fetch_s: float  # waiting for the store
     prepare_s: float  # checking and decoding
     apply_s: float  # writing: the only time the weights are not to be used
     digest: str | None
 
+    @property
+    def applied(self) -> int:
+        """Records that were applied, whether patches, squashed ones or anchors."""
+        return sum(kind in ("anchor", "squash", "patch") for kind in self.path)
+
+
+@dataclass
+class _Progress:
+    """What a sync has done so far, over all attempts."""
+
+    path: list[str] = field(default_factory=list)
+    changed: int = 0
+    fetched_bytes: int = 0
+    replanned: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
+
 
 class Subscriber:
-    """Follows a run. Give it the location; what both ends must agree on travels in the manifests.
+    """Follows a run. Give it the location and whom to trust; what both ends must agree on travels in the records.
 
-    sub = Subscriber("runs/one")
-    report = sub.sync(model)
+    trust: public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are not
+    looked at. cache: a folder in which bodies are kept, shared by the processes of a host; a restarted worker finds
+    them there. slices: which part of each tensor is held, by name pattern. undo: how many syncs can be taken back.
     """
 
-    def __init__(self, location: str | Store) -> None:
-        self.store = open_store(location) if isinstance(location, str) else location
+    def __init__(
+        self,
+        location: str | Store,
+        *,
+        trust: str | Collection[str] | None = None,
+        cache: str | Path | None = None,
+        slices: Slices | None = None,
+        undo: int = 1,
+        executor: Executor | None = None,
+    ) -> None:
+        store = open_store(location) if isinstance(location, str) else location
+        self.store: Store = CachedStore(store, Path(cache)) if cache is not None else store
+        self.trust = frozenset([trust]) if isinstance(trust, str) else None if trust is None else frozenset(trust)
+        self.slices = slices
+        self._origin = store  # anchors go to the spool, not through the cache as well
+        self._cache = Path(cache) if cache is not None else None
         self._state: State | None = None
-        self._held: chain.Held | None = None
+        self._held: Held | None = None
+        self._step: int | None = None
+        self._undo: deque[tuple[Held, int, Transition]] = deque(maxlen=max(undo, 0))
+        self._executor = executor
+        self._damage: str | None = None  # found by a scrub
 
-    def sync(self, source: Any) -> SyncReport:
-        """Bring a module, state dict or mapping of arrays to the newest version, in place.
+    # What is held
+
+    @property
+    def version(self) -> int | None:
+        """The version the weights are at; None before the first sync."""
+        return self._held.version if self._held else None
+
+    @property
+    def state(self) -> State | None:
+        return self._state
+
+    @property
+    def held(self) -> Held | None:
+        return self._held
+
+    # Syncing
+
+    def sync(self, source: Any, version: int | None = None) -> SyncReport:
+        """Bring a module, state dict or mapping of arrays to the newest version, or to one, in place.
 
         Raises:
-            StateError: the tensors are not those of the run; FormatError, ChainError, StoreError, VerificationError:
-            the weights are then at the last version that was wholly applied, and the same call can be repeated.
+            StateError: the tensors are not those of the run; SignatureError: the run is not by whom it should be;
+            MissingLinkError: no published way leads there; FormatError, ChainError, StoreError, VerificationError.
+            The weights are then at the version they had, or at the last one that was wholly committed, and the same
+            call can be repeated.
         """
+        self._check_scrub()
         if self._state is not None and not self._state.holds(source):
-            self._state, self._held = None, None  # other memory: what was synced is not there
-        applied = changed = fetched = 0
-        fetch_s = prepare_s = apply_s = 0.0
-        while True:
-            at = time.perf_counter()
-            manifest = self._next()
-            if manifest is None:
-                break
-            parts = [self.store.get(chain.part_key(part.id)) for part in manifest.parts]
-            state = self._attach(source, manifest)
-            fetch_s, at = fetch_s + time.perf_counter() - at, time.perf_counter()
-            transition = state.prepare(manifest, parts)
-            prepare_s, at = prepare_s + time.perf_counter() - at, time.perf_counter()
+            self._forget()  # other memory: what was synced is not there
+        progress = _Progress()
+        avoid: set[str] = set()
+        first: PulseError | None = None
+        for attempt in range(1 + REPLANS):
+            records = Records(self.store, self.trust, avoid)
+            with progress.timed("fetch"):
+                goal = self._goal(version, records)
             try:
-                state.commit(transition)
-            finally:  # whatever interrupts it, what is held is what the weights are
-                if state.history is transition.history:
-                    self._state, self._held = state, chain.Held.by(manifest)
-            apply_s += time.perf_counter() - at
-            applied, changed = applied + 1, changed + transition.changed
-            fetched += sum(map(len, parts)) + len(manifest.build())
-        version = self._held.version if self._held else None
-        digest = self._state.digest if self._state else None
-        return SyncReport(version, applied, changed, fetched, fetch_s, prepare_s, apply_s, digest)
+                if goal is not None:
+                    self._go(goal, source, records, progress)
+                return self._report(progress, records)
+            except SignatureError:
+                raise
+            except (NotFoundError, FormatError, ChainError, VerificationError) as e:
+                first = first or e
+                avoid.add(e.__dict__.get("record") or e.__dict__.get("key", ""))
+                if isinstance(e, BaseMismatchError):
+                    self._forget()  # what is held is not what it was thought to be
+            progress.replanned = attempt + 1
+            progress.fetched_bytes += records.fetched_bytes
+        assert first is not None
+        raise first
 
-    def verify(self) -> str:
-        """Recount the digest of all the live weights and return it.
+    def _report(self, progress: _Progress, records: Records) -> SyncReport:
+        return SyncReport(
+            version=self.version,
+            step=self._step,
+            path=tuple(progress.path),
+            changed=progress.changed,
+            fetched_bytes=progress.fetched_bytes + records.fetched_bytes,
+            replanned=progress.replanned,
+            fetch_s=progress.seconds["fetch"],
+            prepare_s=progress.seconds["prepare"],
+            apply_s=progress.seconds["apply"],
+            digest=self._held.digest if self._held else None,
+        )
+
+    def _go(self, goal: Manifest, source: Any, records: Records, progress: _Progress) -> None:
+        if self._held and goal.run != self._held.run:
+            raise ChainError("the run at this place is another one than before: follow it with a new Subscriber")
+        if self._state is None or self._state.layout.id != goal.layout:
+            with progress.timed("fetch"):
+                layout = records.layout(goal.layout)
+            with progress.timed("prepare"):
+                self._attach(State.attach(source, layout, self.slices), records, progress)
+        if self._go_back(goal, progress):
+            return
+        with progress.timed("fetch"):
+            way = self._way(goal, records)
+        if way is not None:
+            self._walk(way, records, progress)
+
+    def _goal(self, version: int | None, records: Records) -> Manifest | None:
+        """The version to go to; None if that is the one held, or there is none."""
+        if version is not None:
+            goal = records.version(version)
+            if goal is None:
+                raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+            return goal if not self._held or self._held.version != version else None
+        return records.newest(self._held.version if self._held else -1)
+
+    def _attach(self, state: State, records: Records, progress: _Progress) -> None:
+        """Take hold of a state; if its weights are those of a published version, that is where it starts."""
+        self._forget()
+        self._state = state
+        if state.whole and not state.untied and (start := records.start(state.digest)):
+            state.history = History(start.index)
+            self._hold(start)
+            progress.path.append("start")
+
+    def _way(self, goal: Manifest, records: Records) -> list[Manifest] | None:
+        held = self._held
+        if held and held.version > goal.version:
+            held = None  # backwards: from an anchor
+        try:
+            return chain.find_way(held, goal, records.look)
+        except MissingLinkError:
+            if self._held is None and goal.version >= 0 and not self._has_anchor(goal, records):
+                return None  # the first anchor is still being written: nothing can be reached yet
+            raise
+
+    def _has_anchor(self, goal: Manifest, records: Records) -> bool:
+        return goal.anchor is not None or bool(records.avoid)
+
+    def _walk(self, way: Sequence[Manifest], records: Records, progress: _Progress) -> None:
+        """Apply records in order: an anchor, if there is one, first; then all patches in one commit."""
+        assert self._state is not None
+        if way and way[0].kind == Kind.ANCHOR:
+            with _about(records, way[0]):
+                self._load(way[0], progress)
+            way = way[1:]
+        transition: Transition | None = None
+        for record, fetching in self._ahead(way):
+            with _about(records, record):
+                with progress.timed("fetch"):
+                    got = [future.result() for future in fetching]
+                progress.fetched_bytes += sum(size for _, size in got)
+                with progress.timed("prepare"):
+                    transition = self._state.prepare(record, [body for body, _ in got], after=transition)
+        if transition is not None:
+            self._commit(transition, way[-1], progress)
+            progress.path += ["squash" if record.kind == Kind.SQUASH else "patch" for record in way]
+
+    def _ahead(self, way: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
+        """Yield records with their bodies under way, some of them further along than the one that is wanted."""
+        assert self._state is not None
+        state = self._state
+        wanted = None if state.whole else state.places.keys()
+        executor = self._executor or ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
+        waiting: deque[tuple[Manifest, list[Future[tuple[Body, int]]]]] = deque()
+        try:
+            for record in way:
+                fetching = [executor.submit(fetch_body, self.store, ref, state.layout, wanted) for ref in record.parts]
+                waiting.append((record, fetching))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft()
+            while waiting:
+                yield waiting.popleft()
+        finally:
+            for _, fetching in waiting:
+                for future in fetching:
+                    future.cancel()
+            if executor is not self._executor:
+                executor.shutdown()
+
+    def _commit(self, transition: Transition, record: Manifest, progress: _Progress) -> None:
+        assert self._state is not None
+        before = (self._held, self._step)
+        with progress.timed("apply"):
+            try:
+                back = self._state.commit(transition)
+            finally:  # whatever interrupts it, what is held is what the weights are
+                if self._state.history is transition.history:
+                    self._hold(record)
+        progress.changed += transition.changed
+        if before[0] is not None:
+            self._undo.append((before[0], before[1] or 0, back))
+
+    def _load(self, anchor: Manifest, progress: _Progress) -> None:
+        """Bring an anchor in: on disk first, checked there, then into the weights, which nothing can then stop."""
+        assert self._state is not None
+        state = self._state
+        with self._spool() as spool:
+            with progress.timed("fetch"):
+                if state.whole:
+                    bodies, fetched = spool.fetch(anchor, self._origin, state.layout)
+                else:
+                    bodies, fetched = spool.fetch_some(anchor, self._origin, state.layout, state.places.keys())
+            progress.fetched_bytes += fetched
+            with progress.timed("prepare"):
+                sums = state.check_whole(anchor, bodies)
+            with progress.timed("apply"):
+                self._forget()  # should the process be cut off here, a restart finds the spool
+                _whatever_happens(lambda: state.load_whole(bodies, sums))
+                self._state = state
+                self._hold(anchor)
+            if self._cache is not None:
+                spool.keep_only(anchor)
+        progress.path.append("anchor")
+
+    @contextmanager
+    def _spool(self) -> Iterator[AnchorSpool]:
+        if self._cache is not None:
+            yield AnchorSpool(self._cache / "anchors")
+            return
+        with tempfile.TemporaryDirectory(prefix="pulse-anchor-") as folder:
+            yield AnchorSpool(Path(folder))
+
+    def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
+        """Undo kept syncs down to a version, in one commit, if one of them began there."""
+        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Held.by(goal)), None)
+        if self._state is None or depth is None:
+            return False
+        taken = [self._undo[-1 - n] for n in range(depth)]
+        with progress.timed("apply"):
+            for held, step, back in taken:
+                self._state.commit(back)
+                self._undo.pop()
+                self._held, self._step = held, step
+        progress.changed += sum(back.changed for _, _, back in taken)
+        progress.path.append("undo")
+        return True
+
+    def _hold(self, record: Manifest) -> None:
+        self._held, self._step = Held.by(record), record.step
+
+    def _forget(self) -> None:
+        self._state, self._held, self._step = None, None, None
+        self._undo.clear()
+
+    # Restarts and checks
+
+    def resume(self, source: Any, version: int, history: bytes | None) -> bool:
+        """Go on from weights that a process before this one left at a version, and the history it wrote down.
+
+        Returns False, holding nothing, if they are not bit for bit that version, or the version is gone.
 
         Raises:
-            VerificationError: they are not, bit for bit, the version that is held: somebody else wrote them.
+            StateError: the tensors are not those of the run; StoreError, SignatureError.
+        """
+        records = Records(self.store, self.trust)
+        record = records.version(version)
+        if record is None:
+            return False
+        state = State.attach(source, records.layout(record.layout), self.slices)
+        try:
+            known = History.from_bytes(history) if history else History(record.index)
+        except FormatError:
+            return False
+        agrees = state.whole and not state.untied and state.digest == record.digest
+        if not agrees or known.index != record.index or (known.digest() if known.tiles else None) != record.history:
+            return False
+        self._forget()
+        self._state, state.history = state, known
+        self._hold(record)
+        return True
+
+    def verify(self, source: Any | None = None) -> str:
+        """Recount the digest of all the live weights and return it: are they, bit for bit, the version that is held?
+
+        Raises:
+            VerificationError: they are not: somebody else wrote them, or the tensors are other ones than were synced.
         """
         if self._state is None or self._held is None:
             raise VerificationError("nothing has been synced yet")
-        actual = self._state.recount()
-        if actual != self._held.digest:
-            raise VerificationError(
-                f"the weights are not version {self._held.version}", expected=self._held.digest, actual=actual
-            )
+        if source is not None and not self._state.holds(source):
+            raise VerificationError("these are not the tensors that were synced")
+        expected = self._state.digest
+        with self._state.lock:
+            actual = self._state.recount()
+        if actual != expected:
+            self._damage = f"the weights are not version {self._held.version}"
+            self._check_scrub(expected, actual)
         return actual
 
-    def _next(self) -> Manifest | None:
-        """The manifest that leads on from what is held, if it is published."""
-        version = self._held.version + 1 if self._held else 0
-        try:
-            manifest = manifests.parse(self.store.get(chain.manifest_key(version)))
-        except NotFoundError:
-            return None
-        chain.accept(self._held, manifest, version)
-        return manifest
+    @contextmanager
+    def scrub(self, every_s: float = 60.0) -> Iterator[None]:
+        """Recount the live weights in the background, again and again; the next sync raises if they were damaged."""
+        stop = threading.Event()
 
-    def _attach(self, source: Any, manifest: Manifest) -> State:
-        """The state a version is for: the one held, or with an anchor of another layout a new one on the source."""
-        if self._state is not None and (manifest.base is not None or self._state.layout.id == manifest.layout):
-            return self._state
-        layout = layouts.parse(self.store.get(chain.layout_key(manifest.layout)), expected_id=manifest.layout)
-        return State.attach(source, layout)
+        def work() -> None:
+            while not stop.wait(every_s):
+                state = self._state
+                if state is not None and (tile := state.find_damage()):
+                    self._damage = f"somebody else wrote to tensor {tile.tensor.name!r}"
+
+        thread = threading.Thread(target=work, name="pulse-scrub", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _check_scrub(self, expected: str | None = None, actual: str | None = None) -> None:
+        """Report damage once, and forget what was held, so that the next sync starts from the weights as they are."""
+        if self._damage:
+            damage, self._damage = self._damage, None
+            self._forget()
+            raise VerificationError(damage, expected=expected, actual=actual)
+
+
+@contextmanager
+def _about(records: Records, record: Manifest) -> Iterator[None]:
+    """Mark an error with the record that led to it, so that the next plan goes round it."""
+    try:
+        yield
+    except PulseError as e:
+        e.__dict__["record"] = records.key_of(record)
+        raise located(e, e.__dict__["record"]) from None
+
+
+def _whatever_happens(work: Any) -> None:
+    """Run something to its end; an interrupt that comes meanwhile is raised afterwards."""
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
+            faults.append(e)
+
+    thread = threading.Thread(target=run, name="pulse-load")
+    thread.start()
+    interrupt: BaseException | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as e:
+            interrupt = e
+    if faults:
+        raise faults[0]
+    if interrupt is not None:
+        raise interrupt

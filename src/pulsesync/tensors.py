@@ -5,14 +5,15 @@ memory is a tie: one of them is canonical, the other an alias.
 """
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from pulsesync.errors import StateError
-from pulsesync.model import DTYPES, Bits, TensorSpec
+from pulsesync.model import DTYPES, Bits, TensorSpec, Tile
 
 _NUMPY_NAMES = {
     "bool": "BOOL",
@@ -40,6 +41,7 @@ class BitView:
     spec: TensorSpec
     flat: Bits
     shared: bool
+    of_torch: bool = False
 
     @property
     def address(self) -> int:
@@ -62,7 +64,7 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
     seen: dict[tuple[Any, ...], str] = {}
     for name in sorted(source, key=_encoded):
         array = _as_numpy(name, source[name])
-        view = _view(name, array)
+        view = _view(name, array, of_torch=not isinstance(source[name], np.ndarray))
         place = (array.__array_interface__["data"][0], view.spec.dtype, view.spec.shape, array.strides)
         if view.spec.size and place in seen:
             ties[name] = seen[place]
@@ -70,6 +72,65 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
         seen[place] = name
         views[name] = view
     return views, ties
+
+
+@dataclass(frozen=True)
+class Published:
+    """A source as it is published: master weights in FP32 as the dtype that inference uses, the rest as it is.
+
+    Read block by block and cast on the way, so that no second copy is ever made. The cast is that of the library which
+    owns the tensor, so that it is what saving the model in that dtype would give: both round to the nearest, ties to
+    even, but they write NaN differently.
+    """
+
+    views: Mapping[str, BitView]
+    dtypes: Mapping[str, str]  # name -> dtype, for tensors that are cast
+
+    def spec(self, name: str) -> TensorSpec:
+        return replace(self.views[name].spec, dtype=self.dtypes.get(name, self.views[name].spec.dtype))
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        view = self.views[tile.tensor.name]
+        bits = tile.read_block(view.flat, number)
+        dtype = self.dtypes.get(tile.tensor.name)
+        return bits if dtype is None else _cast(bits, dtype, view.of_torch)
+
+
+def as_published(views: Mapping[str, BitView], cast: Mapping[str, str]) -> Published:
+    """Cast FP32 tensors whose names fit a pattern, the first that does; an empty dtype leaves them as they are.
+
+    Raises:
+        ValueError: a dtype that FP32 is not cast to.
+    """
+    for dtype in cast.values():
+        if dtype and dtype not in _CASTS:
+            raise ValueError(f"FP32 is cast to one of {', '.join(_CASTS)}, not {dtype!r}")
+    dtypes = {}
+    for name, view in views.items():
+        fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(name, pattern)), "")
+        if fits and view.spec.dtype == "F32":
+            dtypes[name] = fits
+    return Published(views, dtypes)
+
+
+_CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:
+    if of_torch:
+        import torch
+
+        cast = torch.from_numpy(bits.view(np.float32)).to(getattr(torch, _CASTS[dtype]))
+        out: Bits = cast.view(getattr(torch, f"uint{8 * DTYPES[dtype].itemsize}")).numpy()
+        return out
+    with np.errstate(all="ignore"):  # NaN and overflow are values here
+        return bits.view(np.float32).astype(_numpy_dtype(_CASTS[dtype])).view(DTYPES[dtype].bits)
+
+
+def new_tensors(specs: Iterable[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
+    """Zeros in the shapes and dtypes of tensors, as numpy arrays."""
+    by_dtype = {dtype: label for label, dtype in _NUMPY_NAMES.items()}
+    return {spec.name: np.zeros(spec.shape, _numpy_dtype(by_dtype[spec.dtype])) for spec in specs}
 
 
 def _encoded(name: Any) -> bytes:
@@ -109,10 +170,10 @@ def _numpy_dtype(label: str) -> np.dtype[Any]:
     return dtype
 
 
-def _view(name: str, array: np.ndarray[Any, Any]) -> BitView:
+def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
     dtype = _NUMPY_NAMES.get(array.dtype.name)
     if dtype is None or array.dtype.byteorder == ">":
         raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not have", tensor=name)
     shared = bool(array.flags.c_contiguous and array.flags.writeable)
     flat = np.ascontiguousarray(array).reshape(-1).view(DTYPES[dtype].bits)
-    return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared)
+    return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared, of_torch)

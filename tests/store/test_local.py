@@ -1,14 +1,17 @@
 import os
+import shutil
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store import LocalStore, open_store
+from pulsesync.errors import ConflictError, StoreError
+from pulsesync.store import LocalStore
+from pulsesync.testing.stores import StoreTests
 
 
 @pytest.fixture
@@ -16,78 +19,12 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "run")
 
 
-def test_what_was_put_is_got(store: LocalStore) -> None:
-    store.put("parts/a", b"one")
-    assert store.get("parts/a") == b"one"
+class TestLocalStore(StoreTests):
+    races = 20
 
-
-def test_put_replaces(store: LocalStore) -> None:
-    store.put("head", b"1")
-    store.put("head", b"2")
-    assert store.get("head") == b"2"
-
-
-@pytest.mark.parametrize("key", ["head", "manifests/0", "a/b/c"])
-def test_what_is_not_there_is_not_found(store: LocalStore, key: str) -> None:
-    with pytest.raises(NotFoundError) as caught:
-        store.get(key)
-    assert caught.value.key == key
-
-
-def test_create_creates_once(store: LocalStore) -> None:
-    store.create("manifests/0", b"first")
-    with pytest.raises(ConflictError) as caught:
-        store.create("manifests/0", b"second")
-    assert caught.value.key == "manifests/0"
-    assert store.get("manifests/0") == b"first"
-
-
-def test_create_after_delete_creates(store: LocalStore) -> None:
-    store.create("a", b"1")
-    store.delete("a")
-    store.create("a", b"2")
-    assert store.get("a") == b"2"
-
-
-def test_deleting_nothing_is_no_error(store: LocalStore) -> None:
-    store.delete("nothing/there")
-
-
-def test_list_yields_keys_below_a_prefix_in_order(store: LocalStore) -> None:
-    for key in ("parts/b", "parts/a", "manifests/1", "parts/c/d", "head"):
-        store.put(key, b"")
-    assert list(store.list("parts/")) == ["parts/a", "parts/b", "parts/c/d"]
-
-
-def test_listing_where_nothing_is_yields_nothing(store: LocalStore) -> None:
-    assert list(store.list("parts/")) == []
-
-
-def test_list_is_sorted_by_key_across_folders(store: LocalStore) -> None:
-    for key in ("x/a/b", "x/a-b"):
-        store.put(key, b"")
-    assert list(store.list("x/")) == ["x/a-b", "x/a/b"]
-
-
-ESCAPES = ["", "/", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a//b", "a/", "..\\x", "a\\..\\x"]
-
-
-@pytest.mark.parametrize("key", ESCAPES)
-def test_keys_that_leave_the_folder_are_refused(store: LocalStore, key: str) -> None:
-    for verb in (store.get, store.delete, lambda k: store.put(k, b""), lambda k: store.create(k, b"")):
-        with pytest.raises(StoreError, match="not a key"):
-            verb(key)
-
-
-@pytest.mark.parametrize("prefix", ["../", "/", "a/../../"])
-def test_prefixes_that_leave_the_folder_are_refused(store: LocalStore, prefix: str) -> None:
-    with pytest.raises(StoreError, match="not a key"):
-        list(store.list(prefix))
-
-
-def test_a_key_with_a_nul_is_refused(store: LocalStore) -> None:
-    with pytest.raises(StoreError):
-        store.get("a\0b")
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> LocalStore:
+        return LocalStore(tmp_path / "run")
 
 
 @pytest.mark.parametrize("verb", ["get", "put", "create", "delete"])
@@ -95,7 +32,7 @@ def test_a_key_that_is_a_folder_is_a_store_error(store: LocalStore, verb: str) -
     store.put("a/b", b"")
     with pytest.raises(StoreError):
         getattr(store, verb)("a", *([b""] if verb in ("put", "create") else []))
-    assert list(store.list("a/")) == ["a/b"]
+    assert [entry.key for entry in store.list("a/")] == ["a/b"]
 
 
 @pytest.mark.parametrize("verb", ["get", "put", "create"])
@@ -103,25 +40,6 @@ def test_a_key_below_a_file_is_a_store_error(store: LocalStore, verb: str) -> No
     store.put("a", b"")
     with pytest.raises(StoreError):
         getattr(store, verb)("a/b", *([b""] if verb in ("put", "create") else []))
-
-
-def test_of_sixteen_threads_one_creates(store: LocalStore) -> None:
-    for attempt in range(20):
-        ready = threading.Barrier(16)
-
-        def create(name: int, key: str = f"manifests/{attempt}", ready: threading.Barrier = ready) -> bool:
-            ready.wait()
-            try:
-                store.create(key, str(name).encode() * 1000)
-            except ConflictError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(16) as pool:
-            won = list(pool.map(create, range(16)))
-        assert sum(won) == 1
-        assert store.get(f"manifests/{attempt}") == str(won.index(True)).encode() * 1000
-    assert len(list(store.list("manifests/"))) == 20
 
 
 RACE = """
@@ -164,26 +82,6 @@ def test_of_four_processes_one_creates(tmp_path: Path) -> None:
 
 def with_source() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-
-
-def test_nobody_ever_sees_part_of_an_object(store: LocalStore) -> None:
-    sizes = (1 << 20, (1 << 20) + 1)
-    store.put("a/x", bytes(sizes[0]))
-    stop = threading.Event()
-
-    def write() -> None:
-        for turn in range(60):
-            store.put("a/x", bytes([turn]) * sizes[turn % 2])
-        stop.set()
-
-    with ThreadPoolExecutor(2) as pool:
-        writing = pool.submit(write)
-        while not stop.is_set():
-            data = store.get("a/x")
-            assert len(data) in sizes
-            assert data == data[:1] * len(data)
-            assert list(store.list("a/")) == ["a/x"]
-        writing.result()
 
 
 def test_no_spool_file_is_left_behind(store: LocalStore) -> None:
@@ -232,13 +130,122 @@ def test_other_users_may_read_as_far_as_the_umask_lets_them(store: LocalStore) -
     assert [(store.folder / name).stat().st_mode & 0o777 for name in "xy"] == [0o644, 0o644]
 
 
-def test_a_location_is_a_folder_with_or_without_a_scheme(tmp_path: Path) -> None:
-    for location in (str(tmp_path), f"file://{tmp_path}"):
-        store = open_store(location)
-        assert isinstance(store, LocalStore)
-        assert store.folder == tmp_path
+def test_a_spool_file_is_not_listed_and_not_a_key(store: LocalStore) -> None:
+    store.put("a/x", b"1")
+    (store.folder / "a" / ".spool-0").write_bytes(b"half")
+    assert [entry.key for entry in store.list("a/")] == ["a/x"]
+    with pytest.raises(StoreError, match="not a key"):
+        store.put("a/.spool-0", b"")
 
 
-def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="s3://"):
-        open_store("s3://bucket/run")
+def test_sweep_removes_what_was_spooled_more_than_an_hour_ago(store: LocalStore) -> None:
+    store.put("a/x", b"1")
+    old, young = store.folder / ".spool-old", store.folder / "a" / ".spool-young"
+    for path, age_s in ((old, 3700), (young, 3500), (store.folder / "a" / "x", 9999)):
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert store.sweep() == 1
+    assert not old.exists()
+    assert young.exists()
+    assert store.get("a/x") == b"1"
+
+
+def test_a_file_that_vanishes_during_a_listing_is_left_out(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("a/x", b"1")
+    store.put("a/y", b"1")
+    stat = Path.stat
+
+    def vanishing(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "x":
+            path.unlink(missing_ok=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    assert [entry.key for entry in store.list("a/")] == ["a/y"]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("a/x", b"1")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StoreError, match="Permission denied"):
+        list(store.list("a/"))
+
+
+@pytest.mark.parametrize("verb", ["put", "create"])
+def test_what_was_written_is_on_the_disk_with_its_name_and_every_new_folder(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = record_disk(monkeypatch)
+    store = LocalStore(tmp_path / "new" / "run")
+    getattr(store, verb)("a/b/x", b"1")
+    run = tmp_path / "new" / "run"
+    made = [("sync", run.parent.parent), ("sync", run.parent), ("sync", run), ("sync", run / "a")]
+    written = [("sync", "spool"), ("name", run / "a" / "b" / "x"), ("sync", run / "a" / "b")]
+    assert steps == [*made, *written]
+    steps.clear()
+    getattr(store, verb)("a/b/y", b"1")
+    assert steps == [("sync", "spool"), ("name", run / "a" / "b" / "y"), ("sync", run / "a" / "b")]
+
+
+def test_folders_that_another_process_made_are_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LocalStore(tmp_path / "run").put("a/x", b"1")
+    steps = record_disk(monkeypatch)
+    LocalStore(tmp_path / "run").put("a/x", b"1")
+    assert steps[:2] == [("sync", tmp_path), ("sync", tmp_path / "run")]
+
+
+def record_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """What is synced and what gets its name, in order."""
+    steps: list[tuple[str, object]] = []
+    sync, replace, link = os.fsync, os.replace, os.link
+
+    def fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        steps.append(("sync", "spool" if path.name.startswith(".spool-") else path))
+        sync(handle)
+
+    def naming(call: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def named(spool: Path, path: Path) -> None:
+            steps.append(("name", path))
+            call(spool, path)
+
+        return named
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", naming(replace))
+    monkeypatch.setattr(os, "link", naming(link))
+    return steps
+
+
+def test_a_parent_that_may_not_be_read_is_no_obstacle(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = os.open
+
+    def refuse(path: Path, *flags: int) -> int:
+        if Path(path) == store.folder.parent:
+            raise PermissionError(13, "Permission denied")
+        return open_(path, *flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store.put("x", b"1")
+    assert store.get("x") == b"1"
+
+
+def test_a_run_whose_folders_were_removed_is_written_again(store: LocalStore) -> None:
+    store.put("a/x", b"1")
+    shutil.rmtree(store.folder)
+    store.put("a/x", b"2")
+    assert store.get("a/x") == b"2"
+
+
+def test_a_huge_range_takes_no_more_memory_than_the_object(store: LocalStore) -> None:
+    store.put("x", b"12345")
+    tracemalloc.start()
+    try:
+        assert store.get("x", 1, 1 << 30) == b"2345"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -59,6 +59,13 @@ def build(layout: str, sections: Sequence[bytes]) -> tuple[str, bytes]:
     return hashlib.sha256(head + table).hexdigest(), b"".join((head, table, *sections))
 
 
+def header_size(data: bytes | memoryview) -> int:
+    """How long a header is, by its first bytes, which may turn out to be none. Raises: FormatError, for too few."""
+    if len(data) < HEADER.size:
+        raise FormatError(f"a part has at least {HEADER.size} bytes; this has {len(data)}")
+    return HEADER.size + ENTRY.size * int(HEADER.unpack_from(data)[3])
+
+
 def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Header:
     """Read the header at the front of a file, or of as much of it as was fetched.
 

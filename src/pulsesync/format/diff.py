@@ -1,6 +1,6 @@
 """What changed from one state to the next, tile by tile, as bits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
+from pulsesync.format.weights import Changes, Weights
 from pulsesync.model import Bits, BlockChange, Tile
 from pulsesync.parallel import spread
 
@@ -41,22 +42,47 @@ class Diff:
         return np.concatenate([block.new for block in self.blocks])
 
 
-def find_changes(
-    tiles: Sequence[Tile], old: Mapping[str, Bits], new: Mapping[str, Bits], as_steps: bool, threads: int | None
-) -> list[Diff]:
+def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bool, threads: int | None) -> list[Diff]:
     """Compare two states tile by tile, as bits; return the tiles that differ."""
     run = kernels.active()
 
-    def block(job: tuple[Tile, int]) -> tuple[BlockChange | None, Steps | None, NDArray[np.int64] | None]:
+    def block(job: tuple[Tile, int]) -> _Found:
         tile, number = job
-        name, shift = tile.tensor.name, tile.tensor.kind.exponent_shift
-        before, after = tile.read_block(old[name], number), tile.read_block(new[name], number)
-        found = run.changed(before, after)
-        change = BlockChange(number, *found) if found[0].size else None
-        if not as_steps or shift is None:
-            return change, None, None
-        return change, Steps(*run.steps(*found[1:], shift)) if change else None, run.sample_classes(before, shift)
+        before = old.block(tile, number)
+        found = run.changed(before, new.block(tile, number))
+        return _describe(tile, BlockChange(number, *found) if found[0].size else None, before, as_steps)
 
+    return _collect(tiles, block, threads)
+
+
+def from_changes(
+    tiles: Sequence[Tile], old: Weights, changes: Changes, as_steps: bool, threads: int | None
+) -> list[Diff]:
+    """The same from changes that are known already, of a state that is old."""
+
+    def block(job: tuple[Tile, int]) -> _Found:
+        tile, number = job
+        return _describe(tile, changes.get((tile.ordinal, number)), old.block(tile, number), as_steps)
+
+    touched = {ordinal for ordinal, _ in changes}
+    return _collect([tile for tile in tiles if tile.ordinal in touched], block, threads)
+
+
+class _Found(NamedTuple):
+    change: BlockChange | None
+    steps: Steps | None
+    sampled: NDArray[np.int64] | None
+
+
+def _describe(tile: Tile, change: BlockChange | None, before: Bits, as_steps: bool) -> _Found:
+    run, shift = kernels.active(), tile.tensor.kind.exponent_shift
+    if not as_steps or shift is None:
+        return _Found(change, None, None)
+    steps = Steps(*run.steps(change.old, change.new, shift)) if change else None
+    return _Found(change, steps, run.sample_classes(before, shift))
+
+
+def _collect(tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _Found], threads: int | None) -> list[Diff]:
     jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
     done = iter(spread(block, jobs, threads))
     out = []

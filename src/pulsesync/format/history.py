@@ -6,15 +6,19 @@ make two ends differ, and replaying the epoch rebuilds it.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.digest import keys
+from pulsesync.errors import FormatError
 from pulsesync.format.codecs.context import Memory
+from pulsesync.format.weights import Weights, as_weights
 from pulsesync.model import Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 
@@ -48,11 +52,14 @@ class History:
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
 
-    def after(self, patches: Iterable[TilePatch], old: Mapping[str, Bits], threads: int | None = None) -> "History":
+    def after(
+        self, patches: Iterable[TilePatch], old: "Mapping[str, Bits] | Weights", threads: int | None = None
+    ) -> "History":
         """Return the history after a patch, given the weights before it. This one stays as it is.
 
         Whatever codec carried them, changes of a tile that is remembered are remembered.
         """
+        weights = as_weights(old)
         cuts = {}
         for patch in patches:
             known = self.cut(patch.tile.ordinal)
@@ -63,7 +70,7 @@ class History:
 
         def block(job: tuple[TilePatch, int]) -> NDArray[np.uint8]:
             patch, number = job
-            return self._advance(patch.tile, number, changes.get(job), cuts[patch], old[patch.tile.tensor.name])
+            return self._advance(patch.tile, number, changes.get(job), cuts[patch], weights)
 
         done = iter(spread(block, jobs, threads))
         tiles = dict(self.tiles)
@@ -72,15 +79,17 @@ class History:
             tiles[patch.tile.ordinal] = TileHistory(cut, blocks)
         return History(self.index + 1, tiles)
 
-    def _advance(self, tile: Tile, number: int, change: BlockChange | None, cut: int, flat: Bits) -> NDArray[np.uint8]:
+    def _advance(
+        self, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights
+    ) -> NDArray[np.uint8]:
         memory = self.of(tile.ordinal, number)
         if change is None and memory.cut == cut:
             return memory.last
         if change is not None and change.remembered is not None:
             return change.remembered
-        before = tile.read_block(flat, number)
+        before = old.block(tile, number)
         positions = change.positions if change else np.empty(0, np.uint32)
-        new = change.new if change else np.empty(0, flat.dtype)
+        new = change.new if change else np.empty(0, before.dtype)
         out: NDArray[np.uint8] = kernels.active().advance_history(
             before, tile.tensor.kind.exponent_shift, memory.cut, cut, memory.last, positions, new, self.index + 1
         )
@@ -102,3 +111,26 @@ class History:
         content = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
         return content.size, Sum(*map(int, total))
+
+    def to_bytes(self) -> bytes:
+        """Write it down for a restart of the same machine: a line of JSON, then the bytes of all blocks.
+
+        Not part of the format: whoever reads it back holds its digest against the record's.
+        """
+        tiles = {str(n): [tile.cut, [b.size for b in tile.blocks]] for n, tile in sorted(self.tiles.items())}
+        head = json.dumps({"index": self.index, "tiles": tiles}).encode() + b"\n"
+        return head + b"".join(block.tobytes() for _, tile in sorted(self.tiles.items()) for block in tile.blocks)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "History":
+        """Raises: FormatError, if it was not written by `to_bytes`, whole."""
+        try:
+            head = json.loads(data[: (at := data.index(b"\n") + 1)])
+            tiles = {}
+            for n, (cut, sizes) in head["tiles"].items():
+                borders = list(accumulate(sizes, initial=at))
+                blocks = tuple(np.frombuffer(data, np.uint8, end - begin, begin) for begin, end in pairwise(borders))
+                tiles[int(n)], at = TileHistory(int(cut), blocks), borders[-1]
+            return cls(int(head["index"]), tiles)
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise FormatError("this is not a history that was written down") from e

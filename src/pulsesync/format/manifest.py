@@ -1,15 +1,18 @@
-"""What a version is made of: which parts, from which base, with which digest. A version exists when this file does.
+"""The records of a run: what a version, an anchor or a squashed patch is made of, from which base, with which digest.
 
-Canonical JSON (sorted keys, no spaces), so that it can be signed as it stands; a signature has its place on a second
-line, which this reader does not take yet.
+Canonical JSON (sorted keys, no spaces) on one line, so that it can be signed as it stands; a signature stands on a
+second line. A version exists when its record does.
 """
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
+from pulsesync.format import signature
 from pulsesync.format.container import MAX_SECTION_BYTES
 from pulsesync.format.history import MAX_INDEX
 from pulsesync.format.layout import load_json
@@ -18,8 +21,19 @@ FORMAT = "pulse-manifest/1-draft"
 MAX_BYTES = 1 << 24
 MAX_PARTS = 1 << 16
 MAX_VERSION = 1 << 53
+MAX_FILES = 1 << 8
+MAX_FILE_BYTES = 1 << 28
 _HASH = re.compile("[0-9a-f]{64}")
 _RUN = re.compile("[0-9a-f]{32}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+
+class Kind(StrEnum):
+    """What a record is for."""
+
+    VERSION = "version"
+    ANCHOR = "anchor"  # the whole state at an epoch start
+    SQUASH = "squash"  # one patch from an epoch start to a later one
 
 
 @dataclass(frozen=True)
@@ -39,31 +53,59 @@ class Base:
 
 
 @dataclass(frozen=True)
+class FileRef:
+    """A small file that belongs to the model (config.json, tokenizer), by name, SHA-256 and size in bytes."""
+
+    name: str
+    id: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """One version of a run. Without a base its parts are the whole state: an anchor."""
+    """One record: the way to a version, from its base or, for an anchor, from nothing.
+
+    A version without a base is a root: it has no parts, and is reached by an anchor or by holding it.
+    """
 
     run: str  # random, 32 hexadecimal digits: versions of two runs never mix
     version: int
     step: int  # the trainer's own count, which may go back
     epoch: int
-    index: int  # patches of the epoch up to this one; 0 for an anchor
+    index: int  # patches of the epoch up to this version; 0 for a root
     base: Base | None
     layout: str  # SHA-256 of the layout file
     parts: tuple[PartRef, ...]
     digest: str  # of the state
     history: str | None  # digest of the history after this patch, where it remembers anything
-    created: int  # seconds since 1970, by the publisher's clock: for people
+    created: int  # seconds since 1970, by the writer's clock: for people
+    kind: Kind = Kind.VERSION
+    anchor: int | None = None  # epoch of the newest anchor before this record, as far as its writer knew
+    files: tuple[FileRef, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its parts."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def starts(self) -> int:
+        """The epoch that begins after this version, if its next patch is the first of one."""
+        return self.epoch if self.index == 0 else self.epoch + 1
 
     def build(self) -> bytes:
-        """Write the file."""
+        """Write the first line."""
         table = {
+            "anchor": self.anchor,
             "base": None if self.base is None else {"digest": self.base.digest, "version": self.base.version},
             "created": self.created,
             "digest": self.digest,
             "epoch": self.epoch,
+            "files": [{"id": file.id, "name": file.name, "size": file.size} for file in self.files],
             "format": FORMAT,
             "history": self.history,
             "index": self.index,
+            "kind": self.kind.value,
             "layout": self.layout,
             "parts": [{"id": part.id, "size": part.size} for part in self.parts],
             "run": self.run,
@@ -73,19 +115,21 @@ class Manifest:
         return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-def parse(data: bytes) -> Manifest:
-    """Read a manifest, believing nothing in it.
+def parse(data: bytes, trust: Collection[str] | None = None) -> Manifest:
+    """Read a record, believing nothing in it; with keys to trust, only one that they signed.
 
     Raises:
-        FormatError: not a manifest, or not in canonical form; LimitError, UnsupportedError: see there.
+        SignatureError: not signed by whom it should; FormatError: not a record, or not in canonical form; LimitError,
+        UnsupportedError: see there.
     """
     if len(data) > MAX_BYTES:
         raise LimitError(f"a manifest of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
-    table = load_json(data, "the manifest")
+    line = signature.check_form(data) if trust is None else signature.check(data, trust)
+    table = load_json(line, "the manifest")
     if table.get("format") != FORMAT:
         raise UnsupportedError(f"this reader knows manifests of format {FORMAT}, not {table.get('format')!r}")
     try:
-        base, parts = table["base"], table["parts"]
+        base, anchor = table["base"], table["anchor"]
         manifest = Manifest(
             run=_text(table["run"], _RUN),
             version=_whole(table["version"]),
@@ -94,24 +138,49 @@ def parse(data: bytes) -> Manifest:
             index=_whole(table["index"], MAX_INDEX),
             base=None if base is None else Base(_whole(base["version"]), _text(base["digest"], _HASH)),
             layout=_text(table["layout"], _HASH),
-            parts=tuple(PartRef(_text(p["id"], _HASH), _whole(p["size"], MAX_SECTION_BYTES)) for p in parts),
+            parts=tuple(PartRef(_text(p["id"], _HASH), _whole(p["size"], MAX_SECTION_BYTES)) for p in table["parts"]),
             digest=_text(table["digest"], _HASH),
             history=None if table["history"] is None else _text(table["history"], _HASH),
             created=_whole(table["created"]),
+            kind=_kind(table["kind"]),
+            anchor=None if anchor is None else _whole(anchor),
+            files=tuple(
+                FileRef(_text(f["name"], _FILE), _text(f["id"], _HASH), _whole(f["size"], MAX_FILE_BYTES))
+                for f in table["files"]
+            ),
         )
     except (KeyError, TypeError) as e:
         raise FormatError(f"the manifest lacks a field or has one of another kind: {e}") from e
-    if not 1 <= len(manifest.parts) <= MAX_PARTS:
-        raise LimitError(f"{len(manifest.parts)} parts in a version; 1 to {MAX_PARTS} are allowed")
-    if len({part.id for part in manifest.parts}) != len(manifest.parts):
-        raise FormatError("a manifest names a part twice")
-    if (manifest.index == 0) != (manifest.base is None):
-        raise FormatError("a manifest has a base and an index in its epoch, or neither")
-    if manifest.base is not None and manifest.base.version >= manifest.version:
-        raise FormatError("a version's base must be an earlier one")
-    if manifest.build() != data:
+    _check(manifest)
+    if manifest.build() != line:
         raise FormatError("the manifest is not in canonical form")
     return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    root = manifest.kind == Kind.VERSION and manifest.base is None
+    if len(manifest.parts) > MAX_PARTS or (not manifest.parts) != root:
+        raise LimitError(f"{len(manifest.parts)} parts in a record; a root has none, others 1 to {MAX_PARTS}")
+    if len({part.id for part in manifest.parts}) != len(manifest.parts):
+        raise FormatError("a manifest names a part twice")
+    if len(manifest.files) > MAX_FILES or len({file.name for file in manifest.files}) != len(manifest.files):
+        raise FormatError(f"a manifest names at most {MAX_FILES} files, each once")
+    if manifest.kind == Kind.VERSION and (manifest.index == 0) != (manifest.base is None):
+        raise FormatError("a version has a base and an index in its epoch, or neither")
+    if manifest.kind == Kind.ANCHOR and manifest.base is not None:
+        raise FormatError("an anchor has no base")
+    if manifest.kind == Kind.SQUASH and manifest.base is None:
+        raise FormatError("a squashed patch has a base")
+    if manifest.kind != Kind.VERSION and manifest.history is not None:
+        raise FormatError("anchors and squashed patches lead to epoch starts, where nothing is remembered")
+    if manifest.base is not None and manifest.base.version >= manifest.version:
+        raise FormatError("a version's base must be an earlier one")
+
+
+def _kind(value: Any) -> Kind:
+    if value not in list(Kind):
+        raise UnsupportedError(f"a record of kind {str(value)[:40]!r}, which this reader does not know")
+    return Kind(value)
 
 
 def _whole(value: Any, limit: int = MAX_VERSION) -> int:

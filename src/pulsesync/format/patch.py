@@ -4,7 +4,7 @@ Encoding reads the old weights once beside the new ones, to find what changed, a
 to count and to code; decoding reads them once. Apart from the result, memory is O(changed) and a buffer per thread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -16,11 +16,12 @@ from pulsesync.digest import moved
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index
 from pulsesync.format.codecs import context, dense, gap
-from pulsesync.format.diff import Diff, find_changes
+from pulsesync.format.diff import Diff, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import Entry, Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.predict import Coded, code_against_old, memory_of
+from pulsesync.format.weights import Changes, Overlay, Weights, as_weights
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 
@@ -48,18 +49,55 @@ class DecodedPart:
     sums: Mapping[int, Sum]
 
 
+def find_diff(
+    tiles: Sequence[Tile],
+    old: "Mapping[str, Bits] | Weights",
+    new: "Mapping[str, Bits] | Weights",
+    codec: CodecName = "auto",
+    threads: int | None = None,
+) -> list[Diff]:
+    """What takes these tiles from old to new, ready to be encoded. Keeps nothing of new but what differs."""
+    return find_changes(tiles, as_weights(old), as_weights(new), _against_old(codec), threads)
+
+
+def diff_of(
+    tiles: Sequence[Tile], old: Weights, changes: Changes, codec: CodecName = "auto", threads: int | None = None
+) -> list[Diff]:
+    """The same, where the changes are known already."""
+    return from_changes(tiles, old, changes, _against_old(codec), threads)
+
+
+def _against_old(codec: CodecName) -> bool:
+    return codec in ("auto", "context", "history")
+
+
 def encode(
     layout: Layout,
     tiles: Sequence[Tile],
-    old: Mapping[str, Bits],
-    new: Mapping[str, Bits],
+    old: "Mapping[str, Bits] | Weights",
+    new: "Mapping[str, Bits] | Weights",
     sums: Mapping[int, Sum],
     *,
     codec: CodecName = "auto",
     history: History | None = None,
     threads: int | None = None,
 ) -> EncodedPart:
-    """Encode what takes these tiles from old to new; sums are their digests before.
+    """Encode what takes these tiles from old to new: `find_diff` and `encode_diff`."""
+    diffs = find_diff(tiles, old, new, codec, threads)
+    return encode_diff(layout, diffs, old, sums, codec=codec, history=history, threads=threads)
+
+
+def encode_diff(
+    layout: Layout,
+    diffs: Sequence[Diff],
+    old: "Mapping[str, Bits] | Weights",
+    sums: Mapping[int, Sum],
+    *,
+    codec: CodecName = "auto",
+    history: History | None = None,
+    threads: int | None = None,
+) -> EncodedPart:
+    """Encode a diff of the state that is old; sums are its tiles' digests before.
 
     `history` codes with the epoch's memory (which must then be given and may be empty), and `auto` does where it is
     given; either way a tile is written as `gap` or `dense` where that is smaller or its dtype asks for it.
@@ -68,13 +106,12 @@ def encode(
         raise ValueError("the history codec needs a history")
     if history is not None and history.index >= MAX_INDEX:
         raise ValueError(f"an epoch has at most {MAX_INDEX} patches: begin a new one")
-    against_old = codec in ("auto", "context", "history")
-    diffs = find_changes(tiles, old, new, against_old, threads)
+    weights = as_weights(old)
     shared: list[Table] = []
     coded: dict[int, Coded] = {}
-    if against_old:
-        shared, coded = code_against_old(diffs, old, None if codec == "context" else history, threads)
-    chosen = spread(lambda d: _settle(d, new, coded.get(d.tile.ordinal), codec), diffs, threads)
+    if _against_old(codec):
+        shared, coded = code_against_old(diffs, weights, None if codec == "context" else history, threads)
+    chosen = spread(lambda d: _settle(d, weights, coded.get(d.tile.ordinal), codec), diffs, threads)
     if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
         shared, chosen = _without_tables_if_smaller(diffs, shared, chosen)
     if all(choice.codec in (Codec.GAP, Codec.DENSE) for choice in chosen):
@@ -89,13 +126,14 @@ def encode(
 def encode_whole(
     layout: Layout,
     tiles: Sequence[Tile],
-    state: Mapping[str, Bits],
+    state: "Mapping[str, Bits] | Weights",
     sums: Mapping[int, Sum],
     threads: int | None = None,
 ) -> EncodedPart:
     """Encode these tiles whole, as `dense`: a part of an anchor. Its patches are empty: there is no base."""
+    weights = as_weights(state)
     patches = [TilePatch(tile, Codec.DENSE, ()) for tile in tiles if tile.size]
-    bodies = spread(lambda p: Coded(Codec.DENSE, _dense(p.tile, state)), patches, threads)
+    bodies = spread(lambda p: Coded(Codec.DENSE, _dense(p.tile, weights)), patches, threads)
     after = {p.tile.ordinal: sums[p.tile.ordinal] for p in patches}
     return EncodedPart(*_assemble(layout.id, [], list(zip(patches, bodies, strict=True)), after), (), after)
 
@@ -107,12 +145,13 @@ def _patch(diff: Diff, choice: Coded) -> TilePatch:
     return TilePatch(diff.tile, choice.codec, blocks, choice.cut)
 
 
-def _settle(diff: Diff, new: Mapping[str, Bits], coded: Coded | None, codec: CodecName) -> Coded:
+def _settle(diff: Diff, old: Weights, coded: Coded | None, codec: CodecName) -> Coded:
     """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
 
     `gap` is tried only where prediction failed (weights set to one value, say), and `dense` only where the others come
     near it.
     """
+    new = Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks})
     if codec == "dense":
         return Coded(Codec.DENSE, _dense(diff.tile, new))
     best = coded or Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
@@ -126,8 +165,8 @@ def _settle(diff: Diff, new: Mapping[str, Bits], coded: Coded | None, codec: Cod
     return best
 
 
-def _dense(tile: Tile, state: Mapping[str, Bits]) -> bytes:
-    return dense.encode(tile.read_block(state[tile.tensor.name], n) for n in range(tile.block_count))
+def _dense(tile: Tile, state: Weights) -> bytes:
+    return dense.encode(state.block(tile, n) for n in range(tile.block_count))
 
 
 def _without_tables_if_smaller(
@@ -164,7 +203,7 @@ def _assemble(
 def decode(
     data: bytes | memoryview,
     layout: Layout,
-    old: Mapping[str, Bits],
+    old: "Mapping[str, Bits] | Weights",
     *,
     expected_id: str | None = None,
     history: History | None = None,
@@ -176,25 +215,74 @@ def decode(
         FormatError: and its branches, for whatever is wrong with the bytes.
     """
     header, sections = container.open_part(data, expected_id)
+    opened = open_index(header, sections[0], layout)
+    return decode_tiles(opened, dict(enumerate(sections)), layout, old, history=history, threads=threads)
+
+
+@dataclass(frozen=True)
+class OpenedIndex:
+    """What a part's header and index say: which tiles are where."""
+
+    header: container.Header
+    tables: Sequence[Table]
+    entries: Sequence[Entry]
+
+    def sections_of(self, tiles: Collection[int]) -> set[int]:
+        """The sections in which these tiles are."""
+        return {entry.section for entry in self.entries if entry.tile in tiles}
+
+
+def open_index(header: container.Header, section: bytes | memoryview, layout: Layout) -> OpenedIndex:
+    """Read the index of a part, section 0, whose hash has been checked. Raises: FormatError, and its branches."""
     if header.layout != layout.id:
         raise FormatError("the part is for another layout", expected=layout.id, actual=header.layout)
-    shared, entries = index.parse(sections[0], len(layout.tiles), [len(s) for s in sections])
-    places = [0] * len(sections)
-    opened: list[list[_Job]] = []  # of each tile
-    for entry in entries:
-        begin = places[entry.section]
-        places[entry.section] += entry.size
-        body = sections[entry.section][begin : begin + entry.size]
-        opened.append(_open_tile(entry, layout.tiles[entry.tile], body, shared, history))
+    sizes = [size for size, _ in header.sections]
+    return OpenedIndex(header, *index.parse(section, len(layout.tiles), sizes))
+
+
+def decode_tiles(
+    opened: OpenedIndex,
+    sections: Mapping[int, memoryview],
+    layout: Layout,
+    old: "Mapping[str, Bits] | Weights",
+    *,
+    wanted: Collection[int] | None = None,
+    history: History | None = None,
+    threads: int | None = None,
+) -> DecodedPart:
+    """Decode a part, or of it the tiles that are wanted, from sections whose hashes have been checked.
+
+    Raises:
+        FormatError: and its branches, for whatever is wrong with the bytes.
+    """
+    weights = as_weights(old)
+    jobs: list[list[_Job]] = []  # of each tile
+    entries = []
+    for entry, body in _payloads(opened, sections, wanted):
+        jobs.append(_open_tile(entry, layout.tiles[entry.tile], body, opened.tables, history))
+        entries.append(entry)
     if all(entry.codec == Codec.GAP for entry in entries):
         threads = 1  # short steps of numpy, which threads only slow down
-    done = iter(spread(lambda job: _run(job, old, history, shared), (job for jobs in opened for job in jobs), threads))
+    flat = [job for some in jobs for job in some]
+    done = iter(spread(lambda job: _run(job, weights, history, opened.tables), flat, threads))
     patches = []
-    for jobs in opened:
-        codec, payload = jobs[0].codec, jobs[0].payload
-        blocks = tuple(change for _ in jobs for change in next(done))
-        patches.append(TilePatch(jobs[0].tile, codec, blocks, payload.cut if payload and codec == Codec.HISTORY else 0))
+    for some in jobs:
+        codec, payload = some[0].codec, some[0].payload
+        blocks = tuple(change for _ in some for change in next(done))
+        patches.append(TilePatch(some[0].tile, codec, blocks, payload.cut if payload and codec == Codec.HISTORY else 0))
     return DecodedPart(tuple(patches), {e.tile: e.sum for e in entries})
+
+
+def _payloads(
+    opened: OpenedIndex, sections: Mapping[int, memoryview], wanted: Collection[int] | None
+) -> Iterable[tuple[Entry, memoryview]]:
+    """The tiles that are wanted with their payloads, which stand in their section one after the other."""
+    places = [0] * len(opened.header.sections)
+    for entry in opened.entries:
+        begin = places[entry.section]
+        places[entry.section] += entry.size
+        if wanted is None or entry.tile in wanted:
+            yield entry, sections[entry.section][begin : begin + entry.size]
 
 
 @dataclass(frozen=True)
@@ -232,25 +320,25 @@ def _open_tile(
     return [_Job(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
-def _run(job: _Job, old: Mapping[str, Bits], history: History | None, shared: Sequence[Table]) -> list[BlockChange]:
-    tile, flat = job.tile, old[job.tile.tensor.name]
+def _run(job: _Job, old: Weights, history: History | None, shared: Sequence[Table]) -> list[BlockChange]:
+    tile = job.tile
     if job.payload is None:
-        return _run_plain(job, flat)
+        return _run_plain(job, old)
     memory = memory_of(history if job.codec == Codec.HISTORY else None, tile, job.number)
     if not context.has_changes(job.payload, job.number):
         return []
-    before, table = tile.read_block(flat, job.number), shared[job.payload.table]
+    before, table = old.block(tile, job.number), shared[job.payload.table]
     change = context.decode_block(job.payload, job.number, before, tile.tensor.kind, table, memory)
     return [change] if change else []
 
 
-def _run_plain(job: _Job, flat: Bits) -> list[BlockChange]:
+def _run_plain(job: _Job, old: Weights) -> list[BlockChange]:
     """Decode a tile that needs no old weights, and compare: only what differs from them is a change."""
     tile, dtype = job.tile, job.tile.tensor.kind.bits
     out: list[BlockChange] = []
     if job.codec == Codec.DENSE:
         for number, weights in enumerate(dense.decode(job.body, tile.size, dtype)):
-            found = kernels.active().changed(tile.read_block(flat, number), weights)
+            found = kernels.active().changed(old.block(tile, number), weights)
             if found[0].size:
                 out.append(BlockChange(number, *found))
         return out
@@ -258,11 +346,27 @@ def _run_plain(job: _Job, flat: Bits) -> list[BlockChange]:
     borders = np.searchsorted(positions, np.arange(tile.block_count + 1) * BLOCK)
     for number, (first, last) in enumerate(pairwise(borders)):
         if first < last:
-            here, after = positions[first:last], values[first:last]
-            before = flat[tile.flat_indices(here)]
+            here, after = (positions[first:last] - number * BLOCK).astype(np.uint32), values[first:last]
+            before = old.block(tile, number)[here]
             differ = before != after
             if not differ.all():
                 here, before, after = here[differ], before[differ], after[differ]
             if here.size:
-                out.append(BlockChange(number, (here - number * BLOCK).astype(np.uint32), before, after))
+                out.append(BlockChange(number, here, before, after))
     return out
+
+
+def dense_blocks(
+    opened: OpenedIndex, sections: Mapping[int, memoryview], layout: Layout, wanted: Collection[int] | None = None
+) -> Iterable[tuple[Tile, int, Bits]]:
+    """Yield the blocks of a part that is all `dense`, as those of anchors are, one at a time: tile, number, weights.
+
+    Raises:
+        FormatError: a payload is of another codec or length.
+    """
+    for entry, body in _payloads(opened, sections, wanted):
+        tile = layout.tiles[entry.tile]
+        if entry.codec != Codec.DENSE or tile.size == 0:
+            raise FormatError("an anchor holds whole tiles, and nothing else", tensor=tile.tensor.name)
+        for number, weights in enumerate(dense.decode(body, tile.size, tile.tensor.kind.bits)):
+            yield tile, number, weights

@@ -18,7 +18,8 @@ from pulsesync.format.codecs import context
 from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.index import Table
-from pulsesync.model import BLOCK, Bits, Codec, Tile
+from pulsesync.format.weights import Weights
+from pulsesync.model import BLOCK, Codec, Tile
 from pulsesync.parallel import spread
 
 
@@ -62,7 +63,7 @@ def _plan(diff: Diff, history: History | None) -> _Plan:
 
 
 def code_against_old(
-    diffs: Sequence[Diff], old: Mapping[str, Bits], history: History | None, threads: int | None
+    diffs: Sequence[Diff], old: Weights, history: History | None, threads: int | None
 ) -> tuple[list[Table], dict[int, Coded]]:
     """Code all tiles of float dtypes against their old weights; tables are shared by the tiles of a dtype."""
     plans = [_plan(d, history) for d in diffs if d.steps]  # short steps of Python: threads would only slow them down
@@ -92,7 +93,7 @@ def memory_of(history: History | None, tile: Tile, number: int) -> context.Memor
 
 
 def _count(
-    plans: Sequence[_Plan], dtype: str, old: Mapping[str, Bits], history: History | None, threads: int | None
+    plans: Sequence[_Plan], dtype: str, old: Weights, history: History | None, threads: int | None
 ) -> tuple[Table, list[tuple[int, NDArray[np.uint8]]]]:
     """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
     kind = plans[0].diff.tile.tensor.kind
@@ -110,7 +111,7 @@ def _count(
             everyone.append(mine.counts)
         plan, number = job
         tile = plan.diff.tile
-        before, memory = tile.read_block(old[tile.tensor.name], number), memory_of(history, tile, number)
+        before, memory = old.block(tile, number), memory_of(history, tile, number)
         return context.count(before, kind, plan.cut, memory, plan.hot[number], contexts, mine.counts)
 
     found = spread(block, _jobs(plans), threads)
@@ -123,7 +124,7 @@ def _code(
     table: Table,
     number_of_table: int,
     decisions: Sequence[int],
-    old: Mapping[str, Bits],
+    old: Weights,
     history: History | None,
     threads: int | None,
 ) -> list[bytes]:
@@ -133,7 +134,7 @@ def _code(
     def block(job: tuple[tuple[_Plan, int], int]) -> context.BlockStream:
         (plan, number), decided = job
         tile, hot = plan.diff.tile, plan.hot[number]
-        before, memory = tile.read_block(old[tile.tensor.name], number), memory_of(history, tile, number)
+        before, memory = old.block(tile, number), memory_of(history, tile, number)
         words = context.encode_block(before, kind, plan.cut, memory, hot, table, decided)
         return context.BlockStream(hot.positions.size, tables.lanes_for(decided), words)
 

@@ -184,8 +184,11 @@ def _chunk_key(chunk: Any, word: int) -> Any:
 
 
 @compiled
-def digest_rectangle(units: Any, start: int, rows: int, columns: int, stride: int, keys: Any) -> Any:
-    """Sum units[i] * key(i) over a rectangle of a flat tensor: rows runs of columns units, stride apart."""
+def digest_rectangle(units: Any, start: int, rows: int, columns: int, stride: int, keys: Any, origin: int = 0) -> Any:
+    """Sum unit i * key(i) over a rectangle of a flat tensor: rows runs of columns units, stride apart.
+
+    units[0] is unit `origin` of the tensor.
+    """
     first, second = U(0), U(0)
     for row in range(rows):
         i = start + row * stride
@@ -193,7 +196,7 @@ def digest_rectangle(units: Any, start: int, rows: int, columns: int, stride: in
         while i < end:
             chunk = i >> _CHUNK_BITS
             stop = min(end, (chunk + 1) << _CHUNK_BITS)
-            run = units[i:stop]
+            run = units[i - origin : stop - origin]
             base = i & (_CHUNK - 1)
             left, right = keys[0, base : base + run.size], keys[1, base : base + run.size]
             a, b = U(0), U(0)

@@ -312,13 +312,14 @@ def _weigh(indices: NDArray[np.uint64], values: NDArray[np.uint64], keys: NDArra
 
 
 def digest_rectangle(
-    units: Bits, start: int, rows: int, columns: int, stride: int, keys: NDArray[np.uint32]
+    units: Bits, start: int, rows: int, columns: int, stride: int, keys: NDArray[np.uint32], origin: int = 0
 ) -> tuple[int, int]:
     first = second = 0
     for row in range(rows):
         for begin in range(start + row * stride, start + row * stride + columns, 1 << 20):
             end = min(begin + (1 << 20), start + row * stride + columns)
-            a, b = _weigh(np.arange(begin, end, dtype=np.uint64), units[begin:end].astype(np.uint64), keys)
+            run = units[begin - origin : end - origin].astype(np.uint64)
+            a, b = _weigh(np.arange(begin, end, dtype=np.uint64), run, keys)
             first, second = first + a, second + b
     return first & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
 

@@ -1,18 +1,62 @@
-"""Where a run lives. Five verbs; which store, by the location's scheme."""
+"""Where a run lives. Five verbs; which store, by the location's scheme; more behaviour by wrapping one in another."""
 
-from pulsesync.store.base import Store
+from typing import TYPE_CHECKING, Any
+
+from pulsesync.store.base import Entry, Store
+from pulsesync.store.cache import CachedStore
 from pulsesync.store.local import LocalStore
+from pulsesync.store.memory import MemoryStore, named
+from pulsesync.store.object import ObjectStore
+from pulsesync.store.retry import RetryStore
+from pulsesync.store.throttle import ThrottledStore
 
-__all__ = ["LocalStore", "Store", "open_store"]
+if TYPE_CHECKING:
+    from pulsesync.store.http import HttpStore
+
+__all__ = [
+    "CachedStore",
+    "Entry",
+    "HttpStore",
+    "LocalStore",
+    "MemoryStore",
+    "ObjectStore",
+    "RetryStore",
+    "Store",
+    "ThrottledStore",
+    "open_store",
+]
 
 
 def open_store(location: str) -> Store:
-    """Open the store of a location: a path or file:// so far.
+    """Open the store of a location; those behind a network try again by themselves.
+
+    A location is a path, `file://path`, `memory://name` (one store for each name of a process), `s3://bucket/prefix`,
+    `gs://bucket/prefix`, `az://container/prefix`, or the `http://` or `https://` address of a server.
 
     Raises:
-        ValueError: a scheme that is not known.
+        ValueError: a scheme that is not among these, or what follows it makes no sense to its store.
     """
     scheme, colon, rest = location.partition("://")
-    if colon and scheme != "file":
-        raise ValueError(f"no store for {scheme}:// yet; use a folder")
-    return LocalStore(rest if colon else location)
+    if not colon:
+        return LocalStore(location)
+    if scheme == "file":
+        return LocalStore(rest)
+    if scheme == "memory":
+        return named(rest)
+    if scheme in ("s3", "gs", "az"):
+        return RetryStore(ObjectStore(location))
+    if scheme in ("http", "https"):
+        from pulsesync.store.http import HttpStore
+
+        return RetryStore(HttpStore(location))
+    known = "a path, file://, memory://, s3://, gs://, az://, http:// and https://"
+    raise ValueError(f"no store for {scheme}://; there are {known}")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the HTTP client only for those who ask for it."""
+    if name == "HttpStore":
+        from pulsesync.store.http import HttpStore
+
+        return HttpStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

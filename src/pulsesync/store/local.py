@@ -1,14 +1,22 @@
-"""A folder as a store, safe for several processes of one machine."""
+"""A folder as a store, safe for several processes of one machine.
+
+What was written is on the disk, under its name, before the call returns: a version that was committed is still there
+after a power cut, and so is every body that was put before it.
+"""
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store.base import Entry
+from pulsesync.store.keys import check_key, check_prefix
 
 _SPOOL = ".spool-"
+_SPOOL_AGE_S = 3600.0
 
 
 class LocalStore:
@@ -16,34 +24,89 @@ class LocalStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+        self._settled: set[Path] = set()
 
-    def get(self, key: str) -> bytes:
-        with self._translated(key, "read"):
-            return self._path(key).read_bytes()
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        with self._translated(key, "read"), self._path(key).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if end is None:
+                end = size
+            file.seek(begin)
+            return file.read(max(0, min(end, size) - begin))  # read() takes memory for all it is asked for
 
-    def put(self, key: str, data: bytes) -> None:
-        with self._translated(key, "write"), _spooled(self._path(key), data) as spool:
-            os.replace(spool, self._path(key))
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        path = self._path(key)
+        with self._translated(key, "write"), self._spooled(path, data) as spool:
+            os.replace(spool, path)
+            _sync_folder(path.parent)
 
     def create(self, key: str, data: bytes) -> None:
-        with self._translated(key, "create"), _spooled(self._path(key), data) as spool:
-            os.link(spool, self._path(key))
+        path = self._path(key)
+        with self._translated(key, "create"), self._spooled(path, data) as spool:
+            os.link(spool, path)
+            _sync_folder(path.parent)
 
-    def list(self, prefix: str) -> Iterator[str]:
-        folder = self._path(prefix.rstrip("/") if prefix != "/" else prefix)
+    def list(self, prefix: str) -> Iterator[Entry]:
+        check_prefix(prefix)
         with self._translated(prefix, "list"):
-            files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_SPOOL)]
-        yield from sorted(path.relative_to(self.folder).as_posix() for path in files)
+            found = [
+                Entry(path.relative_to(self.folder).as_posix(), status.st_size, status.st_mtime)
+                for path, status in _walk(self.folder / prefix)
+                if not path.name.startswith(_SPOOL)
+            ]
+        return iter(sorted(found, key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
         with self._translated(key, "delete"):
             self._path(key).unlink(missing_ok=True)
 
+    def sweep(self) -> int:
+        """Remove what processes killed more than an hour ago left half written. Returns how many files that were."""
+        with self._translated("", "sweep"):
+            stale = [
+                path
+                for path, status in _walk(self.folder)
+                if path.name.startswith(_SPOOL) and time.time() - status.st_mtime > _SPOOL_AGE_S
+            ]
+            for path in stale:
+                path.unlink(missing_ok=True)
+        return len(stale)
+
     def _path(self, key: str) -> Path:
-        parts = key.split("/")
-        if "\0" in key or any(part in ("", ".", "..") or "\\" in part for part in parts):
-            raise StoreError(f"{key!r} is not a key", key=key)
-        return self.folder.joinpath(*parts)
+        check_key(key)
+        if key.rpartition("/")[2].startswith(_SPOOL):
+            raise StoreError(f"{key!r} is not a key here: no listing would show it", key=key)
+        return self.folder / key
+
+    @contextmanager
+    def _spooled(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
+        """A file with these bytes, on the disk and beside its target, for as long as the block lasts."""
+        try:
+            self._settle(target.parent)
+        except FileExistsError as e:  # not to be taken for the object itself
+            raise NotADirectoryError(f"{target.parent} is below a file") from e
+        path = target.parent / f"{_SPOOL}{secrets.token_hex(8)}"
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _settle(self, folder: Path) -> None:
+        """Make a folder, and see that it and those above it in the store are on the disk.
+
+        A folder that exists is no proof: the process that made it may not have come to its own sync yet.
+        """
+        if folder in self._settled and folder.is_dir():
+            return
+        if self.folder in folder.parents or not folder.parent.exists():
+            self._settle(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+        self._settled.add(folder)
 
     @contextmanager
     def _translated(self, key: str, verb: str) -> Iterator[None]:
@@ -60,19 +123,27 @@ class LocalStore:
             raise StoreError(f"cannot {verb} {key} in {self.folder}: {e}", key=key) from e
 
 
-@contextmanager
-def _spooled(target: Path, data: bytes) -> Iterator[Path]:
-    """A file with these bytes, on the disk and beside its target, for as long as the block lasts."""
+def _sync_folder(folder: Path) -> None:
+    """See that the names in a folder are on the disk, as fsync does for the bytes of a file."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as e:  # not to be taken for the object itself
-        raise NotADirectoryError(f"{target.parent} is a file") from e
-    path = target.parent / f"{_SPOOL}{secrets.token_hex(8)}"
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # the run's folder may stand in one that may be entered and not read
+        return
     try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield path
+        os.fsync(handle)
     finally:
-        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files below a folder; none where there is no folder, and not those that vanish meanwhile."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for where, _, names in os.walk(folder, onerror=failed):
+        for name in names:
+            path = Path(where, name)
+            with suppress(FileNotFoundError):
+                yield path, path.stat()

@@ -1,6 +1,24 @@
-"""For tests, ours and yours: weight updates like those of a real run, a recorded run, and arbitrary bits."""
+"""For tests, ours and yours.
 
+Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, and a store that fails.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pulsesync.testing.faults import FaultyStore
 from pulsesync.testing.recorded import RecordedSlice, load_recorded
 from pulsesync.testing.updates import AdamUpdates, mutate, random_bits
 
-__all__ = ["AdamUpdates", "RecordedSlice", "load_recorded", "mutate", "random_bits"]
+if TYPE_CHECKING:
+    from pulsesync.testing.stores import StoreTests
+
+__all__ = ["AdamUpdates", "FaultyStore", "RecordedSlice", "StoreTests", "load_recorded", "mutate", "random_bits"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import pytest only for those who write tests of a store."""
+    if name == "StoreTests":
+        from pulsesync.testing.stores import StoreTests
+
+        return StoreTests
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

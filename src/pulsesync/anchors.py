@@ -1,0 +1,103 @@
+"""Writing anchors: whole states, behind everything else, from a snapshot to disk and from there to the store."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import replace
+
+from pulsesync import chain
+from pulsesync.errors import ConflictError, PulseError
+from pulsesync.format import manifest as manifests
+from pulsesync.format import patch
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.patch import EncodedPart
+from pulsesync.model import Tile
+from pulsesync.spool import Outbox
+from pulsesync.state import Snapshot
+from pulsesync.store import Store
+
+PART_BYTES = 1 << 26  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
+
+
+class AnchorWriter:
+    """Writes the anchors of one run, one at a time, and gives way to versions that are being sent."""
+
+    def __init__(
+        self,
+        store: Store,
+        outbox: Outbox,
+        sign: Callable[[Manifest], bytes],
+        executor: Executor,
+        quiet: threading.Event,
+    ) -> None:
+        self.store, self.outbox, self.sign = store, outbox, sign
+        self.newest: int | None = None  # epoch of the newest anchor that is in the store
+        self.owed = False  # one was begun and is not in the store
+        self.written_bytes = 0
+        self._executor, self._quiet = executor, quiet
+        self._current: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._current is not None and not self._current.done()
+
+    def begin(self, snapshot: Snapshot, version: Manifest) -> None:
+        """Write the anchor of a version, of which this is the state, unless one is being written."""
+        if not self.busy:
+            self.owed = True
+            self._current = self._executor.submit(self._write, snapshot, version)
+
+    def finish(self, run: str) -> None:
+        """Upload what a process before this one has left finished on disk."""
+        if not self.busy:
+            self._current = self._executor.submit(self._finish, run)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
+        if self._current is not None:
+            self._current.result(timeout_s)
+
+    def _write(self, snapshot: Snapshot, version: Manifest) -> None:
+        epoch = version.starts
+        refs = self.outbox.stage(epoch, _encode(snapshot))
+        record = replace(version, kind=Kind.ANCHOR, base=None, history=None, parts=refs, anchor=self.newest)
+        data = self.sign(record)
+        self.outbox.seal(epoch, data)
+        del snapshot  # from here on only the disk is needed
+        self._upload(epoch, record, data)
+
+    def _finish(self, run: str) -> None:
+        for epoch, data in self.outbox.waiting():
+            try:
+                record = manifests.parse(data)
+            except PulseError:
+                record = None
+            if record is None or record.run != run or (self.newest is not None and epoch <= self.newest):
+                self.outbox.discard(epoch)
+            else:
+                self._upload(epoch, record, data)
+
+    def _upload(self, epoch: int, record: Manifest, data: bytes) -> None:
+        """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""
+        for ref in record.parts:
+            self._quiet.wait()
+            self.store.put(chain.part_key(ref.id), self.outbox.part(epoch, ref))
+            self.written_bytes += ref.size
+        with suppress(ConflictError):  # somebody was quicker: the run has its anchor
+            self.store.create(chain.anchor_key(epoch), data)
+        self.newest, self.owed = epoch, False
+        self.outbox.discard(epoch)
+
+
+def _encode(snapshot: Snapshot) -> Iterator[EncodedPart]:
+    """Encode a state part by part."""
+    some: list[Tile] = []
+    size = 0
+    for tile in snapshot.layout.tiles:
+        if some and size >= PART_BYTES:
+            yield patch.encode_whole(snapshot.layout, some, snapshot, snapshot.sums)
+            some, size = [], 0
+        some.append(tile)
+        size += tile.size * tile.tensor.kind.itemsize
+    yield patch.encode_whole(snapshot.layout, some, snapshot, snapshot.sums)

@@ -1,0 +1,109 @@
+"""What `pulse serve` and `pulse relay` do: put a store together, say where it is served, and serve it."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from pulsesync import server
+from pulsesync.errors import NotFoundError, PulseError
+from pulsesync.store import LocalStore, Store, open_store
+from pulsesync.store.http import HttpStore
+
+_SIZE = re.compile(r"(\d{1,15})\s?([KMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
+
+
+def serve(
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    certificate: Path | None,
+    private_key: Path | None,
+    as_json: bool,
+) -> int:
+    """Serve a folder until Ctrl-C; exit code 0.
+
+    Raises:
+        PulseError: there is no such folder, or it cannot be served.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(f"there is no folder {folder}", key=str(folder))
+    server.serve(
+        LocalStore(folder), host, port, token=_token(token_file), certificate=certificate, private_key=private_key,
+        on_ready=_announcer("folder", str(folder), as_json),
+    )  # fmt: skip
+    return 0
+
+
+def relay(
+    upstream: str,
+    *,
+    cache: Path | None,
+    max_cache: str | None,
+    cafile: Path | None,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    certificate: Path | None,
+    private_key: Path | None,
+    as_json: bool,
+) -> int:
+    """Serve what another place has until Ctrl-C, with a cache on this disk; exit code 0.
+
+    Raises:
+        PulseError: it makes no sense as a place, or cannot be served.
+    """
+    token = _token(token_file)
+    max_bytes = None if max_cache is None else parse_size(max_cache)
+    store = server.relay(_open(upstream, token, cafile), cache or _default_cache(), max_bytes)
+    server.serve(
+        store, host, port, token=token, certificate=certificate, private_key=private_key,
+        on_ready=_announcer("upstream", upstream, as_json),
+    )  # fmt: skip
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 500MB (of 10^6) or 20GiB (of 2^30). Raises: PulseError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise PulseError(f"{text!r} is not a size such as 500MB or 20GiB")
+    exponent = " KMGT".index(match[2].upper() or " ")
+    return int(match[1]) * (1024 if match[3] else 1000) ** exponent
+
+
+def _open(upstream: str, token: str | None, cafile: Path | None) -> Store:
+    try:
+        if upstream.startswith(("http://", "https://")):
+            # Without retries: those who ask the relay have their own, and the two would multiply.
+            return HttpStore(upstream, token, cafile=None if cafile is None else str(cafile))
+        return open_store(upstream)
+    except ValueError as e:
+        raise PulseError(str(e)) from e
+
+
+def _token(file: Path | None) -> str | None:
+    """Return the token of a file, else that of the environment, else none. Raises: PulseError."""
+    if file is None:
+        return os.environ.get("PULSE_TOKEN") or None
+    try:
+        token = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise PulseError(f"cannot read a token from {file}: {e}") from e
+    if not token:
+        raise PulseError(f"there is no token in {file}")
+    return token
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pulsesync"
+
+
+def _announcer(kind: str, place: str, as_json: bool) -> Callable[[str], None]:
+    def announce(url: str) -> None:
+        print(json.dumps({"url": url, kind: place}) if as_json else f"serving {place} at {url}", flush=True)
+
+    return announce

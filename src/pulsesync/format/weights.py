@@ -1,0 +1,83 @@
+"""Where coding reads weights from: tensors as they lie in memory, or those with changes laid over them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.model import Bits, BlockChange, Tile, TilePatch
+
+
+class Weights(Protocol):
+    """A state that can be read block by block. What it returns is not to be written, and may be a view."""
+
+    def block(self, tile: Tile, number: int) -> Bits: ...
+
+
+@dataclass(frozen=True)
+class Flats:
+    """Tensors in memory, each flat."""
+
+    flats: Mapping[str, Bits]
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return tile.read_block(self.flats[tile.tensor.name], number)
+
+
+Changes = Mapping[tuple[int, int], BlockChange]  # by ordinal of the tile and number of the block
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A state with changes laid over it: O(changed) to hold, a copy of a block where it has changes to read."""
+
+    under: Weights
+    changes: Changes
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        bits = self.under.block(tile, number)
+        change = self.changes.get((tile.ordinal, number))
+        if change is None:
+            return bits
+        bits = bits.copy()
+        bits[change.positions] = change.new
+        return bits
+
+
+def as_weights(state: "Mapping[str, Bits] | Weights") -> Weights:
+    """Take plain arrays for what they are."""
+    return Flats(state) if isinstance(state, Mapping) else state
+
+
+def by_block(patches: Sequence[TilePatch]) -> dict[tuple[int, int], BlockChange]:
+    return {(patch.tile.ordinal, block.number): block for patch in patches for block in patch.blocks}
+
+
+def compose(first: BlockChange | None, then: BlockChange | None) -> BlockChange | None:
+    """What two changes of a block do one after the other; None if the second takes the first back."""
+    if first is None or then is None:
+        return first or then
+    positions = np.union1d(first.positions, then.positions)
+    old, new = np.empty(positions.size, first.old.dtype), np.empty(positions.size, first.old.dtype)
+    earlier, later = np.searchsorted(positions, first.positions), np.searchsorted(positions, then.positions)
+    old[later], new[earlier] = then.old, first.new
+    old[earlier], new[later] = first.old, then.new
+    return _differing(first.number, positions, old, new)
+
+
+def rebase(change: BlockChange | None, onto: BlockChange | None) -> BlockChange | None:
+    """Turn a change of a base into one of the state after another change of that base."""
+    return compose(inverse(onto) if onto else None, change)
+
+
+def _differing(number: int, positions: NDArray[np.uint32], old: Bits, new: Bits) -> BlockChange | None:
+    differ = old != new
+    if not differ.all():
+        positions, old, new = positions[differ], old[differ], new[differ]
+    return BlockChange(number, positions, old, new) if positions.size else None
+
+
+def inverse(change: BlockChange) -> BlockChange:
+    return BlockChange(change.number, change.positions, change.new, change.old)

@@ -1,0 +1,186 @@
+"""Reading a run: its records, by key, checked and remembered; its newest version; its bodies.
+
+What Subscriber, Publisher, squash and prune have in common. Nothing here changes a run or a weight.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from pulsesync import chain
+from pulsesync.errors import ChainError, FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.format import container, patch
+from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Kind, Manifest, PartRef
+from pulsesync.state import Body
+from pulsesync.store import Store
+
+HINT_BYTES = 32
+MAX_PROBES = 1 << 16  # versions that a head may lag behind
+SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
+HEADER_GUESS = 1 << 14  # bytes of a part's front: the header of 400 sections
+
+_KINDS = {"manifests": Kind.VERSION, "anchors": Kind.ANCHOR, "squashes": Kind.SQUASH}
+
+
+class Records:
+    """The records of a run, as its store has them. Make a new one to see what changed in the meantime."""
+
+    def __init__(self, store: Store, trust: Collection[str] | None, avoid: Collection[str] = ()) -> None:
+        self.store, self.trust, self.avoid = store, trust, avoid
+        self._known: dict[str, Manifest | None] = {}
+        self.fetched_bytes = 0
+
+    def look(self, key: str) -> Manifest | None:
+        """The record under a key, None if there is none.
+
+        Raises:
+            SignatureError: nobody who is trusted wrote it; FormatError: it is no record, or of another kind or place.
+        """
+        if key not in self._known:
+            self._known[key] = None if key in self.avoid else self._fetch(key)
+        return self._known[key]
+
+    def _fetch(self, key: str) -> Manifest | None:
+        try:
+            data = self.store.get(key, 0, manifests.MAX_BYTES + 1)
+        except NotFoundError:
+            return None
+        self.fetched_bytes += len(data)
+        try:
+            record = manifests.parse(data, self.trust)
+            if record.kind != _KINDS[key.partition("/")[0]]:
+                raise FormatError(f"{key} holds a record of kind {record.kind}")
+            if record.kind == Kind.VERSION and chain.manifest_key(record.version) != key:
+                raise ChainError(f"{key} holds version {record.version}", version=record.version)
+        except PulseError as e:
+            raise located(e, key) from None
+        return record
+
+    def key_of(self, record: Manifest) -> str:
+        """Where a record was found."""
+        return next(key for key, known in self._known.items() if known is record)
+
+    def version(self, version: int) -> Manifest | None:
+        return self.look(chain.manifest_key(version))
+
+    def newest(self, after: int = -1) -> Manifest | None:
+        """The newest version beyond one: what head says, and then the next as long as there is one; None for none.
+
+        The hint may be stale, missing or wrong: it is where to begin, not what to believe.
+        """
+        head = self._head()
+        found = self.version(head) if head > after else None
+        found = found or self.version(after + 1)
+        if found is None and (head > after or after < 0):
+            last = self._last_listed()
+            found = self.version(last) if last is not None and last > after else None
+        for _ in range(MAX_PROBES):
+            if found is None or (later := self.version(found.version + 1)) is None:
+                return found
+            found = later
+        raise ChainError(f"head lags by more than {MAX_PROBES} versions")
+
+    def _head(self) -> int:
+        try:
+            text = self.store.get(chain.HEAD, 0, HINT_BYTES)
+        except NotFoundError:
+            return -1
+        return _number(text)
+
+    def _last_listed(self) -> int | None:
+        """The last version in a listing: the first ones may have been pruned, and head may be lost."""
+        try:
+            names = [entry.key.rpartition("/")[2] for entry in self.store.list("manifests/")]
+        except StoreError:
+            return None  # a place that cannot list
+        return max((_number(name.encode()) for name in names), default=None)
+
+    def start(self, digest: str) -> Manifest | None:
+        """The version from which weights with this digest can go on, if there is one."""
+        try:
+            version = _number(self.store.get(chain.start_key(digest), 0, HINT_BYTES))
+        except NotFoundError:
+            return None
+        found = self.version(version) if version >= 0 else None
+        return found if found and found.digest == digest else None
+
+    def layout(self, id_: str) -> Layout:
+        """Raises: NotFoundError; FormatError, if it is not the layout the id names."""
+        key = chain.layout_key(id_)
+        try:
+            return layouts.parse(self.store.get(key, 0, layouts.MAX_BYTES + 1), expected_id=id_)
+        except FormatError as e:
+            raise located(e, key) from None
+
+
+def _number(text: bytes) -> int:
+    """A hint as a version, -1 for what is none."""
+    digits = text.strip()
+    if not digits.isdigit() or (value := int(digits)) > manifests.MAX_VERSION:
+        return -1
+    return value
+
+
+def located(error: PulseError, key: str) -> PulseError:
+    """The same error, with the key of the object it is about."""
+    error.__dict__.setdefault("key", key)
+    return error
+
+
+def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[int] | None) -> tuple[Body, int]:
+    """Fetch a part, or those sections in which wanted tiles are, and check every byte; say how many were fetched.
+
+    Raises:
+        StoreError; FormatError: and branches, if these are not the bytes the id names.
+    """
+    key = chain.part_key(ref.id)
+    try:
+        if wanted is None or ref.size <= SMALL_PART:
+            data = store.get(key, 0, ref.size + 1)
+            if len(data) != ref.size:
+                raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+            return Body.of(data, layout, ref.id), len(data)
+        return _fetch_sections(store, key, ref, layout, wanted)
+    except FormatError as e:
+        raise located(e, key) from None
+
+
+def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted: Collection[int]) -> tuple[Body, int]:
+    front = store.get(key, 0, min(HEADER_GUESS, ref.size))
+    if len(front) < (need := container.header_size(front)):
+        front = store.get(key, 0, min(need, ref.size))
+    header = container.parse_header(front, ref.id)
+    if header.file_size != ref.size:
+        raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+    sections: dict[int, memoryview] = {}
+    fetched = len(front)
+
+    def take(number: int) -> None:
+        nonlocal fetched
+        data = store.get(key, header.borders[number], header.borders[number + 1])
+        header.check_section(number, data)
+        sections[number] = memoryview(data)
+        fetched += len(data)
+
+    take(0)
+    index = patch.open_index(header, sections[0], layout)
+    for number in sorted(index.sections_of(wanted)):
+        take(number)
+    return Body(index, sections), fetched
+
+
+def describe(record: Manifest) -> dict[str, Any]:
+    """A record as a row of a table: for people and for --json."""
+    return {
+        "version": record.version,
+        "kind": "root" if record.kind == Kind.VERSION and record.base is None else record.kind.value,
+        "step": record.step,
+        "base": None if record.base is None else record.base.version,
+        "epoch": record.epoch,
+        "index": record.index,
+        "bytes": record.size_bytes,
+        "digest": record.digest,
+        "created": record.created,
+    }

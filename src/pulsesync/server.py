@@ -1,0 +1,428 @@
+"""A run over HTTP: any store, served for reading. Needs `pip install 'pulsesync[serve]'`.
+
+    serve(LocalStore("run"))                                    what `pulse serve` does
+    serve(relay(HttpStore("https://trainer:8765"), "cache"))    what `pulse relay` does
+
+Plain GET and HEAD with ranges, so that any cache or content network can stand in between, and one addition: `/?list=`
+and a prefix gives the objects below it, one JSON object a line. Content-addressed objects may be cached for ever; the
+rest must be asked for again each time; that something is not there is never cached.
+
+Memory is bounded: at most `_IN_FLIGHT` requests are worked on, each with a piece or two of its object in memory. What a
+store says goes out unaltered and unchecked; readers check everything.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+from pulsesync.errors import NotFoundError, PulseError, StoreError
+from pulsesync.store.base import Store
+from pulsesync.store.cache import CachedStore
+from pulsesync.store.coalesce import CONTENT_ADDRESSED, Coalescing
+from pulsesync.store.http import LISTING_TYPE
+from pulsesync.store.keys import check_key, check_prefix
+
+if TYPE_CHECKING:
+    from granian.server.embed import Server
+    from starlette.applications import Starlette
+    from starlette.datastructures import Headers
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+_PIECE = 1 << 20  # bytes of an object in memory at once, for each request
+_IN_FLIGHT = 64
+_CONNECTIONS = 1 << 14  # idle ones count; at this many the server would not accept another
+_SEND_TIMEOUT_S = 60.0  # for a piece; a client that takes longer is dropped, or 64 of them would stop the server
+_STOP_S = 0.5  # for what is under way when the server is told to stop
+_START_S = 10.0
+_MAX_SIZE = 1 << 44
+_RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
+
+T = TypeVar("T")
+
+
+def make_app(store: Store, token: str | None = None) -> "Starlette":
+    """Return an ASGI application that serves a store for reading, to those who show the token if there is one.
+
+    Raises:
+        PulseError: Starlette is not installed.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+    except ModuleNotFoundError as e:
+        raise _missing(e) from e
+    return Starlette(routes=[Route("/{key:path}", _Service(store, token), methods=["GET"])])
+
+
+def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None = None) -> Store:
+    """Return a store for `serve` that many may poll: it asks the upstream once a second, and for each body once.
+
+    Bodies are kept in a folder, up to max_bytes of them; while the upstream is away they are still served.
+    """
+    return Coalescing(CachedStore(upstream, folder, max_bytes))
+
+
+def serve(
+    store: Store,
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    *,
+    token: str | None = None,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve a store until SIGINT or SIGTERM, then end within a second. To be called from the main thread.
+
+    Args:
+        store: What to serve; its verbs are called from many threads.
+        host: The address to listen on; `0.0.0.0` for every one of this machine.
+        port: 0 takes a free one.
+        token: What clients have to show; anybody may read if there is none.
+        certificate: PEM file, with the private key, for https.
+        private_key: PEM file, not encrypted.
+        on_ready: Called with the address once connections are accepted.
+
+    Raises:
+        PulseError: the extra is not installed, the port is taken, the certificate is not usable.
+    """
+    if (certificate is None) != (private_key is None):
+        raise PulseError("a certificate and its private key go together")
+    app = make_app(store, token)
+    try:
+        from granian.constants import HTTPModes, Interfaces
+        from granian.log import LogLevels
+        from granian.server.embed import Server
+    except ModuleNotFoundError as e:
+        raise _missing(e) from e
+    port = _free_port(host, port)
+
+    async def run() -> None:
+        try:
+            server = Server(
+                app,
+                address=host,
+                port=port,
+                interface=Interfaces.ASGINL,
+                http=HTTPModes.http1,
+                websockets=False,
+                backlog=1024,
+                backpressure=_CONNECTIONS,
+                log_level=LogLevels.critical,
+                ssl_cert=certificate,
+                ssl_key=private_key,
+            )
+        except OSError as e:  # ssl.SSLError is one
+            raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
+        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)))
+
+    asyncio.run(run())
+
+
+class _Service:
+    """The application behind the one route there is."""
+
+    def __init__(self, store: Store, token: str | None) -> None:
+        self._store = store
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._slots = asyncio.Semaphore(_IN_FLIGHT)
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        from starlette.requests import Request
+
+        request = Request(scope)
+        async with self._slots:
+            answer = await self._answer(request)
+            if isinstance(answer, _Answer):
+                await answer.send(receive, send)
+            else:
+                await answer(scope, receive, send)
+
+    async def _answer(self, request: "Request") -> "_Answer | Response":
+        key, prefix = request.path_params["key"], request.query_params.get("list")
+        if not self._may_read(request.headers.get("authorization", "")):
+            return _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+        try:
+            if key == "" and prefix is not None:
+                return await _in_thread(lambda: self._listing(prefix))
+            return await _in_thread(lambda: self._object(key, request.method == "HEAD", request.headers))
+        except NotFoundError:
+            return _words(404, "there is no such object")
+        except StoreError as e:
+            return _words(503 if e.retryable else 500, "the store behind this server failed")
+
+    def _may_read(self, shown: str) -> bool:
+        return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
+
+    def _listing(self, prefix: str) -> "Response":
+        from starlette.responses import Response
+
+        try:
+            check_prefix(prefix)
+        except StoreError:
+            return _words(400, "this is not a prefix")
+        lines = [
+            json.dumps({"key": entry.key, "size": entry.size_bytes, "modified": entry.modified_s}) + "\n"
+            for entry in self._store.list(prefix)
+        ]
+        return Response("".join(lines), media_type=LISTING_TYPE, headers={"Cache-Control": "no-store"})
+
+    def _object(self, key: str, head: bool, asks: "Headers") -> "_Answer | Response":
+        """Decide what to answer, and read the first piece of it. Raises: NotFoundError, StoreError."""
+        try:
+            check_key(key)
+        except StoreError:
+            return _words(404, "there is no such object")
+        read, headers = self._source(key)
+        tag = headers.get("ETag")
+        if tag is not None and _names(asks.get("if-none-match", ""), tag):
+            return _Answer(304, headers, read, 0, 0, b"")
+        asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
+        found = _find(read, asked, measure=head)
+        if asked is not None and not found.piece:
+            size = _find_end(read, 0, found.begin)
+            return _words(416, "the object ends before that", {"Content-Range": f"bytes */{size}"})
+        if found.end is not None:
+            headers["Content-Length"] = str(found.end - found.begin)
+        if asked is not None and found.end is not None:
+            headers["Content-Range"] = f"bytes {found.begin}-{found.end - 1}/{found.size or '*'}"
+        if head:
+            return _Answer(200 if asked is None else 206, headers, read, 0, 0, b"")
+        return _Answer(200 if asked is None else 206, headers, read, found.begin, found.end, found.piece)
+
+    def _source(self, key: str) -> tuple["_Read", dict[str, str]]:
+        """Return how to read an object, and the headers that are the same for all of it and for parts."""
+        headers = {"Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
+        headers["Content-Type"] = "application/octet-stream"
+        if key.startswith(CONTENT_ADDRESSED):
+            # Behind a token, a cache in between must not hand it to others; "public" would allow just that.
+            audience = "public" if self._authorization is None else "private"
+            headers["Cache-Control"] = f"{audience}, max-age=31536000, immutable"
+            headers["ETag"] = f'"{quote(key, safe="")}"'
+            return partial(self._store.get, key), headers
+        headers["Cache-Control"] = "no-cache"
+        start = self._store.get(key, 0, _PIECE)
+        if len(start) == _PIECE:
+            return partial(self._store.get, key), headers
+        headers["ETag"] = f'"{hashlib.sha256(start).hexdigest()}"'
+        return lambda begin, end: start[begin:end], headers  # one reading: it may be replaced at any time
+
+
+_Read = Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer with bytes begin..end of an object in it, or from begin to wherever it ends, and the first piece."""
+
+    status: int
+    headers: dict[str, str]
+    read: _Read
+    begin: int
+    end: int | None
+    piece: bytes
+
+    async def send(self, receive: "Receive", send: "Send") -> None:
+        """Send it piece by piece, until the client leaves.
+
+        An error on the way breaks the connection off, so that the client sees that something is missing.
+        """
+        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        piece, at = self.piece, self.begin + len(self.piece)
+        left = asyncio.create_task(_leaving(receive))  # sending to a client that left is no error, and goes on for ever
+        try:
+            while piece and at != self.end and not left.done():
+                await _send_piece(send, piece, more=True)
+                piece = await _in_thread(partial(self.read, at, _bounded(at, self.end)))
+                at += len(piece)
+        finally:
+            left.cancel()
+        if self.end is not None and at != self.end:
+            raise StoreError(f"an object ended at {at} and not at {self.end} while it was sent")
+        await _send_piece(send, piece, more=False)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Bytes begin..end of an object, as far as they were looked for: the first piece, and what is known of the rest."""
+
+    begin: int
+    end: int | None  # None: there is more, and nobody asked how much
+    size: int | None
+    piece: bytes
+
+
+def _find(read: _Read, asked: tuple[int | None, int | None] | None, measure: bool) -> _Found:
+    """Read the first piece of what is asked for; find out where it ends if it was a range, or is to be measured."""
+    (begin, end), size = asked or (0, None), None
+    if begin is None:  # the last so many bytes
+        size = _find_end(read, 0)
+        begin, end = max(0, size - (end or 0)), size
+    limit = _bounded(begin, end)
+    piece = read(begin, limit)
+    if begin + len(piece) < limit:
+        return _Found(begin, begin + len(piece), begin + len(piece), piece)
+    if limit == end:
+        return _Found(begin, end, size, piece)
+    if asked is None and not measure:
+        return _Found(begin, None, None, piece)
+    stop = _find_end(read, limit, end)
+    return _Found(begin, stop, size if stop == end else stop, piece)
+
+
+def _find_end(read: _Read, least: int, most: int | None = None) -> int:
+    """Return where an object ends that has at least so many bytes; most, if it goes on there.
+
+    No verb of a store tells a size, so single bytes are read. Those just before `most` come first: a reader that knows
+    the size asks for as much, or for one more to see that there is none.
+
+    Raises:
+        StoreError: it has no end within reason.
+    """
+    if most is None:
+        most = least + _PIECE
+        while read(most - 1, most):
+            least, most = most, 2 * most
+            if most > _MAX_SIZE:
+                raise StoreError(f"an object is larger than {_MAX_SIZE} bytes")
+    step = 1
+    while least < most:
+        middle = max(most - step, (least + most) // 2)
+        if read(middle, middle + 1):
+            least = middle + 1
+        else:
+            most = middle
+        step *= 2
+    return least
+
+
+def _bounded(begin: int, end: int | None) -> int:
+    """Return the end of a piece."""
+    return begin + _PIECE if end is None else min(end, begin + _PIECE)
+
+
+def _asked_range(header: str) -> tuple[int | None, int | None] | None:
+    """Return begin and end that a Range header asks for: (None, n) is the last n, None not a single range of bytes."""
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match[0] == "bytes=-":
+        return None
+    if match[1] == "":
+        return None, int(match[2])
+    if match[2] == "":
+        return int(match[1]), None
+    begin, end = int(match[1]), int(match[2]) + 1
+    return (begin, end) if begin < end else None
+
+
+def _names(header: str, tag: str) -> bool:
+    """Say whether an If-None-Match header names a tag."""
+    return any(name.strip().removeprefix("W/") == tag for name in header.split(","))
+
+
+def _words(status: int, text: str, headers: dict[str, str] | None = None) -> "Response":
+    """Return an answer without an object; no cache may keep it, because the object may be there the next time."""
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(text + "\n", status, {"Cache-Control": "no-store", **(headers or {})})
+
+
+async def _leaving(receive: "Receive") -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_piece(send: "Send", piece: bytes, more: bool) -> None:
+    async with asyncio.timeout(_SEND_TIMEOUT_S):
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Make a blocking call in a thread of its own: a daemon, so that a store that hangs keeps nothing from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_: Callable[[Any], None], outcome: object) -> None:
+        if not future.done():  # the request may have been given up meanwhile
+            set_(outcome)
+
+    def work() -> None:
+        try:
+            done = partial(settle, future.set_result, call())
+        except Exception as e:  # noqa: BLE001 - raised again where it is awaited
+            done = partial(settle, future.set_exception, e)
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(done)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
+async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None]) -> None:
+    """Run a server until a signal stops it."""
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    running = asyncio.create_task(server.serve())
+    waiting = asyncio.create_task(_wait(host, port, on_ready, told))
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        await running  # raises, if it can say why it ended
+        raise PulseError(f"the server on {host} port {port} ended by itself")
+    server.stop()  # type: ignore[no-untyped-call]
+    # Its own end waits for answers under way, for ever; what is left after this is cancelled with the loop.
+    await asyncio.wait({running}, timeout=_STOP_S)
+    await waiting
+
+
+async def _wait(host: str, port: int, on_ready: Callable[[], None], told: asyncio.Event) -> None:
+    """Call on_ready as soon as a connection succeeds, then return when told to."""
+    async with asyncio.timeout(_START_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+                break
+            except OSError:
+                await asyncio.sleep(0.01)
+    writer.close()
+    on_ready()
+    await told.wait()
+
+
+def _free_port(host: str, port: int) -> int:
+    """Return a port that nobody listens on: the one asked for, or any for 0.
+
+    The server would share a port that is taken with whoever has it (it sets SO_REUSEPORT), and does not tell which it
+    took for 0. Raises: PulseError.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do not count
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as e:
+        raise PulseError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+
+
+def _url(secure: bool, host: str, port: int) -> str:
+    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _missing(error: ModuleNotFoundError) -> PulseError:
+    return PulseError(f"{error.name} is not installed: pip install 'pulsesync[serve]'")

@@ -1,0 +1,110 @@
+"""Slices of tensors: a worker that holds a rectangle of one, and where the tiles of a run lie in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.errors import StateError
+from pulsesync.model import BLOCK, Bits, BlockChange, TensorSpec, Tile
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which rows and columns of a tensor are held, from..to; None is all of them.
+
+    Rows count along the first dimension, columns along all the others together.
+    """
+
+    rows: Span | None = None
+    columns: Span | None = None
+
+    def of(self, spec: TensorSpec) -> "Window":
+        """Raises: StateError, if the tensor has no such rows or columns."""
+        rows, columns = self.rows or (0, spec.rows), self.columns or (0, spec.columns)
+        for (begin, end), size in ((rows, spec.rows), (columns, spec.columns)):
+            if not 0 <= begin <= end <= size:
+                raise StateError(f"tensor {spec.name!r} has no slice {begin}..{end} of {size}", tensor=spec.name)
+        return Window(spec, rows, columns)
+
+
+Slices = Mapping[str, Slice | None]  # by name pattern, the first that fits counts; None: the tensor is not held
+
+
+def window(spec: TensorSpec, slices: Slices) -> "Window | None":
+    """What is held of a tensor; None for nothing."""
+    for pattern, held in slices.items():
+        if fnmatchcase(spec.name, pattern):
+            return held.of(spec) if held else None
+    return Slice().of(spec)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rectangle of a tensor that is held."""
+
+    tensor: TensorSpec
+    rows: Span
+    columns: Span
+
+    @property
+    def local(self) -> TensorSpec:
+        """The tensor as the worker has it."""
+        rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        if columns == self.tensor.columns and self.tensor.shape:
+            shape = (rows, *self.tensor.shape[1:])
+        elif self.tensor.shape:
+            shape = (rows, columns)
+        else:
+            shape = ()
+        return replace(self.tensor, shape=shape, row_cuts=(), column_cuts=())
+
+    def place(self, tile: Tile) -> "Place | None":
+        """Where a tile of the tensor lies here; None if no weight of it does."""
+        top, bottom = max(tile.row, self.rows[0]), min(tile.row + tile.rows, self.rows[1])
+        left, right = max(tile.column, self.columns[0]), min(tile.column + tile.columns, self.columns[1])
+        if top >= bottom or left >= right:
+            return None
+        here = replace(tile, tensor=self.local, row=tile.row - self.rows[0], column=tile.column - self.columns[0])
+        return Place(here, (bottom - top) * (right - left) == tile.size)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tile in the worker's own coordinates. If it sticks out of what is held, it begins or ends outside."""
+
+    tile: Tile
+    whole: bool
+
+    def read(self, flat: Bits, number: int) -> Bits:
+        """The weights of one of the tile's blocks; those that are not held read as zero."""
+        if self.whole:
+            return self.tile.read_block(flat, number)
+        begin = number * BLOCK
+        positions = np.arange(min(BLOCK, self.tile.size - begin)) + begin
+        held = self._held(positions)
+        out = np.zeros(positions.size, flat.dtype)
+        out[held] = flat[self.tile.flat_indices(positions[held])]
+        return out
+
+    def keep(self, change: BlockChange) -> BlockChange | None:
+        """What of a change falls on weights that are held."""
+        if self.whole:
+            return change
+        held = self._held(change.tile_positions())
+        if not held.any():
+            return None
+        return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
+
+    def write(self, flat: Bits, change: BlockChange) -> None:
+        flat[self.tile.flat_indices(change.tile_positions())] = change.new
+
+    def _held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        rows, columns = np.divmod(positions, self.tile.columns)
+        rows, columns = rows + self.tile.row, columns + self.tile.column
+        inside: NDArray[np.bool_] = (rows >= 0) & (rows < self.tile.tensor.rows)
+        return inside & (columns >= 0) & (columns < self.tile.tensor.columns)

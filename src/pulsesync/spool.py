@@ -1,0 +1,135 @@
+"""Anchors on disk: where a worker checks one before it touches a weight, and where a trainer keeps one to upload."""
+
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pulsesync import chain
+from pulsesync.errors import FormatError, NotFoundError, StoreError
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.patch import EncodedPart
+from pulsesync.records import fetch_body, located
+from pulsesync.state import Body
+from pulsesync.store import LocalStore, Store
+
+
+class AnchorSpool:
+    """Parts of anchors in a folder, by id, each checked whenever it is opened. Processes of a host can share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = LocalStore(folder)
+
+    def fetch(self, record: Manifest, store: Store, layout: Layout) -> tuple[list[Body], int]:
+        """Have all parts of an anchor on disk, checked, and return them with the bytes that had to be fetched.
+
+        What an earlier attempt, or another process, has fetched already is used.
+
+        Raises:
+            StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
+        """
+        fetched = 0
+        bodies = []
+        for ref in record.parts:
+            with self._alone(ref.id):
+                body = self._open(ref, layout)
+                if body is None:
+                    fetched += self._download(ref, store, layout)
+                    body = self._open(ref, layout)
+            if body is None:
+                raise StoreError(f"{self.folder} does not keep what is written to it", key=ref.id)
+            bodies.append(body)
+        return bodies, fetched
+
+    def fetch_some(
+        self, record: Manifest, store: Store, layout: Layout, wanted: Collection[int]
+    ) -> tuple[list[Body], int]:
+        """The same for a worker that holds slices: only the sections it needs, in memory."""
+        got = [fetch_body(store, ref, layout, wanted) for ref in record.parts]
+        return [body for body, _ in got], sum(size for _, size in got)
+
+    def _download(self, ref: PartRef, store: Store, layout: Layout) -> int:
+        key = chain.part_key(ref.id)
+        data = store.get(key, 0, ref.size + 1)
+        try:
+            Body.of(data, layout, ref.id)
+        except FormatError as e:
+            raise located(e, key) from None
+        self._files.put(key, data)
+        return len(data)
+
+    def _open(self, ref: PartRef, layout: Layout) -> Body | None:
+        """A part that is here and whole, mapped rather than read; a damaged one is removed."""
+        path = self.folder / "parts" / ref.id
+        try:
+            with path.open("rb") as file:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            if len(data) != ref.size:
+                raise FormatError("of another size")
+            return Body.of(data, layout, ref.id)
+        except (OSError, ValueError):  # not there, or empty
+            return None
+        except FormatError:
+            path.unlink(missing_ok=True)
+            return None
+
+    @contextmanager
+    def _alone(self, id_: str) -> Iterator[None]:
+        """One process at a time fetches a part."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.folder / f".lock-{id_[:16]}", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as e:
+            raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=id_) from e
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def keep_only(self, record: Manifest | None) -> None:
+        """Throw away every part that is not of this anchor."""
+        wanted = {part.id for part in record.parts} if record else set()
+        for path in [*self.folder.glob("parts/*"), *self.folder.glob(".lock-*")]:
+            if path.name not in wanted and not any(path.name == f".lock-{id_[:16]}" for id_ in wanted):
+                path.unlink(missing_ok=True)
+
+
+class Outbox:
+    """Anchors that are finished on disk and not yet all in the store; they outlive the process that made them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def stage(self, epoch: int, parts: Iterable[EncodedPart]) -> tuple[PartRef, ...]:
+        """Write the parts of an anchor to disk, one after the other, and return what its record names."""
+        self.discard(epoch)
+        files, refs = LocalStore(self.folder / str(epoch)), []
+        for part in parts:
+            files.put(chain.part_key(part.id), part.data)
+            refs.append(PartRef(part.id, len(part.data)))
+        return tuple(refs)
+
+    def seal(self, epoch: int, record: bytes) -> None:
+        """All parts are there: from now on the anchor is finished by whoever opens this folder."""
+        LocalStore(self.folder / str(epoch)).put("record", record)
+
+    def waiting(self) -> Iterator[tuple[int, bytes]]:
+        """The anchors that are sealed here, as epoch and record, the newest first; what was never sealed is removed."""
+        epochs = [int(path.name) for path in self.folder.glob("*") if path.name.isdigit()]
+        for epoch in sorted(epochs, reverse=True):
+            try:
+                yield epoch, LocalStore(self.folder / str(epoch)).get("record")
+            except NotFoundError:
+                self.discard(epoch)
+
+    def part(self, epoch: int, ref: PartRef) -> bytes:
+        return LocalStore(self.folder / str(epoch)).get(chain.part_key(ref.id))
+
+    def discard(self, epoch: int) -> None:
+        shutil.rmtree(self.folder / str(epoch), ignore_errors=True)

@@ -1,0 +1,98 @@
+"""Many readers of one store, at the cost of one: what several ask for at the same time is asked for once.
+
+For a relay, which hundreds of workers poll. `Coalescing(CachedStore(upstream, folder))` asks the upstream at most once
+a second for each object that may change or appear, and once for each that may not.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pulsesync.errors import StoreError
+from pulsesync.store.base import Entry, Store
+from pulsesync.store.keys import check_key, check_prefix
+
+CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
+
+_REMEMBER_S = 1.0
+_WHOLE_BYTES = 1 << 18  # objects up to this size are fetched whole, so that any ranges of them are one request
+_MAX_REMEMBERED = 1024  # so at most 256 MiB of them
+
+T = TypeVar("T")
+_Call = tuple[str | int | None, ...]
+
+
+class Coalescing:
+    """A store for reading, for many threads. Equal calls at the same time are one call with one outcome.
+
+    What is content-addressed is passed on. Of everything else, of listings, and of whatever failed (there is no such
+    object, the store is away), the outcome is remembered for a second: a reader may be told what was true up to a
+    second, and the time of one call, ago.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._under_way: dict[_Call, Future[Any]] = {}
+        self._remembered: dict[_Call, tuple[float, Future[Any]]] = {}  # until when; oldest first
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        check_key(key)
+        if key.startswith(CONTENT_ADDRESSED):
+            return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
+        whole = self._once((key,), lambda: self.store.get(key, 0, _WHOLE_BYTES), remember=True)
+        if len(whole) < _WHOLE_BYTES or (end is not None and end <= _WHOLE_BYTES):
+            return whole[begin:end]
+        return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        check_prefix(prefix)
+        return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix)), remember=True))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Refuse. Raises: StoreError."""
+        raise _read_only(key)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Refuse. Raises: StoreError."""
+        raise _read_only(key)
+
+    def delete(self, key: str) -> None:
+        """Refuse. Raises: StoreError."""
+        raise _read_only(key)
+
+    def _once(self, name: _Call, call: Callable[[], T], remember: bool = False) -> T:
+        """Make a call, or share the outcome of an equal one that is under way or is remembered."""
+        now = time.monotonic()
+        with self._lock:
+            shared = self._under_way.get(name) or self._recall(name, now)
+            future = shared or self._under_way.setdefault(name, Future())
+        if shared is None:
+            try:
+                future.set_result(call())
+            except BaseException as e:  # noqa: BLE001 - raised again below, here and in every thread that waits
+                future.set_exception(e)
+            with self._lock:
+                del self._under_way[name]
+                if remember or future.exception():
+                    self._remember(name, now, future)
+        outcome: T = future.result()
+        return outcome
+
+    def _recall(self, name: _Call, now: float) -> Future[Any] | None:
+        until, future = self._remembered.get(name, (now, None))
+        return future if now < until else None
+
+    def _remember(self, name: _Call, began: float, future: Future[Any]) -> None:
+        self._remembered.pop(name, None)
+        self._remembered[name] = began + _REMEMBER_S, future
+        for old, (until, _) in list(self._remembered.items()):
+            if until > began and len(self._remembered) <= _MAX_REMEMBERED:
+                break
+            del self._remembered[old]
+
+
+def _read_only(key: str) -> StoreError:
+    return StoreError(f"a relay is read-only; {key} can be written where the run is published", key=key)

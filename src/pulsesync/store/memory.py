@@ -1,0 +1,59 @@
+"""A run in the memory of one process: for tests, and for a trainer and workers that share a process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from pulsesync.errors import ConflictError, NotFoundError
+from pulsesync.store.base import Entry
+from pulsesync.store.keys import check_key, check_prefix
+
+
+class MemoryStore:
+    """Objects are kept in a dictionary, and are gone with it. The clock dates them."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._objects: dict[str, tuple[bytes, float]] = {}  # content, modified
+        self._lock = threading.Lock()
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        check_key(key)
+        with self._lock:
+            if key not in self._objects:
+                raise NotFoundError(f"there is no {key} in memory", key=key)
+            data, _ = self._objects[key]
+        return data[begin:end]
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        check_key(key)
+        held = bytes(data)
+        with self._lock:
+            self._objects[key] = held, self._clock()
+
+    def create(self, key: str, data: bytes) -> None:
+        check_key(key)
+        held = bytes(data)
+        with self._lock:
+            if key in self._objects:
+                raise ConflictError(f"{key} exists already in memory", key=key)
+            self._objects[key] = held, self._clock()
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        check_prefix(prefix)
+        with self._lock:
+            found = sorted((key, *of) for key, of in self._objects.items() if key.startswith(prefix))
+        return (Entry(key, len(data), modified) for key, data, modified in found)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        with self._lock:
+            self._objects.pop(key, None)
+
+
+_NAMED: dict[str, MemoryStore] = {}
+
+
+def named(name: str) -> MemoryStore:
+    """Return the store of a name: in one process the same for the same name, and kept until the process ends."""
+    return _NAMED.setdefault(name, MemoryStore())

@@ -1,0 +1,180 @@
+"""S3, Google Cloud Storage and Azure Blob Storage as a store, through obstore.
+
+Credentials, region and endpoint come from the variables that each cloud's own tools read (AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, …) or as keywords of the constructor;
+never in the URL, which ends up in logs.
+
+A big object is put in pieces. A process that dies meanwhile leaves pieces that no listing shows and the bucket's owner
+pays for: give the bucket a rule that ends unfinished uploads after a day.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store.base import Entry
+from pulsesync.store.keys import check_key, check_prefix
+
+if TYPE_CHECKING:
+    from obstore import GetResult
+    from obstore.store import ClientConfig
+
+_PIECE_BYTES = 8 << 20
+_PIECES_AT_ONCE = 4
+_CLIENT: "ClientConfig" = {
+    "allow_http": True,  # used only if an endpoint is named that begins so
+    # obstore's 30 s for a whole request would fail every large part on a slow link. A link that is dead is found out by
+    # its silence; an upload is silent until its last byte is sent, and so a minute has to do for a piece.
+    "timeout": "15min",
+    "read_timeout": "60s",
+}
+_STATUS = re.compile(r"status code: (\d{3})")
+_KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_PASSING_KINDS = {"Connect", "Request", "Timeout", "Interrupted", "Decode"}
+# The first: two conditional writes crossed, and neither may have won. The second is a 400 of S3 for a slow sender.
+_PASSING_CODES = {"ConditionalRequestConflict", "RequestTimeout"}
+_NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
+
+
+class ObjectStore:
+    """Objects of a bucket below a prefix: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
+
+    Calls are made once, and say whether they may be made again: wrap the store in a RetryStore, as `open_store` does.
+    A process forked from one that has made a call can make none: start processes by spawn.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """Open a location with obstore's settings as keywords: `endpoint`, `access_key_id`, `region`, ….
+
+        Raises:
+            ValueError: a URL with a query or without a bucket, or an option that this cloud does not have.
+        """
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
+        if "?" in url or "#" in url:
+            raise ValueError(f"{url}: settings are keywords or environment variables, not part of the URL")
+        client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
+        self.url = url
+        try:
+            self._store = from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
+        except BaseError as e:
+            raise ValueError(f"cannot open {url}: {_said(e)}") from e
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        check_key(key)
+        with self._translated(key, "read"):
+            if end is not None and end <= begin:
+                self._store.head(key)  # no cloud serves an empty range, and an object that is missing has none
+                return b""
+            try:
+                return self._get(key, begin, end)
+            except Exception as e:
+                if _status(e) == 416:  # the object ends before the range begins
+                    return b""
+                raise
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        check_key(key)
+        with self._translated(key, "write"):
+            view = memoryview(data).cast("B")
+            self._store.put(key, view, chunk_size=_PIECE_BYTES, max_concurrency=_PIECES_AT_ONCE)
+
+    def create(self, key: str, data: bytes) -> None:
+        check_key(key)
+        with self._translated(key, "create"):
+            self._store.put(key, data, mode="create")
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        check_prefix(prefix)
+        with self._translated(prefix, "list"):
+            found = [
+                Entry(one["path"], one["size"], one["last_modified"].timestamp())
+                for some in self._store.list(prefix)
+                for one in some
+            ]
+        return iter(sorted(found, key=lambda entry: entry.key))
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        with self._translated(key, "delete"):
+            try:
+                self._store.delete(key)
+            except FileNotFoundError:  # S3 does not say so, the others do
+                return
+
+    def _get(self, key: str, begin: int, end: int | None) -> bytes:
+        if end is not None:
+            return _collect(self._store.get(key, options={"range": (begin, end)}), end - begin)
+        if begin:
+            return bytes(self._store.get(key, options={"range": {"offset": begin}}).bytes())
+        return bytes(self._store.get(key).bytes())
+
+    @contextmanager
+    def _translated(self, key: str, verb: str) -> Iterator[None]:
+        """Turn what obstore raises, its own errors and Python's, into the errors of a store."""
+        _check_process()
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as e:  # the edge: whatever a foreign library raises
+            raise _store_error(e, f"{verb} {key} in {self.url}", key) from e
+
+
+_process: int | None = None  # the one that made the first call
+
+
+def _check_process() -> None:
+    """Raises: StoreError, after a fork: obstore's threads stayed behind, and a call would wait for them for ever."""
+    global _process
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        raise StoreError("a forked process cannot use an object store that its parent has used; start it by spawn")
+
+
+def _collect(result: "GetResult", limit: int) -> bytes:
+    """Return the content. Raises: StoreError, as soon as it is too long: obstore itself takes whatever is sent."""
+    content, size = [], 0
+    for chunk in result:
+        size += len(chunk)
+        if size > limit:
+            raise StoreError(f"the store sent more than the {limit} bytes asked for", limit=limit)
+        content.append(chunk)
+    return b"".join(content)
+
+
+def _store_error(error: Exception, what: str, key: str) -> StoreError:
+    from obstore.exceptions import AlreadyExistsError
+
+    code = _CODE.search(str(error))
+    if code and code[1] in _PASSING_CODES:
+        return StoreError(f"cannot {what}: {_said(error)}", key=key, retryable=True)
+    if isinstance(error, AlreadyExistsError):
+        return ConflictError(f"cannot {what}: it exists already", key=key)
+    if isinstance(error, FileNotFoundError) and not (code and code[1] in _NO_BUCKET_CODES):
+        return NotFoundError(f"cannot {what}: there is none", key=key)
+    return StoreError(f"cannot {what}: {_said(error)}", key=key, retryable=_is_passing(error))
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether the same request may succeed later: the server is unwell or asks for patience, or the link broke."""
+    status, kind = _status(error), _KIND.search(str(error))
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    return kind is not None and kind[1] in _PASSING_KINDS
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status that an error of obstore names in its text; it is carried nowhere else."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _said(error: Exception) -> str:
+    """The message of an error of obstore, without the dump of its insides."""
+    return str(error).partition("\n\nDebug source")[0].strip()

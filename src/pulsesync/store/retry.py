@@ -1,0 +1,88 @@
+"""Tries again what may succeed a little later."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store.base import Entry, Store
+
+T = TypeVar("T")
+
+
+class RetryStore:
+    """Repeats calls whose error is `retryable`, up to `attempts` in all, and then lets the last error through.
+
+    Before the n-th repetition it waits a random time between nothing and `first_wait_s` × 2^(n−1), but never more than
+    `longest_wait_s`: after an outage many workers come back spread out, not all at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempts: int = 5,
+        first_wait_s: float = 0.1,
+        longest_wait_s: float = 5.0,
+        sleep: Callable[[float], None] = time.sleep,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        if attempts < 1:
+            raise ValueError(f"attempts={attempts}: a call is made at least once")
+        self.store = store
+        self._attempts = attempts
+        self._first_wait_s = first_wait_s
+        self._longest_wait_s = longest_wait_s
+        self._sleep = sleep
+        self._random = random
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        return self._retried(lambda: self.store.get(key, begin, end))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._retried(lambda: self.store.put(key, data))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write an object that must not exist. Raises: ConflictError.
+
+        An attempt that failed may have arrived all the same. If a later one meets an object with exactly these bytes,
+        it is taken for the one that was to be created.
+        """
+        failed = False
+
+        def attempt() -> None:
+            nonlocal failed
+            try:
+                self.store.create(key, data)
+            except ConflictError:
+                if not (failed and self._holds(key, data)):
+                    raise
+            except StoreError:
+                failed = True
+                raise
+
+        self._retried(attempt)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return iter(self._retried(lambda: tuple(self.store.list(prefix))))
+
+    def delete(self, key: str) -> None:
+        self._retried(lambda: self.store.delete(key))
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key, end=len(data) + 1) == data
+        except NotFoundError:
+            return False
+
+    def _retried(self, call: Callable[[], T]) -> T:
+        longest = self._first_wait_s
+        for _ in range(self._attempts - 1):
+            try:
+                return call()
+            except StoreError as e:
+                if not e.retryable:
+                    raise
+            self._sleep(self._random() * min(longest, self._longest_wait_s))
+            longest *= 2
+        return call()

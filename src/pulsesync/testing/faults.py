@@ -1,0 +1,106 @@
+"""A store that fails on purpose, by a seed: what networks, proxies and eventually consistent buckets do to a run."""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from pulsesync.errors import StoreError
+from pulsesync.store import Entry, Store
+
+T = TypeVar("T")
+
+
+class FaultyStore:
+    """Passes calls on to a store and lets some go wrong. `faults` counts, by kind, what was done.
+
+    Each keyword is the probability of one kind of fault, drawn anew for every call it may befall:
+        lost: any call is not carried out, and raises a retryable StoreError.
+        unanswered: any call is carried out, and raises a retryable StoreError all the same.
+        truncated: a get returns only a beginning.
+        flipped: a get returns one wrong bit.
+        stale: a get returns what the object was before the last put over it.
+        doubled: a put arrives twice.
+    Calls of one thread fail the same way for the same seed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rng: random.Random,
+        *,
+        lost: float = 0.0,
+        unanswered: float = 0.0,
+        truncated: float = 0.0,
+        flipped: float = 0.0,
+        stale: float = 0.0,
+        doubled: float = 0.0,
+    ) -> None:
+        self.store = store
+        self.faults: Counter[str] = Counter()
+        self._rng = rng
+        self._chances = {
+            "lost": lost, "unanswered": unanswered, "truncated": truncated,
+            "flipped": flipped, "stale": stale, "doubled": doubled,
+        }  # fmt: skip
+        self._now: dict[str, bytes] = {}  # as last put through here
+        self._before: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        data = self._call(key, lambda: self.store.get(key, begin, end))
+        with self._lock:
+            before = self._before.get(key)
+        if before is not None and self._strikes("stale"):
+            data = before[begin:end]
+        if data and self._strikes("truncated"):
+            data = data[: self._below(len(data))]
+        if data and self._strikes("flipped"):
+            data = _flip(data, self._below(8 * len(data)))
+        return data
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._call(key, lambda: self._put(key, bytes(data)))
+
+    def create(self, key: str, data: bytes) -> None:
+        self._call(key, lambda: self.store.create(key, data))
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return iter(self._call(prefix, lambda: tuple(self.store.list(prefix))))
+
+    def delete(self, key: str) -> None:
+        self._call(key, lambda: self.store.delete(key))
+
+    def _put(self, key: str, data: bytes) -> None:
+        self.store.put(key, data)
+        if self._strikes("doubled"):
+            self.store.put(key, data)
+        with self._lock:
+            if key in self._now:
+                self._before[key] = self._now[key]
+            self._now[key] = data
+
+    def _call(self, key: str, call: Callable[[], T]) -> T:
+        if self._strikes("lost"):
+            raise StoreError(f"the request for {key} was lost, on purpose", key=key, retryable=True)
+        result = call()
+        if self._strikes("unanswered"):
+            raise StoreError(f"the answer for {key} was lost, on purpose", key=key, retryable=True)
+        return result
+
+    def _strikes(self, kind: str) -> bool:
+        with self._lock:
+            strikes = self._rng.random() < self._chances[kind]
+            self.faults[kind] += strikes
+        return strikes
+
+    def _below(self, bound: int) -> int:
+        with self._lock:
+            return self._rng.randrange(bound)
+
+
+def _flip(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)

@@ -1,0 +1,378 @@
+"""HttpStore against servers made of a socket and a few lines: well-behaved, plain, broken and hostile ones."""
+
+import datetime
+import ipaddress
+import json
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.store.base import Entry
+from pulsesync.store.http import HttpStore
+
+CONTENT = bytes(range(256)) * 20
+Reply = Callable[[str], bytes]
+
+
+class Place:
+    """A server in this process: what it was asked, on how many connections, and a store that asks it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.requests: list[str] = []
+        self.connections = 0
+
+
+def answer(status: str, body: bytes = b"", **headers: str) -> bytes:
+    """An answer with its length, and other headers by name: content_type for Content-Type."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@contextmanager
+def answering(reply: Reply, tls: ssl.SSLContext | None = None) -> Iterator[Place]:
+    """Answer each request with the bytes of reply, and close the connection after an answer that says so."""
+    place = Place("")
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            place.connections += 1
+            while head := b"".join(iter(self.rfile.readline, b"\r\n")):
+                place.requests.append(head.decode())
+                data = reply(head.decode())
+                try:
+                    self.wfile.write(data)
+                except OSError:  # the client has what it wanted
+                    return
+                if b"Connection: close" in data:
+                    return
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True
+
+        def get_request(self) -> tuple[socket.socket, object]:
+            connection, address = super().get_request()
+            connection.settimeout(10)
+            if tls is not None:
+                connection = tls.wrap_socket(connection, server_side=True)
+            return connection, address
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        place.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield place
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def asking(reply: Reply, **options: object) -> Iterator[tuple[HttpStore, Place]]:
+    with answering(reply) as place, closing(HttpStore(place.url, **options)) as store:  # type: ignore[arg-type]
+        yield store, place
+
+
+def ranged(request: str) -> bytes:
+    """A server that knows ranges, with CONTENT under every key but `none`."""
+    if request.startswith("GET /none "):
+        return answer("404 Not Found", b"no such thing")
+    found = [line for line in request.splitlines() if line.startswith("Range: bytes=")]
+    if not found:
+        return answer("200 OK", CONTENT)
+    first, _, last = found[0].removeprefix("Range: bytes=").partition("-")
+    begin, end = int(first), min(int(last or len(CONTENT)) + 1, len(CONTENT))
+    if begin >= len(CONTENT):
+        return answer("416 Range Not Satisfiable")
+    return answer("206 Partial Content", CONTENT[begin:end], Content_Range=f"bytes {begin}-{end - 1}/{len(CONTENT)}")
+
+
+def plain(request: str) -> bytes:
+    """A server that does not know ranges."""
+    return answer("200 OK", CONTENT)
+
+
+def test_an_object_is_got_whole_without_a_range() -> None:
+    with asking(plain) as (store, place):
+        assert store.get("parts/a") == CONTENT
+    assert place.requests[0].startswith("GET /parts/a HTTP/1.1\r\n")
+    assert "Range:" not in place.requests[0]
+
+
+@pytest.mark.parametrize("reply", [ranged, plain])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 10), (7, 9), (100, None), (0, 1 << 30), (5119, 5121), (5120, 5121), (9000, None), (5, 5)]
+)
+def test_a_range_is_what_it_is_of_the_whole(reply: Reply, begin: int, end: int | None) -> None:
+    with asking(reply) as (store, _):
+        assert store.get("parts/a", begin, end) == CONTENT[begin:end]
+
+
+def test_what_is_not_there_is_not_found() -> None:
+    with asking(ranged) as (store, _):
+        for begin, end in ((0, None), (0, 5), (3, 3)):
+            with pytest.raises(NotFoundError) as caught:
+                store.get("none", begin, end)
+            assert caught.value.key == "none"
+
+
+def test_a_connection_is_used_again_after_objects_and_after_absent_ones() -> None:
+    with asking(ranged) as (store, place):
+        for key in ("a", "none", "b", "none", "a"):
+            try:
+                store.get(key, 0, 10)
+            except NotFoundError:
+                assert key == "none"
+    assert (len(place.requests), place.connections) == (5, 1)
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_replaced() -> None:
+    with asking(lambda _: plain("")) as (store, place):
+        store.get("a")
+        kept = store._idle[0].sock
+        kept.shutdown(socket.SHUT_RDWR)
+        assert store.get("a") == CONTENT
+    assert place.connections == 2
+
+
+def test_the_path_of_the_address_stands_before_the_key() -> None:
+    with answering(plain) as place, closing(HttpStore(f"{place.url}/runs/7/")) as store:
+        store.get("starts/a b%?#")
+    assert place.requests[0].startswith("GET /runs/7/starts/a%20b%25%3F%23 HTTP/1.1")
+
+
+def test_the_token_goes_with_every_request() -> None:
+    with asking(plain, token="s3cret") as (store, place):
+        store.get("a")
+    assert "Authorization: Bearer s3cret\r\n" in place.requests[0]
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
+def test_a_refusal_names_the_options_and_not_the_token(status: str) -> None:
+    with asking(lambda _: answer(status), token="s3cret") as (store, _):
+        with pytest.raises(StoreError, match="--token-file or PULSE_TOKEN") as caught:
+            store.get("a")
+        assert not caught.value.retryable
+        assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "retryable"),
+    [("500 Oh", True), ("503 Busy", True), ("429 Slowly", True), ("400 What", False), ("302 There", False)],
+)
+def test_a_status_says_whether_to_try_again(status: str, retryable: bool) -> None:
+    with asking(lambda _: answer(status, b"words", Location="http://127.0.0.1:1/")) as (store, _):
+        with pytest.raises(StoreError, match=status[:3]) as caught:
+            store.get("a")
+        assert caught.value.retryable is retryable
+
+
+TRUNCATED = {
+    "a body": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\nConnection: close\r\n\r\n0123456789",
+    "a range": b"HTTP/1.1 206 Some\r\nContent-Range: bytes 0-49/99\r\nContent-Length: 50\r\nConnection: close\r\n\r\n0123",
+    "a range by its own words": b"HTTP/1.1 206 Some\r\nContent-Range: bytes 0-49/99\r\nContent-Length: 4\r\n\r\n0123",
+    "a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n10\r\n0123",
+    "between chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n4\r\n0123\r\n",
+    "a status line": b"HTTP/1.1 2",
+    "nothing": b"Connection: close",
+}
+
+
+@pytest.mark.parametrize("data", TRUNCATED.values(), ids=TRUNCATED)
+def test_an_answer_that_breaks_off_may_be_tried_again(data: bytes) -> None:
+    def reply(request: str) -> bytes:
+        return data if b"Connection: close" in data or b"Length: 4" in data else data + b"\r\nConnection: close"
+
+    with asking(reply) as (store, _):
+        with pytest.raises(StoreError) as caught:
+            store.get("a", 0, 50)
+        assert caught.value.retryable
+
+
+def test_a_skipped_part_that_breaks_off_is_not_taken_for_the_end() -> None:
+    with asking(lambda _: TRUNCATED["a body"]) as (store, _):
+        with pytest.raises(StoreError, match="broke off") as caught:
+            store.get("a", 50, 60)
+        assert caught.value.retryable
+
+
+def test_nobody_listening_may_be_tried_again() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(StoreError) as caught:
+            HttpStore(f"http://127.0.0.1:{free.getsockname()[1]}").get("a")
+    assert caught.value.retryable
+
+
+def test_silence_ends_after_the_timeout_and_may_be_tried_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match="timed out") as caught:
+        HttpStore(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).get("a")
+    assert caught.value.retryable
+
+
+OVERSIZED = {
+    "longer than asked": b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n",
+    "without end": b"HTTP/1.1 200 OK\r\n\r\n",
+    "a chunk of -1": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+    "a chunk without end": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+}
+
+
+@pytest.mark.parametrize("head", OVERSIZED.values(), ids=OVERSIZED)
+def test_no_more_than_the_end_is_read_of_an_answer_without_bounds(head: bytes) -> None:
+    sent = 0
+    stopped = threading.Event()
+
+    def pour(listening: socket.socket) -> None:
+        nonlocal sent
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(10)
+            try:
+                connection.recv(4096)
+                connection.sendall(head)
+                while sent < 1 << 30:
+                    sent += connection.send(bytes(1 << 16))
+            except OSError:  # the client left
+                stopped.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=pour, args=(listening,))
+        thread.start()
+        assert HttpStore(f"http://127.0.0.1:{listening.getsockname()[1]}").get("a", 10, 1000) == bytes(990)
+        thread.join()
+    assert stopped.is_set()
+    assert sent < 1 << 25  # what the two ends of a connection hold
+
+
+@pytest.mark.parametrize(
+    "said", ["bytes 1-9/99", "bytes 0-10/99", "bytes 5-4/99", "bytes 0-9", "items 0-9/99", "", "bytes 0-" + "9" * 5000]
+)
+def test_another_range_than_the_one_asked_for_is_refused(said: str) -> None:
+    with asking(lambda _: answer("206 Partial Content", bytes(10), Content_Range=said)) as (store, _):
+        with pytest.raises(StoreError, match="asked for bytes 0-9"):
+            store.get("a", 0, 10)
+
+
+def test_an_encoding_that_was_not_asked_for_is_refused() -> None:
+    with asking(lambda _: answer("200 OK", b"\x1f\x8b", Content_Encoding="gzip")) as (store, _):
+        with pytest.raises(StoreError, match="encodes"):
+            store.get("a")
+
+
+@pytest.mark.parametrize("key", ["", "/", "../x", "a/../../x", "a//b", "a/", "./a", "..\\x"])
+def test_what_is_not_a_key_is_not_asked_for(key: str) -> None:
+    with asking(plain) as (store, place), pytest.raises(StoreError, match="not a key"):
+        store.get(key)
+    assert place.requests == []
+
+
+def test_writing_is_refused() -> None:
+    store = HttpStore("http://127.0.0.1:1")
+    for write in (lambda: store.put("a", b""), lambda: store.create("a", b""), lambda: store.delete("a")):
+        with pytest.raises(StoreError, match="read-only"):
+            write()
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "host", "http://", "http://host?a=1", "http://host#a", "http://a:b@host"]
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        HttpStore(url)
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "münchen"])
+def test_a_token_that_is_no_header_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="token"):
+        HttpStore("http://host", token)
+
+
+def listing(*lines: object) -> Reply:
+    body = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    return lambda _: answer("200 OK", body.encode(), Content_Type="application/x-ndjson")
+
+
+def test_a_listing_is_asked_for_by_its_prefix() -> None:
+    lines = [{"key": "parts/a", "size": 3, "modified": 1.5}, {"key": "parts/b/c", "size": 0, "modified": 2}]
+    with asking(listing(*lines)) as (store, place):
+        assert list(store.list("parts/")) == [Entry("parts/a", 3, 1.5), Entry("parts/b/c", 0, 2.0)]
+    assert place.requests[0].startswith("GET /?list=parts%2F HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON", "[1]", "7", "[" * 100_000, "{}",
+        {"key": "other/a", "size": 1, "modified": 1}, {"key": "parts/../a", "size": 1, "modified": 1},
+        {"key": 7, "size": 1, "modified": 1}, {"key": "parts/\ud800", "size": 1, "modified": 1},
+        {"key": "parts/b", "size": -1, "modified": 1}, {"key": "parts/b", "size": True, "modified": 1},
+        {"key": "parts/b", "size": 1.5, "modified": 1}, {"key": "parts/b", "size": 1 << 60, "modified": 1},
+        {"key": "parts/b", "size": 1, "modified": "x"}, '{"key": "parts/b", "size": 1, "modified": NaN}',
+        {"key": "parts/b", "size": 1, "modified": 10**400}, {"key": "parts/a", "size": 1, "modified": 1},
+    ],
+    ids=lambda line: str(line)[:40],
+)  # fmt: skip
+def test_a_listing_with_a_bad_line_is_refused(line: object) -> None:
+    with asking(listing({"key": "parts/a", "size": 1, "modified": 1}, line)) as (store, _):
+        with pytest.raises(StoreError, match="bad line"):
+            list(store.list("parts/"))
+
+
+@pytest.mark.parametrize("reply", [plain, lambda _: answer("404 Not Found")])
+def test_a_server_of_files_cannot_list_and_the_error_says_so(reply: Reply) -> None:
+    with asking(reply) as (store, _):
+        with pytest.raises(StoreError, match="cannot list") as caught:
+            list(store.list("parts/"))
+        assert not isinstance(caught.value, NotFoundError)
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Certificate and private key of 127.0.0.1, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pulse")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    folder = tmp_path_factory.mktemp("identity")
+    (folder / "certificate.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return folder / "certificate.pem", folder / "key.pem"
+
+
+def test_a_server_that_signed_its_own_certificate_is_trusted_only_by_it(identity: tuple[Path, Path]) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*identity)
+    with answering(ranged, tls) as place:
+        with closing(HttpStore(place.url, cafile=str(identity[0]))) as store:
+            assert store.get("a", 5, 10) == CONTENT[5:10]
+        with pytest.raises(StoreError, match="not trusted.*cafile") as caught:
+            HttpStore(place.url).get("a")
+        assert not caught.value.retryable
+
+
+def test_certificates_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot read certificates"):
+        HttpStore("https://host", cafile=str(tmp_path / "none.pem"))

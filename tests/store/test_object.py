@@ -1,0 +1,225 @@
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store import ObjectStore, RetryStore, open_store
+from pulsesync.testing.stores import StoreTests
+from tests.s3 import Server
+
+
+class TestObjectStore(StoreTests):
+    large_bytes = (20 << 20) + 1
+    races = 1  # this server takes five seconds to say no to fifteen at once
+
+    @pytest.fixture
+    def store(self, s3_server: Server) -> ObjectStore:
+        return ObjectStore(s3_server.fresh_url(), **s3_server.options)
+
+
+def test_large_objects_are_put_in_pieces_and_small_ones_at_once(s3_server: Server) -> None:
+    store = ObjectStore(s3_server.fresh_url(), **s3_server.options)
+    for key, size in (("large", (20 << 20) + 1), ("small", 8 << 20)):
+        store.put(key, bytes(size))
+    tags = {key: store._store.head(key)["e_tag"].strip('"') for key in ("large", "small")}
+    assert tags["large"].endswith("-3")
+    assert "-" not in tags["small"]
+
+
+def test_runs_of_one_bucket_do_not_see_each_other(s3_server: Server) -> None:
+    url = s3_server.fresh_url()
+    one, other = (ObjectStore(url + end, **s3_server.options) for end in ("", "-2"))
+    one.put("parts/a", b"1")
+    assert [entry.key for entry in one.list("parts/")] == ["parts/a"]
+    assert list(other.list("parts/")) == []
+
+
+def test_a_location_alone_opens_with_what_the_environment_says(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(s3_server.fresh_url())
+    assert isinstance(store, RetryStore)
+    store.put("head", b"1")
+    assert store.get("head") == b"1"
+
+
+def test_wrong_credentials_are_not_worth_a_retry(s3_server: Server) -> None:
+    store = ObjectStore(s3_server.fresh_url(), **{**s3_server.options, "secret_access_key": "wrong"})
+    for call in calls(store):
+        with pytest.raises(StoreError, match="403") as caught:
+            call()
+        assert not caught.value.retryable
+
+
+def test_a_bucket_that_is_not_there_is_not_an_empty_run(s3_server: Server) -> None:
+    store = ObjectStore("s3://no-such-bucket/run", **s3_server.options)
+    with pytest.raises(StoreError, match="bucket does not exist") as caught:
+        store.get("head")
+    assert not isinstance(caught.value, NotFoundError)
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run?region=x", "s3://bucket/run#x", "s3:///run"])
+def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="s3://"):
+        ObjectStore(url)
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        ObjectStore("s3://bucket/run", nonsense="1")
+
+
+def test_nobody_listening_is_worth_a_retry() -> None:
+    with broken_server(lambda _: None) as endpoint:
+        pass
+    for call in calls(store_at(endpoint)):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert caught.value.retryable
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429, 408, 400, 401, 403, 405])
+def test_the_status_says_whether_to_try_again(status: int) -> None:
+    with broken_server(lambda request: respond(request, status)) as endpoint:
+        for call in calls(store_at(endpoint)):
+            with pytest.raises(StoreError, match=str(status)) as caught:
+                call()
+            assert caught.value.retryable is (status >= 500 or status in (408, 429))
+            assert "Debug" not in str(caught.value)
+
+
+def test_two_creates_that_crossed_are_no_conflict_yet() -> None:
+    body = b"<Error><Code>ConditionalRequestConflict</Code></Error>"
+    with broken_server(lambda request: respond(request, 409, body)) as endpoint, pytest.raises(StoreError) as caught:
+        store_at(endpoint).create("manifests/0", b"")
+    assert caught.value.retryable
+    assert not isinstance(caught.value, ConflictError)
+
+
+@pytest.mark.parametrize("range_", [(), (0, 5)])
+def test_an_object_that_ends_too_early_is_worth_a_retry(range_: tuple[int, ...]) -> None:
+    def stop(request: BaseHTTPRequestHandler) -> None:
+        head = {"content-length": "5", "content-range": "bytes 0-4/5"}
+        respond(request, 206 if range_ else 200, b"01", head)
+
+    with broken_server(stop) as endpoint, pytest.raises(StoreError) as caught:
+        store_at(endpoint).get("parts/a", *range_)
+    assert caught.value.retryable
+
+
+def test_a_server_that_falls_silent_is_worth_a_retry() -> None:
+    over = threading.Event()
+    with broken_server(lambda _: over.wait(20) and None) as endpoint:
+        try:
+            with pytest.raises(StoreError) as caught:
+                store_at(endpoint, client_options={"read_timeout": "200ms"}).get("head")
+        finally:
+            over.set()
+    assert caught.value.retryable
+
+
+def test_no_more_is_taken_than_was_asked_for() -> None:
+    def send_more(request: BaseHTTPRequestHandler) -> None:
+        respond(request, 206, bytes(1000), {"content-length": "1000", "content-range": "bytes 0-9/1000"})
+
+    with broken_server(send_more) as endpoint, pytest.raises(StoreError, match="more than the 10 bytes"):
+        store_at(endpoint).get("manifests/0", 0, 10)
+
+
+FORK = """
+import os, sys
+from pulsesync.errors import StoreError
+from pulsesync.store import ObjectStore
+
+store = ObjectStore("s3://bucket/run", endpoint=sys.argv[1], access_key_id="k", secret_access_key="s")
+
+def fails():
+    try:
+        store.get("head")
+    except StoreError as e:
+        print(e, flush=True)
+
+def forked(work):
+    pid = os.fork()
+    if not pid:
+        work()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+forked(fails)
+fails()
+forked(fails)
+"""
+
+
+def test_a_call_in_a_forked_process_fails_instead_of_waiting_for_ever() -> None:
+    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    with broken_server(lambda request: respond(request, 400)) as endpoint:
+        command = [sys.executable, "-c", FORK, endpoint]
+        done = subprocess.run(command, capture_output=True, text=True, env=source, timeout=30, check=True)
+    before, parent, after = done.stdout.splitlines()
+    assert "400" in before
+    assert "400" in parent
+    assert "start it by spawn" in after
+
+
+def calls(store: ObjectStore) -> list[Callable[[], object]]:
+    return [
+        lambda: store.get("a"),
+        lambda: store.get("a", 1, 2),
+        lambda: store.put("a", b""),
+        lambda: store.create("a", b""),
+        lambda: store.delete("a"),
+        lambda: list(store.list("a/")),
+    ]
+
+
+def store_at(endpoint: str, **options: object) -> ObjectStore:
+    return ObjectStore("s3://bucket/run", endpoint=endpoint, access_key_id="k", secret_access_key="s", **options)
+
+
+def respond(
+    request: BaseHTTPRequestHandler, status: int, body: bytes = b"", head: dict[str, str] | None = None
+) -> None:
+    request.rfile.read(int(request.headers.get("content-length") or 0))
+    request.send_response(status)
+    dates = {"last-modified": "Sun, 15 Nov 2026 04:57:19 GMT", "etag": '"x"', "content-length": str(len(body))}
+    for name, value in (dates | (head or {})).items():
+        request.send_header(name, value)
+    request.end_headers()
+    request.wfile.write(body)
+    request.close_connection = True
+
+
+@contextmanager
+def broken_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """A server that gives one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle_one_request(self) -> None:
+            self.raw_requestline = self.rfile.readline()
+            if self.raw_requestline and self.parse_request():
+                answer(self)
+            self.close_connection = True
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,127 @@
+import random
+
+import pytest
+
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store import MemoryStore, RetryStore, Store
+from pulsesync.testing.faults import FaultyStore
+from pulsesync.testing.stores import StoreTests
+
+
+class TestRetryStore(StoreTests):
+    @pytest.fixture
+    def store(self) -> RetryStore:
+        return RetryStore(MemoryStore())
+
+
+class TestRetryStoreOverAFaultyOne(StoreTests):
+    @pytest.fixture
+    def store(self) -> RetryStore:
+        faulty = FaultyStore(MemoryStore(), random.Random(3), lost=0.2, unanswered=0.2, doubled=0.2)
+        return RetryStore(faulty, attempts=30, sleep=lambda _: None)
+
+
+class Failing(MemoryStore):
+    """Fails so many times, before or after what was asked is done."""
+
+    def __init__(self, times: int, *, after: bool = False, error: type[StoreError] = StoreError) -> None:
+        super().__init__()
+        self.left, self.after, self.error, self.calls = times, after, error, 0
+
+    def create(self, key: str, data: bytes) -> None:
+        self.calls += 1
+        if self.left and self.after:
+            super().create(key, data)
+        self.fail(key)
+        super().create(key, data)
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        self.calls += 1
+        self.fail(key)
+        return super().get(key, begin, end)
+
+    def fail(self, key: str) -> None:
+        if self.left:
+            self.left -= 1
+            raise self.error("on purpose", key=key, retryable=self.error is StoreError)
+
+
+def retried(store: Store, waits: list[float], **options: float) -> RetryStore:
+    return RetryStore(store, sleep=waits.append, random=lambda: 1.0, **options)  # type: ignore[arg-type]
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    waits: list[float] = []
+    store = Failing(6)
+    store.put("a", b"1")
+    assert retried(store, waits, attempts=7, first_wait_s=0.5, longest_wait_s=3.0).get("a") == b"1"
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+
+
+def test_waits_are_spread_from_nothing_to_all_of_it() -> None:
+    waits: list[float] = []
+    draws = iter([0.0, 0.25, 0.75])
+    store = Failing(3)
+    store.put("a", b"1")
+    RetryStore(store, first_wait_s=1.0, sleep=waits.append, random=lambda: next(draws)).get("a")
+    assert waits == [0.0, 0.5, 3.0]
+
+
+def test_after_the_last_attempt_its_error_is_raised() -> None:
+    waits: list[float] = []
+    store = Failing(99)
+    with pytest.raises(StoreError, match="on purpose"):
+        retried(store, waits, attempts=4).get("a")
+    assert (store.calls, len(waits)) == (4, 3)
+
+
+@pytest.mark.parametrize("error", [NotFoundError, ConflictError])
+def test_what_will_not_change_is_not_tried_again(error: type[StoreError]) -> None:
+    waits: list[float] = []
+    store = Failing(1, error=error)
+    with pytest.raises(error):
+        retried(store, waits).get("a")
+    assert (store.calls, waits) == (1, [])
+
+
+def test_a_create_that_arrived_without_an_answer_succeeds() -> None:
+    store = Failing(1, after=True)
+    retried(store, []).create("manifests/0", b"mine")
+    assert store.get("manifests/0") == b"mine"
+
+
+def test_a_create_that_somebody_else_won_meanwhile_is_a_conflict() -> None:
+    store = Failing(1)
+    MemoryStore.create(store, "manifests/0", b"theirs")
+    with pytest.raises(ConflictError):
+        retried(store, []).create("manifests/0", b"mine")
+
+
+@pytest.mark.parametrize("theirs", [b"min", b"mine and more"])
+def test_an_object_that_only_begins_the_same_is_a_conflict(theirs: bytes) -> None:
+    store = Failing(1)
+    MemoryStore.create(store, "manifests/0", theirs)
+    with pytest.raises(ConflictError):
+        retried(store, []).create("manifests/0", b"mine")
+
+
+def test_the_same_bytes_by_somebody_else_are_a_conflict_at_the_first_attempt() -> None:
+    store = MemoryStore()
+    store.create("manifests/0", b"mine")
+    with pytest.raises(ConflictError):
+        retried(store, []).create("manifests/0", b"mine")
+
+
+def test_an_object_that_came_and_went_is_a_conflict() -> None:
+    class Vanishing(Failing):
+        def create(self, key: str, data: bytes) -> None:
+            self.fail(key)
+            raise ConflictError("there it was", key=key)
+
+    with pytest.raises(ConflictError):
+        retried(Vanishing(1), []).create("manifests/0", b"mine")
+
+
+def test_at_least_one_attempt_is_made() -> None:
+    with pytest.raises(ValueError, match="attempts"):
+        RetryStore(MemoryStore(), attempts=0)
