@@ -54,11 +54,11 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.made $(PINNED)
-	@echo "Installing pulsesync and what it needs into $(VENV): about 90 MB to download, half a minute on a good line ..."
+	@echo "Installing pulsesync and what it needs into $(VENV): about 110 MB to download, half a minute on a good line ..."
 	@$(PIP) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync, the tools to check it and torch into $(VENV): a minute or two, longer where torch comes with CUDA ..."
-	@$(PIP) -e '.[dev,torch]'
+	@$(PIP) -e '.[dev,torch,serve]'
 	@touch $(VENV)/.core $@

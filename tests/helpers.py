@@ -1,7 +1,7 @@
 """What several tests need: weights of every kind, small layouts, and a patch applied the plainest way."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
 from pulsesync.model import DTYPES, Bits, Sum, TensorSpec, TilePatch
-from pulsesync.state import State
+from pulsesync.state import Body, State, Transition
 from pulsesync.testing import mutate, random_bits
 
 RUN = "0123456789abcdef" * 2
@@ -140,9 +140,18 @@ def encode(layout: Layout, old: Mapping[str, Bits], new: Mapping[str, Bits], **o
     return patch.encode(layout, layout.tiles, old, new, count_sums(layout, old), **options)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Where a writer was: what a squashed patch starts from."""
+
+    base: Base
+    state: Mapping[str, Bits]
+    sums: Mapping[int, Sum]
+
+
 @dataclass
 class Writer:
-    """A publisher without a store: makes manifests and parts for one state after another."""
+    """A publisher without a store: makes records and parts for one state after another."""
 
     layout: Layout
     state: dict[str, Bits]
@@ -159,10 +168,20 @@ class Writer:
     def digest(self) -> str:
         return digest.state_digest(self.layout.tiles, self.sums)
 
-    def anchor(self) -> tuple[Manifest, list[bytes]]:
-        part = patch.encode_whole(self.layout, self.layout.tiles, self.state, self.sums)
-        self.history = History()
-        return self._manifest(None, part, 0), [part.data]
+    def root(self) -> Manifest:
+        """The state as it is, as a version that nothing leads to: it begins an epoch."""
+        if self.history.index:
+            self.history, self.epoch = History(), self.epoch + 1
+        return self._manifest(None, (), 0)
+
+    def anchor(self, pieces: int = 1) -> tuple[Manifest, list[bytes]]:
+        """The state as it is, whole, in so many parts; `load` brings it in. An epoch begins here, as with a root."""
+        root = self.root()
+        parts = [
+            patch.encode_whole(self.layout, self.layout.tiles[first::pieces], self.state, self.sums)
+            for first in range(pieces)
+        ]
+        return replace(root, kind=Kind.ANCHOR, parts=_refs(parts)), [part.data for part in parts]
 
     def advance(self, new: Mapping[str, Bits], new_epoch: bool = False) -> tuple[Manifest, list[bytes]]:
         if new_epoch:
@@ -174,9 +193,18 @@ class Writer:
         )
         self.history = self.history.after(part.patches, self.state)
         self.state, self.sums, self.version = copied(new), {**self.sums, **part.sums}, self.version + 1
-        return self._manifest(base, part, self.history.index), [part.data]
+        return self._manifest(base, [part], self.history.index), [part.data]
 
-    def _manifest(self, base: Base | None, part: patch.EncodedPart, index: int) -> Manifest:
+    def mark(self) -> Mark:
+        return Mark(Base(self.version, self.digest), self.state, self.sums)
+
+    def squash(self, since: Mark, codec: patch.CodecName = "auto") -> tuple[Manifest, list[bytes]]:
+        """One patch from an earlier state to this one, without a history."""
+        part = patch.encode(self.layout, self.layout.tiles, since.state, self.state, since.sums, codec=codec)
+        record = self._manifest(since.base, [part], self.history.index)
+        return replace(record, kind=Kind.SQUASH, history=None), [part.data]
+
+    def _manifest(self, base: Base | None, parts: Sequence[patch.EncodedPart], index: int) -> Manifest:
         return Manifest(
             run=RUN,
             version=self.version,
@@ -185,12 +213,28 @@ class Writer:
             index=index,
             base=base,
             layout=self.layout.id,
-            parts=(PartRef(part.id, len(part.data)),),
+            parts=_refs(parts),
             digest=self.digest,
             history=self.history.digest() if self.history.tiles else None,
             created=0,
         )
 
 
+def _refs(parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
+    return tuple(PartRef(part.id, len(part.data)) for part in parts)
+
+
 def reader(layout: Layout, state: Mapping[str, Bits]) -> State:
     return State(layout, copied(state), {})
+
+
+def apply(state: State, version: tuple[Manifest, list[bytes]]) -> Transition:
+    """Bring a patch, squashed or not, into a state; returns the way back."""
+    return state.commit(state.prepare(*version))
+
+
+def load(state: State, anchor: tuple[Manifest, list[bytes]]) -> None:
+    """Check an anchor and bring it into a state."""
+    record, parts = anchor
+    bodies = [Body.of(data, state.layout, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
+    state.load_whole(bodies, state.check_whole(record, bodies))

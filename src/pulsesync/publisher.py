@@ -12,9 +12,11 @@ import hashlib
 import math
 import operator
 import secrets
+import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -50,7 +52,7 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import Changes, by_block, rebase
 from pulsesync.model import BLOCK, TensorSpec
 from pulsesync.pace import Every, Pace, Sent
-from pulsesync.records import Records
+from pulsesync.records import CACHE_BYTES, Records
 from pulsesync.spool import Outbox
 from pulsesync.state import State, Transition
 from pulsesync.store import CachedStore, Store, open_store
@@ -131,10 +133,11 @@ class Publisher:
         self.signing_key, self.anchor_every = signing_key, anchor_every
         self._files = dict(files or {})
         self._pace = Pace(publish_every, max_behind)
-        self._temporary = None if spool else tempfile.TemporaryDirectory(prefix="pulse-spool-")
-        self._spool = Path(spool or self._temporary.name)  # type: ignore[union-attr]
+        self._spool = Path(spool or tempfile.mkdtemp(prefix="pulse-spool-"))
+        self._tidy = weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
         if spool:
-            self.store = CachedStore(self.store, self._spool / "cache")
+            self._tidy.detach()
+            self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._sender = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-send")
         self._behind = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-anchor")
         self._quiet = threading.Event()  # set while nothing is being sent
@@ -219,8 +222,7 @@ class Publisher:
         self.flush()
         for executor in (self._sender, self._behind):
             executor.shutdown()
-        if self._temporary:
-            self._temporary.cleanup()
+        self._tidy()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -232,7 +234,7 @@ class Publisher:
 
     def _open(self, published: Published, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
-        records = Records(self.store, {self.signing_key.public} if self.signing_key else None)
+        records = self._records()
         self._refs = tuple(self._put_file(name, data) for name, data in sorted(self._files.items()))
         last = records.newest()
         if last is None:
@@ -380,8 +382,7 @@ class Publisher:
                     future.set_result(report)
             finally:
                 self._quiet.set()
-            with self._lock:
-                self._maybe_anchor()
+            self._maybe_anchor()
 
     def _take(self) -> _Job | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
@@ -489,15 +490,20 @@ class Publisher:
             self._advance(manifest, transition)
 
     def _maybe_anchor(self) -> None:
-        """At an epoch's start, begin an anchor if the way from the last one has grown long."""
-        assert self._state is not None
-        assert self._last is not None
-        if not Held.by(self._last).at_start or self._anchors.busy:
+        """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
+        state, last = self._state, self._last
+        if state is None or last is None or not Held.by(last).at_start or self._anchors.busy:
             return
-        if not self._anchors.owed and self._way_bytes < self.anchor_every * _full_bytes(self._state.layout):
-            return
-        self._way_bytes = 0
-        self._anchors.begin(self._state.snapshot(), self._last)
+        longest = self.anchor_every * _full_bytes(state.layout)
+        if not self._anchors.owed and self._way_bytes >= longest and not math.isinf(self._way_bytes):
+            with suppress(StoreError):  # then by what was counted here
+                self._way_bytes = self._way_since_anchor(self._records())
+        if self._anchors.owed or self._way_bytes >= longest:
+            self._way_bytes = 0
+            self._anchors.begin(state.snapshot(), last)
+
+    def _records(self) -> Records:
+        return Records(self.store, {self.signing_key.public} if self.signing_key else None)
 
     def _sign(self, record: Manifest) -> bytes:
         line = record.build()

@@ -3,7 +3,8 @@
 What Subscriber, Publisher, squash and prune have in common. Nothing here changes a run or a weight.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pulsesync import chain
@@ -14,9 +15,10 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest, PartRef
 from pulsesync.state import Body
-from pulsesync.store import Store
+from pulsesync.store import CachedStore, Store
 
 HINT_BYTES = 32
+CACHE_BYTES = 1 << 34  # of bodies that a cache keeps: those not used for longest go first
 MAX_PROBES = 1 << 16  # versions that a head may lag behind
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
 HEADER_GUESS = 1 << 14  # bytes of a part's front: the header of 400 sections
@@ -109,10 +111,8 @@ class Records:
     def layout(self, id_: str) -> Layout:
         """Raises: NotFoundError; FormatError, if it is not the layout the id names."""
         key = chain.layout_key(id_)
-        try:
+        with _forgetting(self.store, key):
             return layouts.parse(self.store.get(key, 0, layouts.MAX_BYTES + 1), expected_id=id_)
-        except FormatError as e:
-            raise located(e, key) from None
 
 
 def _number(text: bytes) -> int:
@@ -136,14 +136,23 @@ def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[in
         StoreError; FormatError: and branches, if these are not the bytes the id names.
     """
     key = chain.part_key(ref.id)
-    try:
+    with _forgetting(store, key):
         if wanted is None or ref.size <= SMALL_PART:
             data = store.get(key, 0, ref.size + 1)
             if len(data) != ref.size:
                 raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
             return Body.of(data, layout, ref.id), len(data)
         return _fetch_sections(store, key, ref, layout, wanted)
+
+
+@contextmanager
+def _forgetting(store: Store, key: str) -> Iterator[None]:
+    """Say which object was bad, and do not let a cache give it out again."""
+    try:
+        yield
     except FormatError as e:
+        if isinstance(store, CachedStore):
+            store.forget(key)
         raise located(e, key) from None
 
 

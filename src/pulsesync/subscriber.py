@@ -32,7 +32,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Kind, Manifest
-from pulsesync.records import Records, fetch_body, located
+from pulsesync.records import CACHE_BYTES, Records, fetch_body, located
 from pulsesync.slices import Slices
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import Body, State, Transition
@@ -101,7 +101,7 @@ class Subscriber:
         executor: Executor | None = None,
     ) -> None:
         store = open_store(location) if isinstance(location, str) else location
-        self.store: Store = CachedStore(store, Path(cache)) if cache is not None else store
+        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = frozenset([trust]) if isinstance(trust, str) else None if trust is None else frozenset(trust)
         self.slices = slices
         self._origin = store  # anchors go to the spool, not through the cache as well

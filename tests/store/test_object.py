@@ -132,8 +132,9 @@ def test_no_more_is_taken_than_was_asked_for() -> None:
     def send_more(request: BaseHTTPRequestHandler) -> None:
         respond(request, 206, bytes(1000), {"content-length": "1000", "content-range": "bytes 0-9/1000"})
 
-    with broken_server(send_more) as endpoint, pytest.raises(StoreError, match="more than the 10 bytes"):
+    with broken_server(send_more) as endpoint, pytest.raises(StoreError, match="more than the 10 bytes") as caught:
         store_at(endpoint).get("manifests/0", 0, 10)
+    assert caught.value.key == "manifests/0"
 
 
 FORK = """

@@ -72,14 +72,14 @@ def parse_size(text: str) -> int:
     if match is None:
         raise PulseError(f"{text!r} is not a size such as 500MB or 20GiB")
     exponent = " KMGT".index(match[2].upper() or " ")
-    return int(match[1]) * (1024 if match[3] else 1000) ** exponent
+    return int(match[1]) * int((1024 if match[3] else 1000) ** exponent)
 
 
 def _open(upstream: str, token: str | None, cafile: Path | None) -> Store:
     try:
         if upstream.startswith(("http://", "https://")):
             # Without retries: those who ask the relay have their own, and the two would multiply.
-            return HttpStore(upstream, token, cafile=None if cafile is None else str(cafile))
+            return HttpStore(upstream, token, timeout_s=10, cafile=None if cafile is None else str(cafile))
         return open_store(upstream)
     except ValueError as e:
         raise PulseError(str(e)) from e

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import StoreError
 from pulsesync.store.base import Entry, Store
@@ -17,8 +17,10 @@ from pulsesync.store.keys import check_key, check_prefix
 CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
 
 _REMEMBER_S = 1.0
-_WHOLE_BYTES = 1 << 18  # objects up to this size are fetched whole, so that any ranges of them are one request
-_MAX_REMEMBERED = 1024  # so at most 256 MiB of them
+_WHOLE_BYTES = 1 << 22  # records below this size are fetched whole, so that any ranges of them are one request
+_MAX_REMEMBERED = 1024
+_MAX_REMEMBERED_BYTES = 1 << 26
+_ENTRY_BYTES = 256  # of a listing
 
 T = TypeVar("T")
 _Call = tuple[str | int | None, ...]
@@ -36,7 +38,7 @@ class Coalescing:
         self.store = store
         self._lock = threading.Lock()
         self._under_way: dict[_Call, Future[Any]] = {}
-        self._remembered: dict[_Call, tuple[float, Future[Any]]] = {}  # until when; oldest first
+        self._remembered: dict[_Call, _Held] = {}  # oldest first
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
@@ -82,16 +84,34 @@ class Coalescing:
         return outcome
 
     def _recall(self, name: _Call, now: float) -> Future[Any] | None:
-        until, future = self._remembered.get(name, (now, None))
-        return future if now < until else None
+        held = self._remembered.get(name)
+        return held.future if held is not None and now < held.until else None
 
     def _remember(self, name: _Call, began: float, future: Future[Any]) -> None:
+        """Keep an outcome for a second from when its call began; drop what is older, and the oldest of too much."""
         self._remembered.pop(name, None)
-        self._remembered[name] = began + _REMEMBER_S, future
-        for old, (until, _) in list(self._remembered.items()):
-            if until > began and len(self._remembered) <= _MAX_REMEMBERED:
+        self._remembered[name] = _Held(began + _REMEMBER_S, _weigh(future), future)
+        weight = sum(held.weight for held in self._remembered.values())
+        for old, held in list(self._remembered.items()):
+            too_much = len(self._remembered) > _MAX_REMEMBERED or weight > _MAX_REMEMBERED_BYTES
+            if held.until > began and not too_much:
                 break
             del self._remembered[old]
+            weight -= held.weight
+
+
+class _Held(NamedTuple):
+    until: float
+    weight: int
+    future: Future[Any]
+
+
+def _weigh(future: Future[Any]) -> int:
+    """Return about how many bytes an outcome takes: an object, a listing, or an error."""
+    if future.exception():
+        return 0
+    outcome = future.result()
+    return len(outcome) if isinstance(outcome, bytes) else _ENTRY_BYTES * len(outcome)
 
 
 def _read_only(key: str) -> StoreError:

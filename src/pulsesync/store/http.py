@@ -25,7 +25,7 @@ LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size":
 _PIECE = 1 << 18  # bytes asked of a connection at once
 _MAX_LISTING = 1 << 28
 _MAX_NUMBER = 1 << 53
-_RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(?:\d{1,16}|\*)", re.ASCII)
+_RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", re.ASCII)
 _TOKEN = re.compile(r"[!-~]+")
 _BUSY = (408, 425, 429)  # with all of 5xx: worth another try
 
@@ -95,7 +95,7 @@ class HttpStore:
         raise self._read_only(key)
 
     def list(self, prefix: str) -> Iterator[Entry]:
-        """Yield the objects below a prefix; the whole listing is fetched and checked before the first.
+        """Give the objects below a prefix; the whole listing is fetched and checked before the first.
 
         Raises:
             StoreError: the server cannot list, or its listing is not one.
@@ -108,7 +108,7 @@ class HttpStore:
                 data = _read(response, _MAX_LISTING + 1, prefix)
         except NotFoundError as e:
             raise self._cannot_list(prefix) from e
-        yield from _parse_listing(data, prefix)
+        return iter(_parse_listing(data, prefix))
 
     def close(self) -> None:
         """Close the connections that wait for the next request; the store can be used again."""
@@ -198,11 +198,15 @@ def _range_size(response: http.client.HTTPResponse, begin: int, end: int | None,
     """Return how many bytes a partial answer says it has, having checked that they are those asked for."""
     said = response.headers.get("Content-Range", "")
     match = _RANGE.fullmatch(said)
-    first, last = (int(match[1]), int(match[2])) if match else (-1, -1)
-    if first != begin or last < first or (end is not None and last >= end):
+    first, stop = (int(match[1]), int(match[2]) + 1) if match else (-1, -1)
+    good = first == begin and stop > first and (end is None or stop <= end)
+    if good and match and match[3] != "*":  # the size is told: then all of what there is must be there
+        size = int(match[3])
+        good = stop == (size if end is None else min(end, size))
+    if not good:
         asked = f"{begin}-{'' if end is None else end - 1}"
         raise StoreError(f"asked for bytes {asked} of {key}, the answer has {said[:80]!r}", key=key)
-    return last - first + 1
+    return stop - first
 
 
 def _is_done(response: http.client.HTTPResponse) -> bool:

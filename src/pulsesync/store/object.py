@@ -109,7 +109,7 @@ class ObjectStore:
 
     def _get(self, key: str, begin: int, end: int | None) -> bytes:
         if end is not None:
-            return _collect(self._store.get(key, options={"range": (begin, end)}), end - begin)
+            return _collect(self._store.get(key, options={"range": (begin, end)}), end - begin, key)
         if begin:
             return bytes(self._store.get(key, options={"range": {"offset": begin}}).bytes())
         return bytes(self._store.get(key).bytes())
@@ -137,13 +137,13 @@ def _check_process() -> None:
         raise StoreError("a forked process cannot use an object store that its parent has used; start it by spawn")
 
 
-def _collect(result: "GetResult", limit: int) -> bytes:
+def _collect(result: "GetResult", limit: int, key: str) -> bytes:
     """Return the content. Raises: StoreError, as soon as it is too long: obstore itself takes whatever is sent."""
     content, size = [], 0
     for chunk in result:
         size += len(chunk)
         if size > limit:
-            raise StoreError(f"the store sent more than the {limit} bytes asked for", limit=limit)
+            raise StoreError(f"the store sent more than the {limit} bytes of {key} asked for", key=key)
         content.append(chunk)
     return b"".join(content)
 

@@ -92,7 +92,8 @@ class FaultyStore:
     def _strikes(self, kind: str) -> bool:
         with self._lock:
             strikes = self._rng.random() < self._chances[kind]
-            self.faults[kind] += strikes
+            if strikes:
+                self.faults[kind] += 1
         return strikes
 
     def _below(self, bound: int) -> int:

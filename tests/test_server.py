@@ -1,0 +1,544 @@
+"""Servers and relays as processes of their own, asked over loopback; and what coalesces inside a relay."""
+
+import http.client
+import http.server
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from pulsesync.cli.serve import parse_size
+from pulsesync.errors import NotFoundError, PulseError, StoreError
+from pulsesync.server import make_app, serve
+from pulsesync.store import LocalStore, MemoryStore
+from pulsesync.store.coalesce import Coalescing
+from pulsesync.store.http import HttpStore
+from tests.identity import make_identity
+
+pytest.importorskip("starlette")
+pytest.importorskip("granian")
+
+SMALL = b"0123456789"
+PIECE = 1 << 22  # what a server reads at once
+LARGE = random.Random(1).randbytes(5 * PIECE + 5)  # more than it reads ahead
+RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/a": b"layout", "head": b"41"}
+
+# What the command line calls, with its options as JSON.
+START = """
+import json, sys
+from pathlib import Path
+from pulsesync.cli import serve
+options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
+if sys.argv[1] == "relay":
+    options.update(max_cache=None, cafile=None)
+given = json.loads(sys.argv[3])
+options.update({name: value if name == "max_cache" else Path(value) for name, value in given.items()})
+place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
+sys.exit(getattr(serve, sys.argv[1])(place, **options))
+"""
+
+
+@dataclass
+class Running:
+    url: str
+    process: subprocess.Popen[str]
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(10)
+
+
+@contextmanager
+def running(
+    verb: str, place: str | Path, environment: dict[str, str] | None = None, **options: object
+) -> Iterator[Running]:
+    """`pulse serve` or `pulse relay` in a process of its own, for as long as the block lasts."""
+    command = [sys.executable, "-c", START, verb, str(place), json.dumps(options, default=str)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (environment or {})
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield Running(json.loads(process.stdout.readline())["url"], process)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "run"
+    store = LocalStore(folder)
+    for key, data in RUN.items():
+        store.put(key, data)
+    (folder.parent / "secret").write_text("not to be served")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with running("serve", folder) as server:
+        yield server.url
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[HttpStore]:
+    with closing(HttpStore(url)) as store:
+        yield store
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+def ask(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
+    parts = urlsplit(url)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)) as connection:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return Answer(response.status, response.headers, response.read())
+
+
+@pytest.mark.parametrize("key", RUN)
+def test_every_object_is_served_as_it_is(store: HttpStore, key: str) -> None:
+    assert store.get(key) == RUN[key]
+
+
+N = len(LARGE)
+RANGES = [(0, 5), (3, None), (9, 10), (10, 11), (99, None), (0, N), (0, N + 1), (0, N + 99), (0, 1 << 50), (5, N - 1)]
+RANGES += [
+    (1 << 20, None),
+    (1, (1 << 20) + 1),
+    (1, (1 << 20) + 2),
+    (N - 1, N + 1),
+    (N, N + 1),
+    (0, 1 << 20),
+    (N + 1, None),
+]
+
+
+@pytest.mark.parametrize("key", ["parts/small", "parts/large", "parts/empty", "head"])
+def test_a_range_is_what_it_is_of_the_whole(store: HttpStore, key: str) -> None:
+    for begin, end in RANGES:
+        assert store.get(key, begin, end) == RUN[key][begin:end], (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("asked", "content_range", "body"),
+    [
+        ("bytes=2-4", "bytes 2-4/*", b"234"),
+        ("bytes=8-99", "bytes 8-9/10", b"89"),
+        ("bytes=8-", "bytes 8-9/10", b"89"),
+        ("bytes=-3", "bytes 7-9/10", b"789"),
+        ("bytes=-99", "bytes 0-9/10", SMALL),
+    ],
+)
+def test_a_part_says_which_it_is(url: str, asked: str, content_range: str, body: bytes) -> None:
+    answer = ask(url, "/parts/small", Range=asked)
+    assert (answer.status, answer.headers["Content-Range"], answer.body) == (206, content_range, body)
+
+
+def test_the_last_bytes_of_a_large_object_are_found(url: str) -> None:
+    answer = ask(url, "/parts/large", Range="bytes=-7")
+    assert (answer.status, answer.body) == (206, LARGE[-7:])
+    assert answer.headers["Content-Range"] == f"bytes {N - 7}-{N - 1}/{N}"
+
+
+@pytest.mark.parametrize(("key", "asked"), [("small", "10-"), ("small", "10-12"), ("small", "-0"), ("empty", "0-5")])
+def test_a_part_beyond_the_end_is_not_satisfiable(url: str, key: str, asked: str) -> None:
+    answer = ask(url, f"/parts/{key}", Range=f"bytes={asked}")
+    assert (answer.status, answer.headers["Content-Range"]) == (416, f"bytes */{len(RUN[f'parts/{key}'])}")
+
+
+@pytest.mark.parametrize("asked", ["bytes=0-1,4-5", "bytes=5-2", "bytes=-", "bytes=x-y", "lines=1-2", "bytes=1"])
+def test_what_is_not_one_range_of_bytes_is_answered_with_everything(url: str, asked: str) -> None:
+    answer = ask(url, "/parts/small", Range=asked)
+    assert (answer.status, answer.body) == (200, SMALL)
+
+
+@pytest.mark.parametrize("key", RUN)
+def test_head_tells_the_size_and_sends_nothing(url: str, key: str) -> None:
+    answer = ask(url, f"/{key}", "HEAD")
+    assert (answer.status, answer.headers["Content-Length"], answer.body) == (200, str(len(RUN[key])), b"")
+
+
+def test_what_is_content_addressed_may_be_cached_for_ever(url: str) -> None:
+    for key in ("parts/small", "parts/large", "layouts/a"):
+        headers = ask(url, f"/{key}").headers
+        assert headers["Cache-Control"] == "public, max-age=31536000, immutable"
+        assert headers["ETag"].startswith('"')
+
+
+def test_what_may_change_or_appear_is_asked_for_again(url: str) -> None:
+    assert ask(url, "/head").headers["Cache-Control"] == "no-cache"
+    absent = ask(url, "/manifests/0000000000000042")
+    assert (absent.status, absent.headers["Cache-Control"]) == (404, "no-store")
+
+
+@pytest.mark.parametrize("key", ["parts/large", "head"])
+def test_who_has_an_object_is_not_sent_it_again(url: str, key: str) -> None:
+    tag = ask(url, f"/{key}").headers["ETag"]
+    for names in (tag, f'"other", W/{tag}'):
+        answer = ask(url, f"/{key}", If_None_Match=names)
+        assert (answer.status, answer.body, answer.headers["ETag"]) == (304, b"", tag)
+    assert ask(url, f"/{key}", If_None_Match='"other"').status == 200
+
+
+def test_a_hint_that_was_replaced_has_another_tag(url: str, folder: Path) -> None:
+    before = ask(url, "/head").headers["ETag"]
+    LocalStore(folder).put("head", b"42")
+    try:
+        answer = ask(url, "/head", If_None_Match=before, Range="bytes=0-0", If_Range=before)
+    finally:
+        LocalStore(folder).put("head", b"41")
+    assert (answer.status, answer.body) == (200, b"42")  # all of it, because the part asked for was of another object
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_other_methods_are_not_allowed(url: str, method: str) -> None:
+    answer = ask(url, "/head", method)
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../secret", "/%2e%2e/secret", "/..%2fsecret", "/parts/../../secret", "/parts/%2e%2e/%2e%2e/secret",
+        "//etc/passwd", "/%2fetc/passwd", "/..%5csecret", "/head%00", "/%ff", "/", "/.", "/parts/", "/a%0ab",
+    ],
+)  # fmt: skip
+def test_a_path_that_is_no_key_leads_nowhere(url: str, folder: Path, path: str) -> None:
+    answer = ask(url, path)
+    assert answer.status == 404
+    assert str(folder).encode() not in answer.body
+    assert b"served" not in answer.body
+
+
+def test_a_listing_is_that_of_the_store(store: HttpStore, folder: Path) -> None:
+    assert list(store.list("parts/")) == list(LocalStore(folder).list("parts/"))
+    assert list(store.list("anchors/")) == []
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "parts", "../", "parts/../../"])
+def test_a_prefix_that_is_none_is_a_bad_request(url: str, prefix: str) -> None:
+    assert ask(url, f"/?list={prefix}").status == 400
+
+
+def test_the_token_opens_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    with running("serve", folder, token_file=tmp_path / "token") as server:
+        for shown in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}, {"Authorization": "\xff"}):
+            for path in ("/head", "/none", "/?list=parts/"):
+                answer = ask(server.url, path, **shown)
+                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+        with closing(HttpStore(server.url, "s3cret")) as store:
+            assert store.get("head") == b"41"
+        allowed = ask(server.url, "/parts/small", Authorization="Bearer s3cret")
+        assert allowed.headers["Cache-Control"].startswith("private,")  # no cache in between may hand it to others
+        with pytest.raises(StoreError, match="asks for a token"):
+            HttpStore(server.url).get("head")
+
+
+def test_the_token_may_come_from_the_environment(folder: Path) -> None:
+    with running("serve", folder, {"PULSE_TOKEN": "s3cret"}) as server:
+        assert ask(server.url, "/head").status == 401
+
+
+def test_a_certificate_makes_it_https(folder: Path, tmp_path: Path) -> None:
+    certificate, private_key = make_identity(tmp_path)
+    with running("serve", folder, certificate=certificate, private_key=private_key) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        with closing(HttpStore(server.url, cafile=str(certificate))) as store:
+            assert store.get("parts/large") == LARGE
+            assert store.get("head", 0, 1) == b"4"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_within_a_second_though_a_request_hangs(tmp_path: Path, number: int) -> None:
+    os.mkfifo(tmp_path / "hangs")  # opening it waits for a writer
+    with running("serve", tmp_path) as server, ThreadPoolExecutor() as threads:
+        hanging = threads.submit(ask, server.url, "/hangs")
+        time.sleep(0.2)
+        begin = time.monotonic()
+        assert server.stop(number) == 0
+        assert time.monotonic() - begin < 1
+        assert server.process.stdout is not None
+        assert server.process.stdout.read() == ""  # nothing to complain about
+        assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
+
+
+def test_a_client_that_leaves_early_does_no_harm(url: str) -> None:
+    parts = urlsplit(url)
+    for _ in range(5):
+        with socket.create_connection((parts.hostname or "", parts.port or 0)) as connection:
+            connection.sendall(b"GET /parts/large HTTP/1.1\r\nHost: a\r\n\r\n")
+            connection.recv(100)
+    assert ask(url, "/parts/large").body == LARGE
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PulseError, match="cannot listen"):
+        serve(MemoryStore(), port=taken.getsockname()[1])
+
+
+def test_a_certificate_without_its_key_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PulseError, match="go together"):
+        serve(MemoryStore(), port=0, certificate=tmp_path / "certificate.pem")
+    with pytest.raises(PulseError, match="cannot use the certificate"):
+        serve(MemoryStore(), port=0, certificate=tmp_path / "none.pem", private_key=tmp_path / "none.pem")
+
+
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    with pytest.raises(PulseError, match=r"pip install 'pulsesync\[serve\]'"):
+        make_app(MemoryStore())
+
+
+def test_importing_the_server_imports_no_extra() -> None:
+    check = "import pulsesync.server, sys; sys.exit(bool({'starlette', 'granian', 'anyio'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("500", 500), ("20kB", 20_000), ("5 MB", 5_000_000), ("3GiB", 3 << 30), ("2T", 2 * 10**12)],
+)
+def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5GB", "GB", "1PB", "1 000"])
+def test_a_size_that_is_none_is_an_error(text: str) -> None:
+    with pytest.raises(PulseError, match="not a size"):
+        parse_size(text)
+
+
+class Upstream(http.server.ThreadingHTTPServer):
+    """A server in this process that serves a dictionary, and counts what it is asked for."""
+
+    daemon_threads = True
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _UpstreamHandler)
+        self.objects = objects
+        self.asked: Counter[str] = Counter()
+        self.ending = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # a relay that was stopped
+
+
+class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
+    server: Upstream
+    protocol_version = "HTTP/1.1"
+    timeout = 10
+
+    def do_GET(self) -> None:
+        first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+        self.server.asked[f"{self.path[1:]} {first}-{last}"] += 1
+        time.sleep(0.1)  # so that many can wait for it
+        if self.path.startswith("/hang"):
+            self.server.ending.wait(10)
+        data = self.server.objects.get(self.path[1:])
+        part = b"" if data is None else data[int(first) : int(last) + 1]
+        self.send_response(404 if data is None else 206 if part else 416)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/*")
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
+        pass
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    with Upstream(dict(RUN)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.ending.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_many_clients_of_a_relay_cost_one_request_for_each_piece(upstream: Upstream, tmp_path: Path) -> None:
+    with (
+        running("relay", upstream.url, cache=tmp_path) as relay,
+        closing(HttpStore(relay.url)) as store,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        small = [threads.submit(store.get, "parts/small", 0, 10) for _ in range(16)]
+        assert {future.result() for future in small} == {SMALL}
+        large = [threads.submit(store.get, "parts/large", 0, N) for _ in range(16)]
+        assert all(future.result() == LARGE for future in large)
+    assert set(upstream.asked.values()) == {1}
+    assert sum(upstream.asked.values()) == 1 + 7  # the small one; six pieces of the large one, and its last byte
+
+
+def test_polling_costs_the_upstream_one_request_a_second_and_key(upstream: Upstream, tmp_path: Path) -> None:
+    def poll(store: HttpStore) -> None:
+        assert store.get("head", 0, 64) == b"41"
+        with pytest.raises(NotFoundError):
+            store.get("manifests/0000000000000042", 0, 1 << 24)
+
+    with running("relay", upstream.url, cache=tmp_path) as relay, closing(HttpStore(relay.url)) as store:
+        begin = time.monotonic()
+        with ThreadPoolExecutor(8) as threads:
+            for future in [threads.submit(poll, store) for _ in range(100)]:
+                future.result()
+        seconds = time.monotonic() - begin
+    assert len(upstream.asked) == 2
+    assert max(upstream.asked.values()) <= seconds + 1
+
+
+def test_a_relay_of_a_relay_passes_everything_on_and_soon(folder: Path, tmp_path: Path) -> None:
+    with (
+        running("serve", folder) as server,
+        running("relay", server.url, cache=tmp_path / "1") as near,
+        running("relay", near.url, cache=tmp_path / "2") as far,
+        closing(HttpStore(far.url)) as store,
+    ):
+        for key, data in RUN.items():
+            assert store.get(key, 0, len(data) + 1) == data
+            assert store.get(key) == data
+        assert list(store.list("parts/")) == list(LocalStore(folder).list("parts/"))
+        with pytest.raises(NotFoundError):
+            store.get("manifests/0000000000000007")
+        LocalStore(folder).create("manifests/0000000000000007", b"{}\n")
+        begin = time.monotonic()
+        while time.monotonic() - begin < 3:
+            try:
+                assert store.get("manifests/0000000000000007") == b"{}\n"
+                break
+            except NotFoundError:
+                time.sleep(0.05)
+        assert time.monotonic() - begin < 2.5  # a second for each relay
+
+
+def test_a_relay_serves_what_it_has_while_its_upstream_is_away(folder: Path, tmp_path: Path) -> None:
+    with (
+        running("serve", folder) as server,
+        running("relay", server.url, cache=tmp_path) as relay,
+        closing(HttpStore(relay.url)) as store,
+    ):
+        assert store.get("parts/large", 0, N) == LARGE
+        assert store.get("parts/small", 0, 10) == SMALL
+        server.stop()
+        assert store.get("parts/large", 0, N) == LARGE
+        assert store.get("parts/small", 0, 10) == SMALL
+        for key in ("layouts/a", "head", "manifests/0000000000000000"):
+            with pytest.raises(StoreError) as caught:
+                store.get(key)
+            assert caught.value.retryable
+
+
+def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(
+    upstream: Upstream, tmp_path: Path
+) -> None:
+    with (
+        running("relay", upstream.url, cache=tmp_path) as relay,
+        closing(HttpStore(relay.url)) as store,
+        ExitStack() as waiting,
+    ):
+        assert store.get("parts/small", 0, 10) == SMALL
+        address = urlsplit(relay.url)
+        for i in range(100):
+            connection = socket.create_connection((address.hostname or "", address.port or 0))
+            waiting.enter_context(connection).sendall(f"GET /hang/{i} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        begin = time.monotonic()
+        assert store.get("parts/small", 0, 10) == SMALL
+        assert time.monotonic() - begin < 3
+        upstream.ending.set()
+
+
+class Slow(MemoryStore):
+    """A store that takes a while and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int, int | None]] = []
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        self.asked.append((key, begin, end))
+        time.sleep(0.05)
+        return super().get(key, begin, end)
+
+
+def test_equal_reads_at_the_same_time_are_one() -> None:
+    slow = Slow()
+    slow.put("parts/a", SMALL)
+    shared = Coalescing(slow)
+    with ThreadPoolExecutor(16) as threads:
+        assert set(threads.map(lambda _: shared.get("parts/a", 2, 5), range(16))) == {b"234"}
+    assert len(slow.asked) == 1
+    shared.get("parts/a", 2, 5)
+    assert len(slow.asked) == 2  # content is not kept in memory
+
+
+def test_ranges_of_a_small_record_are_one_read() -> None:
+    slow = Slow()
+    slow.put("head", SMALL)
+    shared = Coalescing(slow)
+    assert [shared.get("head", begin, end) for begin, end in RANGES] == [SMALL[begin:end] for begin, end in RANGES]
+    assert len(slow.asked) == 1
+
+
+def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
+    slow = Slow()
+    slow.put("manifests/1", LARGE)
+    shared = Coalescing(slow)
+    for begin, end in RANGES:
+        assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
+
+
+@pytest.mark.parametrize("key", ["head", "parts/a"])
+def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
+    slow = Slow()
+    shared = Coalescing(slow)
+    for _ in range(3):
+        with pytest.raises(NotFoundError):
+            shared.get(key)
+    slow.put(key, SMALL)
+    assert len(slow.asked) == 1
+    now += 1.01
+    assert shared.get(key) == SMALL
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    store = MemoryStore()
+    shared = Coalescing(store)
+    for i in range(3000):
+        with pytest.raises(NotFoundError):
+            shared.get(f"anchors/{i}")
+    assert len(shared._remembered) <= 1024
+    for i in range(20):
+        store.put(f"manifests/{i}", LARGE)
+        shared.get(f"manifests/{i}", 0, 1)
+    assert sum(held.weight for held in shared._remembered.values()) <= 1 << 26
+
+
+def test_a_relay_refuses_to_write() -> None:
+    shared = Coalescing(MemoryStore())
+    for write in (lambda: shared.put("a", b""), lambda: shared.create("a", b""), lambda: shared.delete("a")):
+        with pytest.raises(StoreError, match="read-only"):
+            write()
