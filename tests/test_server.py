@@ -24,7 +24,7 @@ import pytest
 from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, serve
-from pulsesync.store import LocalStore, MemoryStore
+from pulsesync.store import LocalStore, MemoryStore, forget
 from pulsesync.store.coalesce import Coalescing
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -431,6 +431,22 @@ def test_a_relay_of_a_relay_passes_everything_on_and_soon(folder: Path, tmp_path
             except NotFoundError:
                 time.sleep(0.05)
         assert time.monotonic() - begin < 2.5  # a second for each relay
+
+
+def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(tmp_path: Path) -> None:
+    origin = LocalStore(tmp_path / "run")
+    origin.put("parts/a", b"damaged on the way")
+    with (
+        running("serve", origin.folder) as server,
+        running("relay", server.url, cache=tmp_path / "1") as near,
+        running("relay", near.url, cache=tmp_path / "2") as far,
+        closing(HttpStore(far.url)) as store,
+    ):
+        assert store.get("parts/a", 0, 64) == b"damaged on the way"
+        origin.put("parts/a", b"good")
+        assert store.get("parts/a", 0, 64) == b"damaged on the way"
+        forget(store, "parts/a")
+        assert store.get("parts/a", 0, 64) == b"good"
 
 
 def test_a_relay_serves_what_it_has_while_its_upstream_is_away(folder: Path, tmp_path: Path) -> None:

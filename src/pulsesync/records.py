@@ -15,7 +15,7 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest, PartRef
 from pulsesync.state import Body
-from pulsesync.store import CachedStore, Store
+from pulsesync.store import Store, forget
 
 HINT_BYTES = 32
 CACHE_BYTES = 1 << 34  # of bodies that a cache keeps: those not used for longest go first
@@ -111,7 +111,7 @@ class Records:
     def layout(self, id_: str) -> Layout:
         """Raises: NotFoundError; FormatError, if it is not the layout the id names."""
         key = chain.layout_key(id_)
-        with _forgetting(self.store, key):
+        with forgetting(self.store, key):
             return layouts.parse(self.store.get(key, 0, layouts.MAX_BYTES + 1), expected_id=id_)
 
 
@@ -136,7 +136,7 @@ def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[in
         StoreError; FormatError: and branches, if these are not the bytes the id names.
     """
     key = chain.part_key(ref.id)
-    with _forgetting(store, key):
+    with forgetting(store, key):
         if wanted is None or ref.size <= SMALL_PART:
             data = store.get(key, 0, ref.size + 1)
             if len(data) != ref.size:
@@ -146,13 +146,12 @@ def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[in
 
 
 @contextmanager
-def _forgetting(store: Store, key: str) -> Iterator[None]:
+def forgetting(store: Store, key: str) -> Iterator[None]:
     """Say which object was bad, and do not let a cache give it out again."""
     try:
         yield
     except FormatError as e:
-        if isinstance(store, CachedStore):
-            store.forget(key)
+        forget(store, key)
         raise located(e, key) from None
 
 

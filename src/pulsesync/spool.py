@@ -13,7 +13,7 @@ from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
-from pulsesync.records import fetch_body, located
+from pulsesync.records import fetch_body, forgetting
 from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
 
@@ -56,10 +56,8 @@ class AnchorSpool:
     def _download(self, ref: PartRef, store: Store, layout: Layout) -> int:
         key = chain.part_key(ref.id)
         data = store.get(key, 0, ref.size + 1)
-        try:
+        with forgetting(store, key):
             Body.of(data, layout, ref.id)
-        except FormatError as e:
-            raise located(e, key) from None
         self._files.put(key, data)
         return len(data)
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pulsesync.store.base import Entry, Store
+from pulsesync.store.base import Entry, Store, forget
 from pulsesync.store.cache import CachedStore
 from pulsesync.store.local import LocalStore
 from pulsesync.store.memory import MemoryStore, named
@@ -23,6 +23,7 @@ __all__ = [
     "RetryStore",
     "Store",
     "ThrottledStore",
+    "forget",
     "open_store",
 ]
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,3 +36,13 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; none is no error."""
+
+
+def forget(store: Store, key: str) -> None:
+    """Have every cache on the way to the origin drop an object that turned out to be bad. No verb: most have none.
+
+    A cache drops it, a wrapper passes the word on, and a client over HTTP tells the server with its next request.
+    """
+    tell = getattr(store, "forget", None)
+    if tell is not None:
+        tell(key)

@@ -15,9 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from pulsesync.store.base import Entry, Store
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget
 
-_KINDS = ("parts/", "layouts/", "files/")  # named by their content: what was once read stays true
 _SIZE = struct.Struct("<Q")
 _DIGEST_BYTES = 32
 _BLOCK_BYTES = 1 << 20
@@ -41,7 +40,7 @@ class CachedStore:
         self._max_bytes = max_bytes
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        if not key.startswith(_KINDS):
+        if not key.startswith(CONTENT_ADDRESSED):
             return self.store.get(key, begin, end)
         found = self._look_up(key, begin, end)
         if found is not None:
@@ -56,8 +55,8 @@ class CachedStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.store.put(key, data)
-        if key.startswith(_KINDS):
-            self.forget(key)
+        if key.startswith(CONTENT_ADDRESSED):
+            self._drop(key)
             self._keep(_name(key), data)
 
     def create(self, key: str, data: bytes) -> None:
@@ -68,10 +67,14 @@ class CachedStore:
 
     def delete(self, key: str) -> None:
         self.store.delete(key)
-        self.forget(key)
+        self._drop(key)
 
     def forget(self, key: str) -> None:
-        """Throw out what the cache holds of an object, so that the next read asks the store."""
+        """Throw out what the cache holds of an object, so that the next read asks the store; and pass the word on."""
+        self._drop(key)
+        forget(self.store, key)
+
+    def _drop(self, key: str) -> None:
         whole = _name(key)
         with suppress(OSError):
             for path in list(self.folder.iterdir()):

@@ -11,10 +11,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import StoreError
-from pulsesync.store.base import Entry, Store
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget
 from pulsesync.store.keys import check_key, check_prefix
-
-CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
 
 _REMEMBER_S = 1.0
 _WHOLE_BYTES = 1 << 22  # records below this size are fetched whole, so that any ranges of them are one request
@@ -65,6 +63,10 @@ class Coalescing:
         """Refuse. Raises: StoreError."""
         raise _read_only(key)
 
+    def forget(self, key: str) -> None:
+        """Pass the word on, at most once a second for each object: whoever is served can say it."""
+        self._once(("forget", key), lambda: forget(self.store, key), remember=True)
+
     def _once(self, name: _Call, call: Callable[[], T], remember: bool = False) -> T:
         """Make a call, or share the outcome of an equal one that is under way or is remembered."""
         now = time.monotonic()
@@ -111,6 +113,8 @@ def _weigh(future: Future[Any]) -> int:
     if future.exception():
         return 0
     outcome = future.result()
+    if outcome is None:
+        return _ENTRY_BYTES
     return len(outcome) if isinstance(outcome, bytes) else _ENTRY_BYTES * len(outcome)
 
 

@@ -57,6 +57,7 @@ class HttpStore:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
         self._tls = _trust(cafile) if parts.scheme == "https" else None
+        self._doubted: set[str] = set()  # keys whose next request asks caches in between not to answer
         self._idle: list[http.client.HTTPConnection] = []  # append and pop are atomic: no lock
         weakref.finalize(self, _close, self._idle)
 
@@ -73,6 +74,9 @@ class HttpStore:
             self.get(key, begin, begin + 1)  # for its NotFoundError
             return b""
         headers = {} if begin == 0 and end is None else {"Range": f"bytes={begin}-{'' if end is None else end - 1}"}
+        if key in self._doubted:
+            self._doubted.discard(key)
+            headers["Cache-Control"] = "no-cache"
         with self._asked(f"/{quote(key)}", headers, key) as response:
             if response.status == 416:
                 return b""
@@ -109,6 +113,10 @@ class HttpStore:
         except NotFoundError as e:
             raise self._cannot_list(prefix) from e
         return iter(_parse_listing(data, prefix))
+
+    def forget(self, key: str) -> None:
+        """Ask the server, and whatever caches are in front of it, for a fresh copy the next time."""
+        self._doubted.add(key)
 
     def close(self) -> None:
         """Close the connections that wait for the next request; the store can be used again."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import Entry, Store
+from pulsesync.store.base import Entry, Store, forget
 
 T = TypeVar("T")
 
@@ -68,6 +68,9 @@ class RetryStore:
 
     def delete(self, key: str) -> None:
         self._retried(lambda: self.store.delete(key))
+
+    def forget(self, key: str) -> None:
+        forget(self.store, key)
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from pulsesync.store.base import Entry, Store
+from pulsesync.store.base import Entry, Store, forget
 
 
 class ThrottledStore:
@@ -52,6 +52,9 @@ class ThrottledStore:
     def delete(self, key: str) -> None:
         self._carry(0)
         self.store.delete(key)
+
+    def forget(self, key: str) -> None:
+        forget(self.store, key)
 
     def _carry(self, size_bytes: int) -> None:
         """Return when the link has carried these bytes and the latency of a call is over."""
