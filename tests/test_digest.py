@@ -1,11 +1,12 @@
 import hashlib
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import digest, kernels
+from pulsesync import digest, kernels, model
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
@@ -58,6 +59,36 @@ def test_moving_along_with_a_patch_is_counting_anew(codec: patch.CodecName, seed
     before, after = count_sums(layout, old), count_sums(layout, new)
     for one in encode(layout, old, new, codec=codec).patches:
         assert before[one.tile.ordinal] + digest.moved(one) == after[one.tile.ordinal]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@given(seed=seeds)
+def test_the_blocks_of_a_tile_add_up_to_it(kernel: str, seed: int) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    state = random_state(rng, layout)
+    with kernels.forced(kernel), mock.patch.object(digest, "BLOCK", 64), mock.patch.object(model, "BLOCK", 64):
+        for tile in layout.tiles:
+            flat = state[tile.tensor.name]
+            blocks = [digest.count_block(tile, n, tile.read_block(flat, n)) for n in range(tile.block_count)]
+            assert digest.sum_up(blocks) == digest.count_tile(tile, flat)
+
+
+@pytest.mark.parametrize("columns", [(), (1500,)])
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "I64"])
+def test_the_second_block_of_a_tile_is_counted_where_it_lies(dtype: str, columns: tuple[int, ...]) -> None:
+    layout = layouts.make([TensorSpec("w", dtype, (1100, 1600), (13,), columns)])
+    flat = random_bits(np.random.default_rng(1), DTYPES[dtype].bits.type, (1100 * 1600,))
+    tile = layout.tiles[len(columns) + 1]  # the first of the second row of tiles
+    assert (tile.row, tile.block_count) == (13, 2)
+    blocks = [digest.count_block(tile, n, tile.read_block(flat, n)) for n in range(2)]
+    assert digest.sum_up(blocks) == digest.count_tile(tile, flat)
+    assert blocks[1] != digest.count_block(tile, 0, tile.read_block(flat, 1))
+
+
+def test_no_weights_count_nothing() -> None:
+    for shape, columns in (((0, 4), ()), ((3, 0), ()), ((4, 4), (2,))):
+        for tile in layouts.make([TensorSpec("w", "BF16", shape, (), columns)]).tiles:
+            assert digest.count_block(tile, 0, np.empty(0, np.uint16)) == Sum(0, 0)
 
 
 @given(seeds)

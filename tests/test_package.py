@@ -17,7 +17,16 @@ def run(program: str) -> str:
 
 
 def test_the_public_names_are_these() -> None:
-    assert pulsesync.__all__ == ["PublishReport", "Publisher", "PulseError", "Subscriber", "SyncReport", "warm_up"]
+    assert pulsesync.__all__ == [
+        "PublishReport",
+        "Publisher",
+        "PulseError",
+        "SigningKey",
+        "Slice",
+        "Subscriber",
+        "SyncReport",
+        "warm_up",
+    ]
     assert all(hasattr(pulsesync, name) for name in pulsesync.__all__)
 
 
@@ -25,14 +34,28 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(pulsesync, "subscribe")
 
 
-def test_importing_needs_neither_torch_nor_numba_nor_zstandard() -> None:
-    loaded = run("import pulsesync, sys; print(*sys.modules)").split()
-    assert not {"torch", "numba", "llvmlite", "zstandard", "triton"} & {name.split(".")[0] for name in loaded}
+HEAVY = {"torch", "triton", "numba", "llvmlite", "obstore", "cryptography", "ml_dtypes"}
 
 
-def test_publisher_and_subscriber_are_imported_without_torch_and_numba() -> None:
-    loaded = run("import sys; from pulsesync import Publisher, Subscriber; print(*sys.modules)").split()
-    assert not {"torch", "numba", "triton"} & {name.split(".")[0] for name in loaded}
+def loaded_by(program: str) -> set[str]:
+    return {name.split(".")[0] for name in run(f"import sys; {program}; print(*sys.modules)").split()}
+
+
+def test_importing_needs_nothing_that_is_not_python() -> None:
+    assert not (HEAVY | {"numpy", "zstandard"}) & loaded_by("import pulsesync")
+
+
+def test_every_public_name_is_imported_without_what_is_heavy() -> None:
+    assert not HEAVY & loaded_by("from pulsesync import *")
+
+
+def test_a_run_in_a_folder_needs_no_client_of_a_store_and_no_cryptography() -> None:
+    program = (
+        "import tempfile, numpy as np; from pulsesync import Publisher, Subscriber; w = {'w': np.zeros(4, np.float32)};"
+        "folder = tempfile.TemporaryDirectory(); pub = Publisher(folder.name); pub.publish(w); pub.close();"
+        "Subscriber(folder.name).sync(w); folder.cleanup()"
+    )
+    assert not {"torch", "triton", "obstore", "cryptography"} & loaded_by(program)
 
 
 def test_importing_takes_less_than_half_a_second() -> None:
@@ -62,11 +85,12 @@ rng = np.random.default_rng(0)
 weights = {"w": rng.normal(size=(30, 40)).astype(np.float16)}
 held = {"w": np.zeros((30, 40), np.float16)}
 with tempfile.TemporaryDirectory() as folder:
-    pub, sub = Publisher(folder, codec="history"), Subscriber(folder)
-    for step in range(3):
-        weights["w"] += np.float16(0.001)
-        pub.publish(weights, step=step)
-        sub.sync(held)
+    sub = Subscriber(folder)
+    with Publisher(folder, codec="history") as pub:
+        for step in range(3):
+            weights["w"] += np.float16(0.001)
+            pub.publish(weights, step=step)
+            sub.sync(held)
     sub.verify()
 assert np.array_equal(held["w"].view(np.uint16), weights["w"].view(np.uint16))
 assert "numba" not in sys.modules
@@ -94,8 +118,8 @@ def refuse(*_, **__):
 tempfile.TemporaryFile = refuse  # what numba tries before it trusts a folder
 import numpy as np
 from pulsesync import Publisher, kernels
-with tempfile.TemporaryDirectory() as folder:
-    Publisher(folder).publish({"w": np.zeros(4, np.float32)})
+with tempfile.TemporaryDirectory() as folder, Publisher(folder) as pub:
+    pub.publish({"w": np.zeros(4, np.float32)})
 print(kernels.active().__name__)
 """
 

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +12,11 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, Subscriber, chain
-from pulsesync.errors import (
-    BaseMismatchError,
-    ChecksumError,
-    ConflictError,
-    FormatError,
-    PulseError,
-    StateError,
-    StoreError,
-    VerificationError,
-)
+from pulsesync.errors import FormatError, StateError
 from pulsesync.format import patch
-from pulsesync.state import State, Transition
 from pulsesync.store import LocalStore
-from pulsesync.testing import AdamUpdates, mutate, random_bits
-
-SHAPES = {"layer.0.weight": (60, 50), "layer.1.weight": (50, 7), "norm": (50,)}
-
-
-class Training:
-    """BF16 weights under Adam, in the same arrays all the time."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.updates = AdamUpdates(SHAPES, seed=seed, scale=0.01)
-        self.weights = {name: bits.view(ml_dtypes.bfloat16) for name, bits in self.updates.state().items()}
-
-    def step(self) -> None:
-        for name, bits in self.updates.step().items():
-            self.weights[name].view(np.uint16)[...] = bits
-
-
-def worker() -> dict[str, Any]:
-    return {name: np.zeros(shape, ml_dtypes.bfloat16) for name, shape in SHAPES.items()}
-
-
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[k].view(np.uint16), b[k].view(np.uint16)) for k in a)
+from pulsesync.testing import mutate, random_bits
+from tests.runs import SHAPES, Training, equal, kept, publish_steps, version, worker
 
 
 @pytest.fixture
@@ -59,14 +26,14 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("codec", ["auto", "history", "context", "gap", "dense"])
 def test_a_worker_follows_a_trainer_bit_for_bit(folder: str, codec: patch.CodecName) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder, codec=codec), Subscriber(folder)
-    for step in range(6):
-        report = pub.publish(training.weights, step=step)
-        assert sub.sync(held).version == report.version == step
-        assert equal(held, training.weights)
-        sub.verify()
-        training.step()
+    training, held, sub = Training(), worker(), Subscriber(folder)
+    with Publisher(folder, codec=codec) as pub:
+        for step in range(6):
+            report = pub.publish(training.weights, step=step)
+            assert sub.sync(held).version == report.version == step
+            assert equal(held, training.weights)
+            sub.verify()
+            training.step()
 
 
 def test_every_dtype_travels(folder: str) -> None:
@@ -82,72 +49,69 @@ def test_every_dtype_travels(folder: str) -> None:
         for shape in shapes
     }
     held = {name: np.zeros_like(array) for name, array in state.items()}
-    pub, sub = Publisher(folder), Subscriber(folder)
-    for density in (0.0, 0.1, 1.0):
-        for array in state.values():
-            bits = array.reshape(-1).view(f"u{array.itemsize}")
-            bits[...] = mutate(rng, bits, density)
-        pub.publish(state)
-        sub.sync(held)
-        assert all(held[name].tobytes() == state[name].tobytes() for name in state)
+    sub = Subscriber(folder)
+    with Publisher(folder) as pub:
+        for density in (0.0, 0.1, 1.0):
+            for array in state.values():
+                bits = array.reshape(-1).view(f"u{array.itemsize}")
+                bits[...] = mutate(rng, bits, density)
+            pub.publish(state)
+            sub.sync(held)
+            assert all(held[name].tobytes() == state[name].tobytes() for name in state)
 
 
 def test_a_grid_of_tiles_travels(folder: str) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder, grid={"layer.*": (3, 2)}, min_tile=100), Subscriber(folder)
-    for _ in range(4):
-        pub.publish(training.weights)
-        sub.sync(held)
-        assert equal(held, training.weights)
-        training.step()
-    assert len(sub._state.layout.tiles) == 9  # type: ignore[union-attr]
+    training, held, sub = Training(), worker(), Subscriber(folder)
+    with Publisher(folder, grid={"layer.*": (3, 2)}, min_tile=100) as pub:
+        for _ in range(4):
+            pub.publish(training.weights)
+            sub.sync(held)
+            assert equal(held, training.weights)
+            training.step()
+    assert sub.state is not None
+    assert len(sub.state.layout.tiles) == 9
 
 
 def test_a_run_goes_on_over_epochs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain, "EPOCH_PATCHES", 3)
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
+    training, held, sub = Training(), worker(), Subscriber(folder)
     places = []
-    for _ in range(9):
-        pub.publish(training.weights)
-        sub.sync(held)
-        assert equal(held, training.weights)
-        places.append((sub._held.epoch, sub._held.index))  # type: ignore[union-attr]
-        training.step()
+    with Publisher(folder) as pub:
+        for _ in range(9):
+            pub.publish(training.weights)
+            sub.sync(held)
+            assert equal(held, training.weights)
+            assert sub.held is not None
+            places.append((sub.held.epoch, sub.held.index))
+            training.step()
     assert places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
 
 
 def test_a_late_worker_takes_all_versions_at_once(folder: str) -> None:
-    training = Training()
-    pub = Publisher(folder)
-    for _ in range(5):
-        pub.publish(training.weights)
-        training.step()
-    pub.publish(training.weights)
+    states = publish_steps(folder, 6)
     held = worker()
     report = Subscriber(folder).sync(held)
-    assert (report.version, report.applied) == (5, 6)
-    assert equal(held, training.weights)
+    assert (report.version, report.path, report.applied) == (5, ("anchor", *["patch"] * 5), 6)
+    assert equal(held, states[5])
 
 
 def test_a_worker_that_restarts_with_any_weights_catches_up(folder: str) -> None:
     training, held = Training(), worker()
-    pub = Publisher(folder)
-    for _ in range(3):
-        pub.publish(training.weights)
-        Subscriber(folder).sync(held)
-        assert equal(held, training.weights)
-        training.step()
-        held["norm"][7] = 3.0
+    with Publisher(folder) as pub:
+        for _ in range(3):
+            pub.publish(training.weights)
+            Subscriber(folder).sync(held)
+            assert equal(held, training.weights)
+            training.step()
+            held["norm"][7] = 3.0
 
 
 def test_nothing_new_is_nothing_to_do(folder: str) -> None:
-    training, held = Training(), worker()
-    Publisher(folder).publish(training.weights)
-    sub = Subscriber(folder)
+    publish_steps(folder, 1)
+    sub, held = Subscriber(folder), worker()
     sub.sync(held)
     report = sub.sync(held)
-    assert (report.version, report.applied, report.changed, report.fetched_bytes) == (0, 0, 0, 0)
+    assert (report.version, report.path, report.changed, report.fetched_bytes) == (0, (), 0, 0)
 
 
 def test_a_run_without_versions_leaves_the_weights_alone(folder: str) -> None:
@@ -159,35 +123,40 @@ def test_a_run_without_versions_leaves_the_weights_alone(folder: str) -> None:
 
 def test_publishing_without_a_change_makes_a_small_version(folder: str) -> None:
     training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(training.weights)
-    report = pub.publish(training.weights)
+    with Publisher(folder) as pub:
+        pub.publish(training.weights)
+        report = pub.publish(training.weights)
     assert (report.version, report.changed, report.density) == (1, 0, 0.0)
     assert report.payload_bytes < 1000
-    assert sub.sync(held).applied == 2
+    assert Subscriber(folder).sync(held).path == ("anchor", "patch")
     assert equal(held, training.weights)
 
 
 def test_reports_count_what_happened(folder: str) -> None:
     a, held = {"w": np.zeros(1000, np.float32)}, {"w": np.ones(1000, np.float32)}
-    pub, sub = Publisher(folder), Subscriber(folder)
-    first = pub.publish(a)
-    assert (first.version, first.changed, first.total, first.full_bytes) == (0, 1000, 1000, 4000)
-    assert sub.sync(held).changed == 1000
-    a["w"][:7] = 2
-    second, synced = pub.publish(a), sub.sync(held)
-    assert (second.changed, second.density) == (7, 0.007)
-    assert (synced.applied, synced.changed) == (1, 7)
+    sub = Subscriber(folder)
+    with Publisher(folder) as pub:
+        first = pub.publish(a)
+        assert (first.version, first.changed, first.total, first.full_bytes) == (0, 1000, 1000, 4000)
+        sub.sync(held)
+        a["w"][:7] = 2
+        second, synced = pub.publish(a, step=3), sub.sync(held)
+    assert (second.step, second.changed, second.density, second.folded) == (3, 7, 0.007, 0)
+    assert (synced.step, synced.path, synced.changed, synced.replanned) == (3, ("patch",), 7, 0)
     assert synced.fetched_bytes == second.payload_bytes
     assert synced.digest == sub.verify()
 
 
+def test_the_first_report_counts_its_anchor(folder: str) -> None:
+    weights = {"w": random_bits(np.random.default_rng(0), np.uint16, (5000,)).view(np.float16)}
+    with Publisher(folder) as pub:
+        report = pub.publish(weights)
+        assert 0 < pub.anchor_bytes < report.payload_bytes
+    assert report.payload_bytes < sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
 def test_a_worker_in_another_process_agrees(folder: str) -> None:
-    training = Training()
-    pub = Publisher(folder)
-    for _ in range(3):
-        pub.publish(training.weights)
-        training.step()
+    publish_steps(folder, 3)
     program = (
         "import sys, numpy as np, ml_dtypes; from pulsesync import Subscriber;"
         f"held = {{n: np.zeros(s, ml_dtypes.bfloat16) for n, s in {SHAPES!r}.items()}};"
@@ -197,260 +166,54 @@ def test_a_worker_in_another_process_agrees(folder: str) -> None:
     found = subprocess.run(
         [sys.executable, "-c", program, folder], env=environment, capture_output=True, text=True, check=True
     )
-    manifest = json.loads(LocalStore(folder).get(chain.manifest_key(2)))
-    assert found.stdout.strip() == manifest["digest"]
+    assert found.stdout.strip() == version(LocalStore(folder), 2).digest
 
 
 def test_the_publisher_keeps_a_copy_of_its_own(folder: str) -> None:
-    weights, held = {"w": np.zeros(5, np.float32)}, {"w": np.zeros(5, np.float32)}
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(weights)
-    weights["w"] += 1
-    assert pub.publish(weights).changed == 5
-    weights["w"] += 1
-    sub.sync(held)
+    weights, held, sub = {"w": np.zeros(5, np.float32)}, {"w": np.zeros(5, np.float32)}, Subscriber(folder)
+    with Publisher(folder) as pub:
+        pub.publish(weights)
+        weights["w"] += 1
+        assert pub.publish(weights).changed == 5
+        weights["w"] += 1
+        sub.sync(held)
     assert held["w"].tolist() == [1.0] * 5
 
 
-# -- two publishers, and stores that fail --------------------------------------------------------------------------
-
-
-def test_a_second_publisher_is_refused_and_does_no_harm(folder: str) -> None:
-    training, held = Training(), worker()
-    first, second = Publisher(folder), Publisher(folder)
-    first.publish(training.weights)
-    with pytest.raises(ConflictError, match="another publisher"):
-        second.publish(Training(seed=1).weights)
-    training.step()
-    first.publish(training.weights)
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
-
-
-class Failing:
-    """A store that fails at one of the writes of a version."""
-
-    def __init__(self, folder: str) -> None:
-        self.store, self.at = LocalStore(folder), ""
-
-    def _maybe(self, key: str) -> None:
-        if self.at and key.startswith(self.at):
-            raise StoreError("the line is down", key=key)
-
-    def get(self, key: str) -> bytes:
-        self._maybe(key)
-        return self.store.get(key)
-
-    def put(self, key: str, data: bytes) -> None:
-        self._maybe(key)
-        self.store.put(key, data)
-
-    def create(self, key: str, data: bytes) -> None:
-        self._maybe(key)
-        self.store.create(key, data)
-
-    def list(self, prefix: str) -> Iterator[str]:
-        return self.store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
-
-
-@pytest.mark.parametrize("at", ["parts/", "manifests/"])
-def test_a_failed_publish_loses_nothing_the_next_covers_both_steps(folder: str, at: str) -> None:
-    training, held, store = Training(), worker(), Failing(folder)
-    pub, sub = Publisher(store), Subscriber(folder)
-    for _ in range(2):
-        pub.publish(training.weights)
-        training.step()
-    store.at = at
-    with pytest.raises(StoreError, match="line is down"):
-        pub.publish(training.weights)
-    assert sub.sync(held).version == 1
-    store.at = ""
-    training.step()
-    assert pub.publish(training.weights).version == 2
-    sub.sync(held)
-    assert equal(held, training.weights)
+def test_a_grid_takes_numbers_of_pieces_and_borders(folder: str) -> None:
+    weights = {name: np.zeros((8, 6), np.float32) for name in ("even", "borders", "mixed", "whole")}
+    grid = {"even": (2, 3), "borders": ([1, 5], [4]), "mixed": (4, [3])}
+    sub, held = Subscriber(folder), {n: w + 1 for n, w in weights.items()}
+    with Publisher(folder, grid=grid, min_tile=1) as pub:
+        pub.publish(weights)
+        sub.sync(held)
+        for flat in weights.values():
+            flat += np.arange(48, dtype=np.float32).reshape(8, 6)
+        pub.publish(weights)
+        sub.sync(held)
     sub.verify()
+    assert equal(held, weights)
+    (layout,) = (Path(folder) / "layouts").iterdir()
+    cuts = {t["name"]: (t.get("rows"), t.get("columns")) for t in json.loads(layout.read_bytes())["tensors"]}
+    assert cuts == {"even": ([4], [2, 4]), "borders": ([1, 5], [4]), "mixed": ([2, 4, 6], [3]), "whole": (None, None)}
 
 
-@pytest.mark.parametrize("at", ["layouts/", "parts/", "manifests/"])
-def test_a_failed_first_publish_is_made_again_whole(folder: str, at: str) -> None:
-    training, held, store = Training(), worker(), Failing(folder)
-    pub = Publisher(store)
-    store.at = at
-    with pytest.raises(StoreError, match="line is down"):
-        pub.publish(training.weights)
-    store.at = ""
-    assert pub.publish(training.weights).version == 0
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_head_that_cannot_be_written_does_not_stop_the_run(folder: str, first: bool) -> None:
-    training, held, store = Training(), worker(), Failing(folder)
-    pub = Publisher(store)
-    if not first:
-        pub.publish(training.weights)
-        training.step()
-    store.at = "head"
-    with suppress(StoreError):
-        pub.publish(training.weights)
-    store.at = ""
-    training.step()
-    pub.publish(training.weights)
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
-
-
-@pytest.mark.parametrize("at", ["manifests/0000000000000002", "parts/", "layouts/"])
-def test_a_sync_that_fails_can_be_repeated(folder: str, at: str) -> None:
-    training, held, store = Training(), worker(), Failing(folder)
-    pub, sub = Publisher(folder), Subscriber(store)
-    for _ in range(3):
-        pub.publish(training.weights)
-        training.step()
-    pub.publish(training.weights)
-    store.at = at
-    with pytest.raises(StoreError):
-        sub.sync(held)
-    store.at = ""
-    sub.sync(held)
-    assert equal(held, training.weights)
-    sub.verify()
-
-
-def test_a_damaged_part_leaves_the_weights_at_the_version_before(folder: str) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(training.weights)
-    good = {name: array.copy() for name, array in training.weights.items()}
-    training.step()
-    pub.publish(training.weights)
-    store = LocalStore(folder)
-    key = chain.part_key(json.loads(store.get(chain.manifest_key(1)))["parts"][0]["id"])
-    whole = store.get(key)
-    store.put(key, whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ChecksumError):
-        sub.sync(held)
-    assert equal(held, good)
-    sub.verify()
-    store.put(key, whole)
-    sub.sync(held)
-    assert equal(held, training.weights)
-
-
-# -- what people do ------------------------------------------------------------------------------------------------
-
-
-def test_verify_finds_a_foreign_write(folder: str) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(training.weights)
-    sub.sync(held)
-    held["norm"].view(np.uint16)[3] ^= 1
-    with pytest.raises(VerificationError, match="not version 0") as caught:
-        sub.verify()
-    assert caught.value.expected != caught.value.actual
-
-
-def test_after_a_foreign_write_was_found_no_patch_is_applied(folder: str) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(training.weights)
-    sub.sync(held)
-    held["norm"].view(np.uint16)[3] ^= 1
-    with pytest.raises(VerificationError):
-        sub.verify()
-    training.step()
-    pub.publish(training.weights)
-    with pytest.raises(BaseMismatchError):
-        sub.sync(held)
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
-
-
-@pytest.mark.parametrize("codec", ["history", "context", "gap"])
-def test_a_foreign_write_is_never_taken_for_the_publishers_version(folder: str, codec: patch.CodecName) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder, codec=codec), Subscriber(folder)
-    for _ in range(3):
-        pub.publish(training.weights)
-        sub.sync(held)
-        training.step()
-    held["layer.0.weight"].view(np.uint16)[...] ^= np.uint16(0x8001)
-    pub.publish(training.weights)
-    before = {name: array.copy() for name, array in held.items()}
-    with pytest.raises(PulseError):
-        sub.sync(held)
-    assert equal(held, before)
-
-
-def test_verify_before_the_first_sync_is_refused(folder: str) -> None:
-    with pytest.raises(VerificationError, match="nothing has been synced"):
-        Subscriber(folder).verify()
-
-
-@pytest.mark.parametrize("what", ["gone", "new", "shape", "dtype"])
-def test_tensors_that_change_are_refused_by_name_and_the_run_goes_on(folder: str, what: str) -> None:
-    training, held = Training(), worker()
-    pub = Publisher(folder)
-    pub.publish(training.weights)
-    other = dict(training.weights)
-    name = "norm"
-    if what == "gone":
-        del other[name]
-    elif what == "new":
-        name = "other"
-        other[name] = np.zeros(3)
-    else:
-        other[name] = other[name].reshape(5, 10) if what == "shape" else other[name].view(np.int16)
-    with pytest.raises(StateError, match=name):
-        pub.publish(other)
-    training.step()
-    assert pub.publish(training.weights).version == 1
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
+def test_borders_outside_a_tensor_are_refused(folder: str) -> None:
+    with Publisher(folder, grid={"w": ([9], 1)}) as pub, pytest.raises(FormatError, match="'w'"):
+        pub.publish({"w": np.zeros((4, 4), np.float32)})
 
 
 def test_a_worker_that_lacks_a_tensor_is_refused_by_name(folder: str) -> None:
-    Publisher(folder).publish(Training().weights)
+    publish_steps(folder, 1)
     held = worker()
     del held["norm"]
     with pytest.raises(StateError, match="norm"):
         Subscriber(folder).sync(held)
 
 
-@pytest.mark.parametrize("step", [-1, 1 << 60, True, 1.5, "7"], ids=repr)
-def test_a_step_that_no_manifest_can_hold_does_not_spoil_the_run(folder: str, step: Any) -> None:
-    training, held = Training(), worker()
-    pub = Publisher(folder)
-    pub.publish(training.weights)
-    with suppress(TypeError, ValueError, PulseError):
-        pub.publish(training.weights, step=step)
-    training.step()
-    pub.publish(training.weights)
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
-
-
-def test_ties_that_change_are_refused(folder: str) -> None:
-    a, c = np.zeros(4, np.float32), np.ones(4, np.float32)
-    pub = Publisher(folder)
-    pub.publish({"a": a, "c": c, "z": a})
-    with pytest.raises(StateError):
-        pub.publish({"a": a, "c": c, "z": c})
-
-
-def test_an_unknown_codec_is_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match="contxt"):
-        Publisher(folder, codec="contxt")  # type: ignore[arg-type]
-
-
 def test_a_worker_whose_tensors_are_tied_and_the_runs_are_not_is_refused(folder: str) -> None:
-    Publisher(folder).publish({"a": np.zeros(4, np.float32), "b": np.ones(4, np.float32)})
+    with Publisher(folder) as pub:
+        pub.publish({"a": np.zeros(4, np.float32), "b": np.ones(4, np.float32)})
     memory, sub = np.zeros(4, np.float32), Subscriber(folder)
     with pytest.raises(StateError):
         sub.sync({"a": memory, "b": memory})
@@ -481,152 +244,57 @@ def models() -> tuple[Any, Any, Any]:
 def test_a_torch_model_follows_another_while_it_learns(folder: str) -> None:
     torch, trained, served = models()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
-    pub, sub = Publisher(folder), Subscriber(folder)
-    for step in range(4):
-        pub.publish(trained, step=step)
-        sub.sync(served)
-        theirs, ours = trained.state_dict(), served.state_dict()
-        for name in theirs:
-            assert torch.equal(theirs[name].reshape(-1).view(torch.uint8), ours[name].reshape(-1).view(torch.uint8)), (
-                name
-            )
-        assert served.head.weight.data_ptr() == served.embed.weight.data_ptr()
-        sub.verify()
-        loss = torch.nn.functional.cross_entropy(trained(torch.arange(20)), torch.arange(20).flip(0))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    trained.eval()
-    pub.publish(trained)
+    sub = Subscriber(folder)
+    with Publisher(folder) as pub:
+        for step in range(4):
+            pub.publish(trained, step=step)
+            sub.sync(served)
+            theirs, ours = trained.state_dict(), served.state_dict()
+            for name in theirs:
+                mine, yours = ours[name].reshape(-1), theirs[name].reshape(-1)
+                assert torch.equal(mine.view(torch.uint8), yours.view(torch.uint8)), name
+            assert served.head.weight.data_ptr() == served.embed.weight.data_ptr()
+            sub.verify()
+            loss = torch.nn.functional.cross_entropy(trained(torch.arange(20)), torch.arange(20).flip(0))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        trained.eval()
+        pub.publish(trained)
     sub.sync(served.eval())
     assert torch.equal(trained(torch.arange(20)), served(torch.arange(20)))
 
 
 def test_a_state_dict_made_anew_for_every_sync_goes_on_where_it_was(folder: str) -> None:
     torch, trained, served = models()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    for _ in range(3):
-        pub.publish(trained.state_dict())
-        assert sub.sync(served.state_dict()).applied == 1
-        with torch.no_grad():
-            trained.hidden.weight += 1
+    sub = Subscriber(folder)
+    with Publisher(folder) as pub:
+        for _ in range(3):
+            pub.publish(trained.state_dict())
+            assert sub.sync(served.state_dict()).applied == 1
+            with torch.no_grad():
+                trained.hidden.weight += 1
 
 
 def test_a_model_whose_tensors_were_replaced_is_followed_in_its_new_memory(folder: str) -> None:
     torch, trained, served = models()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(trained)
-    sub.sync(served)
-    served.hidden.weight.data = torch.zeros_like(served.hidden.weight)
-    with torch.no_grad():
-        trained.hidden.weight += 1
-    pub.publish(trained)
-    sub.sync(served)
+    sub = Subscriber(folder)
+    with Publisher(folder) as pub:
+        pub.publish(trained)
+        sub.sync(served)
+        served.hidden.weight.data = torch.zeros_like(served.hidden.weight)
+        with torch.no_grad():
+            trained.hidden.weight += 1
+        pub.publish(trained)
+    assert sub.sync(served).path == ("anchor", "patch")
     assert torch.equal(trained.hidden.weight, served.hidden.weight)
 
 
-class Cut(LocalStore):
-    """A store whose next create succeeds and is then interrupted, as by Ctrl-C."""
-
-    interrupt = False
-
-    def create(self, key: str, data: bytes) -> None:
-        super().create(key, data)
-        if self.interrupt:
-            self.interrupt = False
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_publisher_cut_off_just_after_its_commit_goes_on_from_there(folder: str, first: bool) -> None:
-    training, held, store = Training(), worker(), Cut(folder)
-    pub = Publisher(store)
-    if not first:
-        pub.publish(training.weights)
-        training.step()
-    store.interrupt = True
-    with pytest.raises(KeyboardInterrupt):
-        pub.publish(training.weights)
-    training.step()
-    assert pub.publish(training.weights).version == (1 if first else 2)
-    Subscriber(folder).sync(held)
-    assert equal(held, training.weights)
-
-
-def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    pub.publish(training.weights)
-    sub.sync(held)
-    training.step()
-    pub.publish(training.weights)
-    commit = State.commit
-
-    def cut(state: State, transition: Transition) -> None:
-        commit(state, transition)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(State, "commit", cut)
-    with pytest.raises(KeyboardInterrupt):
-        sub.sync(held)
-    monkeypatch.undo()
-    assert sub.sync(held).version == 1
-    sub.verify()
-    assert equal(held, training.weights)
-
-
-def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, held = Training(), worker()
-    pub, sub = Publisher(folder), Subscriber(folder)
-    for _ in range(2):
-        pub.publish(training.weights)
-        training.step()
-        pub.publish(training.weights)
-    sub.sync(held)
-    pub.publish(training.weights)  # nothing changed: the digest is the same, the place in the epoch is not
-
-    def cut(_: State, __: Transition) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(State, "commit", cut)
-    with pytest.raises(KeyboardInterrupt):
-        sub.sync(held)
-    monkeypatch.undo()
-    training.step()
-    pub.publish(training.weights)
-    assert sub.sync(held).version == 5
-    assert equal(held, training.weights)
-
-
-def test_a_step_may_be_a_numpy_integer(folder: str) -> None:
-    assert Publisher(folder).publish({"w": np.zeros(3)}, step=np.int64(3)).version == 0  # type: ignore[arg-type]
-
-
-def test_a_grid_takes_numbers_of_pieces_and_borders(folder: str) -> None:
-    weights = {name: np.zeros((8, 6), np.float32) for name in ("even", "borders", "mixed", "whole")}
-    grid = {"even": (2, 3), "borders": ([1, 5], [4]), "mixed": (4, [3])}
-    pub, sub, held = (
-        Publisher(folder, grid=grid, min_tile=1),
-        Subscriber(folder),
-        {n: w + 1 for n, w in weights.items()},
-    )
-    pub.publish(weights)
-    sub.sync(held)
-    for flat in weights.values():
-        flat += np.arange(48, dtype=np.float32).reshape(8, 6)
-    pub.publish(weights)
-    sub.sync(held)
-    sub.verify()
-    assert equal(held, weights)
-    (layout,) = (Path(folder) / "layouts").iterdir()
-    cuts = {t["name"]: (t.get("rows"), t.get("columns")) for t in json.loads(layout.read_bytes())["tensors"]}
-    assert cuts == {"even": ([4], [2, 4]), "borders": ([1, 5], [4]), "mixed": ([2, 4, 6], [3]), "whole": (None, None)}
-
-
-def test_borders_outside_a_tensor_are_refused(folder: str) -> None:
-    with pytest.raises(FormatError, match="'w'"):
-        Publisher(folder, grid={"w": ([9], 1)}).publish({"w": np.zeros((4, 4), np.float32)})
+def test_two_runs_side_by_side_do_not_meet(tmp_path: Path) -> None:
+    first, second = publish_steps(str(tmp_path / "a"), 3), publish_steps(str(tmp_path / "b"), 3, Training(seed=1))
+    one, other = worker(), worker()
+    Subscriber(str(tmp_path / "a")).sync(one)
+    Subscriber(str(tmp_path / "b")).sync(other)
+    assert equal(one, first[2])
+    assert equal(other, second[2])
+    assert not equal(one, kept(other))

@@ -1,6 +1,6 @@
 """Applying a version is a transaction: all of it, or nothing and the same again."""
 
-from collections import UserDict
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync import digest
+from pulsesync import state as states
 from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
@@ -21,10 +23,24 @@ from pulsesync.errors import (
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest, PartRef
-from pulsesync.model import Bits, TensorSpec, TilePatch
-from pulsesync.state import State
-from tests.helpers import Writer, changed_state, copied, near, nudge, random_layout, random_state, reader, same, seeds
+from pulsesync.format.manifest import Kind, Manifest, PartRef
+from pulsesync.model import BLOCK, Bits, BlockChange, Sum, TensorSpec
+from pulsesync.slices import Slice, Slices
+from pulsesync.state import Body, Snapshot, State
+from tests.helpers import (
+    Writer,
+    apply,
+    changed_state,
+    copied,
+    load,
+    near,
+    nudge,
+    random_layout,
+    random_state,
+    reader,
+    same,
+    seeds,
+)
 
 Version = tuple[Manifest, list[bytes]]
 SPECS = [
@@ -46,11 +62,7 @@ def start() -> tuple[Writer, State, np.random.Generator]:
     return writer, held, rng
 
 
-def apply(state: State, version: Version) -> None:
-    state.commit(state.prepare(*version))
-
-
-def snapshot(state: State) -> tuple[Any, ...]:
+def remembered(state: State) -> tuple[Any, ...]:
     copies = {name: [bits.copy() for bits in some] for name, some in state.copies.items()}
     return copied(state.flats), copies, dict(state.sums), state.history.digest(), state.digest
 
@@ -68,7 +80,7 @@ def test_a_reader_follows_a_writer_bit_for_bit(seed: int, codecs: list[patch.Cod
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     writer = Writer(layout, random_state(rng, layout))
     held = reader(layout, random_state(rng, layout))
-    apply(held, writer.anchor())
+    load(held, writer.anchor())
     assert same(held.flats, writer.state)
     for codec in codecs:
         writer.codec = codec
@@ -89,7 +101,7 @@ def test_a_new_epoch_forgets_the_one_before() -> None:
 
 def test_an_anchor_forgets_the_history() -> None:
     writer, held, rng = start()
-    apply(held, writer.anchor())
+    load(held, writer.anchor())
     assert (held.history.index, held.history.tiles) == (0, {})
     apply(held, writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
     assert same(held.flats, writer.state)
@@ -97,7 +109,7 @@ def test_an_anchor_forgets_the_history() -> None:
 
 def test_prepare_touches_nothing() -> None:
     writer, held, rng = start()
-    before = snapshot(held)
+    before = remembered(held)
     held.prepare(*writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
     assert_untouched(held, before)
 
@@ -138,6 +150,10 @@ def twice_the_same_tile(version: Version) -> Version:
         (other_size, FormatError),
         (of_another_base, BaseMismatchError),
         (changed_manifest(layout="00" * 32), BaseMismatchError),
+        (changed_manifest(base=None), BaseMismatchError),
+        (changed_manifest(base=None, kind=Kind.ANCHOR), BaseMismatchError),
+        (changed_manifest(index=1), FormatError),
+        (changed_manifest(kind=Kind.SQUASH), FormatError),
         (changed_manifest(index=5), BaseMismatchError),
         (changed_manifest(digest="00" * 32), VerificationError),
         (changed_manifest(history="00" * 32), VerificationError),
@@ -151,7 +167,7 @@ def test_after_a_refusal_nothing_changed_and_the_good_version_applies(
 ) -> None:
     writer, held, rng = start()
     good = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
-    before = snapshot(held)
+    before = remembered(held)
     with pytest.raises(error):
         held.prepare(*spoil(good))
     assert_untouched(held, before)
@@ -180,12 +196,12 @@ def test_a_commit_that_fails_half_way_is_put_back(
     writer, held, rng = start()
     version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     transition = held.prepare(*version)
-    assert len(transition.patches) == 6
-    before, write, calls = snapshot(held), State._write, []
+    assert len(transition.changes) == 6
+    before, write, calls = remembered(held), State._write, []
 
-    def failing(self: State, one: TilePatch, number: int, undo: bool) -> None:
-        write(self, one, number, undo)
-        calls.append(undo)
+    def failing(self: State, ordinal: int, change: BlockChange) -> None:
+        write(self, ordinal, change)
+        calls.append(ordinal)
         if len(calls) == fails_at + 1:
             raise error
 
@@ -214,7 +230,7 @@ class Moody(np.ndarray[Any, Any]):
 def test_an_array_that_fails_in_the_middle_of_a_write_is_put_back() -> None:
     writer, held, rng = start()
     version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
-    transition, before = held.prepare(*version), snapshot(held)
+    transition, before = held.prepare(*version), remembered(held)
     held.flats["b"] = held.flats["b"].view(Moody)
     Moody.tired = True
     with pytest.raises(MemoryError):
@@ -224,20 +240,23 @@ def test_an_array_that_fails_in_the_middle_of_a_write_is_put_back() -> None:
     assert same(held.flats, writer.state)
 
 
-class Interrupted(UserDict[int, Any]):
-    """Sums that are never read to the end."""
+def test_an_interrupt_after_the_last_write_changes_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, held, rng = start()
+    taken, there = held.snapshot(), copied(held.flats)
+    transition = held.prepare(*writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
+    before = remembered(held)
 
-    def keys(self) -> Any:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-
-def test_an_interrupt_after_the_last_write_changes_nothing_either() -> None:
-    writer, held, rng = start()
-    version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
-    transition, before = held.prepare(*version), snapshot(held)
+    monkeypatch.setattr(states, "_compose_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        held.commit(replace(transition, sums=Interrupted()))
+        held.commit(transition)
+    monkeypatch.undo()
     assert_untouched(held, before)
+    assert same(read(taken), there)
+    held.commit(transition)
+    assert same(read(taken), there)
 
 
 def test_two_parts_over_disjoint_tiles_apply_together() -> None:
@@ -262,6 +281,435 @@ def test_a_recount_finds_a_foreign_write() -> None:
     held.flats["a"][7] ^= 1
     assert held.digest == before
     assert held.recount() != before
+
+
+# -- several versions, and back ------------------------------------------------------------------------------------
+
+CODECS = ["auto", "history", "context", "gap", "dense"]
+codec_lists = st.lists(st.sampled_from(CODECS), min_size=1, max_size=4)
+
+
+def versions(writer: Writer, rng: np.random.Generator, codecs: list[patch.CodecName]) -> list[Version]:
+    out = []
+    for codec in codecs:
+        writer.codec = codec
+        out.append(writer.advance(changed_state(rng, writer.state, 0.1, small=bool(rng.integers(0, 2)))))
+    return out
+
+
+@given(seeds, codec_lists)
+def test_prepared_one_over_the_other_is_one_after_the_other(seed: int, codecs: list[patch.CodecName]) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    writer = Writer(layout, random_state(rng, layout))
+    at_once, one_by_one = reader(layout, writer.state), reader(layout, writer.state)
+    before, transition = remembered(at_once), None
+    for version in versions(writer, rng, codecs):
+        transition = at_once.prepare(*version, after=transition)
+        apply(one_by_one, version)
+    assert_untouched(at_once, before)
+    assert transition is not None
+    at_once.commit(transition)
+    assert same(at_once.flats, writer.state)
+    assert_untouched(at_once, remembered(one_by_one))
+    assert at_once.digest == at_once.recount() == writer.digest
+
+
+def test_a_version_prepared_over_another_is_for_the_state_after_it() -> None:
+    writer, held, rng = start()
+    first, second = versions(writer, rng, ["history", "history"])
+    over = held.prepare(*first)
+    with pytest.raises(BaseMismatchError):
+        held.prepare(*second)
+    with pytest.raises(BaseMismatchError):
+        held.prepare(*first, after=over)
+    held.commit(held.prepare(*second, after=over))
+    assert same(held.flats, writer.state)
+
+
+def test_what_a_second_version_takes_back_is_no_change() -> None:
+    writer, held, rng = start()
+    here = copied(held.flats)
+    first = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
+    second = writer.advance(here)
+    over = held.prepare(*first)
+    assert over.changed > 0
+    both = held.prepare(*second, after=over)
+    assert (both.changed, both.changes) == (0, {})
+
+
+@given(seeds, codec_lists)
+def test_a_commit_returns_the_way_back(seed: int, codecs: list[patch.CodecName]) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    writer = Writer(layout, random_state(rng, layout))
+    held = reader(layout, writer.state)
+    made = versions(writer, rng, codecs)
+    befores, ways = [], []
+    for version in made:
+        befores.append(remembered(held))
+        ways.append(apply(held, version))
+    for before, back in zip(reversed(befores), reversed(ways), strict=True):
+        forth = remembered(held)
+        again = held.commit(back)
+        assert_untouched(held, before)
+        held.commit(again)
+        assert_untouched(held, forth)
+        held.commit(back)
+    for version in made:
+        apply(held, version)
+    assert same(held.flats, writer.state)
+
+
+def read(taken: "Snapshot | State") -> dict[str, Bits]:
+    """All of a state, block by block."""
+    out = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in taken.layout.tensors}
+    for tile in taken.layout.tiles:
+        for number in range(tile.block_count):
+            bits = taken.block(tile, number)
+            out[tile.tensor.name][tile.flat_indices(np.arange(bits.size) + number * BLOCK)] = bits
+    return out
+
+
+@given(seeds, st.lists(st.sampled_from(["snapshot", "commit", "undo", "drop"]), min_size=2, max_size=12))
+def test_a_snapshot_stays_as_it_was_while_commits_go_on(seed: int, actions: list[str]) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    writer = Writer(layout, random_state(rng, layout), "gap")
+    held = reader(layout, writer.state)
+    taken: list[tuple[Snapshot, dict[str, Bits], dict[int, Sum]]] = []
+    undo = []
+    for action in actions:
+        if action == "snapshot":
+            taken.append((held.snapshot(), copied(held.flats), dict(held.sums)))
+        elif action == "commit" and not undo:
+            undo.append(apply(held, writer.advance(changed_state(rng, writer.state, 0.2, small=False))))
+        elif action == "undo" and undo:
+            held.commit(undo.pop())
+            writer = Writer(layout, held.flats, "gap", writer.version)
+        elif action == "commit":
+            undo = []
+            apply(held, writer.advance(changed_state(rng, writer.state, 0.2, small=False)))
+        elif action == "drop" and taken:
+            taken.pop(0)
+        for snapshot, flats, sums in taken:
+            assert same(read(snapshot), flats)
+            assert snapshot.sums == sums
+    assert same(held.flats, writer.state)
+
+
+def test_a_snapshot_read_by_another_thread_is_never_torn() -> None:
+    rng, layout = np.random.default_rng(0), layouts.make([TensorSpec("w", "BF16", (5000,))])
+    writer = Writer(layout, random_state(rng, layout), "gap")
+    held = reader(layout, writer.state)
+    expected = copied(held.flats)
+    made = versions(writer, rng, ["gap"] * 30)
+    taken, torn, done = held.snapshot(), [], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            if not same(read(taken), expected):
+                torn.append(True)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for version in made:
+        apply(held, version)
+    done.set()
+    thread.join()
+    assert not torn
+    assert same(read(taken), expected)
+
+
+def test_a_snapshot_that_nobody_holds_costs_nothing() -> None:
+    writer, held, rng = start()
+    taken = held.snapshot()
+    assert len(held._snapshots) == 1
+    apply(held, writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
+    assert taken.changes
+    del taken
+    assert len(held._snapshots) == 0
+
+
+# -- squashed patches ----------------------------------------------------------------------------------------------
+
+
+@given(seeds, codec_lists, st.sampled_from(["auto", "context", "gap", "dense"]))
+def test_a_squashed_patch_takes_one_state_to_a_later_one(
+    seed: int, codecs: list[patch.CodecName], codec: patch.CodecName
+) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    writer = Writer(layout, random_state(rng, layout))
+    held, since = reader(layout, writer.state), writer.mark()
+    versions(writer, rng, codecs)
+    apply(held, writer.squash(since, codec))
+    assert same(held.flats, writer.state)
+    assert held.digest == held.recount() == writer.digest
+    assert (held.history.index, held.history.tiles) == (0, {})
+    apply(held, writer.advance(changed_state(rng, writer.state, 0.1, small=True), new_epoch=True))
+    assert same(held.flats, writer.state)
+
+
+def test_a_squashed_patch_and_patches_prepare_over_each_other() -> None:
+    writer, held, rng = start()
+    versions(writer, rng, ["history", "history"])
+    first = writer.advance(changed_state(rng, writer.state, 0.1, small=True), new_epoch=True)
+    held = reader(writer.layout, writer.state)
+    held.history = writer.history
+    since = writer.mark()
+    versions(writer, rng, ["history", "gap"])
+    squash = writer.squash(since)
+    after = writer.advance(changed_state(rng, writer.state, 0.1, small=True), new_epoch=True)
+    held.commit(held.prepare(*after, after=held.prepare(*squash)))
+    assert same(held.flats, writer.state)
+    assert held.history.index == 1
+    assert first[0].index == 1
+
+
+def test_a_squashed_patch_with_a_history_payload_is_refused() -> None:
+    writer, held, rng = start()
+    writer.codec = "history"
+    record, parts = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
+    before = remembered(held)
+    with pytest.raises(FormatError):
+        held.prepare(replace(record, kind=Kind.SQUASH, history=None), parts)
+    assert_untouched(held, before)
+
+
+def test_a_squashed_patch_for_another_state_is_refused() -> None:
+    writer, held, rng = start()
+    versions(writer, rng, ["gap"])
+    since = writer.mark()
+    versions(writer, rng, ["gap"])
+    with pytest.raises(BaseMismatchError):
+        held.prepare(*writer.squash(since))
+
+
+# -- anchors -------------------------------------------------------------------------------------------------------
+
+
+def opened(layout: Layout, anchor: Version) -> list[Body]:
+    return [Body.of(data, layout, ref.id) for ref, data in zip(anchor[0].parts, anchor[1], strict=True)]
+
+
+def encoded(layout: Layout, writer: Writer, tiles: Any) -> Body:
+    return Body.of(patch.encode_whole(layout, tiles, writer.state, writer.sums).data, layout)
+
+
+def other_codec(layout: Layout, writer: Writer) -> Body:
+    zeros = {name: np.zeros_like(bits) for name, bits in writer.state.items()}
+    sums = {tile.ordinal: Sum(0, 0) for tile in layout.tiles}
+    return Body.of(patch.encode(layout, layout.tiles, zeros, writer.state, sums, codec="gap").data, layout)
+
+
+def wrong_sum(layout: Layout, writer: Writer) -> Body:
+    sums = {**writer.sums, 2: writer.sums[2] + Sum(1, 0)}
+    return Body.of(patch.encode_whole(layout, layout.tiles, writer.state, sums).data, layout)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda layout, w: [encoded(layout, w, layout.tiles[1:])], FormatError),
+        (lambda layout, w: [encoded(layout, w, layout.tiles[:-1])], FormatError),
+        (lambda layout, w: [], FormatError),
+        (lambda layout, w: [encoded(layout, w, layout.tiles)] * 2, FormatError),
+        (lambda layout, w: [encoded(layout, w, layout.tiles), encoded(layout, w, layout.tiles[2:3])], FormatError),
+        (lambda layout, w: [other_codec(layout, w)], FormatError),
+        (lambda layout, w: [wrong_sum(layout, w)], VerificationError),
+    ],
+    ids=["first tile lacks", "last tile lacks", "no parts", "all twice", "a tile twice", "not dense", "another sum"],
+)
+def test_an_anchor_that_is_not_a_whole_state_is_refused(
+    spoil: Callable[[Layout, Writer], list[Body]], error: type[PulseError]
+) -> None:
+    writer, held, _ = start()
+    record, _ = writer.anchor()
+    before = remembered(held)
+    with pytest.raises(error):
+        held.check_whole(record, spoil(held.layout, writer))
+    assert_untouched(held, before)
+
+
+def test_an_anchor_of_another_digest_is_refused() -> None:
+    writer, held, _ = start()
+    record, parts = writer.anchor()
+    bodies, before = opened(held.layout, (record, parts)), remembered(held)
+    with pytest.raises(VerificationError):
+        held.check_whole(replace(record, digest="00" * 32), bodies)
+    assert_untouched(held, before)
+
+
+@given(seeds, st.integers(1, 3))
+def test_an_anchor_in_several_parts_takes_any_state_to_its_own(seed: int, pieces: int) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    writer, held = Writer(layout, random_state(rng, layout)), reader(layout, random_state(rng, layout))
+    anchor = writer.anchor(pieces)
+    before = remembered(held)
+    bodies = opened(layout, anchor)
+    sums = held.check_whole(anchor[0], bodies)
+    assert_untouched(held, before)
+    held.load_whole(bodies, sums)
+    assert same(held.flats, writer.state)
+    assert held.digest == held.recount() == writer.digest
+
+
+def test_damage_is_found_in_the_tile_it_is_in() -> None:
+    _, held, _ = start()
+    assert held.find_damage() is None
+    held.flats["b"][13] ^= 1
+    found = held.find_damage()
+    assert found is not None
+    assert found.tensor.name == "b"
+
+
+# -- slices --------------------------------------------------------------------------------------------------------
+
+
+def cut_out(bits: Bits, spec: TensorSpec, held: Slice) -> Bits:
+    rows, columns = held.rows or (0, spec.rows), held.columns or (0, spec.columns)
+    return bits.reshape(spec.rows, spec.columns)[slice(*rows), slice(*columns)].reshape(-1).copy()
+
+
+def sliced(layout: Layout, state: dict[str, Bits], slices: dict[str, Slice | None]) -> dict[str, Bits]:
+    """What a worker with these slices, by exact name, holds of a state."""
+    held = {spec.name: slices.get(spec.name, Slice()) for spec in layout.tensors}
+    return {spec.name: cut_out(state[spec.name], spec, w) for spec in layout.tensors if (w := held[spec.name])}
+
+
+GRID = [
+    TensorSpec("a", "BF16", (60, 50), (20, 40), (25,)),
+    TensorSpec("b", "F32", (500,), (100,)),
+    TensorSpec("c", "I64", (40,)),
+]
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        {"a": Slice(rows=(20, 60))},
+        {"a": Slice(columns=(25, 50))},
+        {"a": Slice((20, 40), (0, 25)), "b": Slice(rows=(100, 500))},
+        {"a": Slice((0, 60), (0, 50)), "c": None},
+        {"a": None, "b": Slice(rows=(0, 100)), "c": None},
+    ],
+    ids=["rows", "columns", "both", "whole but one", "little"],
+)
+@pytest.mark.parametrize("codecs", [["history"] * 3, ["context", "gap", "dense"], ["history", "gap", "auto", "dense"]])
+def test_a_slice_of_whole_tiles_follows_every_codec(
+    slices: dict[str, Slice | None], codecs: list[patch.CodecName]
+) -> None:
+    rng, layout = np.random.default_rng(3), layouts.make(GRID)
+    state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
+    writer = Writer(layout, state)
+    held = State(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
+    assert not held.whole
+    load(held, writer.anchor())
+    assert same(held.flats, sliced(layout, writer.state, slices))
+    back, at_start = [], copied(held.flats)
+    for codec in codecs:
+        (version,) = versions(writer, rng, [codec])
+        back.append(apply(held, version))
+        assert same(held.flats, sliced(layout, writer.state, slices))
+        assert held.digest == held.recount()
+    for way in reversed(back):
+        held.commit(way)
+    assert same(held.flats, at_start)
+    held.flats["b"][5] ^= 1
+    found = held.find_damage()
+    assert found is not None
+    assert found.tensor.name == "b"
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[int, dict[str, Slice | None]]:
+    seed = draw(seeds)
+    slices: dict[str, Slice | None] = {}
+    for spec in random_layout(seed).tensors:
+        if draw(st.booleans()) and spec.shape:
+            rows = sorted(draw(st.tuples(st.integers(0, spec.rows), st.integers(0, spec.rows))))
+            columns = sorted(draw(st.tuples(st.integers(0, spec.columns), st.integers(0, spec.columns))))
+            slices[spec.name] = Slice((rows[0], rows[1]), (columns[0], columns[1]))
+        elif draw(st.integers(0, 4)) == 0:
+            slices[spec.name] = None
+    return seed, slices
+
+
+@given(windows(), st.lists(st.sampled_from(["gap", "dense"]), min_size=1, max_size=3))
+def test_any_rectangle_follows_what_needs_no_old_weights(
+    window: tuple[int, dict[str, Slice | None]], codecs: list[patch.CodecName]
+) -> None:
+    seed, slices = window
+    rng, layout = np.random.default_rng(seed), random_layout(seed)
+    writer = Writer(layout, random_state(rng, layout))
+    held = State(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
+    load(held, writer.anchor())
+    assert same(held.flats, sliced(layout, writer.state, slices))
+    states_, ways = [], []
+    transition = None
+    made = versions(writer, rng, codecs)
+    for version in made:
+        states_.append(copied(held.flats))
+        transition = held.prepare(*version, after=transition)
+    assert same(held.flats, states_[0])
+    assert transition is not None
+    ways.append(held.commit(transition))
+    assert same(held.flats, sliced(layout, writer.state, slices))
+    held.commit(ways.pop())
+    assert same(held.flats, states_[0])
+    taken = held.snapshot()
+    for version in made:
+        apply(held, version)
+    assert same(held.flats, sliced(layout, writer.state, slices))
+    for tile in layout.tiles:
+        if tile.ordinal in held.places and held.places[tile.ordinal].whole:
+            assert held.sums[tile.ordinal] == digest.count_tile(tile, writer.state[tile.tensor.name])
+            taken.block(tile, 0)
+
+
+@pytest.mark.parametrize("codec", ["context", "history"])
+def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_old_weights(codec: patch.CodecName) -> None:
+    rng, layout = np.random.default_rng(3), layouts.make(GRID)
+    state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
+    writer = Writer(layout, state)
+    slices = {"a": Slice(rows=(10, 60))}
+    held = State(layout, sliced(layout, state, slices), slices=slices)
+    before = remembered(held)
+    (version,) = versions(writer, rng, [codec])
+    with pytest.raises(StateError, match=r"'a'.*borders") as caught:
+        held.prepare(*version)
+    assert caught.value.tensor == "a"
+    assert_untouched(held, before)
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        {"a": Slice(rows=(0, 61))},
+        {"a": Slice(rows=(-1, 5))},
+        {"a": Slice(columns=(9, 3))},
+        {"c": Slice(columns=(0, 2))},
+    ],
+)
+def test_a_slice_that_a_tensor_does_not_have_is_refused(slices: Slices) -> None:
+    source = {spec.name: np.zeros(spec.shape, spec.kind.bits) for spec in GRID}
+    with pytest.raises(StateError, match="has no slice"):
+        State.attach(source, layouts.make(GRID), slices)
+
+
+def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
+    layout = layouts.make([TensorSpec("x", "I32", (6, 2, 4)), TensorSpec("y", "I32", (8,)), TensorSpec("z", "I32", ())])
+    slices = {"x": Slice(rows=(2, 5)), "y": None}
+    source = {"x": np.zeros((3, 2, 4), np.int32), "z": np.zeros((), np.int32)}
+    writer = Writer(layout, {"x": np.zeros(48, np.uint32), "y": np.zeros(8, np.uint32), "z": np.zeros(1, np.uint32)})
+    state = State.attach(source, layout, slices)
+    new = {"x": np.arange(48, dtype=np.uint32), "y": np.ones(8, np.uint32), "z": np.ones(1, np.uint32)}
+    writer.codec = "gap"
+    apply(state, writer.advance(new))
+    assert source["x"].reshape(-1).tolist() == list(range(16, 40))
+    assert source["z"] == 1
+    for wrong in ({**source, "y": np.zeros(8, np.int32)}, {**source, "x": np.zeros((6, 2, 4), np.int32)}):
+        with pytest.raises(StateError):
+            State.attach(wrong, layout, slices)
+    flat = {"x": np.zeros((3, 5), np.int32), "z": source["z"]}
+    assert State.attach(flat, layout, {"x": Slice((2, 5), (1, 6)), "y": None}).flats["x"].size == 15
 
 
 # -- taking hold of tensors ----------------------------------------------------------------------------------------
@@ -307,11 +755,11 @@ def test_a_tied_tensor_that_overlaps_the_one_it_is_tied_to_is_refused() -> None:
 def test_a_failed_commit_puts_copies_of_tied_tensors_back(monkeypatch: pytest.MonkeyPatch) -> None:
     state = State.attach(arrays(z=np.zeros(4, np.float32)), TIED)
     _, version = tied_writer()
-    transition, before, write = state.prepare(*version), snapshot(state), State._write
+    transition, before, write = state.prepare(*version), remembered(state), State._write
 
-    def failing(self: State, one: TilePatch, number: int, undo: bool) -> None:
-        write(self, one, number, undo)
-        if not undo and one.tile.tensor.name == "b":
+    def failing(self: State, ordinal: int, change: BlockChange) -> None:
+        write(self, ordinal, change)
+        if self.layout.tiles[ordinal].tensor.name == "b" and change.new.all():
             raise MemoryError
 
     monkeypatch.setattr(State, "_write", failing)
@@ -331,7 +779,7 @@ def test_a_tied_tensor_that_somebody_else_wrote_is_found_by_a_recount() -> None:
 def test_an_anchor_makes_tied_tensors_with_memory_of_their_own_equal() -> None:
     source = arrays(a=np.full(4, 5, np.float32), z=np.full(4, 7, np.float32))
     writer = Writer(TIED, {"a": np.arange(4, dtype=np.uint32), "b": np.ones(3, np.uint32)})
-    apply(State.attach(source, TIED), writer.anchor())
+    load(State.attach(source, TIED), writer.anchor())
     assert source["z"].view(np.uint32).tolist() == source["a"].view(np.uint32).tolist() == [0, 1, 2, 3]
 
 
@@ -398,7 +846,7 @@ def empty_layout() -> Layout:
 
 def test_a_state_of_nothing_is_a_state() -> None:
     writer, held = Writer(empty_layout(), {}), reader(empty_layout(), {})
-    apply(held, writer.anchor())
+    load(held, writer.anchor())
     apply(held, writer.advance({}))
     assert held.digest == writer.digest
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import manifest as manifests
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import Base, FileRef, Kind, Manifest, PartRef
 
 HASH = "0123456789abcdef" * 4
 PATCH = Manifest(
@@ -23,15 +23,19 @@ PATCH = Manifest(
     digest=HASH,
     history="78" * 32,
     created=1_800_000_000,
+    anchor=1,
+    files=(FileRef("config.json", "9a" * 32, 700), FileRef("tokenizer", HASH, 0)),
 )
-ANCHOR = replace(PATCH, version=0, index=0, base=None, history=None)
+ROOT = replace(PATCH, version=0, index=0, base=None, parts=(), history=None, anchor=None)
+ANCHOR = replace(PATCH, kind=Kind.ANCHOR, index=32, base=None, history=None)
+SQUASH = replace(PATCH, kind=Kind.SQUASH, index=32, history=None)
 
 whole = st.integers(0, 1 << 53)
 hashes = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
 
-def table() -> dict[str, object]:
-    found: dict[str, object] = json.loads(PATCH.build())
+def table(record: Manifest = PATCH) -> dict[str, object]:
+    found: dict[str, object] = json.loads(record.build())
     return found
 
 
@@ -51,8 +55,24 @@ def test_a_patch_comes_back(
         assert manifests.parse(manifest.build()) == manifest
 
 
-def test_an_anchor_comes_back() -> None:
-    assert manifests.parse(ANCHOR.build()) == ANCHOR
+@pytest.mark.parametrize("record", [ROOT, ANCHOR, SQUASH, replace(ROOT, kind=Kind.ANCHOR, parts=PATCH.parts)])
+def test_a_record_of_every_kind_comes_back(record: Manifest) -> None:
+    assert manifests.parse(record.build()) == record
+
+
+names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True)
+files = st.lists(st.builds(FileRef, names, hashes, st.integers(0, 1 << 28)), max_size=5, unique_by=lambda f: f.name)
+
+
+@given(files, st.one_of(st.none(), whole))
+def test_files_and_the_newest_anchor_come_back(some: list[FileRef], anchor: int | None) -> None:
+    manifest = replace(PATCH, files=tuple(some), anchor=anchor)
+    assert manifests.parse(manifest.build()) == manifest
+
+
+def test_a_record_says_how_many_bytes_its_parts_are_and_which_epoch_it_starts() -> None:
+    assert (PATCH.size_bytes, ROOT.size_bytes) == (1000, 0)
+    assert (ROOT.starts, PATCH.starts, ANCHOR.starts) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("field", list(json.loads(PATCH.build())))
@@ -66,6 +86,8 @@ def test_a_missing_field_is_refused(field: str) -> None:
 @pytest.mark.parametrize("field", list(json.loads(PATCH.build())))
 @pytest.mark.parametrize("value", [-1, 1 << 54, 1.5, True, "x", "", [], {}, [1], {"a": 1}, [None]], ids=repr)
 def test_a_field_of_another_kind_is_refused(field: str, value: object) -> None:
+    if (field, value) == ("files", []):
+        return  # none is as good as some
     with pytest.raises(FormatError):
         manifests.parse(written({**table(), field: value}))
 
@@ -103,11 +125,62 @@ def test_what_is_no_whole_number_is_refused(number: str) -> None:
         {"parts": [{"id": "../../etc/passwd", "size": 1}]},
         {"run": "ab" * 15},
         {"version": (1 << 53) + 1},
+        {"kind": "patch"},
+        {"kind": None},
+        {"kind": ["version"]},
+        {"kind": "anchor"},  # with a base
+        {"kind": "anchor", "base": None},  # with a history
+        {"kind": "squash"},  # with a history
+        {"kind": "squash", "history": None, "base": None},
+        {"kind": "squash", "history": None, "parts": []},
+        {"kind": "anchor", "history": None, "base": None, "parts": []},
+        {"base": None, "index": 0},  # a root with parts
+        {"base": None, "index": 0, "history": None},
+        {"base": None, "parts": []},  # a root in mid-epoch
+        {"anchor": (1 << 53) + 1},
+        {"anchor": "1"},
+        {"files": [{"id": HASH, "name": "a", "size": 1}, {"id": "9a" * 32, "name": "a", "size": 2}]},
+        {"files": [{"id": HASH, "name": "a"}]},
+        {"files": [{"id": HASH, "name": "a", "size": 1, "more": 1}]},
+        {"files": [{"id": HASH[1:], "name": "a", "size": 1}]},
+        {"files": [{"id": HASH, "name": "a", "size": (1 << 28) + 1}]},
+        {"files": [{"id": HASH, "name": f"f{n}", "size": 1} for n in range(257)]},
+        {"files": {"id": HASH, "name": "a", "size": 1}},
+        {"files": ["config.json"]},
     ],
 )
 def test_what_no_version_can_say_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(FormatError):
         manifests.parse(written({**table(), **fields}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", ".hidden", "-rf", "a/b", "../a", "/etc/passwd", "a\\b", "C:\\a", "a b", "a\n", "a\0", "a:b",
+        "größe", "~", "$HOME", "a" * 129, 5, None,
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_file_name_that_could_lead_elsewhere_is_refused(name: object) -> None:
+    with pytest.raises(FormatError):
+        manifests.parse(written({**table(), "files": [{"id": HASH, "name": name, "size": 1}]}))
+
+
+def test_as_many_files_as_allowed_are_read() -> None:
+    some = tuple(FileRef(f"f{n}", HASH, 1 << 28) for n in range(manifests.MAX_FILES))
+    assert manifests.parse(replace(PATCH, files=some).build()).files == some
+
+
+def test_an_unknown_kind_is_unsupported() -> None:
+    with pytest.raises(UnsupportedError):
+        manifests.parse(written({**table(), "kind": "merge"}))
+
+
+@pytest.mark.parametrize("kind", ["version", "anchor", "squash"])
+def test_only_a_root_has_no_parts(kind: str) -> None:
+    with pytest.raises(LimitError, match="parts"):
+        manifests.parse(written({**table(), "kind": kind, "history": None, "parts": []}))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +192,7 @@ def test_what_no_version_can_say_is_refused(fields: dict[str, object]) -> None:
         PATCH.build().replace(b",", b", ", 1),
         PATCH.build().replace(b"abab", b"\\u0061bab", 1),
         json.dumps(dict(reversed(table().items())), separators=(",", ":")).encode() + b"\n",
-        PATCH.build().replace(b'{"base"', b'{"step":70,"base"'),
+        PATCH.build().replace(b'{"anchor"', b'{"step":70,"anchor"'),
     ],
 )
 def test_another_way_to_write_the_same_is_refused(data: bytes) -> None:

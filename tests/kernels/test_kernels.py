@@ -384,6 +384,22 @@ def test_digest_rectangle_equals_the_reference(seed: int, dtype: type, shape: tu
     assert_same(cpu.digest_rectangle(*arguments), reference.digest_rectangle(*arguments))
 
 
+@given(seeds, st.sampled_from([np.uint8, np.uint16]), rectangles, st.integers(0, 1 << 44))
+def test_digest_rectangle_of_units_that_begin_later_is_that_of_the_whole(
+    seed: int, dtype: type, shape: tuple[int, int, int, int], far: int
+) -> None:
+    rows, columns, more, start = shape
+    stride = columns + more
+    units = random_bits(np.random.default_rng(seed), dtype, (rows * stride,))
+    whole = np.concatenate([np.zeros(start, dtype), units])
+    here = (units, start, rows, columns, stride, keys(), start)
+    expected = reference.digest_rectangle(whole, start, rows, columns, stride, keys())
+    assert_same(reference.digest_rectangle(*here), expected)
+    assert_same(cpu.digest_rectangle(*here), expected)
+    away = (units, start + far, rows, columns, stride, keys(), start + far)  # as in a tensor too large to make
+    assert_same(cpu.digest_rectangle(*away), reference.digest_rectangle(*away))
+
+
 @given(seeds, st.sampled_from([np.uint8, np.uint16]), st.integers(0, 300), st.integers(1, 1 << 47))
 def test_digest_change_equals_the_reference(seed: int, dtype: type, count: int, end: int) -> None:
     rng = np.random.default_rng(seed)
@@ -420,6 +436,7 @@ def run_all(case: Case, rng: np.random.Generator) -> None:
         damaged[rng.integers(0, stream.size, 2)] = rng.integers(0, 1 << 16, 2, dtype=np.uint16)
         case.decode(cpu, damaged, count)
     cpu.digest_rectangle(case.old, 0, 1, case.size, case.size, keys())
+    cpu.digest_rectangle(case.old, 5000, 1, case.size, case.size, keys(), 5000)
     for more in (-case.last.size, -1, 1, 5000):
         spoil_history(case, more)
         case.decode(cpu, stream, count)

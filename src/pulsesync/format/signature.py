@@ -135,7 +135,8 @@ def _parse(rest: bytes) -> dict[str, Any]:
         good = good and isinstance(said["signature"], str) and bool(_SIGNATURE.fullmatch(said["signature"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise FormatError("the second line of the record is not a signature") from e
-    if not good or set(table) - {"delegation", "key", "signature"} or _canonical(table) != rest:
+    known = set(table) <= {"delegation", "key", "signature"} and set(said) == {"by", "signature"}
+    if not good or not known or _canonical(table) != rest:
         raise FormatError("the signature of the record is not in canonical form")
     return dict(table)
 
