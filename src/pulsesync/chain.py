@@ -114,17 +114,22 @@ def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
     """
     if held is not None and held.run != goal.run:
         raise ChainError("the version belongs to another run", expected=held.run, actual=goal.run)
-    onward = _onward(held, goal, look) if held is not None and held.version <= goal.version else None
-    if onward is not None and held is not None and (goal.anchor is None or goal.anchor <= held.epoch):
-        return onward  # an anchor would only be further back
-    ways = [onward] if onward is not None else []
+    ways: list[list[Manifest]] = []
+    fault: ChainError = MissingLinkError(f"no way leads to version {goal.version}", version=goal.version)
+    if held is not None and held.version <= goal.version:
+        try:
+            ways.append(_onward(held, goal, look))
+        except ChainError as e:
+            fault = e
+        else:
+            if goal.anchor is None or goal.anchor <= held.epoch:
+                return ways[0]  # an anchor would only be further back
     for anchor in _anchors(goal, look):
-        rest = _onward(Held.by(anchor), goal, look)
-        if rest is not None:
-            ways.append([anchor, *rest])
+        with suppress(ChainError):
+            ways.append([anchor, *_onward(Held.by(anchor), goal, look)])
             break
     if not ways:
-        raise MissingLinkError(f"no way leads to version {goal.version}", version=goal.version)
+        raise fault
     return min(ways, key=lambda way: sum(record.size_bytes for record in way))
 
 
@@ -146,16 +151,18 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
             to_try.insert(0, anchor.anchor)
 
 
-def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest] | None:
-    """Patches, and squashed patches where there are some, from one version to a later one; None where one lacks."""
+def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest]:
+    """Patches, and squashed patches where there are some, from one version to a later one.
+
+    Raises:
+        MissingLinkError: a version is not there, or does not follow; ChainError: it is out of place.
+    """
     at, way = held, []
     last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
     while at.version < goal.version:
         record = _squash(at, last, look) or look(manifest_key(at.version + 1))
-        if record is None or record.base is None:
-            return None
-        if record.kind == Kind.VERSION and record.version != at.version + 1:
-            raise ChainError(f"asked for version {at.version + 1}, got {record.version}", version=at.version + 1)
+        if record is None:
+            raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
         accept(at, record)
         way.append(record)
         at = Held.by(record)

@@ -106,7 +106,9 @@ class Records:
         except NotFoundError:
             return None
         found = self.version(version) if version >= 0 else None
-        return found if found and found.digest == digest else None
+        if found is None or found.digest != digest:
+            return None
+        return found if found.history is None or chain.Held.by(found).at_start else None
 
     def layout(self, id_: str) -> Layout:
         """Raises: NotFoundError; FormatError, if it is not the layout the id names."""

@@ -7,77 +7,125 @@ have a say in the bytes. Run ids and times are fixed as well. CONTRIBUTING.md sa
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pulsesync import chain, digest
+from pulsesync.chain import Held
 from pulsesync.format import layout as layouts
-from pulsesync.format import patch
+from pulsesync.format import patch, signature
 from pulsesync.format.history import History
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import Base, FileRef, Kind, Manifest, PartRef
+from pulsesync.format.signature import SigningKey
+from pulsesync.format.weights import by_block
 from pulsesync.model import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.state import State, Transition
 
 FOLDER = Path(__file__).parent / "v1-draft"
 CREATED = 1_750_000_000
+KEY = SigningKey(hashlib.sha256(b"the key of the signed golden run").hexdigest())
+HELPER = SigningKey(hashlib.sha256(b"the key of whoever squashes it").hexdigest())
 
 
 class Run:
     """A run folder, written version by version as Publisher would, but with ids, clocks and epochs under control."""
 
-    def __init__(self, folder: Path, specs: Iterable[TensorSpec], flats: Mapping[str, Bits], ties: Mapping[str, str]):
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        specs: Iterable[TensorSpec],
+        flats: Mapping[str, Bits],
+        ties: Mapping[str, str] | None = None,
+        key: SigningKey | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.folder, self.key = folder, key
         self.run = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
-        layout = layouts.make(specs, ties)
-        self.state = State(layout, {name: flat.copy() for name, flat in flats.items()}, {})
+        self.layout = layouts.make(specs, ties)
         self.last: Manifest | None = None
-        self._write(chain.layout_key(layout.id), layout.data)
-        self.publish_anchor(epoch=0)
+        self.newest: int | None = None  # epoch of the newest anchor
+        self._write(chain.layout_key(self.layout.id), self.layout.data)
+        self.files = tuple(self._add_file(name, data) for name, data in sorted((files or {}).items()))
+        self.publish_root(flats)
 
     @property
     def flats(self) -> dict[str, Bits]:
         """A copy of the weights, to be changed and published."""
         return {name: flat.copy() for name, flat in self.state.flats.items()}
 
-    def publish_anchor(self, epoch: int, pieces: int = 1) -> None:
-        """Publish the state as it is, whole."""
-        state = self.state
-        parts = [patch.encode_whole(state.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
-        state.history = History()
-        self._add(parts, epoch, 0, base=None)
+    def publish_root(self, flats: Mapping[str, Bits], pieces: int = 1) -> None:
+        """Publish a state that follows from nothing, in an epoch of its own, and an anchor for it."""
+        self.state = State(self.layout, {name: flat.copy() for name, flat in flats.items()}, {})
+        self._add((), 0 if self.last is None else self.last.epoch + 1, 0, base=None)
+        self.publish_anchor(pieces)
 
-    def publish(
-        self, new: Mapping[str, Bits], codec: patch.CodecName, *, new_epoch: bool = False, pieces: int = 1
-    ) -> None:
+    def publish_anchor(self, pieces: int = 1) -> None:
+        """Attach the whole state to the version that was published last, which must be an epoch's start."""
+        last, state = self.last, self.state
+        assert last is not None
+        assert Held.by(last).at_start
+        parts = [patch.encode_whole(self.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
+        record = replace(last, kind=Kind.ANCHOR, base=None, history=None, parts=self._put(parts), anchor=self.newest)
+        self.newest = last.starts
+        self._write(chain.anchor_key(self.newest), self._sign(record))
+
+    def publish(self, new: Mapping[str, Bits], codec: patch.CodecName, *, pieces: int = 1) -> None:
         """Publish what takes the state to new, in so many parts over disjoint tiles."""
         state, last = self.state, self.last
         assert last is not None
-        epoch, index = (last.epoch + 1, 1) if new_epoch else (last.epoch, last.index + 1)
+        epoch, index = chain.position(last)
         history = History() if index == 1 else state.history
         known = history if codec in ("auto", "history") else None
         parts = [
-            patch.encode(state.layout, tiles, state.flats, new, state.sums, codec=codec, history=known)
+            patch.encode(self.layout, tiles, state.flats, new, state.sums, codec=codec, history=known)
             for tiles in self._share(pieces)
         ]
         patches = tuple(one for part in parts for one in part.patches)
         sums = {**state.sums, **{tile: total for part in parts for tile, total in part.sums.items()}}
-        later, after = history.after(patches, state.flats), digest.state_digest(state.layout.tiles, sums)
-        state.commit(Transition(patches, sums, later, after))
+        state.commit(Transition(by_block(patches), sums, history.after(patches, state.flats)))
         assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
         self._add(parts, epoch, index, Base(last.version, last.digest))
 
+    def squash(self, since: Manifest, flats: Mapping[str, Bits], key: SigningKey, pieces: int = 1) -> None:
+        """Publish one patch from an epoch's start to this one."""
+        last = self.last
+        assert last is not None
+        sums = {tile.ordinal: digest.count_tile(tile, flats[tile.tensor.name]) for tile in self.layout.tiles}
+        parts = [patch.encode(self.layout, tiles, flats, self.state.flats, sums) for tiles in self._share(pieces)]
+        record = replace(
+            last,
+            kind=Kind.SQUASH,
+            base=Base(since.version, since.digest),
+            history=None,
+            parts=self._put(parts),
+            anchor=self.newest,
+        )
+        level = (last.starts - since.starts).bit_length() - 1
+        self._write(chain.squash_key(level, since.starts >> level), signature.sign(record.build(), key))
+
     def finish(self) -> None:
         """Write down what a reader must arrive at."""
+        assert self.last is not None
+        self._write(chain.HEAD, str(self.last.version).encode())
         np.savez_compressed(self.folder / "expected.npz", **self.state.flats)
 
     def _share(self, pieces: int) -> list[Sequence[Tile]]:
-        return [self.state.layout.tiles[first::pieces] for first in range(pieces)]
+        return [self.layout.tiles[first::pieces] for first in range(pieces)]
+
+    def _put(self, parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
+        for part in parts:
+            self._write(chain.part_key(part.id), part.data)
+        return tuple(PartRef(part.id, len(part.data)) for part in parts)
+
+    def _add_file(self, name: str, data: bytes) -> FileRef:
+        ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
+        self._write(chain.file_key(ref.id), data)
+        return ref
 
     def _add(self, parts: Sequence[patch.EncodedPart], epoch: int, index: int, base: Base | None) -> None:
         version, history = 0 if self.last is None else self.last.version + 1, self.state.history
-        for part in parts:
-            self._write(chain.part_key(part.id), part.data)
         self.last = Manifest(
             run=self.run,
             version=version,
@@ -85,13 +133,20 @@ class Run:
             epoch=epoch,
             index=index,
             base=base,
-            layout=self.state.layout.id,
-            parts=tuple(PartRef(part.id, len(part.data)) for part in parts),
+            layout=self.layout.id,
+            parts=self._put(parts),
             digest=self.state.digest,
             history=history.digest() if history.tiles else None,
             created=CREATED + 60 * version,
+            anchor=self.newest,
+            files=self.files,
         )
-        self._write(chain.manifest_key(version), self.last.build())
+        if Held.by(self.last).at_start or self.last.history is None:
+            self._write(chain.start_key(self.last.digest), str(version).encode())
+        self._write(chain.manifest_key(version), self._sign(self.last))
+
+    def _sign(self, record: Manifest) -> bytes:
+        return signature.sign(record.build(), self.key) if self.key else record.build()
 
     def _write(self, key: str, data: bytes) -> None:
         path = self.folder / key
@@ -143,7 +198,7 @@ def train_(flat: Bits, dtype: str, seed: int) -> None:
 
 
 def bf16_history(folder: Path) -> None:
-    """Epochs, a grid, a tie, other codecs among history, two blocks of which one has 32 lanes."""
+    """A grid, a tie, other codecs among history, two blocks of which one has 32 lanes; a root in mid-run."""
     specs = [
         TensorSpec("embed", "BF16", (160, 90), row_cuts=(16, 144), column_cuts=(55,)),
         TensorSpec("layers.0.größe", "BF16", (8, 6, 12), row_cuts=(3,)),
@@ -157,7 +212,7 @@ def bf16_history(folder: Path) -> None:
     flats["wide"][-9000:] = 0x3A11  # and a second block of two lanes
     run = Run(folder, specs, flats, {"lm_head": "embed", "lm_head.copy": "embed"})
 
-    def step(codec: patch.CodecName, *, new_epoch: bool = False) -> None:
+    def next_weights() -> dict[str, Bits]:
         seed = 100 * (run.last.version + 1)
         new = run.flats
         for i, spec in enumerate(specs[:2]):
@@ -168,7 +223,10 @@ def bf16_history(folder: Path) -> None:
         wide[seed : seed + 3] ^= 1  # cold
         wide[200_000 + seed : 200_005 + seed] = 0x3A00  # turn hot
         wide[at[:3]] = 0xBF80  # turn cold
-        run.publish(new, codec, new_epoch=new_epoch)
+        return new
+
+    def step(codec: patch.CodecName) -> None:
+        run.publish(next_weights(), codec)
 
     step("history")
     step("history")
@@ -180,20 +238,21 @@ def bf16_history(folder: Path) -> None:
     new["wide"][-20_000] ^= 1  # cold changes alone, in a tile that is; the others are not listed
     run.publish(new, "history")
     run.publish(run.flats, "auto")  # nothing changes at all
-    step("history", new_epoch=True)
+    run.publish_root(next_weights())
+    step("history")
     step("dense")
     step("history")
     run.finish()
 
 
 def two_parts(folder: Path) -> None:
-    """Versions in two parts, an anchor among them; a second anchor in mid-run."""
+    """Versions in two parts; a root in mid-run, with an anchor in two parts."""
     specs = [
         TensorSpec("a", "BF16", (48, 48), row_cuts=(24,), column_cuts=(24, 25)),  # the middle tiles: one column
         TensorSpec("b", "F32", (30, 20), row_cuts=(11,)),
         TensorSpec("c", "I16", (40,)),
     ]
-    run = Run(folder, specs, {spec.name: some(21 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}, {})
+    run = Run(folder, specs, {spec.name: some(21 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)})
 
     def step(codec: patch.CodecName, pieces: int) -> None:
         seed = 100 * (run.last.version + 1)
@@ -205,7 +264,7 @@ def two_parts(folder: Path) -> None:
 
     step("history", 2)
     step("history", 2)
-    run.publish_anchor(epoch=1, pieces=2)
+    run.publish_root(run.flats, pieces=2)
     step("auto", 1)
     step("history", 2)
     run.finish()
@@ -217,7 +276,7 @@ def dtypes(folder: Path) -> None:
     specs += [TensorSpec(f"{name}.scalar", name, ()) for name in ("BF16", "F64", "I64")]
     specs += [TensorSpec(f"{name}.none", name, shape) for name, shape in (("F16", (0, 4)), ("U8", (3, 0)))]
     flats = {spec.name: some(31 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
-    run = Run(folder, specs, flats, {})
+    run = Run(folder, specs, flats)
 
     def step(codec: patch.CodecName) -> None:
         seed = 100 * (run.last.version + 1)
@@ -259,7 +318,7 @@ def gap_and_dense(folder: Path) -> None:
     """The codecs that need no old weights; then `context` with cold changes and with long steps."""
     specs = [TensorSpec("flat", "BF16", (70_000,)), TensorSpec("square", "BF16", (40, 50), column_cuts=(20,))]
     flats = {"flat": np.full(70_000, 0x3F80, np.uint16), "square": some(41, "BF16", 2000)}
-    run = Run(folder, specs, flats, {})
+    run = Run(folder, specs, flats)
     new = run.flats
     new["flat"][[0, 1, 300, 68_000, 69_999]] = [0x3F81, 0x8000, 0x7FC1, 0, 1]  # gaps of three bytes
     new["square"][::7] += 1
@@ -280,11 +339,43 @@ def gap_and_dense(folder: Path) -> None:
     run.finish()
 
 
+def signed_squash(folder: Path) -> None:
+    """A signed run over an epoch's end, with files; an anchor there, and a squash of the first epoch by a delegate."""
+    specs = [
+        TensorSpec("codes", "I32", (9,)),
+        TensorSpec("norm", "F32", (30,)),
+        TensorSpec("proj", "BF16", (40, 36), row_cuts=(20,), column_cuts=(12,)),
+    ]
+    files = {"config.json": b'{"model_type": "golden"}\n', "tokenizer.model": bytes(range(256)), "empty": b""}
+    flats = {spec.name: some(51 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    run = Run(folder, specs, flats, key=KEY, files=files)
+    root = run.last
+    assert root is not None
+
+    def step(codec: patch.CodecName, pieces: int = 1) -> None:
+        seed = 100 * (run.last.version + 1)
+        new = run.flats
+        train_(new["proj"], "BF16", seed)
+        new["norm"][seed // 100 % 30] ^= 3
+        new["codes"][seed // 100 % 9] += 1
+        run.publish(new, codec, pieces=pieces)
+
+    for index in range(1, chain.EPOCH_PATCHES + 1):
+        step("history" if index % 8 else "auto", pieces=2 if index == 5 else 1)
+    run.publish_anchor(pieces=2)
+    run.squash(root, flats, SigningKey(HELPER.secret, KEY.delegate(run.run, HELPER.public)), pieces=2)
+    step("history")
+    step("context")
+    step("history")
+    run.finish()
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "bf16-history": bf16_history,
     "two-parts": two_parts,
     "dtypes": dtypes,
     "gap-and-dense": gap_and_dense,
+    "signed-squash": signed_squash,
 }
 
 

@@ -1,19 +1,36 @@
 """The `pulse` command: parse, call, print. The work is in the library."""
 
+import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.validators import Number
 
 import pulsesync
 from pulsesync.errors import PulseError
 
 app = App(
     name="pulse",
-    help="Move model weights from trainers to inference workers, bit for bit, at a small fraction of the bytes.",
+    help="""Move model weights from trainers to inference workers, bit for bit, at a small fraction of the bytes.
+
+A run is a place: a folder, s3://bucket/prefix, gs://…, az://…, or the https:// address of pulse serve.
+
+Exit codes: 0, it is done; 1, it failed, and one line on stderr says why; 2, the command line makes no sense; 3, there
+is no such run, or nothing in it yet: try later; 130, interrupted.""",
     version=pulsesync.__version__,
+    suppress_keyboard_interrupt=False,
 )
+
+Key = Annotated[Path | None, Parameter(env_var="PULSE_KEY")]
+Trust = Annotated[str | None, Parameter(env_var="PULSE_TRUST")]
+Json = Annotated[bool, Parameter(negative=())]
+Flag = Annotated[bool, Parameter(negative=())]
+Count = Annotated[int, Parameter(validator=Number(gte=0))]
+Version = Annotated[int | None, Parameter(validator=Number(gte=0))]
+Amount = Annotated[float, Parameter(validator=Number(gte=0))]
 
 
 @app.command
@@ -24,7 +41,7 @@ def demo(
     width: int = 1024,
     seed: int = 0,
     out: Path | None = None,
-    json: bool = False,
+    json: Json = False,
 ) -> int:
     """Train a small network in one process, follow its weights in another, and prove that they are the same.
 
@@ -44,25 +61,329 @@ def demo(
     return run(steps=steps, lr=lr, width=width, seed=seed, out=out, as_json=json)
 
 
+# Weights in, weights out
+
+
 @app.command
-def inspect(path: Annotated[Path, Parameter(help="A run's folder, or one part of it.")], *, json: bool = False) -> int:
-    """Say what a run or a part is made of, after checking every byte of what is shown.
+def publish(
+    checkpoint: Path,
+    run: str,
+    *,
+    step: Count = 0,
+    cast: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2"] | None = None,
+    codec: Literal["auto", "gap", "context", "history", "dense"] = "auto",
+    key: Key = None,
+    spool: Path | None = None,
+    anchor_every: Amount = 1.0,
+    json: Json = False,
+) -> int:
+    """Publish a checkpoint as the next version of a run; the first one begins the run.
+
+    What changed since the last version is sent, and nothing else. The files that a loader needs beside the weights
+    (config.json, the tokenizer) travel along. A trainer publishes from memory with `pulsesync.Publisher`; this command
+    is for checkpoints that something else has written.
 
     Args:
-        path: A run's folder, or a file in its `parts`.
+        checkpoint: A safetensors file, or a folder as transformers writes it, in shards or not.
+        run: Where to publish.
+        step: The trainer's count of steps, for people.
+        cast: Publish FP32 tensors in this dtype, the one that workers use.
+        codec: How changes are coded; auto picks the smallest.
+        key: File with the key to sign with, from pulse keygen.
+        spool: Folder to keep bodies in, so that the next publish need not fetch the last version.
+        anchor_every: Write the whole state again when the patches since add up to so many of it.
+        json: Print one JSON object, for machines.
+    """
+    from pulsesync.cli.publish import publish as work
+
+    return work(
+        checkpoint, run, step=step, cast=cast, codec=codec, key=key, spool=spool, anchor_every=anchor_every,
+        as_json=json,
+    )  # fmt: skip
+
+
+@app.command
+def follow(
+    run: str,
+    folder: Path,
+    *,
+    trust: Trust = None,
+    cache: Path | None = None,
+    once: Flag = False,
+    interval: Amount = 1.0,
+    hold: Amount = 10.0,
+    version: Version = None,
+    json: Json = False,
+) -> int:
+    """Keep a folder at the newest version of a run, for programs that load weights from disk.
+
+    FOLDER/current is always a whole, verified version: `from_pretrained("FOLDER/current")` loads it. It is a link to
+    one of two copies, a and b; the other is brought to the next version, and the link turned in one step. The process
+    may be killed at any moment; started again, it goes on from what is there.
+
+    Args:
+        run: What to follow.
+        folder: Where the weights go: a folder that is empty, not there yet, or was followed into before.
+        trust: Public key of whoever may publish here, or a file of such keys; nothing else is then accepted.
+        cache: Folder to keep what was fetched in, to share it with other processes; FOLDER/.cache if not given.
+        once: Bring it to the newest version and end; exit code 3 if there is none yet.
+        interval: Seconds between looks at the run.
+        hold: Seconds for which a copy that is no longer current is left as it is: time to finish loading it.
+        version: Go to this version, also an older one, and end.
+        json: Print one JSON object for every version, for machines.
+    """
+    from pulsesync.cli.follow import follow as work
+
+    return work(
+        run, folder, trust=trust, cache=cache, once=once, interval_s=interval, hold_s=hold, version=version,
+        as_json=json,
+    )  # fmt: skip
+
+
+# Looking at a run
+
+
+@app.command
+def log(run: str, *, trust: Trust = None, limit: Count = 50, json: Json = False) -> int:
+    """List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.
+
+    Args:
+        run: What to look at.
+        trust: Public key of whoever may publish here, or a file of such keys.
+        limit: Versions to show; 0 for all.
+        json: Print one JSON object a record, for machines.
+    """
+    from pulsesync.cli.log import log as work
+
+    return work(run, trust=trust, limit=limit, as_json=json)
+
+
+@app.command
+def inspect(place: str, *, version: Version = None, trust: Trust = None, json: Json = False) -> int:
+    """Say what a run, a version or a part is made of, after checking every byte of what is shown.
+
+    Args:
+        place: A run, or a file in its `parts`.
+        version: Show this version of the run.
+        trust: Public key of whoever may publish here, or a file of such keys.
         json: Print one JSON object, for machines.
     """
     from pulsesync.cli.inspect import show
 
-    return show(path, as_json=json)
+    return show(place, version=version, trust=trust, as_json=json)
+
+
+@app.command
+def verify(run: str, folder: Path | None = None, *, trust: Trust = None, json: Json = False) -> int:
+    """Replay a whole run and check every hash and digest in it; or say which version the weights in a folder are.
+
+    Every version is rebuilt from the one before it, and every anchor and squashed patch held against the version it
+    leads to. Exit code 1 if something is bad, or if the folder is no version of the run.
+
+    Args:
+        run: What to check.
+        folder: A checkpoint, or a folder that pulse follow keeps, to be recounted and compared with the run.
+        trust: Public key of whoever may publish here, or a file of such keys.
+        json: Print one JSON object a record, and a summary, for machines.
+    """
+    from pulsesync.cli.verify import verify_folder, verify_run
+
+    if folder is None:
+        return verify_run(run, trust=trust, as_json=json)
+    return verify_folder(run, folder, trust=trust, as_json=json)
+
+
+# Upkeep
+
+
+@app.command
+def squash(
+    run: str,
+    *,
+    key: Key = None,
+    delegation: Path | None = None,
+    trust: Trust = None,
+    cache: Path | None = None,
+    follow: Flag = False,
+    interval: Amount = 10.0,
+    json: Json = False,
+) -> int:
+    """Write squashed patches: many versions as one, so that a worker that was away comes back with fewer bytes.
+
+    Args:
+        run: What to squash.
+        key: File with the run's signing key, or with one that it delegates to.
+        delegation: What pulse delegate wrote for that key.
+        trust: Public key of whoever may publish here, or a file of such keys.
+        cache: Folder to keep what was fetched in.
+        follow: Go on for ever, as the run grows.
+        interval: Seconds between looks at the run.
+        json: Print one JSON object for each, for machines.
+    """
+    from pulsesync.cli import upkeep
+
+    return upkeep.squash(
+        run, key=key, delegation=delegation, trust=trust, cache=cache, follow=follow, interval_s=interval, as_json=json
+    )
+
+
+@app.command
+def prune(
+    run: str,
+    *,
+    keep_versions: Annotated[int, Parameter(validator=Number(gte=1))] = 100,
+    keep_hours: Amount = 24.0,
+    grace_hours: Amount = 1.0,
+    trust: Trust = None,
+    json: Json = False,
+) -> int:
+    """Delete old versions that no worker should need. There is always an anchor left with every version since.
+
+    Records go at once; their bodies in a later run of this command, when the grace period is over.
+
+    Args:
+        run: What to prune.
+        keep_versions: Keep at least so many of the newest versions,
+        keep_hours: and everything younger than this, by the store's clock.
+        grace_hours: Time that a worker has to finish what it began, before bodies go.
+        trust: Public key of whoever may publish here, or a file of such keys.
+        json: Print one JSON object, for machines.
+    """
+    from pulsesync.cli import upkeep
+
+    return upkeep.prune(
+        run, keep_versions=keep_versions, keep_hours=keep_hours, grace_hours=grace_hours, trust=trust, as_json=json
+    )
+
+
+# Keys
+
+
+@app.command
+def keygen(file: Path, *, json: Json = False) -> int:
+    """Make a key to sign a run with: the secret goes into FILE, the public key is printed, for workers to --trust.
+
+    Args:
+        file: Where the secret goes, readable by you alone. A file that is there is never overwritten.
+        json: Print one JSON object, for machines.
+    """
+    from pulsesync.cli import keys
+
+    return keys.keygen(file, as_json=json)
+
+
+@app.command
+def delegate(run: str, public: str, *, key: Key = None, out: Path | None = None) -> int:
+    """Let another key write squashed patches of a run, and nothing else; prints what that key's owner needs, as JSON.
+
+    Args:
+        run: The run, or its id.
+        public: Public key of the squasher, as pulse keygen printed it.
+        key: File with the run's own signing key.
+        out: Write it there instead: the file that pulse squash --delegation takes.
+    """
+    from pulsesync.cli import keys
+
+    return keys.delegate(run, public, key=key, out=out)
+
+
+# Servers
+
+
+@app.command
+def serve(
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: Count = 8765,
+    token_file: Path | None = None,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Serve a folder of runs over http, for workers on other machines to read.
+
+    Args:
+        folder: What to serve: a run, or a folder above several.
+        host: The address to listen on; 0.0.0.0 for every one of this machine.
+        port: The port; 0 for any that is free.
+        token_file: File with a token that readers must show; else PULSE_TOKEN, else nobody is asked.
+        certificate: Certificate for https, in PEM.
+        private_key: Its private key, in PEM.
+        json: Print the address as one JSON object, for machines.
+    """
+    from pulsesync.cli.serve import serve as work
+
+    return work(
+        folder, host=host, port=port, token_file=token_file, certificate=certificate, private_key=private_key,
+        as_json=json,
+    )  # fmt: skip
+
+
+@app.command
+def relay(
+    upstream: str,
+    *,
+    cache: Path | None = None,
+    max_cache: str | None = None,
+    cafile: Path | None = None,
+    host: str = "127.0.0.1",
+    port: Count = 8765,
+    token_file: Path | None = None,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Serve what another place has, with a cache: many workers of a site fetch each byte from far away once.
+
+    Args:
+        upstream: What to serve: a bucket, or the address of another server.
+        cache: Folder to keep bodies in; one in your cache folder if not given.
+        max_cache: Keep it below this size, such as 500MB or 20GiB.
+        cafile: Certificates to trust upstream, instead of the system's.
+        host: The address to listen on; 0.0.0.0 for every one of this machine.
+        port: The port; 0 for any that is free.
+        token_file: File with a token that readers must show, and that is shown upstream; else PULSE_TOKEN.
+        certificate: Certificate for https, in PEM.
+        private_key: Its private key, in PEM.
+        json: Print the address as one JSON object, for machines.
+    """
+    from pulsesync.cli.serve import relay as work
+
+    return work(
+        upstream, cache=cache, max_cache=max_cache, cafile=cafile, host=host, port=port, token_file=token_file,
+        certificate=certificate, private_key=private_key, as_json=json,
+    )  # fmt: skip
 
 
 def main() -> None:
-    """Run the command; a PulseError becomes one line and exit code 1, Ctrl-C exit code 130."""
+    """Run the command; what goes wrong becomes one line and an exit code, see `pulse --help`."""
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        sys.exit(app())
+        code = app(exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as e:
+        code = _fail(2, f"{str(e).strip()} pulse --help lists what there is")
     except PulseError as e:
-        print(f"pulse: {e}", file=sys.stderr)
-        sys.exit(1)
+        code = _fail(_code(e), str(e))
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    except BrokenPipeError:  # whoever read this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def _code(error: PulseError) -> int:
+    from pulsesync.cli.options import NothingThereError, UsageError
+
+    return 2 if isinstance(error, UsageError) else 3 if isinstance(error, NothingThereError) else 1
+
+
+def _fail(code: int, text: str) -> int:
+    print(f"pulse: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt

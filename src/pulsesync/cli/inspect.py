@@ -1,65 +1,93 @@
-"""What `pulse inspect` shows: the versions of a run, or the inside of one part."""
+"""What `pulse inspect` shows: what a run is made of, one of its versions, or the inside of one part."""
 
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from pulsesync import chain
+from pulsesync.audit import find_records
+from pulsesync.cli.log import rows
+from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
-from pulsesync.format import manifest as manifests
+from pulsesync.format.manifest import Kind
+from pulsesync.records import Records, describe
 from pulsesync.store import LocalStore
 
+SHOWN = 100  # versions
 
-def show(path: Path, as_json: bool) -> int:
-    """Print a run or a part; exit code 0.
+
+def show(place: str, *, version: int | None, trust: str | None, as_json: bool) -> int:
+    """Print a run, a version or a part; exit code 0.
 
     Raises:
-        PulseError: it cannot be read, or its bytes are bad.
+        PulseError: it cannot be read, or its bytes are bad; NothingThereError.
     """
-    facts = _run(path) if path.is_dir() else _part(path)
+    if Path(place).is_file():
+        facts, table = _part(Path(place))
+    else:
+        records = Records(open_place(place), read_trust(trust))
+        facts, table = _run(records, place) if version is None else _version(records, place, version)
     if as_json:
         print(json.dumps(facts))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
-    rows = facts.pop("versions", None) or facts.pop("tiles")
     for key, value in facts.items():
-        console.print(f"{key:12} {value}")
-    widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in (rows[0] if rows else ())}
-    console.print("\n" + "  ".join(f"{key:>{width}}" for key, width in widths.items()))
-    for row in rows:
-        console.print("  ".join(f"{row[key]!s:>{width}}" for key, width in widths.items()), markup=False)
+        if not isinstance(value, list):
+            print(f"{key:12} {'-' if value is None else value}")
+    if table:
+        print()
+        Printer(False).table(table)
     return 0
 
 
-def _run(folder: Path) -> dict[str, Any]:
-    store = LocalStore(folder)
-    rows = []
-    for key in store.list("manifests/"):
-        one = manifests.parse(store.get(key))
-        rows.append({
-            "version": one.version, "step": one.step, "base": "-" if one.base is None else one.base.version,
-            "epoch": f"{one.epoch}.{one.index}", "parts": len(one.parts), "bytes": sum(p.size for p in one.parts),
-            "digest": one.digest[:12],
-        })  # fmt: skip
-    if not rows:
-        raise NotFoundError(f"{folder} holds no run: there is no manifest in it", key="manifests/")
-    layout = layouts.parse(store.get(chain.layout_key(one.layout)))
-    return {
-        "run": one.run,
+def _run(records: Records, place: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    found = find_records(records, SHOWN)
+    if not found:
+        raise NothingThereError(f"{place} holds no run: there is no version in it", key="manifests/")
+    if bad := next((one for one in found if one.fault), None):
+        raise FormatError(f"{bad.key}: {bad.fault}", key=bad.key)
+    whole = [one.record for one in found if one.record]
+    newest = next(record for record in reversed(whole) if record.kind == Kind.VERSION)
+    layout = records.layout(newest.layout)
+    facts = {
+        "run": newest.run,
+        "newest": newest.version,
         "tensors": len(layout.tensors),
         "tiles": len(layout.tiles),
         "weights": sum(spec.size for spec in layout.tensors),
+        "bytes": sum(spec.size * spec.kind.itemsize for spec in layout.tensors),
         "ties": len(layout.ties),
-        "versions": rows,
+        "files": ", ".join(file.name for file in newest.files) or "none",
+        "versions": [describe(record) for record in whole if record.kind == Kind.VERSION],
+        "anchors": [describe(record) for record in whole if record.kind == Kind.ANCHOR],
+        "squashes": [describe(record) for record in whole if record.kind == Kind.SQUASH],
     }
+    return facts, list(rows(found))
 
 
-def _part(path: Path) -> dict[str, Any]:
+def _version(records: Records, place: str, version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    record = records.version(version)
+    if record is None:
+        raise NothingThereError(f"version {version} is not published in {place}, or not any more")
+    raw = records.store.get(chain.manifest_key(version)).split(b"\n")
+    signed = json.loads(raw[1])["key"] if len(raw) > 1 and raw[1] else None
+    parts = [{"part": part.id, "bytes": part.size} for part in record.parts]
+    facts = {
+        **describe(record),
+        "run": record.run,
+        "layout": record.layout,
+        "history": record.history,
+        "anchor": record.anchor,
+        "signed by": signed,
+        "parts": parts,
+        "files": [{"file": file.name, "bytes": file.size, "id": file.id} for file in record.files],
+    }
+    return facts, parts
+
+
+def _part(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -71,7 +99,18 @@ def _part(path: Path) -> dict[str, Any]:
     except NotFoundError as e:
         raise FormatError(f"the layout {header.layout[:12]} of this part is not beside it, in ../layouts") from e
     shared, entries = index.parse(sections[0], len(layout.tiles), [len(s) for s in sections])
-    return {
+    tiles = [
+        {
+            "tile": e.tile,
+            "tensor": layout.tiles[e.tile].tensor.name,
+            "weights": layout.tiles[e.tile].size,
+            "codec": e.codec.name.lower(),
+            "section": e.section,
+            "bytes": e.size,
+        }
+        for e in entries
+    ]
+    facts = {
         "part": header.id,
         "bytes": len(data),
         "sections": len(sections),
@@ -80,15 +119,6 @@ def _part(path: Path) -> dict[str, Any]:
         "codecs": ", ".join(
             f"{n} {codec.name.lower()}" for codec, n in sorted(Counter(e.codec for e in entries).items())
         ),
-        "tiles": [
-            {
-                "tile": e.tile,
-                "tensor": layout.tiles[e.tile].tensor.name,
-                "weights": layout.tiles[e.tile].size,
-                "codec": e.codec.name.lower(),
-                "section": e.section,
-                "bytes": e.size,
-            }
-            for e in entries
-        ],
+        "tiles": tiles,
     }
+    return facts, tiles

@@ -1,0 +1,233 @@
+"""The processes of bench_sync.py: the one that serves, the one that holds a worker's weights, those that are weighed.
+
+Each takes one JSON object as its argument, reads JSON lines and answers them with JSON lines, and ends when its standard
+input does.
+"""
+
+import ctypes
+import gc
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from bench_memory import peak, reset_peak, status
+
+Bits = npt.NDArray[np.uint16]
+State = dict[str, Bits]
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def split(flat: Bits, shapes: Shapes) -> State:
+    """A flat state as tensors over the same memory."""
+    ends = np.cumsum([math.prod(shape) for _, shape in shapes])
+    return {
+        name: piece.reshape(shape) for (name, shape), piece in zip(shapes, np.split(flat, ends[:-1]), strict=True)
+    }
+
+
+def as_bf16(state: State) -> dict[str, Any]:
+    return {name: bits.view(ml_dtypes.bfloat16) for name, bits in state.items()}
+
+
+def answer(fields: dict[str, Any]) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+def serve(given: dict[str, Any]) -> None:
+    from pulsesync.server import serve
+    from pulsesync.store import LocalStore
+
+    def until_left_alone() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=until_left_alone, daemon=True).start()
+    serve(LocalStore(given["folder"]), given["host"], 0, on_ready=lambda url: answer({"url": url}))
+
+
+# -- the worker ----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Holds weights, and brings them to the next version when it is told that there is one."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import pulsesync
+        from pulsesync import chain
+
+        pulsesync.warm_up()
+        chain.EPOCH_PATCHES = given.get("epoch", chain.EPOCH_PATCHES)
+        self.method = given["method"]
+        shapes = [(name, tuple(shape)) for name, shape in given["shapes"]]
+        self.flat: Bits = np.zeros(sum(math.prod(shape) for _, shape in shapes), np.uint16)
+        self.state = split(self.flat, shapes)
+
+    def begin(self, url: str, start: str | None) -> dict[str, Any]:
+        """Take up weights from a file, or zeros, and a place to follow; ours looks there what it has."""
+        from pulsesync import Subscriber
+        from pulsesync.store import open_store
+
+        np.copyto(self.flat, np.load(start, mmap_mode="r") if start else np.uint16(0))
+        self.store = open_store(url)
+        self.subscriber = Subscriber(url) if self.method == "ours" else None
+        return {}
+
+    def sync(self, key: str = "", size: int = 0, version: int | None = None) -> dict[str, Any]:
+        """Get the new weights in place; say when that was done, and how long each part of it took."""
+        began = time.monotonic()
+        if self.subscriber is not None:
+            report = self.subscriber.sync(as_bf16(self.state), version)
+            return {
+                "done": time.monotonic(), "began": began, "fetch_s": report.fetch_s, "prepare_s": report.prepare_s,
+                "apply_s": report.apply_s, "fetched_bytes": report.fetched_bytes, "path": report.path,
+                "version": report.version,
+            }  # fmt: skip
+        data = self.store.get(key, 0, size)
+        fetched = time.monotonic()
+        if self.method == "full":
+            np.copyto(self.flat, np.frombuffer(data, np.uint16))
+        else:
+            from baselines import PulseCoo
+
+            PulseCoo().apply_(self.state, data)
+        done = time.monotonic()
+        return {
+            "done": done, "began": began, "fetch_s": fetched - began, "prepare_s": 0.0, "apply_s": done - fetched,
+            "fetched_bytes": len(data), "path": [self.method],
+        }  # fmt: skip
+
+    def sha256(self) -> dict[str, Any]:
+        began = time.monotonic()
+        return {"sha256": hashlib.sha256(self.flat.data).hexdigest(), "seconds": time.monotonic() - began}
+
+
+def work(given: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it closes its input
+    worker = Worker(given)
+    answer({"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer(getattr(worker, asked.pop("do"))(**asked))
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+class Weighed:
+    """A fresh process with weights in it: what does something take beside them?"""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import pulsesync
+        from pulsesync import chain
+
+        pulsesync.warm_up()
+        chain.EPOCH_PATCHES = given.get("epoch", chain.EPOCH_PATCHES)
+        self.folder, self.run = Path(given["folder"]), given["run"]
+        self.shapes = [(name, tuple(shape)) for name, shape in given["shapes"]]
+        self.flat: Bits = np.array(np.load(self.folder / "start.npy", mmap_mode="r"))
+        self.tensors = as_bf16(split(self.flat, self.shapes))
+        self.resets = True
+
+    @contextmanager
+    def weighed(self, out: dict[str, Any]) -> Iterator[None]:
+        """Note the most memory in use while the block runs, and what stays, over what there was before."""
+        self.resets = reset_peak() and self.resets
+        before, anonymous = status("VmRSS"), status("RssAnon")
+        most, stop = [anonymous], threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.002):
+                most[0] = max(most[0], status("RssAnon"))
+
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watching.join()
+        out["peak_bytes"] = peak() - before
+        out["peak_own_bytes"] = most[0] - anonymous  # without pages of files, which the system takes back at will
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        out["stays_bytes"] = status("VmRSS") - before
+        out["peak_was_reset"] = self.resets
+
+    def train(self, step: int) -> None:
+        """Move the weights one step on, in place."""
+        with np.load(self.folder / f"{step}.npz") as change:
+            self.flat[change["positions"]] = change["values"]
+
+    def trainer(self, wait: bool, steps: int, **options: Any) -> dict[str, Any]:
+        """Root and anchor first, then patches."""
+        from pulsesync import Publisher
+
+        root: dict[str, Any] = {}
+        patches: dict[str, Any] = {}
+        with self.weighed(root):
+            publisher = Publisher(self.run, **options)
+            publisher.publish(self.tensors, step=0)
+        with self.weighed(patches):
+            for step in range(steps):
+                self.train(step)
+                publisher.publish(self.tensors, step=step + 1, wait=wait)
+                if not wait:
+                    time.sleep(0.15)  # a trainer would be computing
+            publisher.flush()
+        history = publisher._state.history.size_bytes if publisher._state else 0
+        publisher.close()
+        return {"first": root, "then": patches, "history_bytes": history}
+
+    def resume(self, steps: int) -> dict[str, Any]:
+        """A publisher takes up a run that a process before it has left, and publishes a patch."""
+        from pulsesync import Publisher
+
+        for step in range(steps):
+            self.train(step)
+        out: dict[str, Any] = {}
+        with self.weighed(out):
+            publisher = Publisher(self.run)
+            report = publisher.publish(self.tensors, step=steps)
+            publisher.flush()
+        publisher.close()
+        return {"then": out, "version": report.version, "history_bytes": 0}
+
+    def worker(self, versions: list[int], holding: bool) -> dict[str, Any]:
+        """Sync to each version in turn; the last must be the run's newest, and is checked against its digest."""
+        from pulsesync import Subscriber
+
+        if not holding:
+            self.flat[:] = 0
+        out: dict[str, Any] = {}
+        with self.weighed(out):
+            subscriber = Subscriber(self.run)
+            paths = [subscriber.sync(self.tensors, version).path for version in versions]
+        subscriber.verify(self.tensors)
+        assert subscriber.state is not None
+        return {"then": out, "paths": paths, "history_bytes": subscriber.state.history.size_bytes}
+
+
+def weigh(given: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer(getattr(Weighed(given), given["what"])(**given["with"]))
+
+
+ROLES: dict[str, Callable[[dict[str, Any]], None]] = {"serve": serve, "work": work, "weigh": weigh}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](json.loads(sys.argv[2]))

@@ -1,0 +1,67 @@
+"""What `pulse follow` does: a folder that other programs load from is kept at the newest version of a run."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust, size
+from pulsesync.errors import PulseError
+from pulsesync.integrations.folder import Flip, HuggingFaceFolder
+from pulsesync.records import Records
+
+
+def follow(
+    run: str,
+    folder: Path,
+    *,
+    trust: str | None,
+    cache: Path | None,
+    once: bool,
+    interval_s: float,
+    hold_s: float,
+    version: int | None,
+    as_json: bool,
+) -> int:
+    """Follow until interrupted, or once; exit code 0. Raises: PulseError, NothingThereError."""
+    store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    with HuggingFaceFolder(store, folder, trust=keys, cache=cache, hold_s=hold_s) as kept:
+        if once or version is not None:
+            flip = kept.update(version)
+            if flip is None:
+                _already(kept, run, Records(store, keys), printer)
+            else:
+                _tell(flip, printer)
+            return 0
+        if held := kept.current:
+            printer.note("holds", f"{folder}/current is version {held.version}; following {run}", **asdict(held))
+        else:
+            printer.note("waits", f"{folder} holds no version yet; following {run}", folder=str(folder))
+        for flip in kept.follow(interval_s, lambda e: _told(e, printer)):
+            _tell(flip, printer)
+    return 0
+
+
+def _already(kept: HuggingFaceFolder, run: str, records: Records, printer: Printer) -> None:
+    held = kept.current
+    if records.newest() is None:
+        raise NothingThereError(f"there is no run at {run}, or no version in it yet: publish one, or try again later")
+    if held is None:
+        raise NothingThereError(f"nothing in {run} can be reached yet: its first anchor is being written; try later")
+    printer.tell("holds", f"{kept.folder}/current is version {held.version} already", **asdict(held))
+
+
+def _tell(flip: Flip, printer: Printer) -> None:
+    sync, mark = flip.sync, flip.mark
+    ways = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
+    if flip.left_out:
+        printer.note("left-out", f"not written, for no loader reads them: {', '.join(flip.left_out)}")
+    printer.tell(
+        "version",
+        f"version {mark.version} (step {mark.step}) is current, in {flip.folder.name}: {ways}, "
+        f"{size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
+        **asdict(mark), folder=str(flip.folder), began=flip.began, path=list(sync.path), changed=sync.changed,
+        fetched_bytes=sync.fetched_bytes, seconds=round(flip.seconds, 3), left_out=list(flip.left_out),
+    )  # fmt: skip
+
+
+def _told(error: PulseError, printer: Printer) -> None:
+    printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))

@@ -1,0 +1,40 @@
+"""What `pulse log` shows: the versions of a run, with the anchors and squashed patches that lead to them."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from pulsesync.audit import Found, find_records
+from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
+from pulsesync.records import Records, describe
+
+
+def log(run: str, *, trust: str | None, limit: int, as_json: bool) -> int:
+    """Print the records of a run, newest first; exit code 0. Raises: PulseError, NothingThereError."""
+    found = find_records(Records(open_place(run), read_trust(trust)), limit or None)[::-1]
+    if not found:
+        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+    if as_json:
+        for one in found:
+            facts = describe(one.record) if one.record else {"fault": one.fault}
+            print(json.dumps({"key": one.key, **facts}))
+        return 0
+    Printer(False).table(rows(found))
+    for one in found:
+        if one.fault:
+            print(f"{one.key}: {one.fault}")
+    return 0
+
+
+def rows(found: list[Found]) -> Iterator[dict[str, Any]]:
+    """Records as rows for people; those that cannot be read are left out."""
+    for record in (one.record for one in found):
+        if record is not None:
+            facts = describe(record)
+            when = datetime.fromtimestamp(record.created, UTC)
+            yield {
+                "version": record.version, "kind": facts["kind"], "from": facts["base"], "step": record.step,
+                "epoch": f"{record.epoch}.{record.index}", "bytes": f"{record.size_bytes:,}",
+                "time (UTC)": f"{when:%Y-%m-%d %H:%M:%S}", "digest": record.digest[:12],
+            }  # fmt: skip

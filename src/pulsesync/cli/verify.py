@@ -1,0 +1,62 @@
+"""What `pulse verify` does: replay a run and check every byte of it, or say which version a folder holds."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from pulsesync.audit import Audit
+from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
+from pulsesync.errors import NotFoundError
+from pulsesync.integrations.folder import identify
+from pulsesync.records import Records
+
+
+def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
+    """Replay a run; exit code 0 if all of it is good, else 1. Raises: PulseError, NothingThereError."""
+    printer, counted, bad = Printer(as_json), Counter[str](), 0
+    try:
+        audit = Audit(open_place(run), trust=read_trust(trust))
+    except NotFoundError as e:
+        raise NothingThereError(f"{run}: {e}") from e
+    bar = Console(stderr=True)
+    for one in track(audit.run(), "replaying", len(audit.found), console=bar, transient=True, disable=not _shown(bar)):
+        kind = one.record.kind.value if one.record else "record"
+        counted[kind] += 1
+        bad += one.fault is not None
+        facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault}
+        if as_json:
+            printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
+        elif one.fault:
+            print(f"{one.key}: {one.fault}", file=sys.stderr)
+    said = ", ".join(f"{count} {_PLURALS.get(kind, kind)}" for kind, count in counted.items())
+    text = f"{said}: " + ("all good" if not bad else f"{bad} bad")
+    printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)
+    return 1 if bad else 0
+
+
+_PLURALS = {"version": "versions", "anchor": "anchors", "squash": "squashed patches", "record": "unreadable records"}
+
+
+def _shown(console: Console) -> bool:
+    return console.is_terminal
+
+
+def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -> int:
+    """Recount a folder; exit code 0 if it is a version of the run, and the one it says, else 1. Raises: PulseError."""
+    printer, records = Printer(as_json), Records(open_place(run), read_trust(trust))
+    if records.newest() is None:
+        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+    found = identify(records, folder)
+    version = found.record.version if found.record else None
+    claimed = found.mark.version if found.mark else None
+    good = version is not None and claimed in (None, version)
+    text = f"{folder} is version {version}, bit for bit: digest {found.digest[:12]}"
+    if version is None:
+        text = f"{folder} is no version of {run} that is still published: digest {found.digest[:12]}"
+    elif not good:
+        text = f"{folder} is version {version}, and says that it is {claimed}"
+    printer.tell("identified", text, ok=good, version=version, claimed=claimed, digest=found.digest)
+    return 0 if good else 1

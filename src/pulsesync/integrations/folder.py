@@ -1,0 +1,446 @@
+"""A folder that always holds a whole version, for programs that load checkpoints from disk.
+
+    FOLDER/current -> a          what to load: transformers, vLLM and safetensors take it as any checkpoint
+    FOLDER/a, FOLDER/b           two copies of the weights; the one that is not current is brought to the next version
+    FOLDER/.cache                bodies, so that both copies are served by one fetch
+
+    with HuggingFaceFolder("s3://bucket/run", "weights") as folder:
+        for flip in folder.follow():
+            ...                                                  # weights/current is now version flip.version
+
+A copy that is being written has no `pulse.json`; it gets one when its weights are written, recounted and on the disk,
+and `current` is turned to it in one step after that. So a process that is killed at any moment leaves `current` at a
+whole version, and its successor goes on from there.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pulsesync import chain
+from pulsesync.errors import (
+    ChecksumError,
+    ConflictError,
+    MissingLinkError,
+    NotFoundError,
+    PulseError,
+    SignatureError,
+    StateError,
+    StoreError,
+    UnsupportedError,
+)
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import FileRef, Manifest
+from pulsesync.integrations.safetensors import (
+    INDEX,
+    SHARD_BYTES,
+    Plan,
+    TensorFolder,
+    by_layout,
+    is_companion,
+    open_checkpoint,
+    plan_files,
+    writing,
+)
+from pulsesync.records import Records
+from pulsesync.spool import AnchorSpool
+from pulsesync.state import State
+from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.subscriber import Subscriber, SyncReport
+
+MARK, HISTORY, LOCK, CURRENT, CACHE = "pulse.json", "pulse.history", ".lock", "current", ".cache"
+CACHE_BYTES = 4 << 30
+LONGEST_WAIT_S = 60.0  # between attempts, while the store does not answer
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a whole copy says of itself, in `pulse.json`."""
+
+    run: str
+    version: int
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A version that has become current."""
+
+    mark: Mark
+    folder: Path
+    began: str  # from: "memory", "resume" (after a restart), "copy" (of the other folder), "nothing"
+    sync: SyncReport
+    left_out: tuple[str, ...]  # files of the run that are no companions, and were not written
+    seconds: float
+
+
+class HuggingFaceFolder:
+    """Keeps a folder at the versions of a run. One process at a time may do so; any number may read.
+
+    trust: as for a Subscriber. cache: a folder for bodies that others share; one of its own, kept small, if not given.
+    hold_s: for so long a copy that was current is left as it is, so that whoever began to load it can finish; `reading`
+    gives more than that. shard_bytes: of weights in a file.
+
+    Raises:
+        StoreError: the folder cannot be written, holds something else, or is in use by another process.
+    """
+
+    def __init__(
+        self,
+        location: str | Store,
+        folder: str | Path,
+        *,
+        trust: str | Collection[str] | None = None,
+        cache: str | Path | None = None,
+        hold_s: float = 0.0,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.folder = Path(folder)
+        self.trust = frozenset([trust]) if isinstance(trust, str) else None if trust is None else frozenset(trust)
+        self.hold_s, self.shard_bytes = hold_s, shard_bytes
+        store = open_store(location) if isinstance(location, str) else location
+        self._origin = store
+        self._own_cache = cache is None
+        self._cache = Path(cache) if cache is not None else self.folder / CACHE
+        self.store: Store = CachedStore(store, self._cache)
+        self._stack = ExitStack()
+        self._stack.enter_context(_owned(self.folder))
+        self._sides = {name: _Side(self.folder / name) for name in "ab"}
+        self._layout: Layout | None = None
+        self._looked = False
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> "HuggingFaceFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def current(self) -> Mark | None:
+        """The version that readers find."""
+        name = _current(self.folder)
+        return self._sides[name].mark() if name else None
+
+    def follow(self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None) -> Iterator[Flip]:
+        """Yield every version that becomes current, for ever. An error that may pass is told, and tried again.
+
+        Raises:
+            SignatureError, UnsupportedError, StateError: waiting would not help.
+        """
+        wait_s = interval_s
+        while True:
+            try:
+                flip = self.update()
+                wait_s = interval_s
+            except (SignatureError, UnsupportedError, StateError):
+                raise
+            except PulseError as e:
+                if on_error:
+                    on_error(e)
+                flip, wait_s = None, min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
+            if flip:
+                yield flip
+            else:
+                time.sleep(wait_s)
+
+    def update(self, version: int | None = None) -> Flip | None:
+        """Bring the folder to the newest version, or to one; None if it is there, or nothing can be reached yet.
+
+        Raises:
+            PulseError: as Subscriber.sync does. `current` is then what it was, and the same call can be repeated.
+        """
+        began = time.perf_counter()
+        if self._goal(version) is None:
+            return None
+        with self._to_write() as side:
+            goal = self._goal(version)  # there may be a newer one by now
+            if goal is None:
+                return None
+            companions = [file for file in goal.files if is_companion(file.name)]
+            contents = {file.name: self._fetch(file) for file in companions}
+            plan = plan_files(self._layout_of(goal), self.shard_bytes)
+            source = self._begin(side, plan, goal)
+            assert side.weights is not None
+            assert side.reader is not None
+            report = side.reader.sync(side.weights.arrays, version=goal.version)
+            if report.version != goal.version:
+                return None  # its first anchor is still being written
+            side.reader.verify(side.weights.arrays)
+            mark = Mark(goal.run, goal.version, goal.step, goal.digest)
+            side.finish(mark, contents, plan)
+            self._turn(side)
+        self._tidy()
+        left_out = tuple(file.name for file in goal.files if file not in companions)
+        return Flip(mark, side.folder, source, report, left_out, time.perf_counter() - began)
+
+    def _goal(self, version: int | None) -> Manifest | None:
+        """The version to go to; None if it is current, or there is none."""
+        records, held = Records(self.store, self.trust), self.current
+        if version is not None:
+            goal = records.version(version)
+            if goal is None:
+                raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+            return None if held and (held.run, held.version) == (goal.run, goal.version) else goal
+        # The first look goes to the run as it is: it may be another one than the process before this one followed.
+        newest = records.newest(held.version if held and self._looked else -1)
+        if newest is not None:
+            self._looked = True
+        if newest and held and newest.run == held.run and newest.version <= held.version:
+            return None
+        return newest
+
+    def _layout_of(self, goal: Manifest) -> Layout:
+        if self._layout is None or self._layout.id != goal.layout:
+            self._layout = Records(self.store, self.trust).layout(goal.layout)
+        return self._layout
+
+    @contextmanager
+    def _to_write(self) -> "Iterator[_Side]":
+        """The copy that is not current, once nobody loads it."""
+        name = _current(self.folder)
+        side = self._sides["b" if name == "a" else "a"]
+        if name:
+            left_s = time.time() - os.lstat(self.folder / CURRENT).st_mtime
+            time.sleep(min(max(self.hold_s - left_s, 0), self.hold_s))
+        with side.alone():
+            yield side
+
+    def _begin(self, side: "_Side", plan: Plan, goal: Manifest) -> str:
+        """Open a copy for writing, with a reader that holds what can be held; say where from."""
+        mark, history = side.mark(), side.history()
+        side.unmark()
+        held = side.reader.held if side.reader else None
+        if side.weights and side.weights.plan == plan and held and held.run == goal.run:
+            return "memory"
+        if not TensorFolder.fits(side.folder, plan):
+            TensorFolder.create(side.folder, plan)
+            mark = None
+        side.weights = TensorFolder(side.folder, plan)
+        side.reader = Subscriber(self._origin, trust=self.trust, cache=self._cache, undo=0)
+        if mark and mark.run == goal.run and side.reader.resume(side.weights.arrays, mark.version, history):
+            return "resume"
+        name = _current(self.folder)
+        other = self._sides[name] if name else None
+        there = other.mark() if other else None
+        if other and there and there.run == goal.run and TensorFolder.fits(other.folder, plan):
+            side.weights.copy_from(TensorFolder(other.folder, plan))
+            if side.reader.resume(side.weights.arrays, there.version, other.history()):
+                return "copy"
+        return "nothing"
+
+    def _fetch(self, file: FileRef) -> bytes:
+        key = chain.file_key(file.id)
+        data = self.store.get(key, 0, file.size + 1)
+        if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.id:
+            if isinstance(self.store, CachedStore):
+                self.store.forget(key)
+            raise ChecksumError(f"the run's {file.name} is damaged", expected=file.id, key=key)
+        return data
+
+    def _turn(self, side: "_Side") -> None:
+        """Make a copy current, in one step."""
+        link = self.folder / f".{CURRENT}"
+        with writing(link):
+            link.unlink(missing_ok=True)
+            link.symlink_to(side.folder.name)
+            os.replace(link, self.folder / CURRENT)
+            _sync(self.folder)
+
+    def _tidy(self) -> None:
+        """Keep the cache small. No anchor is needed there: one copy begins as a copy of the other."""
+        if not self._own_cache:
+            return
+        with suppress(OSError):
+            AnchorSpool(self._cache / "anchors").keep_only(None)
+            files = [(s.st_mtime_ns, s.st_size, path) for path in self._cache.iterdir() if (s := path.stat()).st_nlink]
+            excess = sum(size for _, size, _ in files) - CACHE_BYTES
+            for _, size, path in sorted(files):
+                if excess > 0 and path.is_file():
+                    path.unlink(missing_ok=True)
+                    excess -= size
+
+
+class _Side:
+    """One of the two copies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.weights: TensorFolder | None = None
+        self.reader: Subscriber | None = None
+
+    def mark(self) -> Mark | None:
+        """Which version this is; None for a copy that is not whole."""
+        return read_mark(self.folder)
+
+    def history(self) -> bytes | None:
+        try:
+            return (self.folder / HISTORY).read_bytes()
+        except OSError:
+            return None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait for those who load this copy by `reading`, and keep others out."""
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def unmark(self) -> None:
+        with writing(self.folder / MARK) as path:
+            path.unlink(missing_ok=True)
+            _sync(self.folder)
+
+    def finish(self, mark: Mark, companions: dict[str, bytes], plan: Plan) -> None:
+        """Write what stands beside the weights, see that all of it is on the disk, and then mark the copy as whole."""
+        assert self.weights is not None
+        assert self.reader is not None
+        state = self.reader.state
+        assert state is not None
+        contents = dict(companions)
+        if plan.index:
+            contents[INDEX] = plan.index
+        if state.history.tiles:
+            contents[HISTORY] = state.history.to_bytes()
+        with writing(self.folder):
+            for path in self.folder.iterdir():
+                if path.name not in {LOCK, *plan.files, *contents} and not path.is_dir():
+                    path.unlink()
+        for name, data in contents.items():
+            _write(self.folder / name, data)
+        self.weights.flush()
+        with writing(self.folder):
+            _sync(self.folder)  # the names of the files too, before the one that says that they are whole
+        _write(self.folder / MARK, json.dumps(asdict(mark)).encode() + b"\n")
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """What the `pulse.json` of a copy says; None if there is none, or it is not one."""
+    try:
+        table: dict[str, Any] = json.loads((folder / MARK).read_bytes())
+        return Mark(str(table["run"]), int(table["version"]), int(table["step"]), str(table["digest"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def reading(folder: str | Path) -> Iterator[Path]:
+    """The copy that is current, held still for as long as the block lasts: however slowly it is loaded.
+
+    Raises:
+        NotFoundError: there is no version in the folder yet.
+    """
+    folder = Path(folder)
+    while True:
+        name = _current(folder)
+        if name is None:
+            raise NotFoundError(f"{folder} holds no version yet; pulse follow brings one", key=str(folder))
+        lock = os.open(folder / name / LOCK, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _current(folder) == name:  # else it may have been written before the lock was had
+                yield folder / name
+                return
+        finally:
+            os.close(lock)
+
+
+def _current(folder: Path) -> str | None:
+    """Which of the copies is current."""
+    try:
+        name = os.readlink(folder / CURRENT)
+    except OSError:
+        return None
+    return name if name in ("a", "b") else None
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Be the only process that writes a folder, which is empty or was made by one like this."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / LOCK).exists() and any(folder.iterdir()):
+            raise StoreError(
+                f"{folder} holds something else; name a folder that is empty or not there", key=str(folder)
+            )
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ConflictError(f"another process keeps {folder}; stop it, or name another folder") from e
+        yield
+    finally:
+        os.close(lock)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Have a file with these bytes, on the disk, whatever was there before; not written again if it is there."""
+    with writing(path):
+        with suppress(OSError):
+            if path.stat().st_size == len(data) and path.read_bytes() == data:
+                return
+        spool = path.with_name(f".new-{path.name}")
+        with spool.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(spool, path)
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which version some weights on disk are."""
+
+    digest: str
+    record: Manifest | None  # None: no version of the run that is still published
+    mark: Mark | None  # what the folder says of itself
+
+
+def identify(records: Records, path: str | Path) -> Identity:
+    """Recount the weights of a checkpoint, or of a folder that is kept here, and look for them among the versions.
+
+    Raises:
+        NotFoundError: there is no run, or no checkpoint; StateError: its tensors are not those of the run; FormatError,
+        StoreError; VerificationError: tensors that are tied in the run differ.
+    """
+    path = Path(path)
+    newest = records.newest()
+    if newest is None:
+        raise NotFoundError("there is no run here: no version is published", key="manifests/")
+    name = _current(path)
+    folder = path / name if name else path
+    layout = records.layout(newest.layout)
+    checkpoint = open_checkpoint(folder, private=True)
+    state = State.attach(by_layout(layout, checkpoint.tensors), layout)
+    digest, mark = state.recount(), read_mark(folder)
+    guesses = [records.version(mark.version) if mark else None, newest, records.start(digest)]
+    found = next((record for record in guesses if record and record.digest == digest), None)
+    version = newest.version
+    while found is None and version > 0 and (record := records.version(version := version - 1)) is not None:
+        found = record if record.digest == digest else None
+    return Identity(digest, found, mark)

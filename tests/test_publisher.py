@@ -1,0 +1,1164 @@
+"""The trainer's end: what is published, when the caller may go on, and what stores that fail leave behind."""
+
+import hashlib
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pulsesync import Publisher, PublishReport, SigningKey, Subscriber, anchors, chain
+from pulsesync.errors import AnotherPublisherError, PulseError, SignatureError, StateError, StoreError
+from pulsesync.format import manifest as manifests
+from pulsesync.store import MemoryStore, Store
+from pulsesync.testing import random_bits
+from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
+
+CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+@pytest.fixture
+def short_epochs(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 2)
+    return 2
+
+
+def synced(store: Store, held: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """What a new worker gets."""
+    held = held if held is not None else worker()
+    sub = Subscriber(store, **options)
+    assert sub.sync(held).version is not None
+    sub.verify()
+    return held
+
+
+@contextmanager
+def abandoned(store: Store, spool: Path, **options: Any) -> Iterator[Publisher]:
+    """A publisher whose process dies: nobody closes it, and what its store does to it is nobody's concern."""
+    pub = Publisher(store, spool=spool, **options)
+    with suppress(StoreError):
+        yield pub
+    for executor in (pub._sender, pub._behind):
+        executor.shutdown()
+
+
+# -- what is published ---------------------------------------------------------------------------------------------
+
+
+def master_weights(count: int = 3000) -> Any:
+    """FP32 of every kind: NaNs with payloads, infinities, subnormals, ties between neighbours."""
+    bits = random_bits(np.random.default_rng(0), np.uint32, (count,))
+    bits[::3] = bits[::3] & 0xFFFF0000 | 0x8000  # halfway between two BF16
+    return bits.view(np.float32)
+
+
+@pytest.mark.parametrize("dtype", CASTS)
+def test_torch_master_weights_arrive_as_torch_casts_them(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    source = torch.from_numpy(master_weights())
+    expected = source.to(getattr(torch, CASTS[dtype]))
+    held = {"w": torch.zeros(3000, dtype=getattr(torch, CASTS[dtype]))}
+    store = MemoryStore()
+    with Publisher(store, cast=dtype) as pub:
+        pub.publish({"w": torch.zeros(3000)})
+        pub.publish({"w": source})
+    Subscriber(store).sync(held)
+    assert torch.equal(held["w"].view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", CASTS)
+def test_numpy_master_weights_arrive_as_numpy_casts_them(dtype: str) -> None:
+    target = getattr(ml_dtypes, CASTS[dtype], None) or np.dtype(CASTS[dtype])
+    with np.errstate(all="ignore"):
+        expected = {"w": master_weights().astype(target)}
+    store = MemoryStore()
+    with Publisher(store, cast=dtype) as pub:
+        pub.publish({"w": master_weights()})
+    held = synced(store, {"w": np.zeros(3000, target)})
+    assert equal(held, expected)
+
+
+def test_only_fp32_is_cast_and_patterns_say_where() -> None:
+    weights = {
+        "layer.weight": np.ones(4, np.float32),
+        "layer.scale": np.ones(4, np.float32),
+        "layer.half": np.ones(4, np.float16),
+        "count": np.ones(4, np.int32),
+    }
+    store = MemoryStore()
+    with Publisher(store, cast={"*.scale": "", "layer.*": "BF16"}) as pub:
+        pub.publish(weights)
+    expected = {**weights, "layer.weight": weights["layer.weight"].astype(ml_dtypes.bfloat16)}
+    assert equal(synced(store, {name: np.zeros_like(array) for name, array in expected.items()}), expected)
+
+
+def test_a_cast_to_what_is_not_known_is_refused() -> None:
+    with Publisher(MemoryStore(), cast="INT4") as pub, pytest.raises(ValueError, match="INT4"):
+        pub.publish({"w": np.zeros(4, np.float32)})
+
+
+def test_casting_makes_no_second_copy_of_the_model() -> None:
+    weights = {f"layer.{i}": np.zeros((1 << 20,), np.float32) for i in range(16)}
+    full = 2 * sum(w.size for w in weights.values())
+    with Publisher(MemoryStore(), cast="BF16") as pub:
+        pub.publish(weights)
+        for array in weights.values():
+            array[:100] = 1.5
+        tracemalloc.start()
+        try:
+            pub.publish(weights)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < full / 2
+
+
+def test_of_the_first_state_one_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    weights = {f"layer.{i}": np.zeros((1 << 20,), np.float32) for i in range(8)}
+    full = 2 * sum(w.size for w in weights.values())
+    with Publisher(MemoryStore(), cast="BF16") as pub:
+        tracemalloc.start()
+        try:
+            pub.publish(weights)
+            now, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert full <= now < 1.5 * full
+    assert peak < 2.5 * full
+
+
+def test_tied_weights_are_sent_once() -> None:
+    store, memory = MemoryStore(), random_bits(np.random.default_rng(0), np.uint16, (50, 40)).view(np.float16)
+    with Publisher(store) as pub:
+        assert pub.publish({"embed": memory, "head": memory}).total == 2000
+        memory[3] = 1
+        assert pub.publish({"embed": memory, "head": memory}).changed <= 40
+    apart = synced(store, {"embed": np.zeros_like(memory), "head": np.zeros_like(memory)})
+    assert equal(apart, {"embed": memory, "head": memory})
+    assert equal(synced(store, {"embed": np.zeros_like(memory)}), {"embed": memory})
+
+
+def test_buffers_travel_as_they_are() -> None:
+    state = {"steps": np.array(7, np.int64), "mask": np.array([True, False]), "table": np.arange(9, dtype=np.uint8)}
+    store = MemoryStore()
+    with Publisher(store, cast="BF16") as pub:
+        pub.publish({name: np.zeros_like(array) for name, array in state.items()})
+        pub.publish(state)
+    assert equal(synced(store, {name: np.zeros_like(array) for name, array in state.items()}), state)
+
+
+@pytest.mark.parametrize("cast", [None, "BF16"])
+def test_a_tensor_that_is_not_contiguous_is_published_in_its_own_order(cast: str | None) -> None:
+    memory = np.arange(12, dtype=np.float32).reshape(3, 4)
+    store, held = MemoryStore(), {"w": np.zeros((4, 3), ml_dtypes.bfloat16 if cast else np.float32)}
+    with Publisher(store, cast=cast) as pub:
+        pub.publish({"w": memory.T})
+        memory[1, 2] = 50
+        pub.publish({"w": memory.T})
+    assert synced(store, held)["w"].astype(np.float32).tolist() == memory.T.tolist()
+
+
+@pytest.mark.parametrize("what", ["gone", "new", "shape", "dtype"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_tensors_that_change_are_refused_by_name_and_the_run_goes_on(what: str, wait: bool) -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        other, name = dict(training.weights), "norm"
+        if what == "gone":
+            del other[name]
+        elif what == "new":
+            name = "other"
+            other[name] = np.zeros(3)
+        else:
+            other[name] = other[name].reshape(5, 10) if what == "shape" else other[name].view(np.int16)
+        with pytest.raises(StateError, match=name) as caught:
+            pub.publish(other, wait=wait)  # type: ignore[call-overload]
+        assert caught.value.tensor == name
+        training.step()
+        assert pub.publish(training.weights).version == 1
+    assert equal(synced(store), training.weights)
+
+
+def test_ties_that_change_are_refused() -> None:
+    a, c = np.zeros(4, np.float32), np.ones(4, np.float32)
+    with Publisher(MemoryStore()) as pub:
+        pub.publish({"a": a, "c": c, "z": a})
+        with pytest.raises(StateError, match="'z'"):
+            pub.publish({"a": a, "c": c, "z": c})
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 60, True, 1.5, "7"], ids=repr)
+def test_a_step_that_no_record_can_hold_does_not_spoil_the_run(step: Any) -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        with pytest.raises((TypeError, ValueError)):
+            pub.publish(training.weights, step=step)
+        training.step()
+        pub.publish(training.weights)
+    assert equal(synced(store), training.weights)
+
+
+def test_a_step_may_be_a_numpy_integer_and_may_go_back() -> None:
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        for step in (np.int64(3), 9, 4):
+            pub.publish({"w": np.zeros(3)}, step=step)  # type: ignore[arg-type]
+    assert [version(store, n).step for n in range(3)] == [3, 9, 4]
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(ValueError, match="contxt"):
+        Publisher(MemoryStore(), codec="contxt")  # type: ignore[arg-type]
+
+
+def test_files_travel_with_every_version() -> None:
+    store, config = MemoryStore(), b'{"layers": 3}'
+    with Publisher(store, files={"config.json": config, "tokenizer.json": b"{}"}) as pub:
+        pub.publish(Training().weights)
+        pub.publish(Training().weights)
+    for number in range(2):
+        refs = {file.name: file for file in version(store, number).files}
+        assert refs.keys() == {"config.json", "tokenizer.json"}
+        assert store.get(chain.file_key(refs["config.json"].id)) == config
+        assert refs["config.json"].id == hashlib.sha256(config).hexdigest()
+
+
+def test_a_run_that_is_taken_up_keeps_its_files() -> None:
+    store = MemoryStore()
+    publish_steps(store, 1, files={"config.json": b"{}"})
+    publish_steps(store, 1)
+    assert [file.name for file in version(store, 1).files] == ["config.json"]
+
+
+def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.publisher.MAX_FILE_BYTES", 10)
+    with Publisher(MemoryStore(), files={"a": bytes(11)}) as pub, pytest.raises(ValueError, match="11 bytes"):
+        pub.publish(Training().weights)
+
+
+# -- the order of things -------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_written_body_first_and_head_last() -> None:
+    store, training = Watched(), Training()
+    with Publisher(store, codec="gap") as pub:
+        pub.publish(training.weights)
+        training.step()
+        store.writes.clear()
+        pub.publish(training.weights)
+    manifest = version(store, 1)
+    assert store.writes == [
+        *(chain.part_key(part.id) for part in manifest.parts),
+        chain.start_key(manifest.digest),
+        chain.manifest_key(1),
+        "head",
+    ]
+
+
+def test_a_version_from_which_a_history_is_needed_is_no_start() -> None:
+    store, training = Watched(), Training()
+    with Publisher(store, codec="history") as pub:
+        pub.publish(training.weights)
+        training.step()
+        pub.publish(training.weights)
+    assert version(store, 1).history is not None
+    assert [key for key in store.writes if key.startswith("starts/")] == [chain.start_key(version(store, 0).digest)]
+
+
+def test_the_first_publish_waits_for_its_anchor() -> None:
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(Training().weights)
+        assert equal(synced(store), Training().weights)
+
+
+def test_a_first_publish_that_does_not_wait_leaves_its_anchor_behind() -> None:
+    store, go = Watched(), threading.Event()
+    store.before = lambda verb, key: go.wait(10) if key.startswith("parts/") else None
+    held, sub = worker(), Subscriber(store)
+    with Publisher(store) as pub:
+        future = pub.publish(Training().weights, wait=False)
+        assert future.result(10).version == 0
+        assert sub.sync(held).version is None  # it is there, and cannot be reached yet
+        go.set()
+        pub.flush()
+        assert sub.sync(held).version == 0
+    assert equal(held, Training().weights)
+
+
+def test_the_publisher_says_where_it_is() -> None:
+    store, training = MemoryStore(), Training()
+    with Publisher(store) as pub:
+        assert (pub.version, pub.run) == (None, None)
+        pub.publish(training.weights)
+        pub.publish(training.weights)
+        assert (pub.version, pub.run) == (1, version(store, 0).run)
+
+
+# -- not waiting ---------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A store whose bodies wait until the test opens it."""
+
+    def __init__(self) -> None:
+        self.store, self.open, self.reached = Watched(), threading.Event(), threading.Event()
+        self.open.set()
+        self.store.before = self._wait
+
+    def _wait(self, verb: str, key: str) -> None:
+        if verb == "put" and key.startswith("parts/") and not self.open.is_set():
+            self.reached.set()
+            assert self.open.wait(20)
+
+    def close(self) -> None:
+        self.reached.clear()
+        self.open.clear()
+
+
+def test_what_arrives_is_what_was_there_at_the_call() -> None:
+    training, gate = Training(), Gate()
+    with Publisher(gate.store) as pub:
+        pub.publish(training.weights)
+        for _ in range(4):
+            gate.close()
+            training.step()
+            good = kept(training.weights)
+            future = pub.publish(training.weights, wait=False)
+            for array in training.weights.values():
+                array.view(np.uint16)[...] = 0xABCD  # the optimizer is quick
+            gate.open.set()
+            future.result(10)
+            assert equal(synced(gate.store), good)
+
+
+def test_the_first_state_too_may_change_right_after_the_call() -> None:
+    training, gate = Training(), Gate()
+    gate.close()
+    with Publisher(gate.store) as pub:
+        pub.publish(training.weights, wait=False)
+        for array in training.weights.values():
+            array[...] = 0
+        gate.open.set()
+        pub.flush()
+    assert equal(synced(gate.store), Training().weights)
+
+
+def test_while_a_version_is_under_way_ten_more_become_one() -> None:
+    training, gate = Training(), Gate()
+    with Publisher(gate.store) as pub:
+        pub.publish(training.weights)
+        gate.close()
+        training.step()
+        first = pub.publish(training.weights, step=1, wait=False)
+        assert gate.reached.wait(10)
+        later = []
+        for step in range(2, 12):
+            training.step()
+            later.append(pub.publish(training.weights, step=step, wait=False))
+            assert not later[-1].done()
+        gate.open.set()
+        assert (first.result(10).version, first.result().step, first.result().folded) == (1, 1, 0)
+        reports = [future.result(10) for future in later]
+    assert {(r.version, r.step, r.folded) for r in reports} == {(2, 11, 9)}
+    assert versions(gate.store) == [0, 1, 2]
+    assert equal(synced(gate.store), training.weights)
+
+
+def test_nothing_queues_without_bound() -> None:
+    weights, gate = {"w": np.zeros(1 << 16, np.float32)}, Gate()
+    with Publisher(gate.store, codec="gap") as pub:
+        pub.publish(weights)
+        gate.close()
+        weights["w"][:] = 1
+        pub.publish(weights, wait=False)
+        assert gate.reached.wait(10)
+        sizes = []
+        tracemalloc.start()
+        try:
+            for step in range(20):
+                weights["w"][:] = step + 2
+                pub.publish(weights, wait=False)
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        gate.open.set()
+    assert sizes[-1] < sizes[1] + weights["w"].nbytes / 2
+    assert versions(gate.store) == [0, 1, 2]
+    assert synced(gate.store, {"w": np.zeros(1 << 16, np.float32)})["w"][0] == 21
+
+
+def test_a_change_that_is_taken_back_while_it_is_sent_arrives_taken_back() -> None:
+    weights, gate = {"w": np.zeros(100, np.float32)}, Gate()
+    with Publisher(gate.store) as pub:
+        pub.publish(weights)
+        gate.close()
+        weights["w"][:50] = 1
+        pub.publish(weights, wait=False)
+        assert gate.reached.wait(10)
+        weights["w"][:40] = 0
+        weights["w"][90:] = 2
+        last = pub.publish(weights, wait=False)
+        gate.open.set()
+        assert last.result(10).changed == 50
+    assert equal(synced(gate.store, {"w": np.zeros(100, np.float32)}), weights)
+
+
+@pytest.mark.parametrize("codec", ["auto", "history", "context", "gap", "dense"])
+def test_steps_published_in_a_hurry_arrive_whatever_the_codec(codec: Any) -> None:
+    training, store, held = Training(), MemoryStore(), worker()
+    sub = Subscriber(store)
+    with Publisher(store, codec=codec) as pub:
+        for step in range(30):
+            future = pub.publish(training.weights, step=step, wait=False)
+            if step % 7 == 0:
+                future.result(10)
+                sub.sync(held)
+            last = kept(training.weights)
+            training.step()
+    sub.sync(held)
+    sub.verify()
+    assert equal(held, last)
+
+
+def test_closing_finishes_what_is_under_way() -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(training.weights, wait=False)
+        training.step()
+        future = pub.publish(training.weights, wait=False)
+    assert future.done()
+    assert equal(synced(store), training.weights)
+
+
+def test_an_executor_that_was_given_is_left_running() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        with Publisher(MemoryStore(), executor=pool) as pub:
+            pub.publish(Training().weights)
+            pub.publish(Training().weights)
+        assert pool.submit(int, "7").result() == 7
+
+
+# -- how many steps a version has ----------------------------------------------------------------------------------
+
+
+def test_so_many_steps_go_into_a_version() -> None:
+    training, store = Training(), MemoryStore()
+    reports: list[PublishReport] = []
+    with Publisher(store, publish_every=3) as pub:
+        for step in range(8):
+            reports.append(pub.publish(training.weights, step=step))
+            if reports[-1].version == 2:
+                last = kept(training.weights)
+            training.step()
+    assert [r.version for r in reports] == [0, None, None, 1, None, None, 2, None]
+    assert [(r.step, r.folded) for r in reports if r.version] == [(3, 2), (6, 2)]
+    assert equal(synced(store), last)
+
+
+def test_a_step_that_is_skipped_reads_and_writes_nothing() -> None:
+    training, store = Training(), Watched()
+    with Publisher(store, publish_every=3) as pub:
+        pub.publish(training.weights)
+        store.writes.clear()
+        store.gets.clear()
+        report = pub.publish({}, step=5, wait=False).result()
+        assert (report.version, report.step, report.payload_bytes) == (None, 5, 0)
+        assert (store.writes, store.gets) == ([], [])
+
+
+def test_now_publishes_whatever_was_said() -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store, publish_every=100) as pub:
+        for step in range(3):
+            pub.publish(training.weights, step=step)
+            training.step()
+        report = pub.publish(training.weights, step=3, now=True)
+    assert (report.version, report.folded) == (1, 2)
+    assert equal(synced(store), training.weights)
+
+
+def test_on_a_slow_link_auto_folds_steps_and_not_more_than_it_may() -> None:
+    training, store = Training(), Watched()
+    reports = []
+    with Publisher(store, publish_every="auto", max_behind=4) as pub:
+        pub.publish(training.weights)
+        store.before = lambda verb, key: time.sleep(0.04) if key.startswith("parts/") else None
+        for step in range(24):
+            training.step()
+            reports.append(pub.publish(training.weights, step=step, wait=False))
+            time.sleep(0.005)
+    made = [r.result() for r in reports if r.result().version]
+    assert len({r.version for r in made}) < 15
+    assert all(r.folded < 24 for r in made)
+    assert any(r.result().version is None for r in reports)
+
+
+def test_what_is_no_pace_is_refused() -> None:
+    with pytest.raises(ValueError, match="publish_every"):
+        Publisher(MemoryStore(), publish_every=0)
+
+
+# -- stores that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["parts/", "manifests/"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_after_a_failed_publish_the_next_covers_both(at: str, wait: bool) -> None:
+    training, store, held = Training(), Watched(), worker()
+    sub = Subscriber(store)
+    with Publisher(store) as pub:
+        for _ in range(2):
+            pub.publish(training.weights)
+            training.step()
+        store.fail_at(at)
+        with pytest.raises(StoreError, match="line is down"):
+            _ = pub.publish(training.weights) if wait else pub.publish(training.weights, wait=False).result(10)
+        store.fail_at()
+        assert sub.sync(held).version == 1
+        training.step()
+        assert pub.publish(training.weights).version == 2
+    sub.sync(held)
+    sub.verify()
+    assert equal(held, training.weights)
+
+
+@pytest.mark.parametrize("at", ["layouts/", "starts/", "manifests/"])
+def test_a_failed_first_publish_is_made_again(at: str) -> None:
+    training, store = Training(), Watched()
+    with Publisher(store) as pub:
+        store.fail_at(at)
+        with pytest.raises(StoreError, match="line is down"):
+            pub.publish(training.weights)
+        store.fail_at()
+        assert pub.publish(training.weights).version == 0
+    assert equal(synced(store), training.weights)
+
+
+def test_after_a_first_anchor_that_failed_workers_need_not_wait_for_the_next_epoch() -> None:
+    training, store = Training(), Watched()
+    with Publisher(store) as pub:
+        store.fail_at("parts/")
+        with pytest.raises(StoreError, match="line is down"):
+            pub.publish(training.weights)
+        store.fail_at()
+        training.step()
+        assert pub.publish(training.weights).version == 1
+        pub.flush()
+        assert equal(synced(store), training.weights)
+
+
+def test_closing_after_an_anchor_failed_says_so_and_leaves_nothing_behind() -> None:
+    store = Watched()
+    pub = Publisher(store)
+    spool = pub._spool
+    store.fail_at("parts/")
+    with pytest.raises(StoreError):
+        pub.publish(Training().weights)
+    with pytest.raises(StoreError):
+        pub.close()
+    assert not spool.exists()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_head_that_cannot_be_written_does_not_stop_the_run(first: bool) -> None:
+    training, store = Training(), Watched()
+    with Publisher(store) as pub:
+        if not first:
+            pub.publish(training.weights)
+            training.step()
+        store.before = lambda verb, key: down(key) if (verb, key) == ("put", "head") else None
+        pub.publish(training.weights)
+        store.fail_at()
+        assert equal(synced(store), training.weights)
+        training.step()
+        pub.publish(training.weights)
+    assert equal(synced(store), training.weights)
+
+
+class Unanswered:
+    """A store that carries out the next create of a version and then says that it failed."""
+
+    def __init__(self) -> None:
+        self.store, self.times = Watched(), 0
+        self.store.after = self._fail
+
+    def _fail(self, verb: str, key: str) -> None:
+        if verb == "create" and key.startswith("manifests/") and self.times:
+            self.times -= 1
+            down(key)
+
+
+@pytest.mark.parametrize("more", [1, 3])
+def test_a_commit_that_was_not_answered_is_settled(more: int) -> None:
+    training, flaky, held = Training(), Unanswered(), worker()
+    sub = Subscriber(flaky.store)
+    with Publisher(flaky.store) as pub:
+        for _ in range(2):
+            pub.publish(training.weights)
+            sub.sync(held)
+            training.step()
+        flaky.times = more
+        for _ in range(more):
+            with pytest.raises(StoreError) as caught:
+                pub.publish(training.weights)
+            assert not isinstance(caught.value, AnotherPublisherError)
+            training.step()
+        assert pub.publish(training.weights).version == 2 + more
+    sub.sync(held)
+    sub.verify()
+    assert equal(held, training.weights)
+    assert versions(flaky.store) == list(range(3 + more))
+
+
+def test_a_first_commit_that_was_not_answered_is_settled() -> None:
+    training, flaky = Training(), Unanswered()
+    flaky.times = 1
+    with Publisher(flaky.store) as pub:
+        with pytest.raises(StoreError):
+            pub.publish(training.weights)
+        training.step()
+        pub.publish(training.weights)
+        pub.flush()
+        assert equal(synced(flaky.store), training.weights)
+
+
+def test_what_is_pending_when_a_commit_goes_unanswered_follows_it() -> None:
+    training, flaky = Training(), Unanswered()
+    go, reached = threading.Event(), threading.Event()
+    with Publisher(flaky.store) as pub:
+        pub.publish(training.weights)
+        flaky.times = 1
+        flaky.store.before = lambda verb, key: reached.set() or go.wait(10) if key == chain.manifest_key(1) else None
+        training.step()
+        first = pub.publish(training.weights, wait=False)
+        assert reached.wait(10)
+        training.step()
+        second = pub.publish(training.weights, wait=False)
+        go.set()
+        assert isinstance(first.exception(10), StoreError)
+        assert second.result(10).version == 2
+    assert equal(synced(flaky.store), training.weights)
+
+
+def test_while_it_cannot_be_known_whether_a_version_was_committed_nothing_is() -> None:
+    training, flaky = Training(), Unanswered()
+    with Publisher(flaky.store) as pub:
+        pub.publish(training.weights)
+        flaky.times = 1
+        flaky.store.before = lambda verb, key: down(key) if verb == "get" else None
+        for _ in range(3):
+            training.step()
+            with pytest.raises(StoreError):
+                pub.publish(training.weights)
+        flaky.store.fail_at()
+        assert versions(flaky.store) == [0, 1]
+        assert pub.publish(training.weights).version == 2
+    assert equal(synced(flaky.store), training.weights)
+
+
+def test_a_trainer_interrupted_while_it_waits_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        training.step()
+
+        def interrupted(future: Future[Any], timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pub.publish(training.weights)
+        monkeypatch.undo()
+        training.step()
+        pub.publish(training.weights)
+    assert equal(synced(store), training.weights)
+
+
+# -- two publishers ------------------------------------------------------------------------------------------------
+
+
+def test_of_two_publishers_one_is_refused_and_the_run_is_the_others() -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store) as first, Publisher(store) as second:
+        first.publish(training.weights)
+        training.step()
+        second.publish(training.weights)  # takes the run up
+        training.step()
+        with pytest.raises(AnotherPublisherError, match="version 1 exists") as caught:
+            first.publish(Training(seed=1).weights)
+        assert caught.value.version == 1
+        second.publish(training.weights)
+        with pytest.raises(AnotherPublisherError):
+            first.publish(Training(seed=1).weights)
+    assert equal(synced(store), training.weights)
+    assert versions(store) == [0, 1, 2]
+
+
+def race(store: Store, count: int, steps: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Let publishers, each with a training of its own, publish into the same place; return what each committed."""
+    ready = threading.Barrier(count)
+
+    def one(name: int) -> tuple[int, list[dict[str, Any]]]:
+        training, done = Training(seed=name), []
+        with Publisher(store) as pub:
+            ready.wait()
+            with suppress(AnotherPublisherError):
+                for step in range(steps):
+                    pub.publish(training.weights, step=step)
+                    done.append(kept(training.weights))
+                    training.step()
+        return name, done
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_publishers_that_race_for_a_place_do_no_harm() -> None:
+    for _ in range(12):
+        store = MemoryStore()
+        done = race(store, 3, 3)
+        made = versions(store)
+        assert made == list(range(len(made)))
+        held = synced(store)
+        last = version(store, made[-1])
+        assert any(states and equal(held, states[-1]) for _, states in done)
+        assert sum(len(states) for _, states in done) == last.version + 1
+
+
+def test_who_lost_the_first_version_does_not_take_the_run_over() -> None:
+    store = Watched()
+    with Publisher(store) as winner, Publisher(store) as loser:
+        training = Training()
+
+        def somebody_else(verb: str, key: str) -> None:
+            if verb == "create" and key == chain.manifest_key(0):
+                store.before = lambda verb, key: None
+                winner.publish(training.weights)
+
+        store.before = somebody_else
+        for _ in range(2):
+            with pytest.raises(AnotherPublisherError):
+                loser.publish(Training(seed=1).weights)
+        training.step()
+        assert winner.publish(training.weights).version == 1
+    assert equal(synced(store), training.weights)
+
+
+# -- taking up a run -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_taken_up_where_it_ended() -> None:
+    store, training = MemoryStore(), Training()
+    publish_steps(store, 3, training)
+    held, sub = worker(), Subscriber(store)
+    sub.sync(held)
+    training.step()
+    with Publisher(store) as pub:
+        assert pub.publish(training.weights, step=3).version == 3
+        assert pub.run == version(store, 0).run
+    assert sub.sync(held).path == ("patch",)
+    assert equal(held, training.weights)
+
+
+def test_a_run_is_taken_up_at_an_older_step() -> None:
+    store = MemoryStore()
+    states = publish_steps(store, 4)
+    held, sub = worker(), Subscriber(store)
+    sub.sync(held)
+    with Publisher(store) as pub:
+        assert pub.publish(states[1], step=1).version == 4
+    assert sub.sync(held).step == 1
+    assert equal(held, states[1])
+
+
+def test_a_run_of_other_tensors_is_refused() -> None:
+    store = MemoryStore()
+    publish_steps(store, 1)
+    with Publisher(store) as pub, pytest.raises(StateError, match=r"layer\.0\.weight"):
+        pub.publish({"other": np.zeros(3)})
+    assert versions(store) == [0]
+
+
+def test_with_weights_that_are_a_start_no_body_is_fetched() -> None:
+    store, training = Watched(), Training()
+    publish_steps(store, 1, training)
+    store.gets.clear()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+    assert store.got("parts/") == []
+    assert version(store, 1).base is not None
+
+
+def test_with_the_same_spool_no_body_is_fetched(tmp_path: Path) -> None:
+    store, training = Watched(), Training()
+    publish_steps(store, 4, training, spool=tmp_path, codec="history")
+    store.gets.clear()
+    training.step()
+    with Publisher(store, spool=tmp_path) as pub:
+        assert pub.publish(training.weights).version == 4
+    assert store.got("parts/") == []
+    assert equal(synced(store), training.weights)
+
+
+def test_where_no_way_leads_to_the_last_version_a_root_is_published() -> None:
+    store, training, held = MemoryStore(), Training(), worker()
+    publish_steps(store, 3, training)
+    sub = Subscriber(store)
+    sub.sync(held)
+    for key in (chain.anchor_key(0), *parts_of(store, chain.anchor_key(0))):
+        store.delete(key)
+    training.step()
+    with Publisher(store) as pub:
+        report = pub.publish(training.weights)
+    root = version(store, 3)
+    assert (report.version, root.base, root.parts, root.index, root.epoch) == (3, None, (), 0, 1)
+    assert sub.sync(held).path == ("anchor",)
+    assert equal(held, training.weights)
+    assert equal(synced(store), training.weights)
+
+
+def test_a_root_that_was_cut_off_before_its_anchor_gets_one_from_the_next_publisher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, training = Watched(), Training()
+    with abandoned(store, tmp_path / "first") as pub:
+        store.fail_at("parts/", "anchors/")
+        pub.publish(training.weights)
+    store.fail_at()
+    assert versions(store) == [0]
+    slow = anchors.Outbox.waiting
+
+    def waiting(outbox: anchors.Outbox) -> Iterator[tuple[int, bytes]]:
+        time.sleep(0.1)  # a disk that takes its time
+        return slow(outbox)
+
+    monkeypatch.setattr(anchors.Outbox, "waiting", waiting)
+    with Publisher(store, spool=tmp_path / "second") as pub:
+        pub.publish(training.weights)
+    assert equal(synced(store), training.weights)
+
+
+class Dying:
+    """A store that dies at its n-th write, before or after the effect, and stays dead until it is revived."""
+
+    def __init__(self, at: int, after: bool) -> None:
+        self.store, self.at, self.dead = Watched(), at, False
+        if after:
+            self.store.after = self._count
+        else:
+            self.store.before = self._count
+        self.count, self.late = 0, after
+
+    def _count(self, verb: str, key: str) -> None:
+        if verb in ("put", "create"):
+            self.count += 1
+            self.dead = self.dead or self.count >= self.at
+        if self.dead:
+            down(key)
+
+    def revive(self) -> None:
+        self.store.before = self.store.after = lambda verb, key: None
+
+
+def life(store: Store, spool: Path, states: list[dict[str, Any]]) -> None:
+    with abandoned(store, spool, anchor_every=0) as pub:
+        for step, state in enumerate(states):
+            pub.publish(state, step=step)
+            pub.flush()
+
+
+@pytest.fixture
+def trajectory() -> list[dict[str, Any]]:
+    training, states = Training(), []
+    for _ in range(7):
+        states.append(kept(training.weights))
+        training.step()
+    return states
+
+
+def writes_of(states: list[dict[str, Any]], spool: Path) -> int:
+    store = Watched()
+    life(store, spool, states)
+    return len(store.writes)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the write", "after the write"])
+@pytest.mark.parametrize("same_spool", [False, True], ids=["another spool", "the same spool"])
+def test_whenever_a_publisher_dies_the_next_one_takes_the_run_up(
+    tmp_path: Path, trajectory: list[dict[str, Any]], short_epochs: int, after: bool, same_spool: bool
+) -> None:
+    count = writes_of(trajectory[:4], tmp_path / "all")
+    assert count > 15
+    for at in range(1, count + 1):
+        dying = Dying(at, after)
+        spool = tmp_path / str(at)
+        life(dying.store, spool, trajectory[:4])
+        assert dying.dead
+        dying.revive()
+        held, sub = worker(), Subscriber(dying.store)
+        sub.sync(held)
+        again = 1 if at % 2 else 5  # an older step, or a newer one
+        with Publisher(dying.store, spool=spool if same_spool else tmp_path / f"{at}-new") as pub:
+            for state in (trajectory[again], trajectory[again + 1]):
+                pub.publish(state)
+            pub.flush()
+        made = versions(dying.store)
+        assert made == list(range(len(made))), at
+        assert equal(synced(dying.store), trajectory[again + 1]), at
+        sub.sync(held)
+        assert equal(held, trajectory[again + 1]), at
+
+
+# -- anchors -------------------------------------------------------------------------------------------------------
+
+
+def anchored(store: Store) -> list[int]:
+    return [int(entry.key.rpartition("/")[2]) for entry in store.list("anchors/")]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0.0, [0, 1, 2, 3]), (1e9, [0])])
+def test_anchors_come_at_epoch_starts_when_patches_add_up(
+    short_epochs: int, every: float, expected: list[int]
+) -> None:
+    store = MemoryStore()
+    publish_steps(store, 7, anchor_every=every)
+    assert anchored(store) == expected
+
+
+def test_an_anchor_comes_when_the_patches_since_the_last_have_its_bytes(short_epochs: int) -> None:
+    store, rng = MemoryStore(), np.random.default_rng(0)
+    weights = {"w": np.zeros(1000, np.float32)}
+    with Publisher(store, codec="gap", anchor_every=1.0) as pub:
+        pub.publish(weights)
+        for _ in range(20):
+            weights["w"].view(np.uint32)[:180] = random_bits(rng, np.uint32, (180,))  # nearly a fifth of the bytes
+            pub.publish(weights)
+            pub.flush()
+    made = anchored(store)
+    assert made[0] == 0
+    assert all(2 <= later - earlier <= 4 for earlier, later in pairwise(made))
+    assert len(made) >= 3
+
+
+def test_records_name_the_newest_anchor_and_anchors_the_one_before(short_epochs: int) -> None:
+    store = MemoryStore()
+    publish_steps(store, 6, anchor_every=0)
+    assert [version(store, n).anchor for n in range(6)] == [None, 0, 0, 1, 1, 2]
+    assert [record(store, chain.anchor_key(n)).anchor for n in range(3)] == [None, 0, 1]
+
+
+def test_flushing_waits_for_an_anchor_that_is_due(short_epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, store = Training(), MemoryStore()
+    maybe = Publisher._maybe_anchor
+
+    def slowly(pub: Publisher) -> None:
+        time.sleep(0.05)  # the sender's thread is not the quickest
+        maybe(pub)
+
+    monkeypatch.setattr(Publisher, "_maybe_anchor", slowly)
+    with Publisher(store, anchor_every=0) as pub:
+        for _ in range(3):
+            pub.publish(training.weights)
+        pub.flush()
+        assert anchored(store) == [0, 1]
+
+
+def test_an_anchor_written_while_versions_go_on_is_the_state_it_is_of(
+    short_epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    training, store, go = Training(), MemoryStore(), threading.Event()
+    encode, reading = anchors.patch.encode_whole, threading.Event()
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        if anchored(store):  # not the first
+            reading.set()
+            assert go.wait(10)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(anchors.patch, "encode_whole", slowly)
+    states = []
+    with Publisher(store, anchor_every=0) as pub:
+        for _ in range(3):
+            pub.publish(training.weights)
+            states.append(kept(training.weights))
+            training.step()
+        assert reading.wait(10)
+        for _ in range(6):
+            training.step()
+            pub.publish(training.weights)
+        go.set()
+        pub.flush()
+    assert 1 in anchored(store)
+    for number in range(1, 3):
+        store.delete(chain.manifest_key(number))
+    store.put(chain.manifest_key(2), _at(store, 2))
+    held = worker()
+    assert Subscriber(store).sync(held, version=2).path == ("anchor",)
+    assert equal(held, states[2])
+
+
+def _at(store: Store, number: int) -> bytes:
+    """The record of a version, made again from that of its anchor."""
+    anchor = record(store, chain.anchor_key(1))
+    following = version(store, number + 1)
+    assert following.base is not None
+    assert following.base.digest == anchor.digest
+    made = manifests.Manifest(
+        anchor.run, number, anchor.step, 0, 2, manifests.Base(number - 1, "0" * 64), anchor.layout, following.parts,
+        anchor.digest, None, 0,
+    )  # fmt: skip
+    return made.build()
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_an_anchor_that_was_cut_off_is_finished_from_the_same_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    training, store = Training(), Watched()
+    seen: list[str] = []
+
+    def cut(verb: str, key: str) -> None:
+        if verb in ("put", "create") and key.startswith(("parts/", "anchors/")):
+            seen.append(key)
+            if len(seen) > at:
+                down(key)
+
+    store.before = cut
+    with abandoned(store, tmp_path) as pub:
+        pub.publish(training.weights)
+    assert anchored(store) == ([] if at < 4 else [0])
+    store.fail_at()
+    training.step()
+    with Publisher(store, spool=tmp_path) as pub:
+        pub.publish(training.weights)
+    assert version(store, 1).base is not None or at == 4
+    assert 0 in anchored(store)
+    assert equal(synced(store), training.weights)
+    assert list((tmp_path / "outbox").iterdir()) == []
+
+
+def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) -> None:
+    store = Watched()
+    store.fail_at("parts/")
+    with abandoned(store, tmp_path) as pub:
+        pub.publish(Training().weights)
+    other = MemoryStore()
+    publish_steps(other, 2)
+    publish_steps(other, 1, Training(seed=1), spool=tmp_path)
+    assert list((tmp_path / "outbox").iterdir()) == []
+    assert anchored(other) == [0]
+    assert equal(synced(other), Training(seed=1).weights)
+
+
+def test_an_anchor_gives_way_to_versions_that_are_being_sent() -> None:
+    training, store = Training(), Watched()
+    go, sending, order = threading.Event(), threading.Event(), []
+
+    def watch(verb: str, key: str) -> None:
+        if verb == "get":
+            return
+        order.append(key)
+        if key == chain.manifest_key(1):
+            sending.set()
+            assert go.wait(10)
+
+    with Publisher(store, codec="gap") as pub:
+        stage = pub._anchors.outbox.stage
+        staged = threading.Event()
+
+        def staging(*args: Any) -> Any:
+            refs = stage(*args)
+            assert staged.wait(10)
+            return refs
+
+        pub._anchors.outbox.stage = staging  # type: ignore[method-assign]
+        pub.publish(training.weights, wait=False)
+        store.before = watch
+        training.step()
+        future = pub.publish(training.weights, wait=False)
+        assert sending.wait(10)
+        staged.set()
+        time.sleep(0.05)
+        assert not any(key.startswith("anchors/") for key in order)
+        go.set()
+        future.result(10)
+    assert order.index(chain.manifest_key(1)) < order.index(chain.anchor_key(0))
+
+
+# -- signatures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key() -> SigningKey:
+    return SigningKey.generate()
+
+
+def test_a_signed_run_is_followed_by_who_trusts_its_key(key: SigningKey) -> None:
+    store = MemoryStore()
+    states = publish_steps(store, 3, signing_key=key)
+    for trust in (key.public, [SigningKey.generate().public, key.public], None):
+        assert equal(synced(store, trust=trust), states[2])
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["another key", "no key"])
+def test_a_run_by_somebody_else_is_refused_before_a_body_is_fetched(key: SigningKey, signed: bool) -> None:
+    store, held = Watched(), worker()
+    publish_steps(store, 3, signing_key=SigningKey.generate() if signed else None)
+    store.gets.clear()
+    with pytest.raises(SignatureError):
+        Subscriber(store, trust=key.public).sync(held)
+    assert store.got("parts/") == store.got("layouts/") == []
+    assert equal(held, worker())
+
+
+@pytest.mark.parametrize("what", ["manifests", "anchors"])
+def test_one_record_by_somebody_else_is_refused_and_the_weights_stay(key: SigningKey, what: str) -> None:
+    store, held = Watched(), worker()
+    publish_steps(store, 3, signing_key=key)
+    where = chain.anchor_key(0) if what == "anchors" else chain.manifest_key(1)
+    store.put(where, manifests.signature.sign(record(store, where).build(), SigningKey.generate()))
+    store.gets.clear()
+    with pytest.raises(SignatureError):
+        Subscriber(store, trust=key.public).sync(held)
+    assert store.got("parts/") == []
+    assert equal(held, worker())
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another key", "no key"])
+def test_a_signed_run_is_not_taken_up_without_its_key(key: SigningKey, other: bool) -> None:
+    store, training = MemoryStore(), Training()
+    publish_steps(store, 2, training, signing_key=key)
+    with (
+        Publisher(store, signing_key=SigningKey.generate() if other else None) as pub,
+        pytest.raises(SignatureError),
+    ):
+        pub.publish(training.weights)
+    assert versions(store) == [0, 1]
+
+
+def test_a_signed_run_is_taken_up_with_its_key(key: SigningKey) -> None:
+    store, training = MemoryStore(), Training()
+    publish_steps(store, 2, training, signing_key=key)
+    training.step()
+    publish_steps(store, 2, training, signing_key=key)
+    assert versions(store) == [0, 1, 2, 3]
+    assert equal(synced(store, trust=key.public), training.weights)
+
+
+def test_an_exception_carries_its_place_in_the_tree() -> None:
+    assert issubclass(AnotherPublisherError, StoreError)
+    assert issubclass(SignatureError, PulseError)

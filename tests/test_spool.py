@@ -1,0 +1,176 @@
+"""Anchors on disk, on the worker's side and on the trainer's."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulsesync import chain
+from pulsesync.errors import ChecksumError, FormatError, StoreError
+from pulsesync.format import layout as layouts
+from pulsesync.format import patch
+from pulsesync.format.manifest import Kind, Manifest, PartRef
+from pulsesync.format.patch import EncodedPart
+from pulsesync.model import TensorSpec
+from pulsesync.spool import AnchorSpool, Outbox
+from pulsesync.testing import random_bits
+from tests.helpers import RUN, count_sums
+from tests.runs import Watched
+
+LAYOUT = layouts.make([TensorSpec(f"t{i}", "U16", (300,)) for i in range(3)])
+
+
+class Anchor:
+    """An anchor of three parts, and a store that has it."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        state = {spec.name: random_bits(rng, np.uint16, (300,)) for spec in LAYOUT.tensors}
+        sums = count_sums(LAYOUT, state)
+        self.parts = [patch.encode_whole(LAYOUT, [tile], state, sums) for tile in LAYOUT.tiles]
+        self.refs = tuple(PartRef(part.id, len(part.data)) for part in self.parts)
+        self.record = Manifest(RUN, 0, 0, 0, 0, None, LAYOUT.id, self.refs, "0" * 64, None, 0, Kind.ANCHOR)
+        self.store = Watched()
+        for part in self.parts:
+            self.store.store.put(chain.part_key(part.id), part.data)
+
+
+def test_an_anchor_is_fetched_part_by_part_and_lies_on_disk(tmp_path: Path) -> None:
+    anchor = Anchor()
+    bodies, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    assert fetched == anchor.record.size_bytes
+    assert [body.index.header.id for body in bodies] == [part.id for part in anchor.parts]
+    assert [(tmp_path / "parts" / part.id).read_bytes() for part in anchor.parts] == [p.data for p in anchor.parts]
+
+
+def test_what_is_on_disk_is_not_fetched_again(tmp_path: Path) -> None:
+    anchor = Anchor()
+    AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    anchor.store.gets.clear()
+    bodies, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    assert (len(bodies), fetched, anchor.store.gets) == (3, 0, [])
+
+
+def test_after_a_failure_only_what_is_missing_is_fetched(tmp_path: Path) -> None:
+    anchor = Anchor()
+    anchor.store.fail_at(chain.part_key(anchor.refs[2].id))
+    with pytest.raises(StoreError):
+        AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    anchor.store.fail_at()
+    anchor.store.gets.clear()
+    _, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    assert fetched == anchor.refs[2].size
+    assert anchor.store.got("parts/") == [chain.part_key(anchor.refs[2].id)]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_part_that_the_disk_damaged_is_fetched_again(tmp_path: Path, damage: str) -> None:
+    anchor = Anchor()
+    AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    path = tmp_path / "parts" / anchor.refs[1].id
+    data = path.read_bytes()
+    path.write_bytes({"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:50], "empty": b""}[damage])
+    _, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    assert fetched == anchor.refs[1].size
+    assert path.read_bytes() == data
+
+
+def test_a_part_that_the_store_damaged_does_not_get_to_the_disk(tmp_path: Path) -> None:
+    anchor = Anchor()
+    anchor.store.received = lambda key, data: data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(ChecksumError) as caught:
+        AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    assert caught.value.key == chain.part_key(anchor.refs[0].id)
+    assert not (tmp_path / "parts").exists()
+
+
+def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
+    anchor = Anchor()
+    anchor.store.received = lambda key, data: data + b"x"
+    with pytest.raises(FormatError):
+        AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    anchor = Anchor()
+    with pytest.raises(StoreError):
+        AnchorSpool(tmp_path / "file" / "anchors").fetch(anchor.record, anchor.store, LAYOUT)
+
+
+def test_of_many_who_share_a_folder_one_fetches_each_part(tmp_path: Path) -> None:
+    anchor = Anchor()
+    with ThreadPoolExecutor(6) as pool:
+        spools = [AnchorSpool(tmp_path) for _ in range(6)]
+        fetched = list(pool.map(lambda spool: spool.fetch(anchor.record, anchor.store, LAYOUT)[1], spools))
+    assert sum(fetched) == anchor.record.size_bytes
+    assert len(anchor.store.gets) == 3
+
+
+def test_parts_of_other_anchors_are_thrown_away(tmp_path: Path) -> None:
+    anchor = Anchor()
+    spool = AnchorSpool(tmp_path)
+    spool.fetch(anchor.record, anchor.store, LAYOUT)
+    (tmp_path / "parts" / ("0" * 64)).write_bytes(b"old")
+    spool.keep_only(anchor.record)
+    assert {path.name for path in (tmp_path / "parts").iterdir()} == {ref.id for ref in anchor.refs}
+    spool.keep_only(None)
+    assert list((tmp_path / "parts").iterdir()) == []
+    assert list(tmp_path.glob(".lock*")) == []
+
+
+# -- the trainer's side --------------------------------------------------------------------------------------------
+
+
+def test_a_sealed_anchor_waits_with_its_parts(tmp_path: Path) -> None:
+    anchor = Anchor()
+    refs = Outbox(tmp_path).stage(7, anchor.parts)
+    assert refs == anchor.refs
+    Outbox(tmp_path).seal(7, b"record")
+    again = Outbox(tmp_path)
+    assert list(again.waiting()) == [(7, b"record")]
+    assert [again.part(7, ref) for ref in refs] == [part.data for part in anchor.parts]
+
+
+def test_the_newest_anchor_waits_in_front(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    for epoch in (2, 11, 9):
+        outbox.stage(epoch, [])
+        outbox.seal(epoch, b"%d" % epoch)
+    assert [epoch for epoch, _ in outbox.waiting()] == [11, 9, 2]
+
+
+def test_an_anchor_that_was_never_sealed_is_removed(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.stage(7, Anchor().parts)
+    assert list(outbox.waiting()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_anchor_that_is_staged_again_begins_anew(tmp_path: Path) -> None:
+    anchor, outbox = Anchor(), Outbox(tmp_path)
+    outbox.stage(7, anchor.parts)
+    outbox.seal(7, b"old")
+    outbox.stage(7, anchor.parts[:1])
+    assert list(outbox.waiting()) == []
+
+
+def test_parts_are_written_one_at_a_time(tmp_path: Path) -> None:
+    anchor = Anchor()
+    there = []
+
+    def one_by_one() -> Iterator[EncodedPart]:
+        for part in anchor.parts:
+            there.append(len(list(tmp_path.rglob("parts/*"))))
+            yield part
+
+    Outbox(tmp_path).stage(0, one_by_one())
+    assert there == [0, 1, 2]
+
+
+def test_what_is_no_anchor_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    assert list(Outbox(tmp_path).waiting()) == []
+    assert (tmp_path / "notes").exists()
