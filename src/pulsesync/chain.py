@@ -119,6 +119,8 @@ def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
     if held is not None and held.version <= goal.version:
         try:
             ways.append(_onward(held, goal, look))
+        except MissingLinkError:
+            pass
         except ChainError as e:
             fault = e
         else:
