@@ -899,12 +899,12 @@ def writes_of(states: list[dict[str, Any]], spool: Path) -> int:
 def test_whenever_a_publisher_dies_the_next_one_takes_the_run_up(
     tmp_path: Path, trajectory: list[dict[str, Any]], short_epochs: int, after: bool, same_spool: bool
 ) -> None:
-    count = writes_of(trajectory[:4], tmp_path / "all")
-    assert count > 15
+    count = writes_of(trajectory[:3], tmp_path / "all")  # a root, a patch, one at an epoch's end, and two anchors
+    assert count > 14
     for at in range(1, count + 1):
         dying = Dying(at, after)
         spool = tmp_path / str(at)
-        life(dying.store, spool, trajectory[:4])
+        life(dying.store, spool, trajectory[:3])
         assert dying.dead
         dying.revive()
         held, sub = worker(), Subscriber(dying.store)
@@ -1049,6 +1049,45 @@ def test_an_anchor_that_was_cut_off_is_finished_from_the_same_spool(
     assert 0 in anchored(store)
     assert equal(synced(store), training.weights)
     assert list((tmp_path / "outbox").iterdir()) == []
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_later_anchor_that_was_cut_off_is_finished_from_the_same_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_epochs: int, at: int
+) -> None:
+    monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    training, store = Training(), Watched()
+    seen: list[str] = []
+
+    def cut(verb: str, key: str) -> None:
+        if verb in ("put", "create") and key.startswith(("parts/", "anchors/")):
+            seen.append(key)
+            if len(seen) > at:
+                down(key)
+
+    with abandoned(store, tmp_path, anchor_every=0) as pub:
+        for _ in range(3):
+            pub.publish(training.weights)
+            pub.flush() if not seen else None
+            training.step()
+            store.after = lambda verb, key: cut_from_here() if key == chain.manifest_key(2) else None
+
+            def cut_from_here() -> None:
+                store.before = cut
+
+        pub.flush()
+    assert anchored(store) == [0]
+    before = len(seen)
+    store.fail_at()
+    store.after = lambda verb, key: None
+    store.writes.clear()
+    with Publisher(store, spool=tmp_path, anchor_every=1e9) as pub:
+        assert pub.publish(training.weights).version == 3
+        pub.flush()
+    assert anchored(store) == [0, 1]
+    assert before == at + 1
+    assert record(store, chain.anchor_key(1)).digest == version(store, 2).digest
+    assert equal(synced(store), training.weights)
 
 
 def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from pulsesync.errors import (
     ConflictError,
     FormatError,
     NotFoundError,
+    PulseError,
     SignatureError,
     StateError,
     StoreError,
@@ -219,10 +220,12 @@ class Publisher:
 
     def close(self) -> None:
         """Finish what is under way, and stop. A publisher that is not closed finishes when the process ends."""
-        self.flush()
-        for executor in (self._sender, self._behind):
-            executor.shutdown()
-        self._tidy()
+        try:
+            self.flush()
+        finally:
+            for executor in (self._sender, self._behind):
+                executor.shutdown()
+            self._tidy()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -358,6 +361,7 @@ class Publisher:
             job.folded += 1 + self._pending.folded
             job.futures += self._pending.futures
         future: Future[PublishReport] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be taken back: the base moves with it
         job.futures.append(future)
         job.blocked_s = time.perf_counter() - began
         self._pending, self._latest = job, future
@@ -382,7 +386,8 @@ class Publisher:
                     future.set_result(report)
             finally:
                 self._quiet.set()
-            self._maybe_anchor()
+            with suppress(PulseError):  # an anchor can wait; versions cannot
+                self._maybe_anchor()
 
     def _take(self) -> _Job | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
@@ -436,7 +441,8 @@ class Publisher:
         written = len(part.data) + self._commit(manifest, transition)
         self._advance(manifest, transition)
         ended = time.perf_counter()
-        self._pace.sent(Sent(job.folded + 1, written, ended - began))
+        with self._lock:
+            self._pace.sent(Sent(job.folded + 1, written, ended - began))
         return _report(
             state.layout, manifest, transition, written, job.folded, job.blocked_s, encoded - began, ended - encoded
         )
@@ -482,7 +488,7 @@ class Publisher:
             return
         manifest, data, transition = self._unsure
         try:
-            stored = self.store.get(chain.manifest_key(manifest.version))
+            stored = self.store.get(chain.manifest_key(manifest.version), 0, len(data) + 1)
         except NotFoundError:
             stored = b""
         self._unsure = None
@@ -492,7 +498,11 @@ class Publisher:
     def _maybe_anchor(self) -> None:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
         state, last = self._state, self._last
-        if state is None or last is None or not Held.by(last).at_start or self._anchors.busy:
+        if state is None or last is None or self._anchors.busy:
+            return
+        if not Held.by(last).at_start:
+            if self._anchors.owed:
+                self._anchors.finish(last.run)  # it may be on the disk already
             return
         longest = self.anchor_every * _full_bytes(state.layout)
         if not self._anchors.owed and self._way_bytes >= longest and not math.isinf(self._way_bytes):

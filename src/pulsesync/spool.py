@@ -13,9 +13,13 @@ from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
+from pulsesync.parallel import spread
 from pulsesync.records import fetch_body, forgetting
 from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
+
+
+DOWNLOADS = 4  # parts of an anchor that are fetched, and in memory, at a time
 
 
 class AnchorSpool:
@@ -33,18 +37,18 @@ class AnchorSpool:
         Raises:
             StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
         """
-        fetched = 0
-        bodies = []
-        for ref in record.parts:
-            with self._alone(ref.id):
-                body = self._open(ref, layout)
-                if body is None:
-                    fetched += self._download(ref, store, layout)
-                    body = self._open(ref, layout)
+        got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
+        return [body for body, _ in got], sum(size for _, size in got)
+
+    def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
+        with self._alone(ref.id):
+            body, fetched = self._open(ref, layout), 0
             if body is None:
-                raise StoreError(f"{self.folder} does not keep what is written to it", key=ref.id)
-            bodies.append(body)
-        return bodies, fetched
+                fetched = self._download(ref, store, layout)
+                body = self._open(ref, layout)
+        if body is None:
+            raise StoreError(f"{self.folder} does not keep what is written to it", key=ref.id)
+        return body, fetched
 
     def fetch_some(
         self, record: Manifest, store: Store, layout: Layout, wanted: Collection[int]

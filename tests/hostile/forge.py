@@ -21,18 +21,23 @@ import numpy as np
 import zstandard
 
 from pulsesync import digest
+from pulsesync.chain import EPOCH_PATCHES
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.format import layout as layouts
-from pulsesync.format import patch, tables, wire
+from pulsesync.format import patch, signature, tables, wire
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import Base, Kind, Manifest
+from pulsesync.format.signature import SigningKey
 from pulsesync.model import Codec, TensorSpec
 from pulsesync.state import State
-from pulsesync.subscriber import Subscriber
+from pulsesync.store.base import Entry
+from pulsesync.subscriber import Subscriber, SyncReport
 
 RUN = "0123456789abcdef" * 2
 ANY = 1 << 70  # no limit: forging is not where numbers are judged
+KEY, HELPER, STRANGER = (SigningKey(digit * 64) for digit in "123")
+DELEGATE = SigningKey(HELPER.secret, KEY.delegate(RUN, HELPER.public))
 
 
 def numbers(values: list[int]) -> bytes:
@@ -277,14 +282,17 @@ def _read_body(codec: int, body: bytes, size: int, tensor: TensorSpec) -> Any:
 
 @dataclass
 class Version:
-    """One version as objects of a store, in pieces that are there to be spoilt."""
+    """One record and its parts as objects of a store, in pieces that are there to be spoilt."""
 
-    number: int
+    key: str
     manifest: dict[str, Any]
     layout: bytes
     parts: list[Part | bytes]
     ids: list[str]  # of the good parts
-    reseal: bool = True  # name parts by what they have become, in the manifest too
+    reseal: bool = True  # name parts by what they have become, in the record too
+    signer: SigningKey | None = None
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)  # records that belong to it, by key
+    trusted: SigningKey | None = None  # who signs those
 
     def copy(self) -> "Version":
         return pickle.loads(pickle.dumps(self))
@@ -300,11 +308,18 @@ class Version:
         out = {f"parts/{i}": data for i, data in zip(ids, files, strict=False)}
         if self.layout:
             out[f"layouts/{manifest['layout']}"] = self.layout
-        return out | {self.key: json_bytes(manifest) + b"\n"}
+        out |= {key: signed(table, self.trusted) for key, table in self.beside.items()}
+        return out | {self.key: signed(manifest, self.signer)}
 
-    @property
-    def key(self) -> str:
-        return f"manifests/{self.number:016d}"
+    def set_layout(self, id_: str) -> None:
+        for table in (self.manifest, *self.beside.values()):
+            table["layout"] = id_
+
+
+def signed(table: Any, key: SigningKey | None) -> bytes:
+    """A record as it lies in a store."""
+    line = json_bytes(table) + b"\n"
+    return signature.sign(line, key) if key else line
 
 
 def json_bytes(table: Any) -> bytes:
@@ -320,7 +335,7 @@ def part_id(data: bytes) -> str:
 def new_layout(version: Version, table: Any) -> None:
     """Give a version another layout, and its parts the hash of it."""
     version.layout = table if isinstance(table, bytes) else json_bytes(table)
-    version.manifest["layout"] = hashlib.sha256(version.layout).hexdigest()
+    version.set_layout(hashlib.sha256(version.layout).hexdigest())
     for part in version.parts:
         if isinstance(part, Part):
             part.layout = bytes.fromhex(version.manifest["layout"])
@@ -402,17 +417,23 @@ def many_lanes(decisions: int) -> int:
 class Run:
     """A publisher whose bytes are the same every time."""
 
-    def __init__(self, specs: list[TensorSpec], ties: dict[str, str], seed: int = 0) -> None:
-        self.layout = layouts.make(specs, ties)
-        self.state = State(self.layout, start(specs, seed), {})
-        part = patch.encode_whole(self.layout, self.layout.tiles, self.state.flats, self.state.sums)
+    def __init__(self, specs: list[TensorSpec], ties: dict[str, str], key: SigningKey | None = None) -> None:
+        self.layout, self.key = layouts.make(specs, ties), key
+        self.state = State(self.layout, start(specs, 0), {})
         self.manifest = Manifest(
-            run=RUN, version=0, step=0, epoch=0, index=0, base=None, layout=self.layout.id,
-            parts=(PartRef(part.id, len(part.data)),), digest=self.state.digest, history=None, created=0,
+            run=RUN, version=0, step=0, epoch=0, index=0, base=None, layout=self.layout.id, parts=(),
+            digest=self.state.digest, history=None, created=0,
         )  # fmt: skip
-        self.seed = seed
+        self.seed = 0
         self.published: dict[str, bytes] = {f"layouts/{self.layout.id}": self.layout.data}
-        self.latest = self._version([read_part(part.data, self.layout)])
+        self.latest = self.anchor()
+        self.latest.beside["manifests/0000000000000000"] = json.loads(self.manifest.build())
+
+    def anchor(self) -> Version:
+        """The whole state of the version published last."""
+        part = patch.encode_whole(self.layout, self.layout.tiles, self.state.flats, self.state.sums)
+        record = replace(self.manifest, kind=Kind.ANCHOR, base=None, history=None)
+        return self._version(f"anchors/{record.starts:016d}", record, [read_part(part.data, self.layout)])
 
     def encode(self, new: Flats, codec: Any) -> Part:
         state, kept = self.state, self.state.history if codec == "history" else None
@@ -437,13 +458,24 @@ class Run:
         self.manifest = replace(self.manifest, history=history.digest() if history.tiles else None)
         self.state = State(self.layout, new, {})
         self.state.history = history
-        self.latest = self._version(parts)
+        self.latest = self._version(f"manifests/{self.manifest.version:016d}", self.manifest, parts)
         return self.latest
 
-    def _version(self, parts: list[Part]) -> Version:
-        table = json.loads(self.manifest.build())
+    def squash(self, base: Manifest, flats: Flats) -> Version:
+        """One patch from an epoch's start to the version published last, by whoever was allowed to write it."""
+        old = State(self.layout, flats, {})
+        with mock.patch.object(tables, "choose_cut", low_cut), mock.patch.object(tables, "lanes_for", many_lanes):
+            made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
+        record = replace(self.manifest, kind=Kind.SQUASH, base=Base(base.version, base.digest), history=None)
+        out = self._version("squashes/00/0000000000000000", record, [read_part(made.data, self.layout)])
+        out.signer = DELEGATE if self.key else None
+        return out
+
+    def _version(self, key: str, record: Manifest, parts: list[Part]) -> Version:
+        table = json.loads(record.build())
         table["parts"] = [{"id": part_id(p.write()), "size": len(p.write())} for p in parts]
-        return Version(self.manifest.version, table, b"", list(parts), [ref["id"] for ref in table["parts"]])
+        ids = [ref["id"] for ref in table["parts"]]
+        return Version(key, table, b"", list(parts), ids, signer=self.key, trusted=self.key)
 
 
 def _take_turns(made: list[Part]) -> list[Part]:
@@ -476,6 +508,8 @@ class Sample:
     after: Flats
     history: History  # after it
     others: list[Any] = field(default_factory=list)  # payloads of another version, to splice in
+    trust: str | None = None
+    patches: dict[str, bytes] = field(default_factory=dict)  # of a squash: what it is in place of
 
 
 def run_for(name: str) -> Run:
@@ -490,7 +524,9 @@ def run_for(name: str) -> Run:
 
 @cache
 def sample(name: str) -> Sample:
-    """A version by name: one of NAMES, each the fourth of a run of that codec; "big" or "big.anchor", of one tensor."""
+    """A record by name: one of NAMES, or "big" and "big.anchor", of one tensor. Patches are the third of their run."""
+    if name == "squash":
+        return _squash_sample()
     run = run_for(name)
     if name.endswith("anchor"):
         noise = start(list(run.layout.tensors), 99)
@@ -502,7 +538,27 @@ def sample(name: str) -> Sample:
     return Sample(name, run.layout, good, run.published, before, run.state.flats, run.state.history, others)
 
 
-NAMES = ("mixed", "history", "context", "gap", "dense", "anchor")
+def _squash_sample() -> Sample:
+    """A squash over the first epoch of a signed run, by a delegate; the patches it is in place of are gone."""
+    run = Run(SPECS, TIES, KEY)
+    root, before, others = run.manifest, run.state.flats, []
+    for _ in range(EPOCH_PATCHES):
+        run.advance("history")
+        others = others or [body for part in run.latest.parts for *_, body in part.payloads()]
+    good = run.squash(root, before)
+    last = run.latest
+    good.beside[last.key] = last.manifest
+    everything = run.published | last.objects()
+    kept = [f"layouts/{run.layout.id}", "manifests/" + "0" * 16, "anchors/" + "0" * 16]
+    kept += [f"parts/{ref['id']}" for ref in json.loads(everything[kept[2]].split(b"\n")[0])["parts"]]
+    published = {key: everything[key] for key in kept} | {"head": str(run.manifest.version).encode()}
+    patches = {key: data for key, data in everything.items() if key not in published}
+    return Sample(
+        "squash", run.layout, good, published, before, run.state.flats, History(), others, KEY.public, patches
+    )
+
+
+NAMES = ("mixed", "history", "context", "gap", "dense", "anchor", "squash")
 
 
 # -- the reader under attack ---------------------------------------------------------------------------------------
@@ -515,14 +571,15 @@ class MemoryStore:
         self.published = published
         self.forged: dict[str, bytes] = {}
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         for objects in (self.forged, self.published):
             if key in objects:
-                return bytes(memoryview(objects[key]))  # a copy, as from a disk
+                return bytes(memoryview(objects[key])[begin:end])  # a copy, as from a disk
         raise NotFoundError(f"there is no {key}", key=key)
 
-    def list(self, prefix: str) -> Iterator[str]:
-        return iter(sorted(key for key in self.published | self.forged if key.startswith(prefix)))
+    def list(self, prefix: str) -> Iterator[Entry]:
+        found = self.published | self.forged
+        return (Entry(key, len(found[key]), 0.0) for key in sorted(found) if key.startswith(prefix))
 
 
 class Victim:
@@ -541,6 +598,7 @@ class Victim:
             self.tensors[name] = flat.reshape(spec.shape)
             at += sizes[name]
         self.right = self._memory_with(target.after)
+        self.report: SyncReport | None = None
         self.reset()
 
     def _memory_with(self, flats: Flats) -> bytes:
@@ -551,14 +609,19 @@ class Victim:
 
     def reset(self) -> None:
         """Bring it back to the base, by a sync of what was published."""
-        self.store.forged = {}
-        self.held = self._memory_with(self.target.before)
-        self.subscriber = Subscriber(self.store)
+        self.refresh()
         self.subscriber.sync(self.tensors)
         assert self.memory.tobytes() == self.held
         self.state = self.subscriber._state
         self.kept = (self.state.sums, self.state.history, self.subscriber._held) if self.state else None
         self.remembered = self._remembered()
+
+    def refresh(self) -> None:
+        """Put a subscriber in its place that holds nothing yet, over the weights of the base."""
+        self.store.forged = {}
+        self.held = self._memory_with(self.target.before)
+        self.subscriber = Subscriber(self.store, trust=self.target.trust)
+        self.state, self.kept, self.remembered = None, None, None
 
     def take_back(self) -> None:
         """The same at once, after a version was accepted."""
@@ -567,6 +630,7 @@ class Victim:
             return
         self.memory[:] = np.frombuffer(self.held, np.uint8)
         self.state.sums, self.state.history, self.subscriber._held = self.kept
+        self.subscriber._undo.clear()
 
     def _remembered(self) -> Any:
         state = self.subscriber._state
@@ -577,9 +641,9 @@ class Victim:
 
     def feed(self, objects: dict[str, bytes]) -> PulseError | None:
         """Sync with these objects in the store. Return the error, or None if they were accepted."""
-        self.store.forged = objects
+        self.store.forged, self.report = objects, None
         try:
-            self.subscriber.sync(self.tensors)
+            self.report = self.subscriber.sync(self.tensors)
         except PulseError as e:
             return e
         finally:
@@ -587,10 +651,15 @@ class Victim:
         return None
 
     @property
+    def forgot(self) -> bool:
+        """It holds nothing, though it did: it will have to find its way anew."""
+        return self.kept is not None and self.subscriber._held is None
+
+    @property
     def untouched(self) -> bool:
-        """No weight, sum or byte of history differs from before."""
+        """No weight differs from before, and no sum or byte of history, unless all of it was forgotten."""
         same = self.memory.tobytes() == self.held
-        return same and (self.state is None or (self._remembered() == self.remembered))
+        return same and (self.subscriber._held is None or self._remembered() == self.remembered)
 
     def accepted_the_right_state(self) -> bool:
         """The weights are those published, and what the reader counted of them is true."""

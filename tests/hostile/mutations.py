@@ -262,6 +262,21 @@ def change_manifest(version: Version, good: Sample, rng: Random) -> None:
         version.manifest = changed
 
 
+def change_beside(version: Version, good: Sample, rng: Random) -> None:
+    """Another root, or another version that a squash is to lead to; or another place for the record."""
+    if not version.beside:
+        return
+    if rng.randrange(4) == 0:
+        version.key = rng.choice(
+            ("anchors/0000000000000001", "squashes/01/0000000000000000", "squashes/00/0000000000000001", version.key)
+        )
+        return
+    key = rng.choice(sorted(version.beside))
+    changed = change_json(version.beside[key], rng)
+    if isinstance(changed, dict) and "layout" in changed:
+        version.beside[key] = changed
+
+
 def change_layout(version: Version, good: Sample, rng: Random) -> None:
     table, kind = json.loads(good.layout.data), rng.randrange(4)
     if kind == 0:
@@ -277,7 +292,7 @@ def change_layout(version: Version, good: Sample, rng: Random) -> None:
     else:
         forge.new_layout(version, table | {"ties": change_json(table["ties"], rng)})
     if rng.randrange(4) == 0:
-        version.manifest["layout"] = good.layout.id
+        version.set_layout(good.layout.id)
 
 
 FIELDS = (
@@ -293,6 +308,7 @@ FIELDS = (
     change_places,
     change_parts,
     change_manifest,
+    change_beside,
     change_layout,
 )
 
@@ -348,12 +364,16 @@ def judge(victim: Victim, objects: dict[str, bytes]) -> str:
     if error is not None:
         if not victim.untouched:
             raise MisreadError(f"refused ({type(error).__name__}: {error}), but not without a trace")
+        if victim.forgot:
+            victim.reset()
         return type(error).__name__
+    if victim.report is not None and victim.report.version is None and victim.untouched:
+        return "nothing held"  # an anchor elsewhere is none: there may be one later
     if not victim.accepted_the_right_state():
         raise MisreadError("accepted a wrong state")
     # Whoever writes the manifest may begin an epoch: then nothing is remembered, and the manifest says so.
-    manifest = json.loads(objects[victim.target.version.key])
-    same_place = all(manifest[key] == victim.target.version.manifest[key] for key in ("base", "epoch", "index"))
+    manifest = json.loads(objects.get(victim.target.version.key, b"{}").split(b"\n")[0])
+    same_place = all(manifest.get(key) == victim.target.version.manifest[key] for key in ("base", "epoch", "index"))
     if same_place and not victim.history_is_right():
         raise MisreadError("accepted a wrong history")
     victim.take_back()

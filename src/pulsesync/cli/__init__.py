@@ -117,9 +117,10 @@ def follow(
 ) -> int:
     """Keep a folder at the newest version of a run, for programs that load weights from disk.
 
-    FOLDER/current is always a whole, verified version: `from_pretrained("FOLDER/current")` loads it. It is a link to
-    one of two copies, a and b; the other is brought to the next version, and the link turned in one step. The process
-    may be killed at any moment; started again, it goes on from what is there.
+    FOLDER/current is always a whole, verified version. It is a link to one of two copies, a and b; the other is brought
+    to the next version, and the link turned in one step. Load what the link leads to when you begin:
+    `from_pretrained(os.path.realpath("FOLDER/current"))`. The process may be killed at any moment; started again, it
+    goes on from what is there.
 
     Args:
         run: What to follow.
@@ -360,7 +361,7 @@ def main() -> None:
     """Run the command; what goes wrong becomes one line and an exit code, see `pulse --help`."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = app(exit_on_error=False, print_error=False, result_action="return_value")
+        code = app(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as e:
         code = _fail(2, f"{str(e).strip()} pulse --help lists what there is")

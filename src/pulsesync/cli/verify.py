@@ -22,7 +22,9 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
     except NotFoundError as e:
         raise NothingThereError(f"{run}: {e}") from e
     bar = Console(stderr=True)
-    for one in track(audit.run(), "replaying", len(audit.found), console=bar, transient=True, disable=not _shown(bar)):
+    for one in track(
+        audit.run(), "replaying", len(audit.found), console=bar, transient=True, disable=not bar.is_terminal
+    ):
         kind = one.record.kind.value if one.record else "record"
         counted[kind] += 1
         bad += one.fault is not None
@@ -31,17 +33,13 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
             printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
         elif one.fault:
             print(f"{one.key}: {one.fault}", file=sys.stderr)
-    said = ", ".join(f"{count} {_PLURALS.get(kind, kind)}" for kind, count in counted.items())
+    said = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
     text = f"{said}: " + ("all good" if not bad else f"{bad} bad")
     printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)
     return 1 if bad else 0
 
 
-_PLURALS = {"version": "versions", "anchor": "anchors", "squash": "squashed patches", "record": "unreadable records"}
-
-
-def _shown(console: Console) -> bool:
-    return console.is_terminal
+_PLURALS = {"version": "versions", "anchor": "anchors", "squash": "squashes", "record": "records"}
 
 
 def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -> int:

@@ -11,6 +11,10 @@
 A copy that is being written has no `pulse.json`; it gets one when its weights are written, recounted and on the disk,
 and `current` is turned to it in one step after that. So a process that is killed at any moment leaves `current` at a
 whole version, and its successor goes on from there.
+
+Two things to get right when loading. Follow the link once and load what it leads to, `realpath("FOLDER/current")`: a
+program that opens one file after the other through the link may meet two versions. And be done before the copy is
+written again: within `hold_s` of the next flip, or inside `reading`, which keeps the writer waiting.
 """
 
 import fcntl
@@ -26,6 +30,7 @@ from typing import Any
 
 from pulsesync import chain
 from pulsesync.errors import (
+    ChainError,
     ChecksumError,
     ConflictError,
     MissingLinkError,
@@ -35,6 +40,7 @@ from pulsesync.errors import (
     StateError,
     StoreError,
     UnsupportedError,
+    VerificationError,
 )
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
@@ -171,12 +177,9 @@ class HuggingFaceFolder:
             contents = {file.name: self._fetch(file) for file in companions}
             plan = plan_files(self._layout_of(goal), self.shard_bytes)
             source = self._begin(side, plan, goal)
-            assert side.weights is not None
-            assert side.reader is not None
-            report = side.reader.sync(side.weights.arrays, version=goal.version)
+            report = side.sync(goal.version)
             if report.version != goal.version:
                 return None  # its first anchor is still being written
-            side.reader.verify(side.weights.arrays)
             mark = Mark(goal.run, goal.version, goal.step, goal.digest)
             side.finish(mark, contents, plan)
             self._turn(side)
@@ -194,10 +197,9 @@ class HuggingFaceFolder:
             return None if held and (held.run, held.version) == (goal.run, goal.version) else goal
         # The first look goes to the run as it is: it may be another one than the process before this one followed.
         newest = records.newest(held.version if held and self._looked else -1)
-        if newest is not None:
+        if newest and held and newest.run == held.run:
             self._looked = True
-        if newest and held and newest.run == held.run and newest.version <= held.version:
-            return None
+            return newest if newest.version > held.version else None
         return newest
 
     def _layout_of(self, goal: Manifest) -> Layout:
@@ -221,7 +223,7 @@ class HuggingFaceFolder:
         mark, history = side.mark(), side.history()
         side.unmark()
         held = side.reader.held if side.reader else None
-        if side.weights and side.weights.plan == plan and held and held.run == goal.run:
+        if side.weights and side.weights.plan == plan and side.weights.in_place and held and held.run == goal.run:
             return "memory"
         if not TensorFolder.fits(side.folder, plan):
             TensorFolder.create(side.folder, plan)
@@ -305,6 +307,19 @@ class _Side:
         with writing(self.folder / MARK) as path:
             path.unlink(missing_ok=True)
             _sync(self.folder)
+
+    def sync(self, version: int) -> SyncReport:
+        """Bring the weights to a version, and count them all. Raises: as Subscriber.sync does."""
+        assert self.weights is not None
+        assert self.reader is not None
+        try:
+            report = self.reader.sync(self.weights.arrays, version=version)
+            if report.version == version:
+                self.reader.verify(self.weights.arrays)
+        except (ChainError, VerificationError):
+            self.reader = None  # somebody else may have written here: the next attempt begins from the other copy
+            raise
+        return report
 
     def finish(self, mark: Mark, companions: dict[str, bytes], plan: Plan) -> None:
         """Write what stands beside the weights, see that all of it is on the disk, and then mark the copy as whole."""

@@ -277,9 +277,11 @@ class TensorFolder:
         self.folder, self.plan = folder, plan
         self.arrays: dict[str, Array] = {}  # by the layout's names
         self._maps: list[tuple[Shard, mmap.mmap]] = []
+        self._opened: list[os.stat_result] = []
         for shard in plan.shards:
             with writing(folder / shard.name) as path, path.open("r+b") as file:
                 mapped = mmap.mmap(file.fileno(), shard.size)
+                self._opened.append(os.fstat(file.fileno()))
             self._maps.append((shard, mapped))
             self.arrays |= {spec.name: _array(mapped, spec, at) for spec, at in shard.places}
 
@@ -308,6 +310,15 @@ class TensorFolder:
                     file.write(shard.head)
                     file.flush()
                     os.posix_fallocate(file.fileno(), 0, shard.size)  # a full disk is an error here, a signal later
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the files under these names are still the ones that are mapped, and nobody has replaced them."""
+        try:
+            found = [(self.folder / shard.name).stat() for shard in self.plan.shards]
+        except OSError:
+            return False
+        return all(os.path.samestat(*pair) for pair in zip(found, self._opened, strict=True))
 
     def copy_from(self, other: "TensorFolder") -> None:
         """Take all weights from a folder of the same plan."""

@@ -1,6 +1,7 @@
 """For tests, ours and yours.
 
-Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, and a store that fails.
+Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, and a store that fails; and
+a whole run in one thread, with everything that can go wrong in it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,27 @@ from pulsesync.testing.recorded import RecordedSlice, load_recorded
 from pulsesync.testing.updates import AdamUpdates, mutate, random_bits
 
 if TYPE_CHECKING:
+    from pulsesync.testing.simulator import RunSimulator
     from pulsesync.testing.stores import StoreTests
 
-__all__ = ["AdamUpdates", "FaultyStore", "RecordedSlice", "StoreTests", "load_recorded", "mutate", "random_bits"]
+__all__ = [
+    "AdamUpdates",
+    "FaultyStore",
+    "RecordedSlice",
+    "RunSimulator",
+    "StoreTests",
+    "load_recorded",
+    "mutate",
+    "random_bits",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import pytest only for those who write tests of a store."""
+    """Import pytest only for those who write tests of a store, and both ends of a run for those who simulate one."""
+    if name == "RunSimulator":
+        from pulsesync.testing.simulator import RunSimulator
+
+        return RunSimulator
     if name == "StoreTests":
         from pulsesync.testing.stores import StoreTests
 

@@ -41,7 +41,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
-from pulsesync import anchors, chain, parallel, publisher, squash
+from pulsesync import anchors, chain, parallel, publisher
 from pulsesync import prune as pruning
 from pulsesync.errors import AnotherPublisherError, ConflictError, PulseError, StoreError, VerificationError
 from pulsesync.format import layout as layouts
@@ -52,7 +52,7 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.prune import PruneReport, prune
 from pulsesync.publisher import Publisher, PublishReport
 from pulsesync.squash import Squasher
-from pulsesync.state import State
+from pulsesync.state import Body, State
 from pulsesync.store import Entry, MemoryStore, Store
 from pulsesync.subscriber import Subscriber, SyncReport
 from pulsesync.tensors import view_bits
@@ -69,11 +69,11 @@ WORKERS = 4  # at most, at a time
 PART_BYTES = 900  # of weights in one part of an anchor, so that one has several
 
 
-class Crash(BaseException):  # noqa: N818 - not an error that anybody may handle
+class Crash(BaseException):
     """The process in which this is raised is no more."""
 
 
-class Interrupted(BaseException):  # noqa: N818 - as KeyboardInterrupt
+class Interrupted(BaseException):
     """Somebody stopped the writing of weights half-way."""
 
 
@@ -98,7 +98,7 @@ class QueuedExecutor(Executor):
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait. (No __len__: an executor that has nothing to do is still one.)"""
+        """How many tasks wait. Not __len__: an executor that has nothing to do would be false."""
         return len(self._waiting)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
@@ -369,7 +369,9 @@ EVENTS = {
     "damage a worker": 1, "interrupt a write": 1,
     "squash": 4, "prune": 2, "time passes": 2, "late writes arrive": 2,
 }  # fmt: skip
-MEANWHILE = ["publish", "publish behind", "sync", "squash", "prune", "prune", "time passes", "train", "late writes arrive"]
+MEANWHILE = (
+    "publish", "publish behind", "sync", "squash", "prune", "prune", "train", "time passes", "late writes arrive",
+)  # fmt: skip
 
 
 class RunSimulator:
@@ -412,6 +414,7 @@ class RunSimulator:
         self._squasher: tuple[Process, Squasher] | None = None
         self._busy: list[Process | None] = []  # those in the middle of something
         self._names: Counter[str] = Counter()
+        self._parsed: dict[bytes, Manifest] = {}
         self._lines: list[Line] = []
         self._folder = Path()
 
@@ -420,10 +423,10 @@ class RunSimulator:
         try:
             with self._world():
                 self._trainers.append(self._new_trainer(self.base))
-                for _ in range(self.events):
-                    self._happen(self._draw())
+                for number in range(self.events):
+                    self._happen({0: "publish", 3: "join"}.get(number) or self._draw())
                 self._finish()
-        except Exception as e:  # noqa: BLE001 - whatever it is, this is the schedule that leads to it
+        except Exception as e:  # whatever it is, this is the schedule that leads to it
             reason = f"{type(e).__name__}: {e}" if not isinstance(e, AssertionError) else str(e)
             lines = "\n".join(self.log)
             command = f"python -m pulsesync.testing.simulator --seed {self.seed} --events {self.events}"
@@ -495,9 +498,9 @@ class RunSimulator:
     def _stir(self, line: Line) -> None:
         """Draw what goes wrong until the process is done."""
         line.calm()
-        if self._rng.random() < 0.3 * self.trouble:
-            chances = {kind: self._rng.choice([0.0, 0.0, 0.05, 0.3]) for kind in ("lost", "unanswered", "truncated")}
-            flipped, doubled = self._rng.choice([0.0, 0.0, 0.1]), self._rng.choice([0.0, 0.2])
+        if self._rng.random() < 0.4 * self.trouble:
+            chances = {kind: self._rng.choice([0.0, 0.0, 0.02, 0.1]) for kind in ("lost", "unanswered", "truncated")}
+            flipped, doubled = self._rng.choice([0.0, 0.0, 0.03]), self._rng.choice([0.0, 0.2])
             rng = random.Random(self._rng.getrandbits(32))
             line.bodies = FaultyStore(self.ledger, rng, **chances, flipped=flipped, doubled=doubled)
             # without a signature nobody can tell that a digit of a record was another one
@@ -505,10 +508,10 @@ class RunSimulator:
             line.late = self._rng.choice([0.0, 0.0, 0.1])
         line.stale = self._rng.choice([0.0, 0.0, 0.5]) * min(self.trouble, 1.0)
         if self._rng.random() < 0.12 * self.trouble:
-            line.crash(self._rng.randint(1, 12), self._rng.choice(["before", "after"]))
+            line.crash(self._rng.randint(1, self._rng.choice([6, 40])), self._rng.choice(["before", "after"]))
         if len(self._busy) < 2 and self._rng.random() < 0.2 * self.trouble:
             event = self._rng.choice(MEANWHILE)
-            line.interrupt(self._rng.randint(1, 15), lambda: self._happen(event))
+            line.interrupt(self._rng.randint(1, self._rng.choice([6, 40])), lambda: self._happen(event))
 
     def _settle_faults(self, line: Line) -> None:
         for store in (line.weather, line.bodies):
@@ -557,7 +560,7 @@ class RunSimulator:
             "signing_key": self.key,
             "files": self._rng.choice([None, {"config.json": b"{}"}]),
             "publish_every": self._rng.choice([1, 1, 1, 2, "auto"]),
-            "anchor_every": self._rng.choice([0.1, 0.5, 1.0]),
+            "anchor_every": self._rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
         }
         name = self._name("trainer")
         return Trainer(name, self._line(), self.model.new(content), self._new_folder("spool"), options)
@@ -644,7 +647,7 @@ class RunSimulator:
         """Let a publisher's threads do some of what they have to; meanwhile the trainer may go on."""
         trainer = self._pick([one for one in self._trainers if one.executor.waiting])
         if trainer is None:
-            return "there is nothing to do"
+            return self._on_publish_behind()  # so that there is something
         number = self._rng.randrange(trainer.executor.waiting)
 
         def work() -> str:
@@ -671,9 +674,7 @@ class RunSimulator:
         """Remember what is published, by its digest: that is how a version is known for what it is."""
         self._calls += 1
         content = self.model.content(trainer.weights)
-        self._published.setdefault(self.model.digest(trainer.weights), []).append(
-            (self._calls, trainer.step, content)
-        )
+        self._published.setdefault(self.model.digest(trainer.weights), []).append((self._calls, trainer.step, content))
         return content, self._calls
 
     def _on_restart_the_trainer(self) -> str:
@@ -817,6 +818,8 @@ class RunSimulator:
         if worker.saved is None:
             return f"{worker.name} has nothing to resume from"
         version, history, content = worker.saved
+        if self._rng.random() < 0.2:
+            content = self._rng.choice(self.contents)  # and somebody has loaded other weights
         self._bury(worker)
         self._refill(worker, content)
         again = self._open_subscriber(worker)
@@ -939,6 +942,10 @@ class RunSimulator:
             self._check_worker(worker)
         for trainer in self._trainers:
             self._check_trainer(trainer)
+        there = self._bodies()
+        for key, record in self._stored():
+            lacking = [part.id for part in record.parts if part.id not in there]
+            assert not lacking, f"{key} is there without its part {lacking[0]}"
 
     def _check_worker(self, worker: Worker) -> None:
         if worker.damaged:
@@ -969,21 +976,41 @@ class RunSimulator:
                 assert self._ordinals[made] >= ordinal, f"version {made} is older than a publish that reports it"
         trainer.futures = [one for one in trainer.futures if not one[0].done()]
 
-    def _stored(self, prefix: str) -> list[Manifest]:
-        return [manifests.parse(self.truth.get(entry.key)) for entry in self.truth.list(prefix)]
+    def _stored(self) -> Iterator[tuple[str, Manifest]]:
+        """All records that are in the store now, by key."""
+        for prefix in RECORDS:
+            for entry in self.truth.list(prefix):
+                data = self.truth.get(entry.key)
+                if data not in self._parsed:
+                    self._parsed[data] = manifests.parse(data)
+                yield entry.key, self._parsed[data]
+
+    def _bodies(self) -> set[str]:
+        return {entry.key.removeprefix("parts/") for entry in self.truth.list("parts/")}
 
     def _joinable(self) -> bool:
-        """Whether a way leads to the newest version from nothing, by all records and bodies that are there."""
-        if not self.records:
-            return False
-        there = {entry.key for entry in self.truth.list("parts/")}
-        records = [record for prefix in RECORDS for record in self._stored(prefix)]
-        whole = [record for record in records if all(chain.part_key(part.id) in there for part in record.parts)]
-        reached = {record.version for record in whole if record.kind == Kind.ANCHOR}
-        for record in sorted(whole, key=lambda record: record.version):
+        """Whether a way leads to the newest version from nothing, by all records that are there."""
+        records = [record for _, record in self._stored()]
+        reached = {record.version for record in records if record.kind == Kind.ANCHOR}
+        for record in sorted(records, key=lambda record: record.version):
             if record.base is not None and record.base.version in reached:
                 reached.add(record.version)
-        return self.records[-1].version in reached
+        return bool(self.records) and self.records[-1].version in reached
+
+    def _audit(self) -> None:
+        """See that anchors and squashed patches lead to their versions, whether somebody went that way or not."""
+        for key, record in self._stored():
+            if record.kind == Kind.VERSION:
+                continue
+            layout = layouts.parse(self.truth.get(chain.layout_key(record.layout)))
+            parts = [Body.of(self.truth.get(chain.part_key(part.id)), layout, part.id) for part in record.parts]
+            arrays = self.model.new(self.contents[record.base.version] if record.base else None, "absent")
+            state = State.attach(arrays, layout)
+            if record.base is None:
+                state.load_whole(parts, state.check_whole(record, parts))
+            else:
+                state.commit(state.prepare(record, parts))
+            assert self.model.content(arrays) == self.contents[record.version], f"{key} is not version {record.version}"
 
     # The end
 
@@ -996,9 +1023,13 @@ class RunSimulator:
             line.calm()
         self._check()
         trainer = self._rng.choice(self._trainers)
-        for _ in range(self.epoch_patches + 1):  # an epoch starts, at which an anchor is written if there is none
-            self._train(trainer)
-            self._publish_for_sure(trainer)
+        self._train(trainer)
+        self._publish_for_sure(trainer)
+        for _ in range(self.epoch_patches):  # an epoch starts, at which an anchor is written if there is none
+            if not self._joinable() or self._rng.random() < 0.3:
+                self._train(trainer)
+                self._publish_for_sure(trainer)
+        assert self._joinable(), "an epoch later there still is no way to join"
         self._check()
         process = Process("squasher", self._line())
         if self._squasher:
@@ -1006,9 +1037,13 @@ class RunSimulator:
         else:
             squasher = Squasher(process.line, signing_key=self.key, trust=self._trust)
         self.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
+        self._audit()
+        self.truth.put(chain.HEAD, self._rng.choice([*self.ledger.heads, b"", b"9999", b"-1"]))  # it is but a hint
         for worker in self._workers:
             self._arrive(worker)
         self._join_cheaply()
+        if self._rng.random() < 0.5:
+            return
         for hours in (5.0, 0.0):
             self.clock.now_s += hours * 3600
             report = self._prune(self._line(), 2, 0.0, 1.0)

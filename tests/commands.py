@@ -1,0 +1,59 @@
+"""The `pulse` command for tests: in this process, where it is fast, or in one of its own, where that is the point."""
+
+import contextlib
+import io
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from pulsesync.cli import main
+
+PULSE = [sys.executable, "-c", "from pulsesync.cli import main; main()"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What it told with --json; every line must parse."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    def refused(self, code: int, saying: str) -> bool:
+        """Whether it failed as it should: with this code, one line on stderr, and nothing else."""
+        assert self.code == code, self
+        assert len(self.err.splitlines()) == 1, self.err
+        assert saying in self.err, self.err
+        return self.err.startswith("pulse: ") and not self.out
+
+
+def pulse(*arguments: object) -> Done:
+    out, err = io.StringIO(), io.StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            mock.patch.object(sys, "argv", ["pulse", *map(str, arguments)]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            main()
+    except SystemExit as e:
+        return Done(int(e.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    raise AssertionError("the command returned without an exit code")
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*PULSE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

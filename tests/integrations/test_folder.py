@@ -1,0 +1,381 @@
+"""A folder that is followed into: always whole, whatever happens to the process that writes it."""
+
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsesync import Publisher
+from pulsesync.errors import ConflictError, MissingLinkError, NotFoundError, StoreError, VerificationError
+from pulsesync.format.signature import SigningKey
+from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
+from pulsesync.integrations.safetensors import open_checkpoint
+from pulsesync.records import Records
+from pulsesync.store import LocalStore, MemoryStore
+from tests.commands import pulse, start
+from tests.runs import Training, Watched, equal, kept
+
+
+class Trainer:
+    """Publishes a training into a store, a version at a time."""
+
+    def __init__(self, store: Any, **options: Any) -> None:
+        self.training, self.publisher = Training(), Publisher(store, **options)
+        self.versions: list[dict[str, Any]] = []
+
+    def publish(self) -> dict[str, Any]:
+        if self.versions:
+            self.training.step()
+        self.versions.append(kept(self.training.weights))
+        self.publisher.publish(self.training.weights, step=10 * len(self.versions))
+        return self.versions[-1]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def trainer(store: MemoryStore) -> Trainer:
+    return Trainer(store, files={"config.json": b"{}", "tokenizer.json": b"[]"})
+
+
+def current(folder: Path) -> Any:
+    return open_checkpoint((folder / "current").resolve()).tensors
+
+
+def test_versions_alternate_between_two_copies(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        assert folder.update() is None
+        for version in range(5):
+            state = trainer.publish()
+            flip = folder.update()
+            assert flip
+            assert (flip.mark.version, flip.mark.step, flip.folder.name) == (
+                version,
+                10 * (version + 1),
+                "ab"[version % 2],
+            )
+            assert flip.began == ("nothing", "copy", "memory", "memory", "memory")[version]
+            assert equal(current(tmp_path / "f"), state)
+            assert folder.update() is None
+    assert read_mark(tmp_path / "f" / "current") == flip.mark
+    names = {path.name for path in (tmp_path / "f" / "current").iterdir()}
+    assert names == {".lock", "config.json", "tokenizer.json", "model.safetensors", "pulse.json", "pulse.history"}
+
+
+def test_every_body_is_fetched_once_for_both_copies(tmp_path: Path) -> None:
+    watched = Watched()
+    trainer = Trainer(watched)
+    with HuggingFaceFolder(watched, tmp_path / "f") as folder:
+        for _ in range(6):
+            trainer.publish()
+            folder.update()
+    fetched = Counter(key for key, _, _ in watched.gets if key.startswith("parts/"))
+    assert len(fetched) == 6  # an anchor, five patches
+    assert set(fetched.values()) == {1}
+
+
+def test_a_restart_goes_on_without_the_anchor(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    for _ in range(4):
+        state = trainer.publish()
+        with HuggingFaceFolder(store, tmp_path / "f") as folder:
+            flip = folder.update()
+    assert flip
+    assert flip.began == "resume"
+    assert flip.sync.path == ("patch", "patch")
+    assert equal(current(tmp_path / "f"), state)
+
+
+def test_a_copy_that_was_being_written_is_begun_again_from_the_current_one(
+    trainer: Trainer, store: MemoryStore, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        trainer.publish()
+        with HuggingFaceFolder(store, tmp_path / "f") as folder:
+            folder.update()
+    (tmp_path / "f" / "a" / "pulse.json").unlink()
+    with (tmp_path / "f" / "a" / "model.safetensors").open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff" * 100)
+    state = trainer.publish()
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        flip = folder.update()
+    assert flip
+    assert (flip.began, flip.sync.path) == ("copy", ("patch",))
+    assert equal(current(tmp_path / "f"), state)
+
+
+def test_both_copies_damaged_are_an_anchor_away_from_whole(
+    trainer: Trainer, store: MemoryStore, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        trainer.publish()
+        with HuggingFaceFolder(store, tmp_path / "f") as folder:
+            folder.update()
+    for name in "ab":
+        with (tmp_path / "f" / name / "model.safetensors").open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            file.write(b"\xff" * 100)
+    state = trainer.publish()
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        flip = folder.update()
+    assert flip
+    assert flip.began == "nothing"
+    assert flip.sync.path[0] == "anchor"
+    assert equal(current(tmp_path / "f"), state)
+
+
+def test_who_writes_into_a_copy_is_found_out_before_the_flip(
+    trainer: Trainer, store: MemoryStore, tmp_path: Path
+) -> None:
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        for _ in range(3):
+            before = trainer.publish()
+            folder.update()
+        with (tmp_path / "f" / "b" / "model.safetensors").open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            file.write(b"\xff" * 100)
+        state = trainer.publish()
+        with pytest.raises(VerificationError):
+            folder.update()
+        assert equal(current(tmp_path / "f"), before)
+        assert read_mark(tmp_path / "f" / "b") is None
+        flip = folder.update()
+    assert flip
+    assert flip.began == "copy"
+    assert equal(current(tmp_path / "f"), state)
+
+
+def test_a_copy_whose_files_were_taken_away_is_made_again(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        for _ in range(3):
+            trainer.publish()
+            folder.update()
+        (tmp_path / "f" / "b" / "model.safetensors").unlink()
+        state = trainer.publish()
+        folder.update()
+    assert equal(current(tmp_path / "f"), state)
+
+
+def test_a_version_can_be_asked_for_also_an_older_one(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    for _ in range(4):
+        trainer.publish()
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        for version in (3, 1, 2):
+            flip = folder.update(version)
+            assert flip
+            assert flip.mark.version == version
+            assert equal(current(tmp_path / "f"), trainer.versions[version])
+        assert folder.update(2) is None
+        with pytest.raises(MissingLinkError):
+            folder.update(9)
+
+
+def test_another_run_at_the_same_place_is_followed(tmp_path: Path) -> None:
+    first, second = MemoryStore(), MemoryStore()
+    for store in (first, second):
+        trainer = Trainer(store)
+        for _ in range(3 if store is first else 1):
+            state = trainer.publish()
+        with HuggingFaceFolder(store, tmp_path / "f") as folder:
+            flip = folder.update()
+    assert flip
+    assert flip.mark.version == 0
+    assert equal(current(tmp_path / "f"), state)
+
+
+def test_files_that_are_run_or_would_replace_weights_are_left_out(store: MemoryStore, tmp_path: Path) -> None:
+    bad = ["model.safetensors", "pulse.json", "pulse.history", "modeling.py", "pytorch_model.bin", "current"]
+    trainer = Trainer(store, files=dict.fromkeys([*bad, "config.json"], b"{}"))
+    state = trainer.publish()
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        flip = folder.update()
+    assert flip
+    assert sorted(flip.left_out) == sorted(bad)
+    assert equal(current(tmp_path / "f"), state)
+    assert not (tmp_path / "f" / "a" / "modeling.py").exists()
+
+
+def test_a_damaged_companion_stops_the_flip(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    trainer.publish()
+    keys = [entry.key for entry in store.list("files/")]
+    good = store.get(keys[0])
+    store.put(keys[0], b"xx")
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        with pytest.raises(Exception, match="damaged"):
+            folder.update()
+        assert folder.current is None
+        store.put(keys[0], good)
+        assert folder.update()
+
+
+def test_one_process_at_a_time_and_no_folder_of_somebody_else(store: MemoryStore, tmp_path: Path) -> None:
+    with HuggingFaceFolder(store, tmp_path / "f"), pytest.raises(ConflictError, match="another process"):
+        HuggingFaceFolder(store, tmp_path / "f")
+    HuggingFaceFolder(store, tmp_path / "f").close()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("…")
+    with pytest.raises(StoreError, match="something else"):
+        HuggingFaceFolder(store, tmp_path / "mine")
+
+
+def test_what_may_pass_is_told_and_tried_again(trainer: Trainer, tmp_path: Path) -> None:
+    watched = Watched()
+    trainer = Trainer(watched)
+    trainer.publish()
+    refused = iter([True] * 3)
+
+    def refuse(verb: str, key: str) -> None:
+        if verb == "get" and next(refused, False):
+            raise StoreError("away", retryable=True)
+
+    watched.before = refuse
+    told: list[Exception] = []
+    with HuggingFaceFolder(watched, tmp_path / "f") as folder:
+        flip = next(folder.follow(0.001, told.append))
+    assert flip.mark.version == 0
+    assert [str(e) for e in told] == ["away"] * 3
+
+
+def bits_of(folder: Path, store: Any) -> Identity:
+    return identify(Records(store, None), folder)
+
+
+def test_identify_knows_every_version_and_what_is_none(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    for _ in range(4):
+        trainer.publish()
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        for version in (0, 3, 1, 2):
+            folder.update(version)
+            found = bits_of(tmp_path / "f", store)
+            assert found.record
+            assert found.record.version == version
+    (tmp_path / "f" / "b" / "pulse.json").unlink()
+    found = bits_of(tmp_path / "f", store)
+    assert found.record
+    assert found.record.version == 2
+    with (tmp_path / "f" / "b" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    assert bits_of(tmp_path / "f", store).record is None
+
+
+def good(folder: Path, digests: dict[int, str], store: Any) -> int | None:
+    """The version in a folder that is to be read from now on; it must be what it says, bit for bit."""
+    where = (folder / "current").resolve()
+    mark = read_mark(where)
+    assert mark is not None
+    found = bits_of(where, store)
+    assert (found.digest, mark.digest) == (digests[mark.version],) * 2
+    return mark.version
+
+
+@pytest.mark.parametrize("locking", [True, False])
+def test_readers_never_meet_a_version_that_is_not_whole(locking: bool, tmp_path: Path) -> None:
+    store = MemoryStore()
+    trainer = Trainer(store)
+    trainer.publish()
+    seen: Counter[int] = Counter()
+    faults: list[BaseException] = []
+    done = threading.Event()
+
+    def load(where: Path) -> None:
+        mark = read_mark(where)
+        assert mark
+        tensors = open_checkpoint(where).tensors
+        if locking:  # however slowly
+            copies = {}
+            for name in tensors:
+                copies[name] = tensors[name].copy()
+                time.sleep(0.02)
+        else:
+            copies = kept(tensors)
+        assert equal(copies, trainer.versions[mark.version])
+        seen[mark.version] += 1
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                if locking:
+                    with reading(tmp_path / "f") as where:
+                        load(where)
+                else:
+                    load((tmp_path / "f" / "current").resolve())
+        except BaseException as e:  # noqa: BLE001 - for the test to see
+            faults.append(e)
+
+    with HuggingFaceFolder(store, tmp_path / "f", hold_s=0 if locking else 0.25) as folder:
+        folder.update()
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for _ in range(8):
+            trainer.publish()
+            folder.update()
+        done.set()
+        for reader in readers:
+            reader.join()
+    assert not faults
+    assert len(seen) > 4
+
+
+def test_reading_before_there_is_a_version_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="pulse follow"), reading(tmp_path):
+        pass
+
+
+@pytest.mark.timeout(120)
+def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path: Path) -> None:
+    """Kill -9, fifteen times: at random moments, and while a copy is being written."""
+    rng, place, run = random.Random(0), tmp_path / "f", str(tmp_path / "run")
+    trainer = Trainer(run, signing_key=(key := SigningKey.generate()))
+    digests: dict[int, str] = {}
+    store, done = LocalStore(run), threading.Event()
+
+    def train() -> None:
+        while not done.is_set():
+            trainer.publish()
+            done.wait(0.05)
+
+    trainer.publish()
+    thread = threading.Thread(target=train)
+    thread.start()
+    versions, written = [], 0
+    try:
+        for kill in range(15):
+            process = start(
+                "follow", run, place, "--hold", 0, "--interval", 0.01, "--trust", key.public, "--json"
+            )  # fmt: skip
+            if kill % 3 == 0:
+                time.sleep(rng.uniform(0.1, 1.5))
+            else:
+                first = process.stdout.readline()  # type: ignore[union-attr]
+                assert json.loads(first)["event"] in ("holds", "waits"), process.stderr.read()  # type: ignore[union-attr]
+                deadline = time.monotonic() + 5
+                while all((place / name / "pulse.json").exists() for name in "ab") and time.monotonic() < deadline:
+                    pass
+                time.sleep(rng.uniform(0, 0.06))
+            process.kill()
+            process.communicate()
+            written += not all((place / name / "pulse.json").exists() for name in "ab")
+            if (place / "current").exists():
+                for version in range(len(digests), trainer.publisher.version + 1):  # type: ignore[operator]
+                    digests[version] = Records(store, None).version(version).digest  # type: ignore[union-attr]
+                versions.append(good(place, digests, store))
+    finally:
+        done.set()
+        thread.join()
+    assert versions == sorted(versions)
+    assert written > 2, "no kill met a copy that was being written"
+    done_ = pulse("follow", run, place, "--once", "--hold", 0, "--trust", key.public, "--json")
+    assert done_.code == 0
+    assert equal(current(place), trainer.versions[-1])
+    assert pulse("verify", run, place).code == 0

@@ -1,0 +1,1064 @@
+"""The worker's end: which way it takes, what it fetches for that, and what bad objects and interrupts do to it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pulsesync import Publisher, Slice, Subscriber, anchors, chain, records, subscriber
+from pulsesync.errors import (
+    ChainError,
+    FormatError,
+    MissingLinkError,
+    NotFoundError,
+    PulseError,
+    StateError,
+    StoreError,
+    VerificationError,
+)
+from pulsesync.format import patch
+from pulsesync.state import State
+from pulsesync.store import LocalStore, MemoryStore
+from pulsesync.testing import random_bits
+from tests.helpers import nudge
+from tests.runs import (
+    SHAPES,
+    Training,
+    Watched,
+    equal,
+    kept,
+    make_squash,
+    parts_of,
+    publish_steps,
+    version,
+    versions,
+    worker,
+)
+
+
+KINDS = ("manifests", "parts", "layouts", "anchors", "starts")
+
+
+@pytest.fixture
+def short_epochs(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 2)
+    return 2
+
+
+@cache
+def published(steps: int, epoch: int, part_bytes: int, anchor_every: float) -> tuple[MemoryStore, list[dict[str, Any]]]:
+    store = MemoryStore()
+    return store, publish_steps(store, steps, codec="history", anchor_every=anchor_every)
+
+
+def run_of(steps: int, anchor_every: float = 1.0) -> tuple[Watched, list[dict[str, Any]]]:
+    """A run in a store of the test's own, and the weights of its versions."""
+    made, states = published(steps, chain.EPOCH_PATCHES, anchors.PART_BYTES, anchor_every)
+    store = MemoryStore()
+    for key in ("head", *(entry.key for kind in KINDS for entry in made.list(f"{kind}/"))):
+        store.put(key, made.get(key))
+    return Watched(store), states
+
+
+# -- ways ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_can_be_asked_for() -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    report = sub.sync(held, version=3)
+    assert (report.version, report.step, report.path) == (3, 3, ("anchor", "patch", "patch", "patch"))
+    assert equal(held, states[3])
+    assert sub.sync(held).path == ("patch",)
+    assert equal(held, states[4])
+
+
+def test_the_version_that_is_held_can_be_asked_for() -> None:
+    store, _ = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    assert sub.sync(held, version=2).path == ()
+
+
+def test_a_version_that_was_never_published_is_a_missing_link() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    with pytest.raises(MissingLinkError) as caught:
+        sub.sync(held, version=9)
+    assert caught.value.version == 9
+    assert equal(held, states[1])
+
+
+def test_the_version_before_the_last_sync_is_a_step_back_without_a_body() -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=2)
+    sub.sync(held)
+    store.gets.clear()
+    report = sub.sync(held, version=2)
+    assert (report.version, report.step, report.path) == (2, 2, ("undo",))
+    assert store.got("parts/") == []
+    assert equal(held, states[2])
+    sub.verify()
+    assert sub.sync(held).path == ("patch", "patch")
+    assert equal(held, states[4])
+
+
+def test_as_many_syncs_are_taken_back_as_were_kept() -> None:
+    store, states = run_of(6)
+    sub, held = Subscriber(store, undo=3), worker()
+    for number in range(6):
+        sub.sync(held, version=number)
+    report = sub.sync(held, version=2)
+    assert report.path == ("undo",)
+    assert equal(held, states[2])
+    sub.verify()
+    assert sub.sync(held, version=1).path == ("anchor", "patch")
+    assert equal(held, states[1])
+
+
+def test_an_older_version_that_cannot_be_undone_comes_from_an_anchor() -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store, undo=0), worker()
+    sub.sync(held)
+    assert sub.sync(held, version=1).path == ("anchor", "patch")
+    assert equal(held, states[1])
+    sub.verify()
+
+
+def test_squashes_are_taken_where_they_are(short_epochs: int) -> None:
+    store, states = run_of(10, anchor_every=1e9)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1)
+    make_squash(store, 1, 1)  # epochs 2 and 3: versions 4 to 8
+    report = sub.sync(held)
+    assert report.path == ("patch", "patch", "patch", "squash", "patch")
+    assert equal(held, states[9])
+    sub.verify()
+
+
+def test_joining_late_does_not_replay_everything(short_epochs: int) -> None:
+    store, states = run_of(40, anchor_every=0)
+    held = worker()
+    report = Subscriber(store).sync(held)
+    assert report.path == ("anchor", "patch")
+    assert len(store.gets) <= 12
+    assert len(store.got("parts/")) == 2
+    assert equal(held, states[39])
+
+
+def test_falling_behind_far_enough_the_next_sync_goes_by_an_anchor(short_epochs: int) -> None:
+    store, _ = run_of(30, anchor_every=0)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    rng = np.random.default_rng(0)
+    with Publisher(store, anchor_every=0, codec="dense") as pub:
+        for _ in range(8):
+            pub.publish({n: random_bits(rng, np.uint16, s).view(ml_dtypes.bfloat16) for n, s in SHAPES.items()})
+            pub.flush()
+    report = sub.sync(held)
+    assert report.path[0] == "anchor"
+    assert len(report.path) <= 3
+
+
+def test_the_next_version_costs_four_calls() -> None:
+    store, _ = run_of(4)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=2)
+    store.gets.clear()
+    sub.sync(held)
+    assert [key.partition("/")[0] for key, _, _ in store.gets] == ["head", "manifests", "manifests", "parts"]
+
+
+# -- fetching ahead, one pause -------------------------------------------------------------------------------------
+
+
+def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(30)
+    at_once, most, fetched, decoded, ahead = 0, 0, 0, 0, 0
+    lock = threading.Lock()
+
+    def count(verb: str, key: str) -> None:
+        nonlocal at_once, most
+        if key.startswith("parts/"):
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            time.sleep(0.002)
+
+    def uncount(verb: str, key: str) -> None:
+        nonlocal at_once, fetched, ahead
+        if key.startswith("parts/"):
+            with lock:
+                at_once -= 1
+                fetched += 1
+                ahead = max(ahead, fetched - decoded)
+
+    prepare = State.prepare
+
+    def prepared(*args: Any, **options: Any) -> Any:
+        nonlocal decoded
+        time.sleep(0.002)
+        made = prepare(*args, **options)
+        with lock:
+            decoded += 1
+        return made
+
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    store.before, store.after = count, uncount
+    monkeypatch.setattr(State, "prepare", prepared)
+    sub.sync(held)
+    assert 1 < most <= subscriber.AHEAD
+    assert 1 < ahead <= subscriber.AHEAD + 2
+    assert equal(held, states[29])
+
+
+def test_an_executor_that_was_given_is_used_and_left_running() -> None:
+    store, states = run_of(5)
+    held = worker()
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
+        names = set()
+        store.before = lambda verb, key: names.add(threading.current_thread().name) if "parts/" in key else None
+        sub = Subscriber(store, executor=pool)
+        sub.sync(held, version=0)
+        names.clear()
+        sub.sync(held)
+        assert all(name.startswith("mine") for name in names)
+        assert pool.submit(int, "7").result() == 7
+    assert equal(held, states[4])
+
+
+def test_a_sync_over_many_versions_pauses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(10)
+    commit, commits = State.commit, []
+
+    def counted(state: State, transition: Any) -> Any:
+        commits.append(transition)
+        return commit(state, transition)
+
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1)
+    monkeypatch.setattr(State, "commit", counted)
+    sub.sync(held)
+    assert len(commits) == 1
+    assert equal(held, states[9])
+
+
+def test_until_the_pause_the_weights_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(6)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1)
+    commit = State.commit
+
+    def looked_at(state: State, transition: Any) -> Any:
+        assert equal(held, states[1])
+        return commit(state, transition)
+
+    monkeypatch.setattr(State, "commit", looked_at)
+    sub.sync(held)
+    assert equal(held, states[5])
+
+
+# -- bad objects ---------------------------------------------------------------------------------------------------
+
+FAULTS = ["missing", "flipped", "truncated", "empty", "longer", "another"]
+
+
+class Spoiler:
+    """Spoils reads of one object, so many times."""
+
+    def __init__(self, store: Watched, key: str, how: str, times: int = 10**9) -> None:
+        self.key, self.how, self.times, self.other = key, how, times, b""
+        store.received = self._spoil
+        kind = key.partition("/")[0]
+        others = [entry.key for entry in store.list(f"{kind}/")] if "/" in key else []
+        self.other = next((store.store.get(other) for other in others if other != key), b"17")
+
+    def _spoil(self, key: str, data: bytes) -> bytes:
+        if key != self.key or self.times == 0:
+            return data
+        self.times -= 1
+        if self.how == "missing":
+            raise NotFoundError(f"there is no {key}", key=key)
+        return {
+            "flipped": data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :],
+            "truncated": data[: len(data) * 2 // 3],
+            "empty": b"",
+            "longer": data + b"x",
+            "another": self.other,
+        }[self.how]
+
+
+def place(store: Watched, name: str) -> str:
+    """The key of an object on the way from nothing to version 4."""
+    return {
+        "head": chain.HEAD,
+        "goal": chain.manifest_key(4),
+        "link": chain.manifest_key(2),
+        "layout": chain.layout_key(version(store, 0).layout),
+        "anchor": chain.anchor_key(0),
+        "anchor part": parts_of(store, chain.anchor_key(0))[0],
+        "part": parts_of(store, chain.manifest_key(2))[0],
+        "last part": parts_of(store, chain.manifest_key(4))[0],
+    }[name]
+
+
+PLACES = ["head", "goal", "link", "layout", "anchor", "anchor part", "part", "last part"]
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("how", FAULTS)
+def test_an_object_that_is_bad_once_is_read_again(name: str, how: str) -> None:
+    store, states = run_of(5)
+    held = worker()
+    spoiler = Spoiler(store, place(store, name), how, times=1)
+    sub = Subscriber(store)
+    report = sub.sync(held)
+    assert spoiler.times == 0
+    if (name, how) == ("goal", "missing"):  # nobody can know that it is there
+        assert report.version == 3
+        sub.sync(held)
+    else:
+        assert report.version == 4
+        assert report.replanned == (0 if name == "head" or (name, how) == ("layout", "longer") else 1)
+    assert equal(held, states[4])
+    sub.verify()
+
+
+@pytest.mark.parametrize("name", PLACES[1:])
+@pytest.mark.parametrize("how", FAULTS)
+def test_an_object_that_stays_bad_stops_the_worker_at_a_version_and_a_good_store_helps(name: str, how: str) -> None:
+    store, states = run_of(5)
+    held = worker()
+    Spoiler(store, place(store, name), how)
+    sub = Subscriber(store)
+    try:
+        report = sub.sync(held)
+        assert report.version is None or equal(held, states[report.version])
+        assert report.version != 4 or name == "goal"  # a goal that cannot be seen is not there yet
+    except PulseError:
+        at = [state for state in (worker(), *states) if equal(held, state)]
+        assert at
+    store.received = lambda key, data: data
+    sub.sync(held)
+    sub.verify()
+    assert equal(held, states[4])
+
+
+@pytest.mark.parametrize("name", ["link", "part"])
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_worker_is_told_that_it_cannot_go_on(name: str, how: str) -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1)
+    Spoiler(store, place(store, name), how)
+    with pytest.raises((FormatError, ChainError, NotFoundError, VerificationError)):
+        sub.sync(held)
+    assert equal(held, states[1])
+    store.received = lambda key, data: data
+    assert sub.sync(held).version == 4
+    assert equal(held, states[4])
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_what_is_wrong_with_a_version_that_was_asked_for_is_said(how: str) -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=3)
+    Spoiler(store, place(store, "last part"), how)
+    with pytest.raises((FormatError, NotFoundError)) as caught:
+        sub.sync(held, version=4)
+    assert caught.value.key == place(store, "last part")
+    assert equal(held, states[3])
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_bad_part_is_gone_round_by_a_squash(short_epochs: int, how: str) -> None:
+    store, states = run_of(8, anchor_every=1e9)
+    make_squash(store, 0, 1)  # versions 2 to 4
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=2)
+    Spoiler(store, parts_of(store, chain.squash_key(0, 1))[0], how)
+    report = sub.sync(held)
+    assert (report.replanned, report.path) == (1, ("patch",) * 5)
+    assert equal(held, states[7])
+    Spoiler(store, parts_of(store, chain.manifest_key(3))[0], how)
+    again, other = Subscriber(store), worker()
+    assert again.sync(other).path == ("anchor", "patch", "patch", "squash", "patch", "patch", "patch")
+    assert equal(other, states[7])
+
+
+@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("name", ["link", "part"])
+def test_a_bad_link_is_gone_round_by_an_anchor(short_epochs: int, how: str, name: str) -> None:
+    store, states = run_of(8, anchor_every=0)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1)
+    Spoiler(store, place(store, name), how)
+    report = sub.sync(held)
+    assert report.version == 7
+    assert "anchor" in report.path
+    assert report.replanned == (0 if (name, how) in (("link", "missing"), ("link", "another")) else 1)
+    assert equal(held, states[7])
+    sub.verify()
+
+
+@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("what", ["record", "part"])
+def test_a_bad_anchor_is_gone_round_by_an_older_one(short_epochs: int, how: str, what: str) -> None:
+    store, states = run_of(8, anchor_every=0)
+    newest = chain.anchor_key(3)
+    Spoiler(store, newest if what == "record" else parts_of(store, newest)[0], how)
+    sub, held = Subscriber(store), worker()
+    report = sub.sync(held)
+    assert report.version == 7
+    assert report.path == ("anchor", "patch", "patch", "patch")
+    assert equal(held, states[7])
+
+
+def test_a_line_that_is_down_is_said_at_once_and_the_sync_can_be_repeated() -> None:
+    store, states = run_of(4)
+    for at in ("manifests/0000000000000002", "parts/", "layouts/", "head", "anchors/"):
+        sub, held = Subscriber(store), worker()
+        store.fail_at(at)
+        with pytest.raises(StoreError, match="line is down"):
+            sub.sync(held)
+        store.fail_at()
+        sub.sync(held)
+        assert equal(held, states[3])
+        sub.verify()
+
+
+# -- hints ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_holds_the_base_checkpoint_fetches_no_anchor() -> None:
+    store, states = run_of(4)
+    held = kept(states[0])
+    report = Subscriber(store).sync(held)
+    assert report.path == ("start", "patch", "patch", "patch")
+    assert store.got("anchors/") == []
+    assert parts_of(store, chain.anchor_key(0))[0] not in store.got("parts/")
+    assert equal(held, states[3])
+
+
+def test_a_worker_that_holds_the_start_of_an_epoch_goes_on_from_there(short_epochs: int) -> None:
+    store, states = run_of(6, anchor_every=1e9)
+    held = kept(states[4])
+    assert Subscriber(store).sync(held).path == ("start", "patch")
+    assert equal(held, states[5])
+
+
+def test_a_worker_that_holds_the_newest_version_has_nothing_to_do() -> None:
+    store, states = run_of(1)
+    report = Subscriber(store).sync(kept(states[0]))
+    assert (report.version, report.path) == (0, ("start",))
+    assert store.got("parts/") == []
+
+
+@pytest.mark.parametrize("hint", [b"", b"1", b"3", b"99", b"nonsense"])
+def test_a_start_that_lies_is_not_believed(hint: bytes) -> None:
+    store, states = run_of(4)
+    store.put(chain.start_key(version(store, 0).digest), hint)
+    held, sub = kept(states[0]), Subscriber(store)
+    assert sub.sync(held).version == 3
+    sub.verify()
+    assert equal(held, states[3])
+
+
+def test_a_start_in_the_middle_of_an_epoch_is_not_believed() -> None:
+    store, states = run_of(5)
+    middle = version(store, 2)
+    assert middle.history is not None
+    store.put(chain.start_key(middle.digest), b"2")
+    held, sub = kept(states[2]), Subscriber(store)
+    assert sub.sync(held).version == 4
+    sub.verify()
+    assert equal(held, states[4])
+
+
+@pytest.mark.parametrize("head", [b"", b"0", b"2", b"70", b"nonsense", None])
+def test_a_head_that_lies_is_not_believed(head: bytes | None) -> None:
+    store, states = run_of(5)
+    if head is None:
+        store.delete("head")
+    else:
+        store.put("head", head)
+    held, sub = worker(), Subscriber(store)
+    assert sub.sync(held).version == 4
+    assert equal(held, states[4])
+    assert sub.sync(held).path == ()
+
+
+# -- caches and spools ---------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_restarts_with_its_cache_downloads_nothing_but_records(tmp_path: Path) -> None:
+    store, states = run_of(5)
+    Subscriber(store, cache=tmp_path).sync(worker())
+    store.gets.clear()
+    held = worker()
+    Subscriber(store, cache=tmp_path).sync(held)
+    assert store.got("parts/") == store.got("layouts/") == []
+    assert equal(held, states[4])
+
+
+def test_a_cache_that_was_damaged_costs_a_download(tmp_path: Path) -> None:
+    store, states = run_of(5)
+    Subscriber(store, cache=tmp_path).sync(worker())
+    for path in [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]:
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    held = worker()
+    Subscriber(store, cache=tmp_path).sync(held)
+    assert equal(held, states[4])
+
+
+@pytest.mark.parametrize("name", ["layout", "anchor part", "part"])
+@pytest.mark.parametrize("how", ["flipped", "truncated", "another"])
+def test_what_the_store_spoilt_once_does_not_stay_in_the_cache(tmp_path: Path, name: str, how: str) -> None:
+    store, states = run_of(5)
+    Spoiler(store, place(store, name), how)
+    sub, held = Subscriber(store, cache=tmp_path), worker()
+    with pytest.raises(PulseError):
+        sub.sync(held)
+    store.received = lambda key, data: data
+    sub.sync(held)
+    assert equal(held, states[4])
+
+
+FOLLOW = """
+import sys, numpy as np, ml_dtypes
+from pulsesync import Subscriber
+held = {n: np.zeros(s, ml_dtypes.bfloat16) for n, s in %r.items()}
+sub = Subscriber(sys.argv[1], cache=sys.argv[2])
+sub.sync(held)
+print(sub.verify())
+"""
+
+
+def test_processes_of_a_host_share_a_cache(tmp_path: Path) -> None:
+    run, cache = str(tmp_path / "run"), str(tmp_path / "cache")
+    publish_steps(run, 5)
+    store = LocalStore(run)
+    expected = version(store, 4).digest
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    for turn in range(2):
+        program = [sys.executable, "-c", FOLLOW % SHAPES, run, cache]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == expected, done.stderr
+        if turn == 0:  # what the first has fetched is all the second can have
+            for entry in [*store.list("parts/"), *store.list("layouts/")]:
+                store.delete(entry.key)
+
+
+def test_of_many_workers_with_one_cache_one_fetches_each_body(tmp_path: Path) -> None:
+    store, states = run_of(5)
+    helds = [worker() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda held: Subscriber(store, cache=tmp_path).sync(held), helds))
+    assert all(equal(held, states[4]) for held in helds)
+    assert len(store.got("parts/")) == len(set(store.got("parts/"))) == 5
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in the middle", "at the very beginning"])
+def test_an_interrupt_while_an_anchor_is_loaded_lets_it_finish(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    store, states = run_of(1)
+    load = State.load_whole
+
+    def interrupted(state: State, *args: Any) -> None:
+        time.sleep(0.0 if early else 0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        load(state, *args)
+
+    monkeypatch.setattr(State, "load_whole", interrupted)
+    sub, held = Subscriber(store), worker()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sub.sync(held)
+        assert equal(held, states[0])
+    finally:
+        time.sleep(0.1)  # should the load still go on
+    monkeypatch.undo()
+    assert sub.sync(held).path in ((), ("start",))
+    sub.verify()
+
+
+@pytest.fixture
+def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "PART_BYTES", 1)
+
+
+def test_a_worker_that_dies_while_it_loads_goes_on_from_its_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
+) -> None:
+    store, states = run_of(3)
+    load = State.load_whole
+
+    def half(state: State, parts: Any, sums: Any) -> None:
+        load(state, parts[:1], sums)
+        raise MemoryError
+
+    monkeypatch.setattr(State, "load_whole", half)
+    held = worker()
+    with pytest.raises(MemoryError):
+        Subscriber(store, cache=tmp_path).sync(held)
+    monkeypatch.undo()
+    store.gets.clear()
+    Subscriber(store, cache=tmp_path).sync(held)
+    assert not set(parts_of(store, chain.anchor_key(0))) & set(store.got("parts/"))
+    assert equal(held, states[2])
+
+
+def test_a_worker_whose_load_failed_does_not_believe_its_weights(
+    monkeypatch: pytest.MonkeyPatch, many_parts: None
+) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store), worker()
+    load = State.load_whole
+
+    def half(state: State, parts: Any, sums: Any) -> None:
+        load(state, parts[:1], sums)
+        raise MemoryError
+
+    monkeypatch.setattr(State, "load_whole", half)
+    with pytest.raises(MemoryError):
+        sub.sync(held)
+    monkeypatch.undo()
+    assert sub.version is None
+    sub.sync(held)
+    assert equal(held, states[2])
+
+
+def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_parts: None) -> None:
+    store, states = run_of(1)
+    keys = parts_of(store, chain.anchor_key(0))
+    assert len(keys) == 3
+    store.fail_at(keys[2])
+    held = worker()
+    with pytest.raises(StoreError):
+        Subscriber(store, cache=tmp_path).sync(held)
+    assert equal(held, worker())
+    store.fail_at()
+    store.gets.clear()
+    Subscriber(store, cache=tmp_path).sync(held)
+    assert store.got("parts/") == [keys[2]]
+    assert equal(held, states[0])
+
+
+def test_a_spool_keeps_the_last_anchor_only(tmp_path: Path, short_epochs: int) -> None:
+    store, _ = run_of(5, anchor_every=0)
+    for number in (1, 4):
+        Subscriber(store, cache=tmp_path).sync(worker(), version=number)
+    kept_parts = {path.name for path in (tmp_path / "anchors" / "parts").iterdir()}
+    assert kept_parts == {key.partition("/")[2] for key in parts_of(store, chain.anchor_key(2))}
+
+
+# -- restarts ------------------------------------------------------------------------------------------------------
+
+
+def saved(sub: Subscriber) -> bytes:
+    assert sub.state is not None
+    return sub.state.history.to_bytes()
+
+
+def test_a_worker_goes_on_from_weights_and_history_that_were_saved() -> None:
+    store, states = run_of(6)
+    first, held = Subscriber(store), worker()
+    first.sync(held, version=3)
+    history = saved(first)
+    second = Subscriber(store)
+    assert second.resume(held, 3, history)
+    assert second.version == 3
+    store.gets.clear()
+    assert second.sync(held).path == ("patch", "patch")
+    assert len(store.got("parts/")) == 2
+    assert equal(held, states[5])
+
+
+def test_where_no_history_is_needed_none_need_be_saved(short_epochs: int) -> None:
+    store, states = run_of(4)
+    held, sub = kept(states[0]), Subscriber(store)
+    assert sub.resume(held, 0, None)
+    sub.sync(held)
+    assert equal(held, states[3])
+
+
+@pytest.mark.parametrize("what", ["weights", "version", "history", "no history", "nonsense", "gone"])
+def test_what_does_not_belong_together_is_not_resumed(what: str) -> None:
+    store, states = run_of(6)
+    first, held = Subscriber(store), worker()
+    first.sync(held, version=2)
+    other = saved(first)
+    first.sync(held, version=3)
+    history: bytes | None = saved(first)
+    number = 3
+    if what == "weights":
+        held["norm"].view(np.uint16)[3] ^= 1
+    elif what == "version":
+        number = 2
+    elif what == "history":
+        history = other
+    elif what == "no history":
+        history = None
+    elif what == "nonsense":
+        history = b"nonsense"
+    else:
+        number = 77
+    sub = Subscriber(store)
+    assert not sub.resume(held, number, history)
+    assert sub.version is None
+    sub.sync(held)
+    assert equal(held, states[5])
+
+
+def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    commit = State.commit
+
+    def cut(state: State, transition: Any) -> None:
+        commit(state, transition)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(State, "commit", cut)
+    with pytest.raises(KeyboardInterrupt):
+        sub.sync(held)
+    monkeypatch.undo()
+    assert sub.version == 1
+    assert sub.sync(held).path == ()
+    sub.verify()
+    assert equal(held, states[1])
+
+
+def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training, store, held = Training(), MemoryStore(), worker()
+    sub = Subscriber(store)
+    with Publisher(store) as pub:
+        for _ in range(2):
+            pub.publish(training.weights)
+            training.step()
+            pub.publish(training.weights)
+        sub.sync(held)
+        pub.publish(training.weights)  # nothing changed: the digest is the same, the place in the epoch is not
+
+        def cut(_: State, __: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(State, "commit", cut)
+        with pytest.raises(KeyboardInterrupt):
+            sub.sync(held)
+        monkeypatch.undo()
+        training.step()
+        pub.publish(training.weights)
+    assert sub.sync(held).version == 5
+    assert equal(held, training.weights)
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_a_flipped_bit() -> None:
+    store, states = run_of(1)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    assert sub.verify(held) == version(store, 0).digest
+    held["norm"].view(np.uint16)[3] ^= 1
+    with pytest.raises(VerificationError, match="not version 0") as caught:
+        sub.verify(held)
+    assert caught.value.expected != caught.value.actual
+    sub.sync(held)
+    assert equal(held, states[0])
+
+
+def test_verify_refuses_other_tensors_than_were_synced() -> None:
+    store, _ = run_of(1)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    with pytest.raises(VerificationError, match="not the tensors"):
+        sub.verify(kept(held))
+
+
+def test_verify_before_the_first_sync_is_refused() -> None:
+    with pytest.raises(VerificationError, match="nothing has been synced"):
+        Subscriber(MemoryStore()).verify()
+
+
+def test_a_scrub_finds_a_flipped_bit_and_the_next_sync_says_so() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    with sub.scrub(every_s=0.005):
+        sub.sync(held)
+        held["norm"].view(np.uint16)[3] ^= 1
+        until = time.monotonic() + 5
+        while sub._damage is None and time.monotonic() < until:
+            time.sleep(0.005)
+    with pytest.raises(VerificationError, match="norm"):
+        sub.sync(held)
+    sub.sync(held)
+    assert equal(held, states[1])
+
+
+def test_a_scrub_beside_syncs_finds_nothing_where_nothing_is() -> None:
+    store, states = run_of(20)
+    sub, held = Subscriber(store), worker()
+    with sub.scrub(every_s=0.0005):
+        for number in range(20):
+            sub.sync(held, version=number)
+    assert equal(held, states[19])
+
+
+@pytest.mark.parametrize("codec", ["history", "context", "gap"])
+def test_a_foreign_write_is_never_taken_for_the_publishers_version(codec: patch.CodecName) -> None:
+    training, store, held = Training(), MemoryStore(), worker()
+    sub = Subscriber(store)
+    with Publisher(store, codec=codec) as pub:
+        for _ in range(3):
+            pub.publish(training.weights)
+            sub.sync(held)
+            training.step()
+        held["layer.0.weight"].view(np.uint16)[...] ^= np.uint16(0x8001)
+        pub.publish(training.weights)
+    before = kept(held)
+    with pytest.raises(PulseError):
+        sub.sync(held)
+    assert equal(held, before)
+
+
+def test_tensors_that_were_replaced_are_followed_in_their_new_memory() -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1)
+    old = held["norm"]
+    held["norm"] = np.zeros_like(old)
+    report = sub.sync(held)
+    assert report.path == ("anchor", "patch", "patch")
+    assert equal(held, states[2])
+    assert old.tobytes() == states[1]["norm"].tobytes()
+
+
+def test_a_run_in_the_place_of_another_is_not_followed_by_the_same_subscriber() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    for prefix in ("manifests/", "anchors/", "starts/"):
+        for entry in list(store.list(prefix)):
+            store.delete(entry.key)
+    store.delete("head")
+    other = publish_steps(store, 4, Training(seed=1))
+    with pytest.raises(ChainError, match="another"):
+        sub.sync(held)
+    assert equal(held, states[1])
+    Subscriber(store).sync(held)
+    assert equal(held, other[3])
+
+
+# -- slices --------------------------------------------------------------------------------------------------------
+
+
+class Sharded:
+    """A model of two layers, published with a grid of 2 by 2, as tensor-parallel workers would hold it."""
+
+    def __init__(self, codec: patch.CodecName = "history", grid: tuple[Any, Any] = (2, 2)) -> None:
+        rng = np.random.default_rng(0)
+        self.weights = {
+            name: (random_bits(rng, np.uint16, (64, 48), special=False) & 0xBFFF).view(ml_dtypes.bfloat16)
+            for name in ("layer.0.weight", "layer.1.weight")
+        }
+        self.store, self.rng = Watched(), rng
+        self.pub = Publisher(self.store, codec=codec, grid={"*": grid}, min_tile=1)
+
+    def __enter__(self) -> "Sharded":
+        self.pub.publish(self.weights)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pub.close()
+
+    def step(self) -> None:
+        for array in self.weights.values():
+            array.view(np.uint16)[...] = nudge(self.rng, array.view(np.uint16), 0.05)
+        self.pub.publish(self.weights)
+
+
+ROWS, COLUMNS = Slice(rows=(32, 64)), Slice(columns=(0, 24))
+
+
+def cut(array: Any, held: Slice) -> Any:
+    return np.ascontiguousarray(array[slice(*(held.rows or (0, 64))), slice(*(held.columns or (0, 48)))])
+
+
+@pytest.mark.parametrize("held", [ROWS, COLUMNS, Slice((0, 32), (24, 48))], ids=["rows", "columns", "both"])
+@pytest.mark.parametrize("codec", ["history", "context", "gap", "dense", "auto"])
+def test_a_worker_that_holds_a_slice_on_the_grid_follows(held: Slice, codec: patch.CodecName) -> None:
+    with Sharded(codec) as sharded:
+        sub = Subscriber(sharded.store, slices={"*": held})
+        local = {name: np.zeros_like(cut(array, held)) for name, array in sharded.weights.items()}
+        for _ in range(5):
+            sub.sync(local)
+            assert equal(local, {name: cut(array, held) for name, array in sharded.weights.items()})
+            sharded.step()
+        sub.verify()
+
+
+def test_a_slice_over_many_versions_at_once_is_the_same() -> None:
+    with Sharded() as sharded:
+        sub = Subscriber(sharded.store, slices={"*": ROWS})
+        local = {name: np.zeros_like(cut(array, ROWS)) for name, array in sharded.weights.items()}
+        for _ in range(6):
+            sharded.step()
+        assert sub.sync(local).path == ("anchor", *["patch"] * 6)
+        assert equal(local, {name: cut(array, ROWS) for name, array in sharded.weights.items()})
+
+
+def test_a_worker_of_a_pipeline_holds_its_layers_and_no_others() -> None:
+    with Sharded() as sharded:
+        sub = Subscriber(sharded.store, slices={"layer.1.*": None})
+        local = {"layer.0.weight": np.zeros((64, 48), ml_dtypes.bfloat16)}
+        for _ in range(3):
+            sub.sync(local)
+            assert equal(local, {"layer.0.weight": sharded.weights["layer.0.weight"]})
+            sharded.step()
+        sub.verify()
+
+
+def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sharded() as sharded:
+        sub = Subscriber(sharded.store, slices={"layer.0.*": ROWS, "layer.1.*": None})
+        local = {"layer.0.weight": np.zeros((32, 48), ml_dtypes.bfloat16)}
+        sub.sync(local)
+        sharded.step()
+        decode, seen = patch.decode_tiles, []
+
+        def watched(*args: Any, **options: Any) -> Any:
+            made = decode(*args, **options)
+            seen.extend((one.tile.tensor.name, one.tile.row) for one in made.patches)
+            return made
+
+        monkeypatch.setattr(patch, "decode_tiles", watched)
+        sub.sync(local)
+        assert seen == [("layer.0.weight", 32)] * 2
+
+
+def test_of_large_parts_only_the_sections_with_held_tiles_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch, "SECTION_BYTES", 1)
+    monkeypatch.setattr(records, "SMALL_PART", 100)
+    monkeypatch.setattr(records, "HEADER_GUESS", 600)
+    with Sharded("gap") as sharded:
+        sharded.step()
+        sub = Subscriber(sharded.store, slices={"layer.0.*": ROWS, "layer.1.*": None})
+        local = {"layer.0.weight": np.zeros((32, 48), ml_dtypes.bfloat16)}
+        sharded.store.gets.clear()
+        report = sub.sync(local)
+        assert equal(local, {"layer.0.weight": cut(sharded.weights["layer.0.weight"], ROWS)})
+        whole = sum(store_size(sharded.store, key) for key in set(sharded.store.got("parts/")))
+        ranges = [(begin, end) for key, begin, end in sharded.store.gets if key.startswith("parts/")]
+        assert sum((end or 0) - begin for begin, end in ranges) < whole / 2
+        assert report.fetched_bytes < whole / 2
+
+
+def store_size(store: Watched, key: str) -> int:
+    return len(store.store.get(key))
+
+
+@pytest.mark.parametrize("codec", ["history", "context"])
+def test_a_slice_that_is_not_on_the_grid_is_refused_by_name(codec: patch.CodecName) -> None:
+    with Sharded(codec) as sharded:
+        sub = Subscriber(sharded.store, slices={"*": Slice(rows=(16, 48))})
+        local = {name: np.zeros((32, 48), ml_dtypes.bfloat16) for name in sharded.weights}
+        sub.sync(local)
+        before = kept(local)
+        sharded.step()
+        with pytest.raises(StateError, match=r"layer\.0\.weight"):
+            sub.sync(local)
+        assert equal(local, before)
+
+
+@pytest.mark.parametrize("codec", ["gap", "dense"])
+def test_a_slice_that_is_not_on_the_grid_follows_what_needs_no_old_weights(codec: patch.CodecName) -> None:
+    held = Slice(rows=(10, 50), columns=(5, 30))
+    with Sharded(codec) as sharded:
+        sub = Subscriber(sharded.store, slices={"*": held})
+        local = {name: np.zeros((40, 25), ml_dtypes.bfloat16) for name in sharded.weights}
+        for _ in range(3):
+            sub.sync(local)
+            assert equal(local, {name: cut(array, held) for name, array in sharded.weights.items()})
+            sharded.step()
+
+
+def test_a_slice_of_another_shape_than_is_held_is_refused() -> None:
+    with Sharded() as sharded:
+        sub = Subscriber(sharded.store, slices={"*": ROWS})
+        with pytest.raises(StateError, match=r"layer\.0\.weight"):
+            sub.sync({name: np.zeros((31, 48), ml_dtypes.bfloat16) for name in sharded.weights})
+
+
+def test_a_flipped_bit_in_a_slice_is_found() -> None:
+    with Sharded() as sharded:
+        sub = Subscriber(sharded.store, slices={"*": ROWS})
+        local = {name: np.zeros((32, 48), ml_dtypes.bfloat16) for name in sharded.weights}
+        sub.sync(local)
+        sub.verify(local)
+        local["layer.1.weight"].view(np.uint16)[5, 5] ^= 1
+        with pytest.raises(VerificationError):
+            sub.verify(local)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, tracemalloc
+import numpy as np
+from pulsesync import Publisher, Subscriber
+from pulsesync.store import LocalStore
+
+rng = np.random.default_rng(0)
+count, layers = 30, 1 << 20
+weights = {f"layer.{i:02}": np.full(layers, 0x3C00 + i, np.uint16).view(np.float16) for i in range(count)}
+held = {name: np.zeros_like(array) for name, array in weights.items()}
+full = sum(array.nbytes for array in weights.values())
+sub = Subscriber(sys.argv[1])
+with Publisher(sys.argv[1], codec=sys.argv[2]) as pub:
+    pub.publish(weights)
+    tracemalloc.start()
+    sub.sync(held)
+    anchor = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    for _ in range(3):
+        for array in weights.values():
+            array.view(np.uint16)[rng.integers(0, layers, 1000)] ^= 1
+        pub.publish(weights)
+tracemalloc.start()
+report = sub.sync(held)
+patches = tracemalloc.get_traced_memory()[1]
+assert report.path == ("patch",) * 3
+assert all(np.array_equal(held[name].view(np.uint16), weights[name].view(np.uint16)) for name in weights)
+print(full, anchor, patches, sub.state.history.size_bytes)
+"""
+
+
+@pytest.mark.parametrize("codec", ["context", "history"])
+def test_a_sync_needs_little_memory_beside_the_weights(tmp_path: Path, codec: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    program = [sys.executable, "-c", MEASURE, str(tmp_path), codec]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    full, anchor, patches, history = (int(n) for n in done.stdout.split())
+    assert anchor < full / 2
+    assert patches < full / 4 + 2 * history
