@@ -6,8 +6,8 @@
 
 Trainer and worker are processes with a link between them (links.py says how it is slowed down; which way was taken is
 printed). A folder at the trainer's end is served by `pulsesync.server`; the worker fetches over HTTP, and is told by a
-pipe when there is something: one that polls waits half its interval more. Time runs from the call of `publish` until the
-new weights are in the worker's tensors. Three methods take turns, step by step:
+pipe when there is something: one that polls waits half its interval more. Time runs from the call of `publish` until
+the new weights are in the worker's tensors. Three methods take turns, step by step:
 
 - full weights: all BF16 bytes, as one object;
 - PULSE as published: `baselines.PulseCoo`, positions and values under zstd-1, as one object;
@@ -242,7 +242,7 @@ class Point:
 
 
 PARTS = ("compare_s", "encode_s", "store_s", "fetch_s", "prepare_s", "apply_s")
-COLUMNS = ("total_s", *PARTS, "fetched_bytes", "wire_bytes", "written_bytes", "hash_s")
+COLUMNS = ("total_s", *PARTS, "publish_cpu_s", "sync_cpu_s", "fetched_bytes", "wire_bytes", "written_bytes", "hash_s")
 
 
 def measure(bench: Bench, rate: float | None, measured: int, full_s: float) -> list[Point]:
@@ -284,8 +284,9 @@ def measure(bench: Bench, rate: float | None, measured: int, full_s: float) -> l
 
 def once(bench: Bench, method: str, step: int) -> dict[str, float]:
     """Publish a step by one method, have it synced, and check what arrived."""
-    worker, carried = bench.workers[method], bench.link.carried()
+    worker, carried, used = bench.workers[method], bench.link.carried(), time.process_time()
     published = bench.trainer.publish(method)
+    published["publish_cpu_s"] = time.process_time() - used
     synced = worker.ask("sync", **published["tell"])
     row = {**published, **synced, "total_s": synced["done"] - published["began"]}
     row["wire_bytes"] = bench.link.carried() - carried
@@ -336,8 +337,8 @@ def report_sweep(points: list[Point], rates: list[float | None]) -> list[dict[st
     print("Seconds from publish to the weights in place: median of the steps (20th–80th percentile; steps).\n")
     print(table(["link", *NAMES.values(), "full ÷ ours", "PULSE ÷ ours"], rows))
     print(
-        "\nmodelled: seconds without fetching, from the unshaped link, + bytes on the wire × 8 ÷ rate. Where it was also"
-        f" measured, the model gives {model_error(points)} of what was measured.\n"
+        "\nmodelled: seconds without fetching, from the unshaped link, + bytes on the wire × 8 ÷ rate. Where it was"
+        f" also measured, the model gives {model_error(points)} of what was measured.\n"
     )
     return out
 
@@ -354,14 +355,15 @@ def report_parts(points: list[Point]) -> None:
         point = next(p for p in points if p.method == method and p.rate is None)
         rest = point.median("total_s") - sum(point.median(part) for part in PARTS)
         sizes = [f"{point.median(what):,.0f}" for what in ("written_bytes", "fetched_bytes", "wire_bytes")]
-        rows.append([name, *sizes, *(f"{point.median(part):.3f}" for part in PARTS), f"{rest:.3f}"])
+        cpu = [f"{point.median(what):.3f}" for what in ("publish_cpu_s", "sync_cpu_s")]
+        rows.append([name, *sizes, *(f"{point.median(part):.3f}" for part in PARTS), f"{rest:.3f}", *cpu])
     head = ["a step, unshaped", "bytes stored", "fetched", "on the wire"]
-    print(table([*head, *(part.replace("_s", " s") for part in PARTS), "rest s"], rows))
+    print(table([*head, *(part.replace("_s", " s") for part in PARTS), "rest s", "CPU s of publish", "of sync"], rows))
     hashing = np.median([p.median("hash_s") for p in points])
     print(
-        "\nOn the wire: with HTTP and, where packets are shaped, TCP/IP and Ethernet headers. Ours includes the records."
-        f" PULSE's paper hashes the whole state at both ends, which is not in its time here: SHA-256 takes {hashing:.2f}"
-        " s each.\n"
+        "\nOn the wire: with HTTP and, where packets are shaped, TCP/IP and Ethernet headers. Ours includes the"
+        " records. PULSE's paper hashes the whole state at both ends, which is not in its time here: SHA-256 takes"
+        f" {hashing:.2f} s each.\n"
     )
 
 
@@ -418,12 +420,12 @@ def report_busy(points: list[Point], weights: int, anchors: dict[str, Any]) -> d
         "pulsesync, from the trainer, anchors too": scale * with_anchors,
     }
     print(
-        f"Bandwidth for {BUSY:.0%} utilisation at {STEP_S:g} s a step, U = Tc / (Tc + S/B), so B = 8 S / (Tc (1/U − 1)) ="
-        f" 8 S / {STEP_S * (1 / BUSY - 1):.2f} s; S scaled by weights, × {scale:.1f}, to {BIG / 1e9:g} B. Transfer only, as"
-        " in PULSE's figure 1:\n"
+        f"Bandwidth for {BUSY:.0%} utilisation at {STEP_S:g} s a step, U = Tc / (Tc + S/B), so"
+        f" B = 8 S / (Tc (1/U − 1)) = 8 S / {STEP_S * (1 / BUSY - 1):.2f} s; S (mean bytes a step) scaled by weights,"
+        f" × {scale:.1f}, to {BIG / 1e9:g} B. Transfer only, as in PULSE's figure 1:\n"
     )
     rows = [
-        [name, f"{size / 1e6:,.1f}", f"{needed(size) / 1e9:.4f}", f"{needed(sizes['full weights']) / needed(size):,.0f}"]
+        [name, f"{size / 1e6:,.1f}", f"{needed(size) / 1e9:.4f}", f"{sizes['full weights'] / size:,.0f}"]
         for name, size in sizes.items()
     ]
     print(table(["method", "MB a step at 7 B", "Gbit/s", "× less than full"], rows))
@@ -454,9 +456,9 @@ def epochs_of(patches: int) -> Iterator[None]:
         chain.EPOCH_PATCHES = before
 
 
-def replay(bench: Bench) -> list[int]:
+def replay(bench: Bench, **options: Any) -> list[int]:
     """Publish the whole run; return the bytes of each patch, record included."""
-    bench.trainer.begin()
+    bench.trainer.begin(**options)
     sizes = []
     for _ in bench.source.steps:
         bench.trainer.train()
@@ -499,8 +501,7 @@ def report_joining(bench: Bench) -> dict[str, Any]:
             squashed[one.version] = one.size_bytes, time.perf_counter() - began
         join("holds the start; one squash", start)
         join("holds nothing; first anchor and the squash", None)
-        with Publisher(place, anchor_every=1e-9) as publisher:
-            publisher.publish(as_bf16(bench.trainer.tensors), step=count)  # an anchor is due, and is written behind
+        replay(bench, anchor_every=1e-9)  # so that there is one at the end of the epoch, too
         join("holds nothing; an anchor of its own version", None)
     anchor = bench.trainer.anchor_bytes
     rows = [
@@ -545,8 +546,9 @@ def report_pace(trainer: Trainer, load: float, step_s: float, mean_patch: float)
             f"{one['link_share']:.0%}", f"{one['held_s']:.3f}",
         ])  # fmt: skip
     print(
-        f"publish_every, wait=False, {trainer.source.about}, {len(trainer.source.steps) - 1} steps of {step_s:g} s through"
-        f" a ThrottledStore of {8 * rate / 1e6:.2f} Mbit/s, which one step's patch fills for {load:.0%} of a step:\n"
+        f"publish_every, wait=False, {trainer.source.about}, {len(trainer.source.steps) - 1} steps of {step_s:g} s"
+        f" through a ThrottledStore of {8 * rate / 1e6:.2f} Mbit/s, which one step's patch fills for {load:.0%} of a"
+        " step:\n"
     )
     head = ["publish_every", "versions", "bytes a step", "mean steps behind", "link in use", "trainer held, s a step"]
     print(table(head, rows) + "\n")
@@ -555,12 +557,12 @@ def report_pace(trainer: Trainer, load: float, step_s: float, mean_patch: float)
 
 def paced(trainer: Trainer, every: Any, rate: float, step_s: float) -> dict[str, Any]:
     """Train at a pace, publish behind, and count: bytes, and how far the store's newest version is behind."""
-    slow = ThrottledStore(LocalStore(trainer.place("ours")), rate)
-    trainer.begin(location=slow, publish_every=every)
+    trainer.begin(publish_every=every)
     publisher = trainer.publisher
     assert publisher is not None
     trainer.train()
-    publisher.publish(as_bf16(trainer.tensors), step=1, now=True)  # opens the run: not counted
+    publisher.publish(as_bf16(trainer.tensors), step=1, now=True)  # takes up the run, for which it reads the anchor
+    publisher.store = ThrottledStore(publisher.store, rate)
     held = 0.0
     sent: dict[int, Any] = {}
     events: list[tuple[float, int, int]] = []  # when; the step that was trained, or that came to be in the store
@@ -638,8 +640,8 @@ def report_memory(source: Source, folder: Path) -> list[dict[str, Any]]:
 
     full = source.full_bytes
     print(
-        f"Resident memory beside {full / 1e6:.1f} MB of weights, {source.about}; each in a fresh process, the patches after"
-        " the first version in the same one, over what it held then.\n"
+        f"Resident memory beside {full / 1e6:.1f} MB of weights, {source.about}; each in a fresh process, the patches"
+        " after the first version in the same one, over what it held then.\n"
     )
     rows = [
         [one["what"], f"{one['peak_bytes'] / 1e6:.1f}", f"{one['peak_bytes'] / full:.2f}",
@@ -675,14 +677,14 @@ def plot(swept: list[dict[str, Any]], source: Source, passed: float, path: Path)
 
 def run(given: argparse.Namespace, source: Source, folder: Path) -> dict[str, Any]:
     rates = [None, 100e6, 20e6] if given.quick else list(RATES)
-    measured = min(given.steps, len(source.steps) - 1)
+    measured = min(given.steps or (4 if given.quick else 8), len(source.steps) - 1)
     with open_link(given.link) as link:
         print(f"{source.about}: {source.weights:,} weights, {len(source.steps)} steps, the last {measured} measured.")
         print(f"Link: {link.name}. Checked: every state that arrived, bit for bit.\n")
         bench = Bench(source, link, folder)
         points: list[Point] = []
         for rate in rates:
-            points += measure(bench, rate, measured, given.full_s)
+            points += measure(bench, rate, measured, given.full_s or (7 if given.quick else 60))
             print(f"  {say_rate(rate)} done", file=sys.stderr)
         swept = report_sweep(points, rates)
         report_parts(points)
@@ -693,12 +695,12 @@ def run(given: argparse.Namespace, source: Source, folder: Path) -> dict[str, An
         unshaped = next(p for p in points if p.method == "full" and p.rate is None)
         passed = 8 * source.full_bytes / unshaped.median("fetch_s")
         print(f"What the unshaped link passed: {passed / 1e9:.2f} Gbit/s, full weights over HTTP.\n")
-        paces = [report_pace(bench.trainer, 0.75, 0.3 if given.quick else 2.0, float(np.mean(patches)))]
+        paces = [report_pace(bench.trainer, 0.75, 0.3 if given.quick else 1.5, float(np.mean(patches)))]
         if given.plot:
             plot(swept, source, passed, given.plot)
         return {
-            "link": link.name, "unshaped_bits_per_s": passed, "points": swept, "anchors": anchors, "joining": joining,
-            "busy": busy, "paces": paces,
+            "link": link.name, "unshaped_bits_per_s": passed, "load": os.getloadavg(), "points": swept,
+            "anchors": anchors, "joining": joining, "busy": busy, "paces": paces,
         }  # fmt: skip
 
 
@@ -712,7 +714,7 @@ def pace_of_a_longer_run(folder: Path) -> dict[str, Any]:
     for _ in range(16):
         trainer.train()
         sizes.append(trainer.publish("ours")["written_bytes"])
-    return report_pace(trainer, 0.75, 0.5, float(np.mean(sizes)))
+    return report_pace(trainer, 0.75, 0.4, float(np.mean(sizes)))
 
 
 def main() -> None:
@@ -721,8 +723,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="generated updates of 8 M weights, three links")
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
     parser.add_argument("--link", choices=("auto", "netns", "proxy"), default="auto")
-    parser.add_argument("--steps", type=int, default=8, help="steps measured on each link")
-    parser.add_argument("--full-s", type=float, default=60, help="seconds of full weights on each link; beyond: modelled")
+    parser.add_argument("--steps", type=int, help="steps measured on each link; 8, quickly 4")
+    parser.add_argument("--full-s", type=float, help="for full weights on each link, else modelled; 60, quickly 7")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG")
     given = parser.parse_args()
     end_like_ctrl_c()
@@ -749,4 +751,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # links and processes are gone by now
+        sys.exit(130)

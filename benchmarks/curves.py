@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 210, 50, 60
@@ -51,11 +52,9 @@ def draw(title: str, x_name: str, y_name: str, curves: list[Curve], x_ticks: dic
     ends = _apart([place(curve.points[-1][0], curve.points[-1][1])[1] for curve in curves])
     for curve, colour, end in zip(curves, COLOURS, ends, strict=False):
         placed = [(*place(x, y), measured) for x, y, measured in curve.points]
-        for (x0, y0, known), (x1, y1, known_too) in zip(placed, placed[1:], strict=False):
+        for (x0, y0, known), (x1, y1, known_too) in pairwise(placed):
             dashes = "" if known and known_too else 'stroke-dasharray="5 4"'
-            out.append(
-                f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{colour}" stroke-width="2" {dashes}/>'
-            )
+            out.append(f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{colour}" stroke-width="2" {dashes}/>')
         for x, y, measured in placed:
             fill = colour if measured else "white"
             out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}" stroke-width="2"/>')

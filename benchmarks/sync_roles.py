@@ -1,7 +1,7 @@
 """The processes of bench_sync.py: the one that serves, the one that holds a worker's weights, those that are weighed.
 
-Each takes one JSON object as its argument, reads JSON lines and answers them with JSON lines, and ends when its standard
-input does.
+Each takes one JSON object as its argument, reads JSON lines and answers them with JSON lines, and ends when its
+standard input does.
 """
 
 import ctypes
@@ -32,9 +32,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 def split(flat: Bits, shapes: Shapes) -> State:
     """A flat state as tensors over the same memory."""
     ends = np.cumsum([math.prod(shape) for _, shape in shapes])
-    return {
-        name: piece.reshape(shape) for (name, shape), piece in zip(shapes, np.split(flat, ends[:-1]), strict=True)
-    }
+    return {name: piece.reshape(shape) for (name, shape), piece in zip(shapes, np.split(flat, ends[:-1]), strict=True)}
 
 
 def as_bf16(state: State) -> dict[str, Any]:
@@ -89,13 +87,13 @@ class Worker:
 
     def sync(self, key: str = "", size: int = 0, version: int | None = None) -> dict[str, Any]:
         """Get the new weights in place; say when that was done, and how long each part of it took."""
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         if self.subscriber is not None:
             report = self.subscriber.sync(as_bf16(self.state), version)
             return {
                 "done": time.monotonic(), "began": began, "fetch_s": report.fetch_s, "prepare_s": report.prepare_s,
                 "apply_s": report.apply_s, "fetched_bytes": report.fetched_bytes, "path": report.path,
-                "version": report.version,
+                "version": report.version, "sync_cpu_s": time.process_time() - used,
             }  # fmt: skip
         data = self.store.get(key, 0, size)
         fetched = time.monotonic()
@@ -108,7 +106,7 @@ class Worker:
         done = time.monotonic()
         return {
             "done": done, "began": began, "fetch_s": fetched - began, "prepare_s": 0.0, "apply_s": done - fetched,
-            "fetched_bytes": len(data), "path": [self.method],
+            "fetched_bytes": len(data), "path": [self.method], "sync_cpu_s": time.process_time() - used,
         }  # fmt: skip
 
     def sha256(self) -> dict[str, Any]:

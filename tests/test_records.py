@@ -57,7 +57,7 @@ def test_a_record_is_fetched_once() -> None:
 
 def test_a_record_that_is_avoided_is_not_there() -> None:
     store = store_with(3)
-    assert Records(store, None, {chain.manifest_key(2)}).version(2) is None
+    assert Records(store, None, {chain.manifest_key(2)}).look(chain.manifest_key(2)) is None
     assert store.gets == []
 
 

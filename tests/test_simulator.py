@@ -20,14 +20,14 @@ from pulsesync.state import Snapshot, State, Transition
 from pulsesync.store import Entry, Store
 from pulsesync.testing.simulator import InlineExecutor, QueuedExecutor, RunSimulator
 
-SCHEDULES, CHUNK = 200, 10
-SEEDS_FOR_A_MUTANT = 60
+SCHEDULES, CHUNK, EVENTS = 200, 10, 24
+SEEDS_FOR_A_MUTANT = 40
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
 def test_a_run_survives_what_can_happen_to_it(first: int) -> None:
     for seed in range(first, first + CHUNK):
-        RunSimulator(seed, events=30).run()
+        RunSimulator(seed, events=EVENTS).run()
 
 
 def test_the_same_seed_is_the_same_schedule() -> None:
@@ -194,9 +194,9 @@ def caught(**options: Any) -> str:
     """What a simulator says of a mistake, within so many seeds; nothing if it does not find it."""
     for seed in range(SEEDS_FOR_A_MUTANT):
         try:
-            RunSimulator(seed, events=30, **options).run()
+            RunSimulator(seed, events=40, **options).run()
         except AssertionError as e:
-            return str(e) if f"--seed {seed} --events 30" in str(e) else ""
+            return str(e) if f"--seed {seed} --events 40" in str(e) else ""
     return ""
 
 

@@ -82,7 +82,7 @@ def test_a_part_that_the_store_damaged_does_not_get_to_the_disk(tmp_path: Path) 
     anchor.store.received = lambda key, data: data[:-1] + bytes([data[-1] ^ 1])
     with pytest.raises(ChecksumError) as caught:
         AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
-    assert caught.value.key == chain.part_key(anchor.refs[0].id)
+    assert caught.value.key in [chain.part_key(ref.id) for ref in anchor.refs]
     assert not (tmp_path / "parts").exists()
 
 

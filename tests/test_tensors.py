@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from pulsesync.errors import StateError
-from pulsesync.model import DTYPES
-from pulsesync.tensors import view_bits
+from pulsesync.format import layout as layouts
+from pulsesync.model import BLOCK, DTYPES, TensorSpec
+from pulsesync.tensors import as_published, new_tensors, view_bits
+from pulsesync.testing import random_bits
 
 torch = pytest.importorskip("torch")
 
@@ -197,3 +199,81 @@ def test_what_holds_no_tensors_is_refused(source: Any) -> None:
 def test_what_is_no_name_is_refused(name: Any) -> None:
     with pytest.raises(StateError):
         view_bits({name: np.zeros(3)})
+
+
+# -- what is published ---------------------------------------------------------------------------------------------
+
+CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+def blocks_of(source: Any, cast: str, grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())) -> Any:
+    """A matrix as it is published, put together again from the blocks of its tiles."""
+    views, _ = view_bits({"w": source})
+    published = as_published(views, {"*": cast})
+    spec = published.spec("w")
+    out = np.zeros(spec.size, spec.kind.bits)
+    for tile in layouts.make([TensorSpec("w", spec.dtype, spec.shape, *grid)]).tiles:
+        for number in range(tile.block_count):
+            bits = published.block(tile, number)
+            out[tile.flat_indices(np.arange(bits.size) + number * BLOCK)] = bits
+    return out.reshape(spec.shape)
+
+
+def fp32(shape: tuple[int, ...]) -> Any:
+    return random_bits(np.random.default_rng(0), np.uint32, shape).view(np.float32)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("grid", [((), ()), ((10, 33), (7,))], ids=["whole", "tiles"])
+def test_fp32_of_torch_is_cast_block_by_block_as_torch_does(cast: str, grid: Any) -> None:
+    source = torch.from_numpy(fp32((50, 40)))
+    expected = source.to(TENSORS[cast]).view(getattr(torch, f"uint{8 * DTYPES[cast].itemsize}")).numpy()
+    assert np.array_equal(blocks_of(source, cast, grid), expected)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_fp32_of_numpy_is_cast_block_by_block_as_numpy_does(cast: str) -> None:
+    source = fp32((50, 40))
+    with np.errstate(all="ignore"):
+        expected = source.astype(ARRAYS[cast])
+    assert np.array_equal(blocks_of(source, cast, ((10, 33), (7,))), expected.view(DTYPES[cast].bits))
+
+
+def test_nan_stays_nan_and_infinity_infinity() -> None:
+    source = np.array([np.nan, -np.nan, np.inf, -np.inf, -0.0], np.float32)
+    for made in (source, torch.from_numpy(source)):
+        found = blocks_of(made, "BF16").view(ml_dtypes.bfloat16).astype(np.float32)
+        assert np.isnan(found[:2]).all()
+        assert found[2:4].tolist() == [np.inf, -np.inf]
+        assert np.signbit(found[4])
+
+
+def test_what_is_not_fp32_is_never_cast() -> None:
+    for array in (np.ones(3, np.float64), np.ones(3, np.float16), np.ones(3, np.int32)):
+        assert as_published(view_bits({"w": array})[0], {"*": "BF16"}).dtypes == {}
+
+
+def test_the_first_pattern_that_fits_says_what_a_tensor_is_cast_to() -> None:
+    views, _ = view_bits({name: np.ones(3, np.float32) for name in ("a.norm", "a.weight", "b")})
+    published = as_published(views, {"*.norm": "", "a.*": "F16", "*": "BF16"})
+    assert published.dtypes == {"a.weight": "F16", "b": "BF16"}
+    assert [published.spec(name).dtype for name in views] == ["F32", "F16", "BF16"]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "bfloat16", "INT4"])
+def test_what_fp32_is_not_cast_to_is_refused(dtype: str) -> None:
+    with pytest.raises(ValueError, match=dtype):
+        as_published({}, {"*": dtype})
+
+
+def test_new_tensors_are_zeros_that_view_as_what_was_asked_for() -> None:
+    specs = [TensorSpec(f"{dtype}{shape}", dtype, shape) for dtype in DTYPES for shape in ((), (0,), (2, 3))]
+    views, ties = view_bits(new_tensors(specs))
+    assert ties == {}
+    assert {view.spec for view in views.values()} == set(specs)
+    assert not any(view.flat.any() for view in views.values())
+
+
+def test_what_owns_a_tensor_is_known() -> None:
+    views, _ = view_bits({"numpy": np.ones(3), "torch": torch.ones(3)})
+    assert (views["numpy"].of_torch, views["torch"].of_torch) == (False, True)

@@ -63,13 +63,16 @@ def find_records(records: Records, limit: int | None = None) -> list[Found]:
     else:
         keys = [key for key in listed if key.startswith("manifests/")]
         versions = [_look(records, key) for key in (keys[-limit:] if limit else keys)]
+    versions = [found for found in versions if found.record or found.fault]  # else it was pruned just now
     good = [found.record for found in versions if found.record]
     first = min((record.epoch for record in good), default=0)
     if listed is None:
         others = list(_guessed(records, good))
     else:
         others = [_look(records, key) for key in listed if not key.startswith("manifests/") and _ends(key) >= first]
-    return sorted((found for found in (*versions, *others) if found.record or found.fault), key=_order)
+    oldest = min((record.version for record in good), default=0) if limit else 0
+    others = [found for found in others if found.fault or (found.record and found.record.version >= oldest)]
+    return sorted([*versions, *others], key=_order)
 
 
 def _look(records: Records, key: str) -> Found:

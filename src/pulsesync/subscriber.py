@@ -158,12 +158,15 @@ class Subscriber:
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
                 first = first or e
                 avoid.add(e.__dict__.get("record") or e.__dict__.get("key", ""))
-                if isinstance(e, BaseMismatchError):
+                if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
                     self._forget()  # what is held is not what it was thought to be
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
         assert first is not None
         raise first
+
+    def _damaged(self) -> bool:
+        return self._state is not None and self._state.find_damage() is not None
 
     def _report(self, progress: _Progress, records: Records) -> SyncReport:
         return SyncReport(
@@ -347,13 +350,16 @@ class Subscriber:
         if record is None:
             return False
         state = State.attach(source, records.layout(record.layout), self.slices)
-        try:
-            known = History.from_bytes(history) if history else History(record.index)
-        except FormatError:
+        if not state.whole or state.untied or state.digest != record.digest:
             return False
-        agrees = state.whole and not state.untied and state.digest == record.digest
-        if not agrees or known.index != record.index or (known.digest() if known.tiles else None) != record.history:
-            return False
+        known = History(record.index)
+        if not Held.by(record).at_start:  # there nothing that was remembered is needed any more
+            try:
+                known = History.from_bytes(history) if history else known
+            except FormatError:
+                return False
+            if known.index != record.index or (known.digest() if known.tiles else None) != record.history:
+                return False
         self._forget()
         self._state, state.history = state, known
         self._hold(record)

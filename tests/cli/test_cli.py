@@ -1,14 +1,18 @@
-"""The command as people run it: real processes, real folders."""
+"""The command as people run it: real processes, real folders. Demo, inspect, and what all commands have in common."""
 
 import json
+import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import commands
+from tests.commands import PULSE, start
+from tests.runs import publish_steps
+
 pytestmark = pytest.mark.timeout(180)  # on a machine without cached kernels two processes compile them side by side
-PULSE = [sys.executable, "-c", "from pulsesync.cli import main; main()"]
 
 
 def pulse(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -61,8 +65,68 @@ def test_inspect_refuses_a_damaged_part_in_one_line(demo: tuple[Path, list[dict[
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_inspect_shows_one_version_and_who_signed_it(demo: tuple[Path, list[dict[str, object]]]) -> None:
+    (facts,) = commands.pulse("inspect", demo[0], "--version", 2, "--json").events
+    assert (facts["version"], facts["base"], facts["kind"]) == (2, 1, "version")
+    assert facts["bytes"] == sum(part["bytes"] for part in facts["parts"])
+    assert facts["signed by"] is None
+    assert commands.pulse("inspect", demo[0], "--version", 9).refused(3, "version 9")
+    for options in ([], ["--version", 1]):
+        done = commands.pulse("inspect", demo[0], *options)
+        assert done.code == 0
+        assert facts["run"] in done.out
+
+
 def test_inspect_says_what_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
-        done = pulse("inspect", str(path))
-        assert done.returncode == 1
-        assert str(path) in done.stderr
+        assert commands.pulse("inspect", path).refused(3, str(path))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nothing"], ["log"], ["log", "x", "--limit", "-1"], ["follow", "x"], ["publish", "x", "y", "--cast", "BF17"],
+        ["publish", "x", "y", "--codec", "zip"], ["log", "ftp://host/run"], ["log", "x", "--trust", "abc"],
+        ["log", "x", "--unheard"], ["log", "x", "y", "z"], ["prune", "x", "--keep-versions", "0"],
+        ["delegate", "x", "y"], ["squash", "x", "--delegation", "y"], ["squash", "x", "--key", "missing"],
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    assert commands.pulse(*arguments).refused(2, "")
+
+
+@pytest.mark.parametrize("command", ["log", "verify", "squash", "prune", "inspect"])
+def test_a_run_that_is_not_there_is_exit_code_3(command: str, tmp_path: Path) -> None:
+    assert commands.pulse(command, tmp_path / "run").refused(3, str(tmp_path / "run"))
+    assert commands.pulse(command, tmp_path / "run", "--json").refused(3, "")
+
+
+def test_the_help_tells_the_exit_codes_and_every_command_has_one() -> None:
+    done = commands.pulse("--help")
+    assert done.code == 0
+    assert "Exit codes" in done.out
+    for name in ("publish", "follow", "log", "inspect", "verify", "squash", "prune", "keygen", "delegate", "relay"):
+        assert name in done.out
+        assert commands.pulse(name, "--help").code == 0
+
+
+def test_whoever_stops_reading_gets_no_traceback(tmp_path: Path) -> None:
+    publish_steps(str(tmp_path / "run"), 2)
+    process = start("log", tmp_path / "run")
+    assert process.stdout
+    process.stdout.close()
+    assert process.stderr
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(30) in (0, 141)
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_exit_code_130_and_no_traceback(number: int, tmp_path: Path) -> None:
+    publish_steps(str(tmp_path / "run"), 2)
+    process = start("follow", tmp_path / "run", tmp_path / "f", "--json")
+    assert process.stdout
+    assert [json.loads(process.stdout.readline())["event"] for _ in range(2)] == ["waits", "version"]
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")

@@ -1,5 +1,6 @@
-"""Each function below spoils a good version in one way; a reader must refuse it by name, at once, and change nothing.
+"""Each function below spoils a good record in one way; a reader must refuse it by name, at once, and change nothing.
 
+A few lie where a reader does not have to believe: it then goes on to the right state, or goes on holding nothing.
 README.md in this folder lists them. Whatever an attack does, hashes, ids and sizes are made to fit again, unless they
 are what it is about.
 """
@@ -25,7 +26,6 @@ import zstandard
 
 from pulsesync import kernels
 from pulsesync.errors import (
-    BaseMismatchError,
     ChainError,
     ChecksumError,
     FormatError,
@@ -33,6 +33,7 @@ from pulsesync.errors import (
     MissingLinkError,
     NotFoundError,
     PulseError,
+    SignatureError,
     StateError,
     StoreError,
     UnsupportedError,
@@ -41,6 +42,7 @@ from pulsesync.errors import (
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, wire
 from pulsesync.format.index import MAX_TABLES
+from pulsesync.format.signature import SigningKey
 from pulsesync.kernels import reference, spec
 from pulsesync.model import TensorSpec
 from pulsesync.store.local import LocalStore
@@ -52,24 +54,33 @@ MAX_BYTES = 64 << 20
 
 Spoil = Callable[[Version], dict[str, bytes] | None]  # changes the version, or returns what the store will hold
 
+RIGHT, NOTHING = "the right state", "nothing is held"  # what attacks come to that a reader does not have to refuse
+
 
 @dataclass(frozen=True)
 class Attack:
     name: str
-    error: type[PulseError]
+    end: type[PulseError] | str
     spoil: Spoil
     on: str  # which good version
     fit: bool  # whether the index is told the new sizes of payloads
+    fresh: bool  # whether the reader has the weights of the base, and does not know it yet
+
+    @property
+    def line(self) -> str:
+        return f"- {self.name}: {self.end if isinstance(self.end, str) else self.end.__name__}"
 
 
 ATTACKS: list[Attack] = []
 
 
-def attack(error: type[PulseError], *, on: str = "history", fit: bool = True) -> Callable[[Spoil], Spoil]:
+def attack(
+    end: type[PulseError] | str, *, on: str = "history", fit: bool = True, fresh: bool = False
+) -> Callable[[Spoil], Spoil]:
     """List a function as an attack."""
 
     def register(spoil: Spoil) -> Spoil:
-        ATTACKS.append(Attack(spoil.__name__.replace("_", " "), error, spoil, on, fit))
+        ATTACKS.append(Attack(spoil.__name__.replace("_", " "), end, spoil, on, fit, fresh))
         return spoil
 
     return register
@@ -94,6 +105,8 @@ def test_attack_is_refused_at_once_and_leaves_no_trace(case: Attack) -> None:
             if case.fit and isinstance(part, Part):
                 part.fit()
         objects = version.objects()
+    if case.fresh:
+        target.refresh()
     try:
         tracemalloc.start()
         began = time.process_time()  # a busy machine is not the reader's fault
@@ -101,8 +114,12 @@ def test_attack_is_refused_at_once_and_leaves_no_trace(case: Attack) -> None:
         took = time.process_time() - began
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert type(error) is case.error, f"{type(error).__name__}: {error}"
-        assert target.untouched
+        if isinstance(case.end, str):
+            assert error is None, f"{type(error).__name__}: {error}"
+        else:
+            assert type(error) is case.end, f"{type(error).__name__}: {error}"
+        assert target.accepted_the_right_state() if case.end == RIGHT else target.untouched
+        assert (target.subscriber.version is None) or case.end != NOTHING
         assert took < MAX_SECONDS
         assert peak < MAX_BYTES
         assert target.feed(target.target.version.objects()) is None
@@ -115,7 +132,7 @@ def test_attack_is_refused_at_once_and_leaves_no_trace(case: Attack) -> None:
 def test_readme_lists_every_attack() -> None:
     lines = Path(__file__).with_name("README.md").read_text().splitlines()
     listed = [line for line in lines if line.startswith("- ")]
-    assert listed == [f"- {case.name}: {case.error.__name__}" for case in ATTACKS]
+    assert listed == [case.line for case in ATTACKS]
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------
@@ -173,6 +190,10 @@ def store_index(v: Version, stored: bytes) -> None:
 
 def with_manifest(v: Version, data: bytes) -> dict[str, bytes]:
     return v.objects() | {v.key: data}
+
+
+def line_of(v: Version) -> bytes:
+    return v.objects()[v.key].split(b"\n")[0] + b"\n"
 
 
 # -- the file ------------------------------------------------------------------------------------------------------
@@ -945,14 +966,19 @@ def history_for_doubles(v: Version) -> None:
     part_of(v).index.codecs[row(v, "doubles")] = 3
 
 
-@attack(FormatError)
-def a_history_payload_where_an_epoch_begins(v: Version) -> None:
-    v.manifest |= {"epoch": 1, "index": 1}
-
-
-@attack(FormatError)
+@attack(FormatError, on="anchor", fit=False)
 def a_history_payload_in_an_anchor(v: Version) -> None:
-    v.manifest |= {"base": None, "index": 0, "history": None}
+    part_of(v).index.codecs[row(v, "main")] = 3
+
+
+@attack(FormatError, on="anchor", fit=False)
+def a_gap_payload_in_an_anchor(v: Version) -> None:
+    part_of(v).index.codecs[row(v, "main")] = 1
+
+
+@attack(FormatError, on="squash")
+def a_history_payload_in_a_squash(v: Version) -> None:
+    part_of(v).index.codecs[row(v, "main")] = 3
 
 
 @attack(FormatError)
@@ -1320,7 +1346,7 @@ def a_base_that_is_not_the_version_held(v: Version) -> None:
     v.manifest["base"]["version"] = 1
 
 
-@attack(BaseMismatchError)
+@attack(MissingLinkError)
 def a_base_of_another_digest(v: Version) -> None:
     v.manifest["base"]["digest"] = hashlib.sha256(b"another state").hexdigest()
 
@@ -1350,19 +1376,42 @@ def a_patch_128_of_its_epoch(v: Version) -> None:
     v.manifest["index"] = 128
 
 
-@attack(FormatError)
+@attack(ChainError)
+def a_patch_that_begins_an_epoch_in_the_middle_of_one(v: Version) -> None:
+    v.manifest |= {"epoch": 1, "index": 1}
+
+
+@attack(ChainError)
+def a_patch_of_another_epoch(v: Version) -> None:
+    v.manifest["epoch"] = 1
+
+
+@attack(LimitError)
 def a_patch_without_a_base(v: Version) -> None:
     v.manifest["base"] = None
 
 
 @attack(FormatError)
-def an_anchor_with_a_base(v: Version) -> None:
+def a_patch_of_index_0(v: Version) -> None:
     v.manifest["index"] = 0
 
 
-@attack(ChainError, on="anchor")
-def a_run_that_begins_with_a_patch(v: Version) -> None:
-    v.manifest |= {"version": 1, "index": 1, "base": {"digest": "0" * 64, "version": 0}}
+@attack(LimitError)
+def a_root_with_parts(v: Version) -> None:
+    v.manifest |= {"base": None, "index": 0, "history": None}
+
+
+@attack(MissingLinkError)
+def a_root_that_no_anchor_leads_to(v: Version) -> None:
+    v.parts = []
+    v.manifest |= {"base": None, "epoch": 1, "index": 0, "history": None}
+
+
+@attack(NOTHING, on="anchor")
+def a_run_that_begins_with_a_patch(v: Version) -> dict[str, bytes]:
+    base = {"digest": v.manifest["digest"], "version": 0}
+    first = v.manifest | {"kind": "version", "version": 1, "index": 1, "base": base}
+    return {"manifests/0000000000000001": forge.json_bytes(first) + b"\n"}
 
 
 @attack(VerificationError)
@@ -1385,9 +1434,552 @@ def a_history_where_none_is_kept(v: Version) -> None:
     v.manifest["history"] = "0" * 64
 
 
+# -- files beside the weights --------------------------------------------------------------------------------------
+
+
+def a_file(**fields: object) -> dict[str, object]:
+    return {"id": "0" * 64, "name": "config.json", "size": 1, **fields}
+
+
+@attack(FormatError)
+def a_file_name_that_leaves_its_folder(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="../../.ssh/authorized_keys")]
+
+
+@attack(FormatError)
+def a_file_name_that_begins_at_the_root(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="/etc/passwd")]
+
+
+@attack(FormatError)
+def a_file_name_with_a_backslash(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="..\\config.json")]
+
+
+@attack(FormatError)
+def a_file_name_that_is_the_folder_above(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="..")]
+
+
+@attack(FormatError)
+def a_file_name_that_hides(v: Version) -> None:
+    v.manifest["files"] = [a_file(name=".bashrc")]
+
+
+@attack(FormatError)
+def a_file_name_that_is_an_option(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="--output=x")]
+
+
+@attack(FormatError)
+def a_file_name_with_a_zero_byte(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="config.json\x00.txt")]
+
+
+@attack(FormatError)
+def a_file_name_with_a_newline_behind_it(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="config.json\n")]
+
+
+@attack(FormatError)
+def a_file_without_a_name(v: Version) -> None:
+    v.manifest["files"] = [a_file(name="")]
+
+
+@attack(FormatError)
+def two_files_of_one_name(v: Version) -> None:
+    v.manifest["files"] = [a_file(), a_file(id="1" * 64)]
+
+
+@attack(FormatError)
+def a_file_id_that_leaves_the_store(v: Version) -> None:
+    v.manifest["files"] = [a_file(id="../head")]
+
+
+@attack(FormatError)
+def a_file_of_a_terabyte(v: Version) -> None:
+    v.manifest["files"] = [a_file(size=1 << 40)]
+
+
+@attack(FormatError)
+def more_files_than_allowed(v: Version) -> None:
+    v.manifest["files"] = [a_file(name=f"f{n}") for n in range(257)]
+
+
+# -- records in the wrong place ------------------------------------------------------------------------------------
+
+
+@attack(UnsupportedError)
+def a_record_of_an_unknown_kind(v: Version) -> None:
+    v.manifest["kind"] = "merge"
+
+
+@attack(UnsupportedError)
+def a_record_whose_kind_is_a_list(v: Version) -> None:
+    v.manifest["kind"] = ["version"]
+
+
+@attack(FormatError)
+def an_anchor_in_the_place_of_a_version(v: Version) -> None:
+    v.manifest |= {"kind": "anchor", "base": None, "history": None}
+
+
+@attack(FormatError)
+def a_squash_in_the_place_of_a_version(v: Version) -> None:
+    v.manifest |= {"kind": "squash", "history": None}
+
+
+@attack(ChainError)
+def an_older_manifest_under_the_key(v: Version) -> dict[str, bytes]:
+    older = forge.sample("history").published["manifests/0000000000000002"]
+    return with_manifest(v, older)
+
+
+@attack(FormatError)
+def an_anchor_of_a_negative_epoch_named(v: Version) -> None:
+    v.manifest["anchor"] = -1
+
+
+@attack(RIGHT)
+def an_anchor_named_that_is_far_in_the_future(v: Version) -> None:
+    v.manifest["anchor"] = 1 << 53
+
+
+@attack(RIGHT)
+def an_anchor_nobody_needs_that_is_rubbish(v: Version) -> dict[str, bytes]:
+    return v.objects() | {"anchors/0000000000000000": b"rubbish"}
+
+
+@attack(FormatError, on="anchor")
+def a_version_in_the_place_of_an_anchor(v: Version) -> None:
+    v.parts, v.manifest["kind"] = [], "version"
+
+
+@attack(FormatError, on="anchor")
+def a_squash_in_the_place_of_an_anchor(v: Version) -> None:
+    v.manifest |= {"kind": "squash", "version": 1, "base": {"digest": "0" * 64, "version": 0}}
+
+
+@attack(FormatError, on="anchor")
+def an_anchor_with_a_base(v: Version) -> None:
+    v.manifest |= {"version": 1, "base": {"digest": "0" * 64, "version": 0}}
+
+
+@attack(FormatError, on="anchor")
+def an_anchor_with_a_history(v: Version) -> None:
+    v.manifest["history"] = "0" * 64
+
+
+@attack(LimitError, on="anchor")
+def an_anchor_without_parts(v: Version) -> None:
+    v.parts = []
+
+
+@attack(FormatError, on="anchor")
+def an_anchor_that_is_rubbish(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, b"rubbish\n")
+
+
+@attack(LimitError, on="anchor")
+def an_anchor_record_of_more_than_16_mib(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, b" " * (1 << 24) + v.objects()[v.key])
+
+
+@attack(NOTHING, on="anchor")
+def an_anchor_of_another_epoch(v: Version) -> None:
+    v.manifest["epoch"] = 5
+
+
+@attack(NOTHING, on="anchor")
+def an_anchor_in_the_place_of_another(v: Version) -> None:
+    v.key = "anchors/0000000000000001"
+
+
+@attack(NOTHING, on="anchor")
+def an_anchor_of_another_run(v: Version) -> None:
+    v.manifest["run"] = "f" * 32
+
+
+@attack(NOTHING, on="anchor")
+def an_anchor_of_a_later_version(v: Version) -> None:
+    v.manifest["version"] = 7
+
+
+@attack(NOTHING, on="anchor")
+def an_anchor_of_another_digest_than_its_version(v: Version) -> None:
+    v.manifest["digest"] = hashlib.sha256(b"another state").hexdigest()
+
+
 @attack(VerificationError, on="anchor")
+def an_anchor_and_a_version_that_agree_on_a_digest_that_is_not_the_state(v: Version) -> None:
+    for table in (v.manifest, *v.beside.values()):
+        table["digest"] = hashlib.sha256(b"another state").hexdigest()
+
+
+@attack(FormatError, on="anchor")
 def an_anchor_that_leaves_a_tile_out(v: Version) -> None:
     part_of(v).place(part_of(v).payloads()[1:])
+
+
+@attack(FormatError, on="anchor")
+def an_anchor_of_no_tiles(v: Version) -> None:
+    part_of(v).index.packed = False  # a frame would be longer than what it holds
+    part_of(v).place([])
+
+
+@attack(FormatError, on="anchor")
+def an_anchor_with_a_tile_in_two_parts(v: Version) -> None:
+    other = v.copy().parts[0]
+    assert isinstance(other, Part)
+    other.index.packed = False
+    v.parts.append(other.place(part_of(v).payloads()[3:4]))
+
+
+@attack(VerificationError, on="anchor")
+def an_anchor_with_a_tile_sum_that_is_not_the_weights(v: Version) -> None:
+    index = part_of(v).index
+    index.sums[3] = bytes(16)
+
+
+@attack(VerificationError, on="anchor")
+def an_anchor_with_two_tiles_exchanged(v: Version) -> None:
+    """Two halves of a matrix have the same size, and their digests know where they belong."""
+    payloads = part_of(v).payloads()
+    at = forge.TILES["embed"]
+    (i, j) = (n for n, (tile, *_) in enumerate(payloads) if tile in (at, at + 2))
+    (a, b), (c, d) = payloads[i][:2], payloads[j][:2]
+    payloads[i], payloads[j] = (a, b, *payloads[j][2:]), (c, d, *payloads[i][2:])
+    part_of(v).place(payloads)
+
+
+@attack(NotFoundError, on="anchor")
+def an_anchor_part_that_is_not_there(v: Version) -> dict[str, bytes]:
+    return {key: data for key, data in v.objects().items() if not key.startswith("parts/")}
+
+
+@attack(ChecksumError, on="anchor")
+def an_anchor_part_with_a_flipped_bit(v: Version) -> None:
+    data = bytearray(part_of(v).write())
+    data[-1] ^= 1
+    v.parts = [bytes(data)]
+
+
+# -- squashes ------------------------------------------------------------------------------------------------------
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_of_another_base(v: Version) -> None:
+    v.manifest["base"]["version"] = 1
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_of_a_base_of_another_digest(v: Version) -> None:
+    v.manifest["base"]["digest"] = hashlib.sha256(b"another state").hexdigest()
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_that_says_it_leads_further(v: Version) -> None:
+    v.manifest |= {"version": 64, "epoch": 1}
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_that_leads_to_the_middle_of_an_epoch(v: Version) -> None:
+    v.manifest |= {"version": 31, "index": 31}
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_that_leads_back(v: Version) -> None:
+    v.manifest |= {"epoch": 0, "index": 0}
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_in_the_place_of_a_larger_one(v: Version) -> None:
+    v.key = "squashes/01/0000000000000000"
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_in_the_place_of_a_later_one(v: Version) -> None:
+    v.key = "squashes/00/0000000000000001"
+
+
+@attack(ChainError, on="squash")
+def a_squash_of_another_digest_than_its_version(v: Version) -> None:
+    v.manifest["digest"] = hashlib.sha256(b"another state").hexdigest()
+
+
+@attack(VerificationError, on="squash")
+def a_squash_and_a_version_that_agree_on_a_digest_that_is_not_the_state(v: Version) -> None:
+    for table in (v.manifest, *v.beside.values()):
+        table["digest"] = hashlib.sha256(b"another state").hexdigest()
+
+
+@attack(FormatError, on="squash")
+def a_squash_with_a_history(v: Version) -> None:
+    v.manifest["history"] = "0" * 64
+
+
+@attack(FormatError, on="squash")
+def a_squash_without_a_base(v: Version) -> None:
+    v.manifest["base"] = None
+
+
+@attack(LimitError, on="squash")
+def a_squash_without_parts(v: Version) -> None:
+    v.parts = []
+
+
+@attack(FormatError, on="squash")
+def a_version_in_the_place_of_a_squash(v: Version) -> None:
+    v.signer, v.manifest["kind"] = forge.KEY, "version"
+
+
+@attack(FormatError, on="squash")
+def an_anchor_in_the_place_of_a_squash(v: Version) -> None:
+    v.signer = forge.KEY
+    v.manifest |= {"kind": "anchor", "base": None}
+
+
+@attack(MissingLinkError, on="squash")
+def a_squash_of_another_run(v: Version) -> None:
+    v.signer, v.manifest["run"] = forge.KEY, "f" * 32
+
+
+@attack(VerificationError, on="squash")
+def a_squash_that_leaves_a_tile_out(v: Version) -> None:
+    part = part_of(v)
+    part.place([payload for payload in part.payloads() if payload[0] != forge.TILES["ints"]])
+
+
+@attack(VerificationError, on="squash")
+def a_squash_with_a_tile_sum_that_is_not_the_weights(v: Version) -> None:
+    part_of(v).index.sums[3] = bytes(16)
+
+
+@attack(FormatError, on="squash")
+def a_squash_with_a_tile_in_two_parts(v: Version) -> None:
+    other = v.copy().parts[0]
+    assert isinstance(other, Part)
+    v.parts.append(other.place(part_of(v).payloads()[3:4]))
+
+
+# -- signatures ----------------------------------------------------------------------------------------------------
+
+
+@attack(SignatureError, on="squash")
+def a_squash_without_a_signature(v: Version) -> None:
+    v.signer = None
+
+
+@attack(SignatureError, on="squash")
+def a_squash_signed_by_a_stranger(v: Version) -> None:
+    v.signer = forge.STRANGER
+
+
+@attack(SignatureError, on="squash")
+def a_squash_by_a_delegate_without_the_delegation(v: Version) -> None:
+    v.signer = forge.HELPER
+
+
+@attack(SignatureError, on="squash")
+def a_squash_with_a_delegation_by_a_stranger(v: Version) -> None:
+    said = forge.STRANGER.delegate(forge.RUN, forge.HELPER.public)
+    v.signer = SigningKey(forge.HELPER.secret, said)
+
+
+@attack(SignatureError, on="squash")
+def a_squash_with_a_delegation_by_a_stranger_in_the_runs_name(v: Version) -> None:
+    said = forge.STRANGER.delegate(forge.RUN, forge.HELPER.public)
+    v.signer = SigningKey(forge.HELPER.secret, dataclasses.replace(said, by=forge.KEY.public))
+
+
+@attack(SignatureError, on="squash")
+def a_squash_with_a_delegation_for_another_run(v: Version) -> None:
+    v.signer = SigningKey(forge.HELPER.secret, forge.KEY.delegate("f" * 32, forge.HELPER.public))
+
+
+@attack(SignatureError, on="squash")
+def a_squash_with_a_delegation_for_another_key(v: Version) -> None:
+    v.signer = SigningKey(forge.STRANGER.secret, forge.DELEGATE.delegation)
+
+
+@attack(SignatureError, on="squash")
+def a_squash_of_another_run_by_a_delegate(v: Version) -> None:
+    v.manifest["run"] = "f" * 32
+
+
+@attack(SignatureError, on="squash")
+def a_version_by_a_delegate(v: Version) -> None:
+    v.trusted = forge.DELEGATE
+
+
+@attack(SignatureError, on="squash")
+def an_anchor_by_a_delegate(v: Version) -> None:
+    v.manifest |= {"kind": "anchor", "base": None}
+
+
+@attack(SignatureError, on="squash")
+def a_version_without_a_signature(v: Version) -> None:
+    v.trusted = None
+
+
+@attack(SignatureError, on="squash")
+def a_version_signed_by_a_stranger(v: Version) -> None:
+    v.trusted = forge.STRANGER
+
+
+@attack(SignatureError, on="squash")
+def a_line_changed_after_it_was_signed(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, v.objects()[v.key].replace(b'"step":0', b'"step":1'))
+
+
+@attack(SignatureError, on="squash")
+def a_signature_of_another_record(v: Version) -> dict[str, bytes]:
+    other = forge.signed(v.manifest | {"step": 1}, forge.DELEGATE)
+    return with_manifest(v, line_of(v) + other.split(b"\n")[1] + b"\n")
+
+
+@attack(FormatError, on="squash")
+def a_signature_with_another_behind_it(v: Version) -> dict[str, bytes]:
+    good = v.objects()[v.key]
+    return with_manifest(v, good + good.split(b"\n")[1] + b"\n")
+
+
+@attack(FormatError, on="squash")
+def a_signature_with_a_record_behind_it(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, v.objects()[v.key] + line_of(v))
+
+
+@attack(FormatError, on="squash")
+def a_signature_without_its_newline(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, v.objects()[v.key][:-1])
+
+
+@attack(FormatError, on="squash")
+def a_signature_with_spaces(v: Version) -> dict[str, bytes]:
+    second = v.objects()[v.key].split(b"\n")[1]
+    return with_manifest(v, line_of(v) + second.replace(b",", b", ") + b"\n")
+
+
+@attack(FormatError, on="squash")
+def a_signature_that_is_rubbish(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, line_of(v) + b"signed, honestly\n")
+
+
+@attack(FormatError, on="squash")
+def a_signature_nested_deep(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, line_of(v) + b"[" * 511 + b"]" * 511 + b"\n")
+
+
+@attack(LimitError, on="squash")
+def a_signature_of_a_megabyte(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, line_of(v) + b'"' + b"0" * (1 << 20) + b'"\n')
+
+
+@attack(FormatError)
+def a_signature_that_is_rubbish_where_nobody_asks(v: Version) -> dict[str, bytes]:
+    return with_manifest(v, line_of(v) + b"signed, honestly\n")
+
+
+@attack(RIGHT)
+def a_signature_by_a_stranger_where_nobody_asks(v: Version) -> None:
+    v.signer = forge.STRANGER
+
+
+# -- hints ---------------------------------------------------------------------------------------------------------
+
+
+def with_head(v: Version, head: bytes) -> dict[str, bytes]:
+    return v.objects() | {"head": head}
+
+
+def with_start(v: Version, name: bytes) -> dict[str, bytes]:
+    """Weights of the base are said to be this version."""
+    return v.objects() | {f"starts/{v.manifest['base']['digest']}": name}
+
+
+@attack(RIGHT)
+def a_head_that_is_empty(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"")
+
+
+@attack(RIGHT)
+def a_head_that_is_not_a_number(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"../../3")
+
+
+@attack(RIGHT)
+def a_head_that_is_negative(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"-1")
+
+
+@attack(RIGHT)
+def a_head_in_digits_of_another_script(v: Version) -> dict[str, bytes]:
+    return with_head(v, "\uff13".encode())
+
+
+@attack(RIGHT)
+def a_head_beyond_2_to_the_53(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"9" * 32)
+
+
+@attack(RIGHT)
+def a_head_of_a_hundred_megabytes(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"9" * 100_000_000)
+
+
+@attack(RIGHT)
+def a_head_that_names_a_version_that_is_not_there(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"4000")
+
+
+@attack(RIGHT)
+def a_head_that_lags(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"0")
+
+
+@attack(RIGHT, fresh=True)
+def a_head_that_lags_for_one_who_holds_nothing(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"1")
+
+
+@attack(FormatError)
+def a_head_that_names_rubbish(v: Version) -> dict[str, bytes]:
+    return with_head(v, b"9") | {"manifests/0000000000000009": b"rubbish\n"}
+
+
+@attack(RIGHT, fresh=True)
+def a_start_that_names_another_version(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"1")
+
+
+@attack(RIGHT, fresh=True)
+def a_start_in_the_middle_of_an_epoch_with_a_history(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"2")
+
+
+@attack(RIGHT, fresh=True)
+def a_start_that_names_the_version_after(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"3")
+
+
+@attack(RIGHT, fresh=True)
+def a_start_that_names_a_version_that_is_not_there(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"77")
+
+
+@attack(RIGHT, fresh=True)
+def a_start_that_is_not_a_number(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"two")
+
+
+@attack(RIGHT, fresh=True)
+def a_start_beyond_2_to_the_53(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"9" * 32)
+
+
+@attack(RIGHT, fresh=True)
+def a_start_that_names_rubbish(v: Version) -> dict[str, bytes]:
+    return with_start(v, b"77") | {"manifests/0000000000000077": b"rubbish\n"}
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------
@@ -1403,7 +1995,7 @@ def entry(table: dict[str, Any], name: str) -> dict[str, Any]:
 
 @attack(NotFoundError, on="anchor")
 def a_layout_that_is_not_there(v: Version) -> None:
-    v.manifest["layout"] = "0" * 64
+    v.set_layout("0" * 64)
 
 
 @attack(ChecksumError, on="anchor")
@@ -1413,7 +2005,7 @@ def another_layout_under_the_hash(v: Version) -> None:
     v.layout = forge.json_bytes(table)
 
 
-@attack(BaseMismatchError)
+@attack(FormatError)
 def a_patch_with_another_layout_of_the_same_tensors(v: Version) -> None:
     table = tensors(v)
     del entry(table, "embed")["rows"]
@@ -1670,10 +2262,74 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_refused_or_changes_only_what_no
         data[i // 8] ^= 1 << i % 8
         if target.feed(objects | {key: bytes(data)}) is None:
             good, now = json.loads(objects[key]), json.loads(data)
-            assert {k for k in good if good[k] != now[k]} <= {"created", "step"}
+            assert {k for k in good if good[k] != now[k]} <= {"anchor", "created", "step"}
             assert target.accepted_the_right_state()
             target.take_back()
     assert target.untouched
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_version_that_cannot_be_read_is_the_same_error_every_time(version: int | None) -> None:
+    """There is no other way to it: a reader that said nothing would stay behind, and nobody would know."""
+    target = forge.Victim(forge.sample("history"))
+    objects = target.target.version.objects()
+    (part,) = (key for key in objects if key.startswith("parts/"))
+    target.store.forged = objects | {part: objects[part][:-1] + bytes([objects[part][-1] ^ 1])}
+    for _ in range(2):
+        with pytest.raises(ChecksumError):
+            target.subscriber.sync(target.tensors, version=version)
+        assert target.untouched
+    target.store.forged = objects
+    assert target.subscriber.sync(target.tensors, version=version).version == 3
+
+
+def spoilt_squashes() -> dict[str, dict[str, bytes]]:
+    """Squashes that each fail in their own way."""
+    good = forge.sample("squash").version
+    flipped = bytearray(part_of(good.copy()).write())
+    flipped[-1] ^= 1
+    elsewhere, damaged, unsummed = good.copy(), good.copy(), good.copy()
+    elsewhere.manifest["digest"] = "0" * 64
+    damaged.parts = [bytes(flipped)]
+    part_of(unsummed).index.sums[3] = bytes(16)
+    gone = {key: data for key, data in good.objects().items() if not key.startswith("parts/")}
+    return {
+        "leads elsewhere": elsewhere.objects(),
+        "damaged": damaged.objects(),
+        "wrong": unsummed.objects(),
+        "signed with rubbish": good.objects() | {good.key: line_of(good) + b"rubbish\n"},
+        "parts gone": gone,
+    }
+
+
+@pytest.mark.parametrize("how", ["leads elsewhere", "damaged", "wrong", "signed with rubbish", "parts gone"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["held", "fresh"])
+def test_a_bad_squash_is_gone_round_where_the_patches_are_there(how: str, fresh: bool) -> None:
+    target = forge.Victim(forge.sample("squash"))
+    if fresh:
+        target.refresh()
+    error = target.feed(target.target.patches | spoilt_squashes()[how])
+    assert error is None, f"{type(error).__name__}: {error}"
+    assert target.accepted_the_right_state()
+    assert target.report is not None
+    assert target.report.path[-32:] == ("patch",) * 32
+
+
+def test_an_anchor_in_the_middle_of_an_epoch_is_gone_round() -> None:
+    """It leads to a state from which the next patch cannot be read: what is remembered there is nowhere written."""
+    run = forge.Run(forge.SPECS, forge.TIES)
+    for _ in range(5):
+        run.advance("history")
+    early = run.anchor()
+    assert early.key == "anchors/0000000000000001"
+    for _ in range(27):
+        run.advance("history")
+    good = dataclasses.replace(forge.sample("anchor"), after=run.state.flats, history=run.state.history)
+    target = forge.Victim(good)
+    error = target.feed(run.published | run.latest.objects() | early.objects())
+    assert error is None, f"{type(error).__name__}: {error}"
+    assert target.subscriber.version == 32
+    assert target.accepted_the_right_state()
 
 
 def test_a_history_part_is_refused_where_no_history_is_kept() -> None:

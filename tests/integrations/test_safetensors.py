@@ -245,6 +245,7 @@ def loaded(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder.resolve())
 
 
+@pytest.mark.timeout(180)  # the first one imports transformers
 @pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours
 @pytest.mark.parametrize("shard_bytes", [files.SHARD_BYTES, 4000])
 @pytest.mark.parametrize("from_disk", [True, False])

@@ -310,3 +310,11 @@ def test_listings_and_creations_are_the_store_s_own(tmp_path: Path) -> None:
     store: Store = CachedStore(MemoryStore(clock=lambda: 7.0), tmp_path)
     store.create("parts/a", b"1")
     assert list(store.list("parts/")) == [Entry("parts/a", 1, 7.0)]
+
+
+def test_a_folder_among_the_entries_does_not_keep_the_cache_from_making_room(tmp_path: Path) -> None:
+    store = CachedStore(MemoryStore(), tmp_path, max_bytes=5000)
+    (tmp_path / "anchors").mkdir()
+    for n in range(20):
+        store.put(f"parts/{n}", bytes(1000))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file()) <= 5000

@@ -30,7 +30,7 @@ from typing import Any
 
 from pulsesync import chain
 from pulsesync.errors import (
-    ChainError,
+    BaseMismatchError,
     ChecksumError,
     ConflictError,
     MissingLinkError,
@@ -55,7 +55,7 @@ from pulsesync.integrations.safetensors import (
     plan_files,
     writing,
 )
-from pulsesync.records import Records
+from pulsesync.records import Records, forgetting
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import State
 from pulsesync.store import CachedStore, Store, open_store
@@ -243,11 +243,10 @@ class HuggingFaceFolder:
 
     def _fetch(self, file: FileRef) -> bytes:
         key = chain.file_key(file.id)
-        data = self.store.get(key, 0, file.size + 1)
-        if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.id:
-            if isinstance(self.store, CachedStore):
-                self.store.forget(key)
-            raise ChecksumError(f"the run's {file.name} is damaged", expected=file.id, key=key)
+        with forgetting(self.store, key):
+            data = self.store.get(key, 0, file.size + 1)
+            if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.id:
+                raise ChecksumError(f"the run's {file.name} is damaged", expected=file.id)
         return data
 
     def _turn(self, side: "_Side") -> None:
@@ -316,7 +315,7 @@ class _Side:
             report = self.reader.sync(self.weights.arrays, version=version)
             if report.version == version:
                 self.reader.verify(self.weights.arrays)
-        except (ChainError, VerificationError):
+        except (BaseMismatchError, VerificationError):
             self.reader = None  # somebody else may have written here: the next attempt begins from the other copy
             raise
         return report

@@ -117,7 +117,7 @@ class CachedStore:
         entries = []
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):
-                if not path.name.startswith(_LOCK):
+                if path.is_file() and not path.name.startswith(_LOCK):
                     status = path.stat()
                     entries.append((status.st_mtime_ns, status.st_size, path))
         excess = sum(size for _, size, _ in entries) - self._max_bytes

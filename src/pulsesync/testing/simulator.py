@@ -365,8 +365,8 @@ class SimulationReport:
 EVENTS = {
     "train": 8, "publish": 10, "publish behind": 8, "work behind": 8, "go back to a checkpoint": 1,
     "restart the trainer": 2, "a second trainer": 1,
-    "join": 3, "sync": 10, "sync to a version": 3, "restart a worker": 2, "resume a worker": 2, "leave": 1,
-    "damage a worker": 1, "interrupt a write": 1,
+    "join": 3, "sync": 10, "sync to a version": 3, "restart a worker": 2, "resume a worker": 3, "leave": 1,
+    "damage a worker": 1, "interrupt a write": 2,
     "squash": 4, "prune": 2, "time passes": 2, "late writes arrive": 2,
 }  # fmt: skip
 MEANWHILE = (
@@ -814,11 +814,12 @@ class RunSimulator:
         end = worker.subscriber
         if end and end.version is not None and end.state and (worker.saved is None or self._rng.random() < 0.5):
             worker.saved = end.version, end.state.history.to_bytes(), self.model.content(worker.weights)
-            return f"{worker.name} writes down version {end.version}"
+            if self._rng.random() < 0.4:
+                return f"{worker.name} writes down version {end.version}"
         if worker.saved is None:
             return f"{worker.name} has nothing to resume from"
         version, history, content = worker.saved
-        if self._rng.random() < 0.2:
+        if self._rng.random() < 0.4:
             content = self._rng.choice(self.contents)  # and somebody has loaded other weights
         self._bury(worker)
         self._refill(worker, content)
@@ -942,10 +943,11 @@ class RunSimulator:
             self._check_worker(worker)
         for trainer in self._trainers:
             self._check_trainer(trainer)
-        there = self._bodies()
+        there = {entry.key for prefix in BODIES for entry in self.truth.list(prefix)}
         for key, record in self._stored():
-            lacking = [part.id for part in record.parts if part.id not in there]
-            assert not lacking, f"{key} is there without its part {lacking[0]}"
+            named = [chain.layout_key(record.layout), *(chain.part_key(part.id) for part in record.parts)]
+            lacking = [one for one in named if one not in there]
+            assert not lacking, f"{key} is there without {lacking[0]}"
 
     def _check_worker(self, worker: Worker) -> None:
         if worker.damaged:
@@ -984,9 +986,6 @@ class RunSimulator:
                 if data not in self._parsed:
                     self._parsed[data] = manifests.parse(data)
                 yield entry.key, self._parsed[data]
-
-    def _bodies(self) -> set[str]:
-        return {entry.key.removeprefix("parts/") for entry in self.truth.list("parts/")}
 
     def _joinable(self) -> bool:
         """Whether a way leads to the newest version from nothing, by all records that are there."""
@@ -1038,7 +1037,9 @@ class RunSimulator:
             squasher = Squasher(process.line, signing_key=self.key, trust=self._trust)
         self.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
         self._audit()
-        self.truth.put(chain.HEAD, self._rng.choice([*self.ledger.heads, b"", b"9999", b"-1"]))  # it is but a hint
+        kept = {entry.key for entry in self.truth.list("manifests/")}
+        hints = [head for head in self.ledger.heads if chain.manifest_key(int(head)) in kept]
+        self.truth.put(chain.HEAD, self._rng.choice([*hints, b"", b"9999", b"?"]))  # it may lag, or say anything
         for worker in self._workers:
             self._arrive(worker)
         self._join_cheaply()
@@ -1092,7 +1093,7 @@ class RunSimulator:
         assert kinds["anchor"] <= 1, f"{kinds['anchor']} anchors were fetched"
         assert kinds["patch"] <= self.epoch_patches, f"a joiner takes {kinds['patch']} patches"
         assert kinds["squash"] <= 2 * levels, f"a joiner takes {kinds['squash']} squashes over {epochs} epochs"
-        most = 12 + len(report.path) * (2 + levels) + self._parts(newest)
+        most = 24 + len(report.path) * (2 + levels) + self._parts(newest)
         assert worker.line.calls <= most, f"a joiner asks the store {worker.line.calls} times; {most} are enough"
 
     def _parts(self, newest: Manifest) -> int:

@@ -1,0 +1,149 @@
+"""`pulse publish` and `pulse follow`: checkpoints in, checkpoints out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pulsesync.integrations.folder import read_mark
+from pulsesync.integrations.safetensors import open_checkpoint
+from tests.commands import pulse
+from tests.runs import equal
+
+
+def write(folder: Path, weights: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+
+
+class Checkpoints:
+    """A training that leaves FP32 checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rng = folder, np.random.default_rng(0)
+        self.weights: dict[str, Any] = {
+            "a": self.rng.normal(size=(40, 30)).astype(np.float32),
+            "b": self.rng.normal(size=7).astype(np.float32),
+        }
+
+    def next(self) -> Path:
+        for array in self.weights.values():
+            array += self.rng.normal(0, 1e-3, array.shape).astype(np.float32)
+        write(self.folder, self.weights)
+        return self.folder
+
+    @property
+    def published(self) -> dict[str, Any]:
+        return {name: array.astype(ml_dtypes.bfloat16) for name, array in self.weights.items()}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoint")
+
+
+def held(folder: Path) -> Any:
+    return open_checkpoint((folder / "current").resolve()).tensors
+
+
+def test_checkpoints_travel_and_restarts_go_on_without_the_anchor(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "f"
+    for version in range(4):
+        done = pulse("publish", checkpoints.next(), run, "--step", 7 * version, "--cast", "BF16", "--json")
+        (published,) = done.events
+        assert (published["event"], published["version"], published["step"]) == ("published", version, 7 * version)
+        assert published["files"] == ["config.json"]
+        assert done.err == ""
+        (flip,) = pulse("follow", run, place, "--once", "--hold", 0, "--json").events
+        assert (flip["event"], flip["version"], flip["step"]) == ("version", version, 7 * version)
+        assert flip["began"] == ["nothing", "copy", "resume", "resume"][version]
+        assert flip["path"] == [["anchor"], ["patch"], ["patch"] * 2, ["patch"] * 2][version]
+        assert equal(held(place), checkpoints.published)
+    (again,) = pulse("follow", run, place, "--once", "--json").events
+    assert (again["event"], again["version"]) == ("holds", 3)
+    assert pulse("verify", run, place).code == 0
+    assert "version 3" in pulse("follow", run, place, "--once").out
+
+
+def test_publish_says_in_a_line_what_it_did(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    done = pulse("publish", checkpoints.next() / "model.safetensors", tmp_path / "run")
+    assert done.code == 0
+    assert done.out.startswith("version 0 (step 0): 1,207 of 1,207 weights changed")
+    assert pulse("publish", tmp_path / "missing", tmp_path / "run").refused(1, "missing")
+    write(tmp_path / "other", {"c": np.ones(3)})
+    assert pulse("publish", tmp_path / "other", tmp_path / "run").refused(1, "publish into a new place")
+
+
+def test_an_older_version_can_be_had(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    states = []
+    for _ in range(3):
+        pulse("publish", checkpoints.next(), tmp_path / "run", "--spool", tmp_path / "spool", "--cast", "BF16")
+        states.append(checkpoints.published)
+    for version in (2, 0, 1):
+        assert pulse("follow", tmp_path / "run", tmp_path / "f", "--version", version, "--hold", 0).code == 0
+        assert equal(held(tmp_path / "f"), states[version])
+    assert pulse("follow", tmp_path / "run", tmp_path / "f", "--version", 8).refused(1, "version 8")
+
+
+def test_following_nothing_once_is_exit_code_3(tmp_path: Path) -> None:
+    assert pulse("follow", tmp_path / "run", tmp_path / "f", "--once").refused(3, "no run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").touch()
+    assert pulse("follow", tmp_path / "run", tmp_path / "mine", "--once").refused(1, "something else")
+
+
+def test_only_what_a_trusted_key_signed_is_followed(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, place = tmp_path / "run", tmp_path / "f"
+    mine, other = (pulse("keygen", tmp_path / name, "--json").events[0]["public"] for name in ("mine", "other"))
+    assert pulse("publish", checkpoints.next(), run, "--key", tmp_path / "mine").code == 0
+    assert pulse("follow", run, place, "--once", "--trust", other).refused(1, "not trusted")
+    assert read_mark(place / "current") is None
+    (tmp_path / "trusted").write_text(f"{other}\n{mine}\n")
+    for trust in (mine, f"{other},{mine}", tmp_path / "trusted"):
+        assert pulse("follow", run, place, "--once", "--trust", trust).code == 0
+    monkeypatch.setenv("PULSE_TRUST", other)
+    assert pulse("verify", run, place).refused(1, "not trusted")
+    monkeypatch.setenv("PULSE_TRUST", mine)
+    assert pulse("verify", run, place).code == 0
+    monkeypatch.setenv("PULSE_KEY", str(tmp_path / "mine"))
+    assert pulse("publish", checkpoints.next(), run).code == 0
+    assert pulse("follow", run, place, "--once", "--hold", 0).code == 0
+    assert pulse("inspect", run, "--version", 1, "--json").events[0]["signed by"] == mine
+
+
+def test_a_run_is_followed_over_http_with_a_token(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse("publish", checkpoints.next(), tmp_path / "run", "--cast", "BF16")
+    with served(tmp_path / "run", "secret") as url:
+        assert pulse("follow", url, tmp_path / "f", "--once").code == 1
+        monkeypatch.setenv("PULSE_TOKEN", "secret")
+        assert pulse("follow", url, tmp_path / "f", "--once").code == 0
+    assert equal(held(tmp_path / "f"), checkpoints.published)
+
+
+class served:  # noqa: N801 - used like a function
+    """`pulse serve` in a process of its own."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self.folder, self.token = folder, token
+
+    def __enter__(self) -> str:
+        from tests.commands import start
+
+        (self.folder.parent / "token").write_text(self.token)
+        self.process = start("serve", self.folder, "--port", 0, "--token-file", self.folder.parent / "token", "--json")
+        assert self.process.stdout
+        return str(json.loads(self.process.stdout.readline())["url"])
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.communicate(timeout=20)
+        assert self.process.returncode == 0
