@@ -168,11 +168,11 @@ class Weighed:
 
     def train(self, step: int) -> None:
         """Move the weights one step on, in place."""
-        with np.load(self.folder / f"{step}.npz") as change:
-            self.flat[change["positions"]] = change["values"]
+        positions, values = (np.load(self.folder / f"{what}{step}.npy", mmap_mode="r") for what in ("at", "to"))
+        self.flat[positions] = values  # without memory of its own: positions are of the type that indexing takes
 
     def trainer(self, wait: bool, steps: int, **options: Any) -> dict[str, Any]:
-        """Root and anchor first, then patches."""
+        """Root and anchor first, then patches; what both take is counted over the weights alone."""
         from pulsesync import Publisher
 
         root: dict[str, Any] = {}
@@ -187,6 +187,8 @@ class Weighed:
                 if not wait:
                     time.sleep(0.15)  # a trainer would be computing
             publisher.flush()
+        for what in ("peak_bytes", "peak_own_bytes", "stays_bytes"):
+            patches[what] += root["stays_bytes"]
         history = publisher._state.history.size_bytes if publisher._state else 0
         publisher.close()
         return {"first": root, "then": patches, "history_bytes": history}

@@ -1,7 +1,7 @@
 """Writing anchors: whole states, behind everything else, from a snapshot to disk and from there to the store."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import replace
@@ -50,8 +50,8 @@ class AnchorWriter:
 
     def finish(self, run: str) -> None:
         """Upload what a process before this one has left finished on disk."""
-        if not self.busy:
-            self._current = self._executor.submit(self._finish, run)
+        if not self.busy and (waiting := self._waiting(run)):
+            self._current = self._executor.submit(self._finish, waiting)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
@@ -67,7 +67,9 @@ class AnchorWriter:
         del snapshot  # from here on only the disk is needed
         self._upload(epoch, record, data)
 
-    def _finish(self, run: str) -> None:
+    def _waiting(self, run: str) -> list[tuple[int, Manifest, bytes]]:
+        """What the outbox has for this run; the rest of it goes. A look at the disk, without the parts."""
+        found = []
         for epoch, data in self.outbox.waiting():
             try:
                 record = manifests.parse(data)
@@ -76,7 +78,15 @@ class AnchorWriter:
             if record is None or record.run != run or (self.newest is not None and epoch <= self.newest):
                 self.outbox.discard(epoch)
             else:
+                found.append((epoch, record, data))
+        return found
+
+    def _finish(self, waiting: Sequence[tuple[int, Manifest, bytes]]) -> None:
+        for epoch, record, data in waiting:
+            if self.newest is None or epoch > self.newest:
                 self._upload(epoch, record, data)
+            else:
+                self.outbox.discard(epoch)
 
     def _upload(self, epoch: int, record: Manifest, data: bytes) -> None:
         """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""

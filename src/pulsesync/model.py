@@ -115,6 +115,14 @@ class Tile:
         """The weights of one of the tile's blocks, as `read` gives them."""
         return self.read(flat, number * BLOCK, min((number + 1) * BLOCK, self.size))
 
+    def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
+        """Write all the weights of one of the tile's blocks."""
+        begin = number * BLOCK
+        if self.contiguous:
+            flat[self.start + begin : self.start + begin + bits.size] = bits
+        else:
+            flat[self.flat_indices(np.arange(begin, begin + bits.size))] = bits
+
     def flat_indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Turn positions in the tile into flat indices of the tensor."""
         if self.contiguous:

@@ -51,11 +51,11 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, Base, FileRef, Kind, Manifest, PartRef
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import Changes, by_block, rebase
-from pulsesync.model import BLOCK, TensorSpec
+from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
 from pulsesync.records import CACHE_BYTES, Records
 from pulsesync.spool import Outbox
-from pulsesync.state import State, Transition
+from pulsesync.state import State, Transition, copy_weights
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.tensors import Published, as_published, new_tensors, view_bits
@@ -139,6 +139,8 @@ class Publisher:
         if spool:
             self._tidy.detach()
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
+        self._given = executor
+        self._lost: AnotherPublisherError | None = None
         self._sender = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-send")
         self._behind = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-anchor")
         self._quiet = threading.Event()  # set while nothing is being sent
@@ -179,6 +181,8 @@ class Publisher:
         began = time.perf_counter()
         step = _checked(step)
         with self._lock:
+            if self._lost:
+                raise self._lost
             due = self._pace.step(time.monotonic()) or now or self._last is None
             if not due:
                 return self._skipped(step, wait, began)
@@ -224,7 +228,8 @@ class Publisher:
             self.flush()
         finally:
             for executor in (self._sender, self._behind):
-                executor.shutdown()
+                if executor is not self._given:
+                    executor.shutdown()
             self._tidy()
 
     def __enter__(self) -> "Publisher":
@@ -242,24 +247,28 @@ class Publisher:
         last = records.newest()
         if last is None:
             return
+        if self.signing_key is None and signature.split(self.store.get(chain.manifest_key(last.version)))[1]:
+            raise SignatureError("the run is signed: take it up with its key", version=last.version)
         layout = records.layout(last.layout)
         _same_tensors(layout, specs, ties)
-        self._last, self._state = last, self._rebuild(last, layout, published)
-        self._refs = self._refs or last.files
         self._anchors.newest = last.anchor
+        self._anchors.finish(last.run)
+        state = self._rebuild(last, layout, published)
+        if state is None and self._anchors.busy:
+            with suppress(StoreError):
+                self._anchors.wait()  # the way may begin at an anchor that was still in the outbox
+                state = self._rebuild(last, layout, published)
+        self._last, self._state = last, state
+        self._refs = self._refs or last.files
         if self._state is not None:
-            self._anchors.finish(last.run)
             self._way_bytes = self._way_since_anchor(records)
             self._maybe_anchor()
 
     def _rebuild(self, last: Manifest, layout: Layout, published: Published) -> State | None:
         """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
         tensors = new_tensors(layout.tensors)
-        for tile in layout.tiles:
-            flat = tensors[tile.tensor.name].reshape(-1).view(tile.tensor.kind.bits)
-            for number in range(tile.block_count):
-                bits = published.block(tile, number)
-                flat[tile.flat_indices(np.arange(bits.size) + number * BLOCK)] = bits
+        flats = {spec.name: tensors[spec.name].reshape(-1).view(spec.kind.bits) for spec in layout.tensors}
+        copy_weights(layout, published, flats)
         reader = Subscriber(self.store, trust=self.signing_key.public if self.signing_key else None, undo=0)
         try:
             reader.sync(tensors, version=last.version)
@@ -298,13 +307,9 @@ class Publisher:
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a state that has no base. Its anchor is written behind, and waited for if that is asked."""
         layout = layouts.make((self._cut(spec) for spec in specs), ties)
-        state = State.empty(layout)
-        for tile in layout.tiles:
-            flat = state.flats[tile.tensor.name]
-            for number in range(tile.block_count):
-                bits = published.block(tile, number)
-                flat[tile.flat_indices(np.arange(bits.size) + number * BLOCK)] = bits
-        state.recount()
+        flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
+        copy_weights(layout, published, flats)
+        state = State(layout, flats)
         copied = time.perf_counter()
         manifest = Manifest(
             run=self._last.run if self._last else secrets.token_hex(16),
@@ -324,6 +329,9 @@ class Publisher:
         try:
             self.store.put(chain.layout_key(layout.id), layout.data)
             written = len(layout.data) + self._commit(manifest, None)
+        except AnotherPublisherError as e:
+            self._lost = e
+            raise
         except StoreError:
             self._last = None  # look again what there is
             raise
@@ -382,12 +390,13 @@ class Publisher:
                 for future in job.futures:
                     future.set_exception(e)
             else:
+                self._quiet.set()
+                with suppress(PulseError):  # an anchor can wait; versions cannot
+                    self._maybe_anchor()  # before the future is done: flush waits for both
                 for future in job.futures:
                     future.set_result(report)
             finally:
                 self._quiet.set()
-            with suppress(PulseError):  # an anchor can wait; versions cannot
-                self._maybe_anchor()
 
     def _take(self) -> _Job | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
@@ -494,6 +503,8 @@ class Publisher:
         self._unsure = None
         if stored == data:
             self._advance(manifest, transition)
+            with suppress(PulseError):
+                self._maybe_anchor()
 
     def _maybe_anchor(self) -> None:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""

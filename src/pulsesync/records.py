@@ -40,8 +40,12 @@ class Records:
         Raises:
             SignatureError: nobody who is trusted wrote it; FormatError: it is no record, or of another kind or place.
         """
+        return None if key in self.avoid else self.fetched(key)
+
+    def fetched(self, key: str) -> Manifest | None:
+        """The same, for one that is to be avoided too."""
         if key not in self._known:
-            self._known[key] = None if key in self.avoid else self._fetch(key)
+            self._known[key] = self._fetch(key)
         return self._known[key]
 
     def _fetch(self, key: str) -> Manifest | None:
@@ -65,7 +69,7 @@ class Records:
         return next(key for key, known in self._known.items() if known is record)
 
     def version(self, version: int) -> Manifest | None:
-        return self.look(chain.manifest_key(version))
+        return self.fetched(chain.manifest_key(version))
 
     def newest(self, after: int = -1) -> Manifest | None:
         """The newest version beyond one: what head says, and then the next as long as there is one; None for none.

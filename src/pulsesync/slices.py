@@ -100,6 +100,13 @@ class Place:
             return None
         return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
 
+    def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
+        """Write a whole block of the tile, as far as it is held."""
+        if self.whole:
+            self.tile.write_block(flat, number, bits)
+        elif kept := self.keep(BlockChange(number, np.arange(bits.size, dtype=np.uint32), bits, bits)):
+            self.write(flat, kept)
+
     def write(self, flat: Bits, change: BlockChange) -> None:
         flat[self.tile.flat_indices(change.tile_positions())] = change.new
 

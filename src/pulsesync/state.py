@@ -313,9 +313,12 @@ class State:
         return back
 
     def _write(self, ordinal: int, change: BlockChange) -> None:
-        place, name = self.places[ordinal], self.layout.tiles[ordinal].tensor.name
-        for flat in (self.flats[name], *self.copies.get(name, ())):
-            place.write(flat, change)
+        for flat in self._memory(self.layout.tiles[ordinal]):
+            self.places[ordinal].write(flat, change)
+
+    def _memory(self, tile: Tile) -> tuple[Bits, ...]:
+        """Everywhere that a tensor is held."""
+        return (self.flats[tile.tensor.name], *self.copies.get(tile.tensor.name, ()))
 
     # Anchors
 
@@ -349,9 +352,8 @@ class State:
         with self.lock:
             for body in parts:
                 for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                    positions = np.arange(bits.size, dtype=np.uint32)
-                    if change := self.places[tile.ordinal].keep(BlockChange(number, positions, bits, bits)):
-                        self._write(tile.ordinal, change)
+                    for flat in self._memory(tile):
+                        self.places[tile.ordinal].write_block(flat, number, bits)
             self.sums, self.history, self.untied = dict(sums), History(), None
 
 
@@ -370,6 +372,16 @@ class Snapshot:
         if change is not None:
             bits[change.positions] = change.new
         return bits
+
+
+def copy_weights(layout: Layout, source: Weights, flats: Mapping[str, Bits]) -> None:
+    """Copy a whole state into tensors of the same layout, block by block."""
+
+    def copy(job: tuple[Tile, int]) -> None:
+        tile, number = job
+        tile.write_block(flats[tile.tensor.name], number, source.block(tile, number))
+
+    spread(copy, [(tile, number) for tile in layout.tiles for number in range(tile.block_count)])
 
 
 def _compose_all(first: Changes, then: Changes) -> dict[tuple[int, int], BlockChange]:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,9 @@ class Subscriber:
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
             records = Records(self.store, self.trust, avoid)
-            with progress.timed("fetch"):
-                goal = self._goal(version, records)
             try:
+                with progress.timed("fetch"):
+                    goal = self._goal(version, records)
                 if goal is not None:
                     self._go(goal, source, records, progress)
                 return self._report(progress, records)
@@ -219,8 +219,11 @@ class Subscriber:
         held = self._held
         if held and held.version > goal.version:
             held = None  # backwards: from an anchor
+        if records.avoid:
+            with suppress(ChainError):  # what was bad is avoided if there is another way
+                return chain.find_way(held, goal, records.look)
         try:
-            return chain.find_way(held, goal, records.look)
+            return chain.find_way(held, goal, records.fetched)
         except MissingLinkError:
             if self._held is None and goal.version >= 0 and not self._has_anchor(goal, records):
                 return None  # the first anchor is still being written: nothing can be reached yet
@@ -423,20 +426,25 @@ def _about(records: Records, record: Manifest) -> Iterator[None]:
 def _whatever_happens(work: Any) -> None:
     """Run something to its end; an interrupt that comes meanwhile is raised afterwards."""
     faults: list[BaseException] = []
+    go, done = threading.Event(), threading.Event()
 
     def run() -> None:
+        go.wait()
         try:
             work()
         except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
             faults.append(e)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=run, name="pulse-load")
-    thread.start()
+    thread = threading.Thread(target=run, name="pulse-load", daemon=True)
+    thread.start()  # an interrupt here has changed nothing: the work waits for `go`
     interrupt: BaseException | None = None
-    while thread.is_alive():
+    while not done.is_set():
         try:
-            thread.join()
-        except KeyboardInterrupt as e:
+            go.set()
+            done.wait()  # not join: interrupted, it takes a thread that runs for one that has ended (Python < 3.13)
+        except BaseException as e:  # noqa: BLE001 - raised when the work is done
             interrupt = e
     if faults:
         raise faults[0]
