@@ -342,8 +342,8 @@ def report_sweep(points: list[Point], rates: list[float | None]) -> list[dict[st
     print(table(head, rows))
     print(
         "\nWith its hashes: PULSE's paper takes SHA-256 of the whole state at both ends; that time, measured apart, is"
-        " added. modelled: seconds without fetching, from the unshaped link, + bytes on the wire × 8 ÷ rate. Where it was"
-        f" also measured, the model gives {model_error(points)} of what was measured.\n"
+        " added. modelled: seconds without fetching, from the unshaped link, + bytes on the wire × 8 ÷ rate. Where it"
+        f" was also measured, the model gives {model_error(points)} of what was measured.\n"
     )
     return out
 
