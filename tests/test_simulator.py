@@ -69,6 +69,13 @@ def test_a_queued_executor_works_when_it_is_told() -> None:
         assert done == [1, 0, 2, 3]
 
 
+def test_who_waits_for_a_queued_task_has_it_done() -> None:
+    executor, done = QueuedExecutor(), list[int]()
+    executor.submit(done.append, 0)
+    executor.submit(done.append, 1).result()
+    assert (done, executor.waiting) == ([1], 1)
+
+
 def test_executors_keep_what_a_task_raises_for_its_future() -> None:
     def fail() -> None:
         raise ValueError("no")

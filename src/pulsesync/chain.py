@@ -139,13 +139,13 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
     """Anchors from which a version can be reached, the newest first: where records say there is one, else by search."""
     last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
     known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
-    to_try = [last, goal.epoch, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
+    to_try = [last, goal.epoch, known, *range(last, max(known - SEARCH, last - 4 * SEARCH, -1), -1)]
     tried: set[int] = set()
     while to_try:
         epoch = to_try.pop(0)
         anchor = look(anchor_key(epoch)) if epoch not in tried else None
         tried.add(epoch)
-        if anchor is None or anchor.starts != epoch or anchor.run != goal.run:
+        if anchor is None or not Held.by(anchor).at_start or anchor.starts != epoch or anchor.run != goal.run:
             continue
         if anchor.version <= goal.version:
             yield anchor
@@ -154,15 +154,22 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
 
 
 def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest]:
-    """Patches, and squashed patches where there are some, from one version to a later one.
+    """Patches, and squashed patches where there are some that lead there, from one version to a later one.
 
     Raises:
         MissingLinkError: a version is not there, or does not follow; ChainError: it is out of place.
     """
+    try:
+        return _walk(held, goal, look, squashed=True)
+    except ChainError:
+        return _walk(held, goal, look, squashed=False)
+
+
+def _walk(held: Held, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
     at, way = held, []
     last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
     while at.version < goal.version:
-        record = _squash(at, last, look) or look(manifest_key(at.version + 1))
+        record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
             raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
         accept(at, record)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pulsesync import chain
-from pulsesync.errors import NotFoundError
+from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.records import Records
 from pulsesync.store import Entry, LocalStore, Store
@@ -20,6 +20,7 @@ PRUNED = "pruned/"
 CLOCK = "pruned/clock"  # put to read the store's own time
 ORPHAN_HOURS = 24.0  # after which a body that no record names is taken to be left over from a crash
 HOUR = 3600.0
+MAX_LIST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,15 @@ def _take_out(store: Store, keys: list[str], gone: list[Manifest]) -> None:
                 store.delete(start)
 
 
+def _listed(store: Store, key: str) -> list[str]:
+    """What a prune before this one wrote down. Raises: FormatError."""
+    try:
+        named = json.loads(store.get(key, 0, MAX_LIST_BYTES))
+    except ValueError as e:
+        raise FormatError(f"{key} is not a list of what was pruned; delete it, if nobody wrote it on purpose") from e
+    return [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
+
+
 def _bodies(record: Manifest) -> Iterator[str]:
     yield chain.layout_key(record.layout)
     for part in record.parts:
@@ -128,7 +138,11 @@ def _delete_bodies(store: Store, left: list[Manifest], now_s: float, grace_s: fl
     due: set[str] = set()
     lists = [entry for entry in store.list(PRUNED) if entry.key != CLOCK]
     for entry in lists:
-        (due if entry.modified_s <= now_s - grace_s else waiting).update(json.loads(store.get(entry.key)))
+        keys = _listed(store, entry.key)
+        if entry.modified_s > now_s - grace_s:
+            waiting.update(keys)
+        else:  # but not what was put again since: a version under way may name it
+            due.update(key for key in keys if key in stored and stored[key].modified_s <= entry.modified_s)
     orphans = {
         key for key, entry in stored.items() if entry.modified_s < now_s - ORPHAN_HOURS * HOUR and key not in waiting
     }

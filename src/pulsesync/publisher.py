@@ -49,6 +49,7 @@ from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, Base, FileRef, Kind, Manifest, PartRef
+from pulsesync.format.manifest import parse as parse_record
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import Changes, by_block, rebase
 from pulsesync.model import TensorSpec
@@ -141,8 +142,10 @@ class Publisher:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
         self._lost: AnotherPublisherError | None = None
-        self._sender = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-send")
-        self._behind = executor or ThreadPoolExecutor(1, thread_name_prefix="pulse-anchor")
+        self._sender, self._behind = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) if executor is None else executor
+            for name in ("pulse-send", "pulse-anchor")
+        )
         self._quiet = threading.Event()  # set while nothing is being sent
         self._quiet.set()
         self._anchors = AnchorWriter(self.store, Outbox(self._spool / "outbox"), self._sign, self._behind, self._quiet)
@@ -285,6 +288,7 @@ class Publisher:
             way = chain.find_way(None, self._last, records.look)
         except (ChainError, FormatError):
             return math.inf
+        self._anchors.newest = max(way[0].starts, self._anchors.newest or 0)
         return sum(record.size_bytes for record in way if record.kind != Kind.ANCHOR)
 
     def _put_file(self, name: str, data: bytes) -> FileRef:
@@ -380,6 +384,17 @@ class Publisher:
 
     def _drain(self) -> None:
         """Send what is pending until nothing is: the sender's whole life."""
+        try:
+            self._send_all()
+        except BaseException as e:
+            with self._lock:
+                self._sending = False
+                for future in self._pending.futures if self._pending else ():
+                    future.set_exception(e)
+                self._pending = None
+            raise
+
+    def _send_all(self) -> None:
         while (job := self._take()) is not None:
             try:
                 if job.fault:
@@ -387,6 +402,8 @@ class Publisher:
                 self._quiet.clear()
                 report = self._send(job)
             except BaseException as e:  # noqa: BLE001 - for whoever holds the future
+                if isinstance(e, AnotherPublisherError):
+                    self._lost = e
                 for future in job.futures:
                     future.set_exception(e)
             else:
@@ -462,11 +479,14 @@ class Publisher:
         if Held.by(manifest).at_start or manifest.history is None:
             self.store.put(chain.start_key(manifest.digest), str(manifest.version).encode())
         try:
+            if self._last is not None:  # gone, if others have published for so long that it was pruned
+                self.store.get(chain.manifest_key(self._last.version), 0, 1)
             self.store.create(key, data)
-        except ConflictError as e:
+        except (ConflictError, NotFoundError) as e:
             raise AnotherPublisherError(
-                f"version {manifest.version} exists already: somebody else publishes into this run. Nothing of theirs "
-                "was touched; stop one of the two, or open a new Publisher to take the run up where it is now",
+                f"version {manifest.version} is not this publisher's to make: somebody else publishes into this run. "
+                "Nothing of theirs was touched; stop one of the two, or open a new Publisher to take the run up where "
+                "it is now",
                 key=key, version=manifest.version,
             ) from e  # fmt: skip
         except StoreError:
@@ -500,6 +520,11 @@ class Publisher:
             stored = self.store.get(chain.manifest_key(manifest.version), 0, len(data) + 1)
         except NotFoundError:
             stored = b""
+        if stored not in (b"", data):
+            try:
+                parse_record(stored)
+            except FormatError as e:
+                raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
         self._unsure = None
         if stored == data:
             self._advance(manifest, transition)

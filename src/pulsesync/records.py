@@ -79,7 +79,7 @@ class Records:
         head = self._head()
         found = self.version(head) if head > after else None
         found = found or self.version(after + 1)
-        if found is None and (head > after or after < 0):
+        if found is None and (head != after or after < 0):
             last = self._last_listed()
             found = self.version(last) if last is not None and last > after else None
         for _ in range(MAX_PROBES):
@@ -99,7 +99,9 @@ class Records:
         """The last version in a listing: the first ones may have been pruned, and head may be lost."""
         try:
             names = [entry.key.rpartition("/")[2] for entry in self.store.list("manifests/")]
-        except StoreError:
+        except StoreError as e:
+            if e.retryable:
+                raise  # not to know is not the same as to know that there is nothing
             return None  # a place that cannot list
         return max((_number(name.encode()) for name in names), default=None)
 

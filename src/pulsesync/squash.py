@@ -90,16 +90,16 @@ class Squasher:
 
     def steps(self) -> Iterator[Squashed]:
         """The same, one at a time: for a progress bar."""
-        while True:
-            records = Records(self.store, self.trust)
-            if not self._ready(records):
-                return
-            assert self._state is not None
-            assert self._at is not None
-            epoch = self._epoch(self._at, records)
-            if epoch is None:
-                return
-            yield from self._take(self._at, epoch, records)
+        try:
+            while self._ready(records := Records(self.store, self.trust)):
+                assert self._at is not None
+                epoch = self._epoch(self._at, records)
+                if epoch is None:
+                    return
+                yield from self._take(self._at, epoch, records)
+        except BaseException:
+            self._state, self._at, self._spans = None, None, {}  # what was not written is come by again
+            raise
 
     def _ready(self, records: Records) -> bool:
         """Stand at an epoch start: the one after the last epoch taken, or that of the newest anchor."""

@@ -158,7 +158,9 @@ class State:
         for tile in self.layout.tiles:
             if tile.ordinal in self.places:
                 with self.lock:
-                    if self._count_tile(tile) != self.sums[tile.ordinal]:
+                    flat, *others = self._memory(tile)
+                    untied = any(not np.array_equal(flat, other) for other in others)
+                    if untied or self._count_tile(tile) != self.sums[tile.ordinal]:
                         return tile
         return None
 
@@ -328,10 +330,14 @@ class State:
         Raises:
             FormatError: and branches, for bad bytes; VerificationError: it is not the state the record promises.
         """
+        if manifest.layout != self.layout.id:
+            raise BaseMismatchError("the anchor has another layout", expected=manifest.layout, actual=self.layout.id)
         sums = {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self._counts(tile)}
         seen: set[int] = set()
         for body in parts:
             promised = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
+            if any(not self.layout.tiles[entry.tile].size for entry in body.index.entries):
+                raise FormatError("the anchor names a tile that has no weights", version=manifest.version)
             if not seen.isdisjoint(promised):
                 raise FormatError("two parts of an anchor hold the same tile", version=manifest.version)
             seen |= promised.keys()

@@ -10,6 +10,7 @@ deep. The pause, in which the weights are not to be used, is the commit at the e
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -157,7 +158,10 @@ class Subscriber:
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
                 first = first or e
-                avoid.add(e.__dict__.get("record") or e.__dict__.get("key", ""))
+                traceback.clear_frames(e.__traceback__)  # what it had read need not be held for the next attempt
+                if (about := e.__dict__.get("record") or e.__dict__.get("key", "")) in avoid:
+                    break  # there is no way round it
+                avoid.add(about)
                 if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
                     self._forget()  # what is held is not what it was thought to be
             progress.replanned = attempt + 1
@@ -379,8 +383,12 @@ class Subscriber:
         if source is not None and not self._state.holds(source):
             raise VerificationError("these are not the tensors that were synced")
         expected = self._state.digest
-        with self._state.lock:
-            actual = self._state.recount()
+        try:
+            with self._state.lock:
+                actual = self._state.recount()
+        except VerificationError:
+            self._forget()
+            raise
         if actual != expected:
             self._damage = f"the weights are not version {self._held.version}"
             self._check_scrub(expected, actual)

@@ -1702,7 +1702,7 @@ def a_squash_in_the_place_of_a_later_one(v: Version) -> None:
     v.key = "squashes/00/0000000000000001"
 
 
-@attack(ChainError, on="squash")
+@attack(MissingLinkError, on="squash")
 def a_squash_of_another_digest_than_its_version(v: Version) -> None:
     v.manifest["digest"] = hashlib.sha256(b"another state").hexdigest()
 

@@ -93,7 +93,7 @@ class QueuedExecutor(Executor):
     """Does nothing until it is told to: what is behind waits for `run_one`, in whichever order suits a schedule."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         self._at_once = False
 
     @property
@@ -102,17 +102,22 @@ class QueuedExecutor(Executor):
         return len(self._waiting)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        future: Future[T] = Future()
-        self._waiting.append(lambda: _run(future, lambda: fn(*args, **kwargs)))
+        future: Future[T] = _Awaited(self._run_now)
+        self._waiting.append((future, lambda: _run(future, lambda: fn(*args, **kwargs))))
         if self._at_once:
             self.run_all()
         return future
 
     def run_one(self, number: int = 0) -> None:
         """Do one of the tasks that wait, counted from the oldest."""
-        task = self._waiting[number]
+        _, task = self._waiting[number]
         del self._waiting[number]
         task()
+
+    def _run_now(self, future: "Future[Any]") -> None:
+        waiting = [one for one, _ in self._waiting]
+        assert future in waiting, "a task waits for itself, or for one that waits for it"
+        self.run_one(waiting.index(future))
 
     def run_all(self) -> None:
         while self._waiting:
@@ -127,6 +132,19 @@ class QueuedExecutor(Executor):
             yield
         finally:
             self._at_once = False
+
+
+class _Awaited(Future[T]):
+    """A future whose task is done, at the latest, when somebody waits for it."""
+
+    def __init__(self, run_now: "Callable[[Future[Any]], None]") -> None:
+        super().__init__()
+        self._run_now = run_now
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self.done():
+            self._run_now(self)
+        return super().result(timeout)
 
 
 def _run(future: "Future[T]", work: Callable[[], T]) -> None:
