@@ -17,7 +17,7 @@ from pulsesync.spool import Outbox
 from pulsesync.state import Snapshot
 from pulsesync.store import Store
 
-PART_BYTES = 1 << 26  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
+PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
 
 
 class AnchorWriter:

@@ -4,7 +4,6 @@ A patch over k steps is smaller than k patches, because the same weights move ag
 every step while the link can bear it, and fold steps where sending would take more than a share of the time they take.
 """
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -20,10 +19,9 @@ GROWTH = (
 
 @dataclass(frozen=True)
 class Sent:
-    """A version that was sent: steps in it, its bytes, and how long encoding and sending took."""
+    """A version that was sent: steps in it, and how long encoding and sending took."""
 
     steps: int
-    size_bytes: int
     seconds: float
 
 
@@ -75,15 +73,6 @@ class Pace:
 
     def predict_s(self, steps: int) -> float:
         """How long a version of so many steps would take to send, by what the last ones took."""
-        growth = self._growth()
-        estimates = sorted(sent.seconds * (steps / sent.steps) ** growth for sent in self._sent)
+        estimates = sorted(sent.seconds * (steps / sent.steps) ** GROWTH for sent in self._sent)
         middle: float = estimates[len(estimates) // 2]
         return middle
-
-    def _growth(self) -> float:
-        """How bytes grow with steps: the slope between the shortest and the longest of the last versions."""
-        short, long = min(self._sent, key=lambda s: s.steps), max(self._sent, key=lambda s: s.steps)
-        if short.steps == long.steps or not short.size_bytes or not long.size_bytes:
-            return GROWTH
-        slope = math.log(long.size_bytes / short.size_bytes) / math.log(long.steps / short.steps)
-        return min(max(slope, 0.1), 1.0)

@@ -447,7 +447,6 @@ class Publisher:
         )
         sums = {**state.sums, **part.sums}
         transition = Transition(by_block(part.patches), sums, history.after(part.patches, state))
-        encoded = time.perf_counter()
         manifest = Manifest(
             run=last.run,
             version=last.version + 1,
@@ -463,12 +462,13 @@ class Publisher:
             anchor=self._anchors.newest,
             files=self._refs,
         )
+        encoded = time.perf_counter()
         self.store.put(chain.part_key(part.id), part.data)
         written = len(part.data) + self._commit(manifest, transition)
         self._advance(manifest, transition)
         ended = time.perf_counter()
         with self._lock:
-            self._pace.sent(Sent(job.folded + 1, written, ended - began))
+            self._pace.sent(Sent(job.folded + 1, ended - began))
         return _report(
             state.layout, manifest, transition, written, job.folded, job.blocked_s, encoded - began, ended - encoded
         )

@@ -81,6 +81,7 @@ class State:
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: dict[str, int] = {}
+        self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
         self.sums: Mapping[int, Sum] = self._count()
         self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: only an anchor can help
 
@@ -137,9 +138,10 @@ class State:
         return self._digest(self.sums)
 
     def _digest(self, sums: Mapping[int, Sum]) -> str:
-        if self.whole:
-            return digest.state_digest(self.layout.tiles, sums)
-        return digest.state_digest((tile for tile in self.layout.tiles if tile.ordinal in self.places), sums)
+        if self._digested is None or self._digested[0] is not sums:  # sums are replaced, never changed
+            held = self.layout.tiles if self.whole else [self.layout.tiles[ordinal] for ordinal in sorted(self.places)]
+            self._digested = sums, digest.state_digest(held, sums)
+        return self._digested[1]
 
     def recount(self) -> str:
         """Count the digest from all the weights, remember it, and return it.

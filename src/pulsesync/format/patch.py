@@ -346,13 +346,13 @@ def _run_plain(job: _Job, old: Weights) -> list[BlockChange]:
     borders = np.searchsorted(positions, np.arange(tile.block_count + 1) * BLOCK)
     for number, (first, last) in enumerate(pairwise(borders)):
         if first < last:
-            here, after = (positions[first:last] - number * BLOCK).astype(np.uint32), values[first:last]
+            here, after = positions[first:last] - number * BLOCK, values[first:last]
             before = old.block(tile, number)[here]
             differ = before != after
             if not differ.all():
                 here, before, after = here[differ], before[differ], after[differ]
             if here.size:
-                out.append(BlockChange(number, here, before, after))
+                out.append(BlockChange(number, here.astype(np.uint32), before, after))
     return out
 
 
