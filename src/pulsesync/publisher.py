@@ -206,6 +206,11 @@ class Publisher:
         return self._last.version if self._last else None
 
     @property
+    def digest(self) -> str | None:
+        """The state digest of the last version that was committed."""
+        return self._last.digest if self._last else None
+
+    @property
     def run(self) -> str | None:
         """The id of the run; None before the first publish."""
         return self._last.run if self._last else None
