@@ -21,20 +21,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
 import numpy as np
 
-from pulsesync import chain, digest
+from pulsesync import chain
 from pulsesync.anchors import AnchorWriter
 from pulsesync.chain import Held
 from pulsesync.errors import (
     AnotherPublisherError,
     ChainError,
-    ConflictError,
     FormatError,
     NotFoundError,
     PulseError,
@@ -46,22 +44,19 @@ from pulsesync.errors import (
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature
 from pulsesync.format.diff import Diff
-from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, Base, FileRef, Kind, Manifest, PartRef
-from pulsesync.format.manifest import parse as parse_record
+from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Kind, Manifest
 from pulsesync.format.signature import SigningKey
-from pulsesync.format.weights import Changes, by_block, rebase
+from pulsesync.format.weights import Changes, rebase
 from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
 from pulsesync.records import CACHE_BYTES, Records
 from pulsesync.spool import Outbox
-from pulsesync.state import State, Transition, copy_weights
+from pulsesync.state import State, copy_weights
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.tensors import Published, as_published, new_tensors, view_bits
-
-Cuts = int | Sequence[int]  # how many even pieces, or the borders between them
+from pulsesync.tip import Draft, Tip, create
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,7 @@ class _Job:
     diffs: Sequence[Diff] | None  # None once it was rebased: to be found again from the changes
     changes: Changes
     folded: int
-    blocked_s: float
-    began: float
+    blocked_s: float = 0.0
     futures: list[Future[PublishReport]] = field(default_factory=list)
     fault: StoreError | None = None  # what kept it from being sent
 
@@ -116,7 +110,7 @@ class Publisher:
         *,
         codec: patch.CodecName = "auto",
         cast: str | Mapping[str, str] | None = None,
-        grid: Mapping[str, tuple[Cuts, Cuts]] | None = None,
+        grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
         files: Mapping[str, bytes] | None = None,
@@ -150,14 +144,12 @@ class Publisher:
         self._quiet.set()
         self._anchors = AnchorWriter(self.store, Outbox(self._spool / "outbox"), self._sign, self._behind, self._quiet)
         self._lock = threading.RLock()  # over all that follows
-        self._state: State | None = None  # the base
-        self._last: Manifest | None = None  # its record
+        self._tip: Tip | None = None  # the end of the run, once it is known
         self._refs: tuple[FileRef, ...] = ()
         self._way_bytes = 0.0  # patches since the newest anchor
         self._pending: _Job | None = None
         self._latest: Future[PublishReport] | None = None
         self._sending = False
-        self._unsure: tuple[Manifest, bytes, Transition] | None = None  # sent, perhaps committed
 
     # For people
 
@@ -186,34 +178,34 @@ class Publisher:
         with self._lock:
             if self._lost:
                 raise self._lost
-            due = self._pace.step(time.monotonic()) or now or self._last is None
-            if not due:
-                return self._skipped(step, wait, began)
+            due = self._pace.step(time.monotonic()) or now
+            if self._tip is not None and not due:
+                return self._skipped(self._tip, step, wait, began)
             views, ties = view_bits(source)
             published = as_published(views, self.cast)
             specs = [published.spec(name) for name in views]
-            if self._last is None:
-                self._open(published, specs, ties)
-            if self._last is None or self._state is None:
-                return self._publish_root(published, specs, ties, step, wait, began)
-            _same_tensors(self._state.layout, specs, ties)
-            future = self._enqueue(published, step, began)
+            if self._tip is None:
+                last = self._open(published, specs, ties)
+                if self._tip is None:
+                    return self._publish_root(last, published, specs, ties, step, wait, began)
+            _same_tensors(self._tip.state.layout, specs, ties)
+            future = self._enqueue(self._tip, published, step, began)
         return future.result() if wait else future
 
     @property
     def version(self) -> int | None:
         """The last version that was committed."""
-        return self._last.version if self._last else None
+        return self._tip.last.version if self._tip else None
 
     @property
     def digest(self) -> str | None:
         """The state digest of the last version that was committed."""
-        return self._last.digest if self._last else None
+        return self._tip.last.digest if self._tip else None
 
     @property
     def run(self) -> str | None:
         """The id of the run; None before the first publish."""
-        return self._last.run if self._last else None
+        return self._tip.last.run if self._tip else None
 
     @property
     def anchor_bytes(self) -> int:
@@ -248,17 +240,18 @@ class Publisher:
 
     # Taking up a run
 
-    def _open(self, published: Published, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:
+    def _open(self, published: Published, specs: list[TensorSpec], ties: Mapping[str, str]) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
         records = self._records()
         self._refs = tuple(self._put_file(name, data) for name, data in sorted(self._files.items()))
         last = records.newest()
         if last is None:
-            return
+            return None
         if self.signing_key is None and signature.split(self.store.get(chain.manifest_key(last.version)))[1]:
             raise SignatureError("the run is signed: take it up with its key", version=last.version)
         layout = records.layout(last.layout)
         _same_tensors(layout, specs, ties)
+        self._refs = self._refs or last.files
         self._anchors.newest = last.anchor
         self._anchors.finish(last.run)
         state = self._rebuild(last, layout, published)
@@ -266,11 +259,11 @@ class Publisher:
             with suppress(StoreError):
                 self._anchors.wait()  # the way may begin at an anchor that was still in the outbox
                 state = self._rebuild(last, layout, published)
-        self._last, self._state = last, state
-        self._refs = self._refs or last.files
-        if self._state is not None:
-            self._way_bytes = self._way_since_anchor(records)
+        if state is not None:
+            self._tip = Tip(self.store, self._sign, last, state)
+            self._way_bytes = self._way_since_anchor(last)
             self._maybe_anchor()
+        return last
 
     def _rebuild(self, last: Manifest, layout: Layout, published: Published) -> State | None:
         """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
@@ -286,11 +279,10 @@ class Publisher:
             return None
         return reader.state if reader.version == last.version else None
 
-    def _way_since_anchor(self, records: Records) -> float:
+    def _way_since_anchor(self, last: Manifest) -> float:
         """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
-        assert self._last is not None
         try:
-            way = chain.find_way(None, self._last, records.look)
+            way = chain.find_way(None, last, self._records().look)
         except (ChainError, FormatError):
             return math.inf
         self._anchors.newest = max(way[0].starts, self._anchors.newest or 0)
@@ -307,6 +299,7 @@ class Publisher:
 
     def _publish_root(
         self,
+        after: Manifest | None,
         published: Published,
         specs: list[TensorSpec],
         ties: Mapping[str, str],
@@ -315,16 +308,16 @@ class Publisher:
         began: float,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a state that has no base. Its anchor is written behind, and waited for if that is asked."""
-        layout = layouts.make((self._cut(spec) for spec in specs), ties)
+        layout = layouts.make((layouts.cut(spec, self.grid, self.min_tile) for spec in specs), ties)
         flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
         copy_weights(layout, published, flats)
         state = State(layout, flats)
         copied = time.perf_counter()
         manifest = Manifest(
-            run=self._last.run if self._last else secrets.token_hex(16),
-            version=self._last.version + 1 if self._last else 0,
+            run=after.run if after else secrets.token_hex(16),
+            version=after.version + 1 if after else 0,
             step=step,
-            epoch=self._last.epoch + 1 if self._last else 0,
+            epoch=after.epoch + 1 if after else 0,
             index=0,
             base=None,
             layout=layout.id,
@@ -335,45 +328,37 @@ class Publisher:
             anchor=self._anchors.newest,
             files=self._refs,
         )
+        self.store.put(chain.layout_key(layout.id), layout.data)
         try:
-            self.store.put(chain.layout_key(layout.id), layout.data)
-            written = len(layout.data) + self._commit(manifest, None)
+            written = len(layout.data) + create(self.store, manifest, self._sign(manifest), after)
         except AnotherPublisherError as e:
             self._lost = e
             raise
-        except StoreError:
-            self._last = None  # look again what there is
-            raise
-        self._state, self._last, self._way_bytes = state, manifest, math.inf
+        self._tip, self._way_bytes = Tip(self.store, self._sign, manifest, state), math.inf
         self._pace.published()
         blocked_s = time.perf_counter() - began
         self._maybe_anchor()
         if wait:
             self._anchors.wait()
             written += self._anchors.written_bytes
-        report = _report(layout, manifest, state, written, 0, blocked_s, copied - began, time.perf_counter() - copied)
-        done: Future[PublishReport] = Future()
-        done.set_result(report)
-        return report if wait else done
+        stored = time.perf_counter()
+        return _answer(
+            _report(layout, manifest, None, written, 0, blocked_s, copied - began, stored - copied), wait=wait
+        )
 
     # Patches
 
-    def _skipped(self, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
+    def _skipped(self, tip: Tip, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
         """Nothing to do: the step is in the state, and the next version covers it."""
-        assert self._state is not None
-        held = time.perf_counter() - began
-        report = replace(_report(self._state.layout, None, None, 0, 0, held, 0.0, 0.0), step=step)
-        done: Future[PublishReport] = Future()
-        done.set_result(report)
-        return report if wait else done
+        total, full = sum(spec.size for spec in tip.state.layout.tensors), full_bytes(tip.state.layout)
+        blocked_s = time.perf_counter() - began
+        return _answer(PublishReport(None, step, 0, total, 0, full, 0, blocked_s, 0.0, 0.0), wait=wait)
 
-    def _enqueue(self, published: Published, step: int, began: float) -> "Future[PublishReport]":
+    def _enqueue(self, tip: Tip, published: Published, step: int, began: float) -> "Future[PublishReport]":
         """Compare with the base, and have the difference sent; it takes the place of one that has not been begun."""
-        assert self._state is not None
-        assert self._last is not None
-        diffs = patch.find_diff(self._state.layout.tiles, self._state, published, self.codec)
+        diffs = patch.find_diff(tip.state.layout.tiles, tip.state, published, self.codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
-        job = _Job(step, self._last.version, diffs, changes, self._pace.published(), 0.0, began)
+        job = _Job(step, tip.last.version, diffs, changes, self._pace.published())
         if self._pending:
             job.folded += 1 + self._pending.folded
             job.futures += self._pending.futures
@@ -384,13 +369,14 @@ class Publisher:
         self._pending, self._latest = job, future
         if not self._sending:
             self._sending = True
-            self._sender.submit(self._drain)
+            self._sender.submit(self._drain, tip)
         return future
 
-    def _drain(self) -> None:
+    def _drain(self, tip: Tip) -> None:
         """Send what is pending until nothing is: the sender's whole life."""
         try:
-            self._send_all()
+            while (job := self._take(tip)) is not None:
+                self._attempt(tip, job)
         except BaseException as e:
             with self._lock:
                 self._sending = False
@@ -399,159 +385,92 @@ class Publisher:
                 self._pending = None
             raise
 
-    def _send_all(self) -> None:
-        while (job := self._take()) is not None:
-            try:
-                if job.fault:
-                    raise job.fault
-                self._quiet.clear()
-                report = self._send(job)
-            except BaseException as e:  # noqa: BLE001 - for whoever holds the future
-                if isinstance(e, AnotherPublisherError):
-                    self._lost = e
-                for future in job.futures:
-                    future.set_exception(e)
-            else:
-                self._quiet.set()
-                with suppress(PulseError):  # an anchor can wait; versions cannot
-                    self._maybe_anchor()  # before the future is done: flush waits for both
-                for future in job.futures:
-                    future.set_result(report)
-            finally:
-                self._quiet.set()
-
-    def _take(self) -> _Job | None:
+    def _take(self, tip: Tip) -> _Job | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
         with self._lock:
             fault = None
             try:
-                self._settle()
+                if committed := tip.settle():
+                    self._advance(tip, committed)
+                    with suppress(PulseError):
+                        self._maybe_anchor()
             except StoreError as e:
                 fault = e
             job, self._pending = self._pending, None
             if job is None:
                 self._sending = False
-            elif fault:
+            else:
                 job.fault = fault
             return job
 
-    def _send(self, job: _Job) -> PublishReport:
+    def _attempt(self, tip: Tip, job: _Job) -> None:
+        """Send a job, and tell those who wait for it how that went."""
+        try:
+            if job.fault:
+                raise job.fault
+            self._quiet.clear()
+            report = self._send(tip, job)
+        except BaseException as e:  # noqa: BLE001 - for whoever holds the future
+            if isinstance(e, AnotherPublisherError):
+                self._lost = e
+            for future in job.futures:
+                future.set_exception(e)
+        else:
+            self._quiet.set()
+            with suppress(PulseError):  # an anchor can wait; versions cannot
+                self._maybe_anchor()  # before the future is done: flush waits for both
+            for future in job.futures:
+                future.set_result(report)
+        finally:
+            self._quiet.set()
+
+    def _send(self, tip: Tip, job: _Job) -> PublishReport:
         """Encode a job against the base, commit it, and move the base."""
-        state, last = self._state, self._last
-        assert state is not None
-        assert last is not None
         began = time.perf_counter()
-        epoch, index = chain.position(last)
-        history = state.history if index > 1 else History()
         diffs = job.diffs
         if diffs is None:
-            diffs = patch.diff_of(state.layout.tiles, state, job.changes, self.codec)
-        remembers = self.codec in ("auto", "history")
-        part = patch.encode_diff(
-            state.layout, diffs, state, state.sums, codec=self.codec, history=history if remembers else None
-        )
-        sums = {**state.sums, **part.sums}
-        transition = Transition(by_block(part.patches), sums, history.after(part.patches, state))
-        manifest = Manifest(
-            run=last.run,
-            version=last.version + 1,
-            step=job.step,
-            epoch=epoch,
-            index=index,
-            base=Base(last.version, last.digest),
-            layout=state.layout.id,
-            parts=(PartRef(part.id, len(part.data)),),
-            digest=digest.state_digest(state.layout.tiles, sums),
-            history=transition.history.digest() if transition.history.tiles else None,
-            created=int(time.time()),
-            anchor=self._anchors.newest,
-            files=self._refs,
-        )
+            diffs = patch.diff_of(tip.state.layout.tiles, tip.state, job.changes, self.codec)
+        draft = tip.draft(diffs, self.codec, job.step, self._anchors.newest, self._refs)
         encoded = time.perf_counter()
-        self.store.put(chain.part_key(part.id), part.data)
-        written = len(part.data) + self._commit(manifest, transition)
-        self._advance(manifest, transition)
-        ended = time.perf_counter()
+        written = tip.commit(draft)
         with self._lock:
-            self._pace.sent(Sent(job.folded + 1, ended - began))
+            self._advance(tip, draft)
+            stored = time.perf_counter()
+            self._pace.sent(Sent(job.folded + 1, stored - began))
         return _report(
-            state.layout, manifest, transition, written, job.folded, job.blocked_s, encoded - began, ended - encoded
-        )
+            tip.state.layout, draft.manifest, draft.transition.changed, written, job.folded, job.blocked_s,
+            encoded - began, stored - encoded,
+        )  # fmt: skip
 
-    def _commit(self, manifest: Manifest, transition: Transition | None) -> int:
-        """Create the record: now the version exists. Then hint at it. Returns the bytes added."""
-        data, key = self._sign(manifest), chain.manifest_key(manifest.version)
-        if Held.by(manifest).at_start or manifest.history is None:
-            self.store.put(chain.start_key(manifest.digest), str(manifest.version).encode())
-        try:
-            if self._last is not None:  # gone, if others have published for so long that it was pruned
-                self.store.get(chain.manifest_key(self._last.version), 0, 1)
-            self.store.create(key, data)
-        except (ConflictError, NotFoundError) as e:
-            raise AnotherPublisherError(
-                f"version {manifest.version} is not this publisher's to make: somebody else publishes into this run. "
-                "Nothing of theirs was touched; stop one of the two, or open a new Publisher to take the run up where "
-                "it is now",
-                key=key, version=manifest.version,
-            ) from e  # fmt: skip
-        except StoreError:
-            if transition is not None:
-                self._unsure = manifest, data, transition
-            raise
-        with suppress(StoreError):  # a hint that may lag; the version is there
-            self.store.put(chain.HEAD, str(manifest.version).encode())
-        return len(data)
-
-    def _advance(self, manifest: Manifest, transition: Transition) -> None:
+    def _advance(self, tip: Tip, draft: Draft) -> None:
         """Move the base to a version that was committed; what is pending was compared with the base before."""
-        with self._lock:
-            state, pending = self._state, self._pending
-            assert state is not None
-            if pending is not None and pending.base == manifest.version - 1:
-                keys = pending.changes.keys() | transition.changes.keys()
-                found = {key: rebase(pending.changes.get(key), transition.changes.get(key)) for key in keys}
-                pending.changes = {key: change for key, change in found.items() if change}
-                pending.diffs, pending.base = None, manifest.version
-            state.commit(transition)
-            self._last = manifest
-            self._way_bytes += manifest.size_bytes
+        pending, done = self._pending, draft.transition.changes
+        if pending is not None and pending.base == tip.last.version:
+            keys = pending.changes.keys() | done.keys()
+            found = {key: rebase(pending.changes.get(key), done.get(key)) for key in keys}
+            pending.changes = {key: change for key, change in found.items() if change}
+            pending.diffs, pending.base = None, draft.manifest.version
+        tip.advance(draft)
+        self._way_bytes += draft.manifest.size_bytes
 
-    def _settle(self) -> None:
-        """If a store did not say whether a version was committed, find out, and move the base if it was."""
-        if self._unsure is None:
-            return
-        manifest, data, transition = self._unsure
-        try:
-            stored = self.store.get(chain.manifest_key(manifest.version), 0, len(data) + 1)
-        except NotFoundError:
-            stored = b""
-        if stored not in (b"", data):
-            try:
-                parse_record(stored)
-            except FormatError as e:
-                raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
-        self._unsure = None
-        if stored == data:
-            self._advance(manifest, transition)
-            with suppress(PulseError):
-                self._maybe_anchor()
+    # Anchors
 
     def _maybe_anchor(self) -> None:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
-        state, last = self._state, self._last
-        if state is None or last is None or self._anchors.busy:
+        tip = self._tip
+        if tip is None or self._anchors.busy:
             return
-        if not Held.by(last).at_start:
+        if not Held.by(tip.last).at_start:
             if self._anchors.owed:
-                self._anchors.finish(last.run)  # it may be on the disk already
+                self._anchors.finish(tip.last.run)  # it may be on the disk already
             return
-        longest = self.anchor_every * _full_bytes(state.layout)
+        longest = self.anchor_every * full_bytes(tip.state.layout)
         if not self._anchors.owed and self._way_bytes >= longest and not math.isinf(self._way_bytes):
             with suppress(StoreError):  # then by what was counted here
-                self._way_bytes = self._way_since_anchor(self._records())
+                self._way_bytes = self._way_since_anchor(tip.last)
         if self._anchors.owed or self._way_bytes >= longest:
             self._way_bytes = 0
-            self._anchors.begin(state.snapshot(), last)
+            self._anchors.begin(tip.state.snapshot(), tip.last)
 
     def _records(self) -> Records:
         return Records(self.store, {self.signing_key.public} if self.signing_key else None)
@@ -560,18 +479,6 @@ class Publisher:
         line = record.build()
         return signature.sign(line, self.signing_key) if self.signing_key else line
 
-    def _cut(self, spec: TensorSpec) -> TensorSpec:
-        for pattern, (rows, columns) in self.grid.items():
-            if fnmatchcase(spec.name, pattern):
-                pieces = [cuts if isinstance(cuts, int) else 1 for cuts in (rows, columns)]
-                even = layouts.cut_evenly(spec, pieces[0], pieces[1], self.min_tile)
-                return replace(
-                    even,
-                    row_cuts=even.row_cuts if isinstance(rows, int) else tuple(rows),
-                    column_cuts=even.column_cuts if isinstance(columns, int) else tuple(columns),
-                )
-        return spec
-
 
 def _checked(step: int) -> int:
     if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
@@ -579,14 +486,15 @@ def _checked(step: int) -> int:
     return whole
 
 
-def _full_bytes(layout: Layout) -> int:
+def full_bytes(layout: Layout) -> int:
+    """What a whole state takes."""
     return sum(spec.size * spec.kind.itemsize for spec in layout.tensors)
 
 
 def _report(
     layout: Layout,
-    manifest: Manifest | None,
-    sent: State | Transition | None,
+    manifest: Manifest,
+    changed: int | None,
     written: int,
     folded: int,
     blocked_s: float,
@@ -595,17 +503,18 @@ def _report(
 ) -> PublishReport:
     total = sum(spec.size for spec in layout.tensors)
     return PublishReport(
-        version=manifest.version if manifest else None,
-        step=manifest.step if manifest else 0,
-        changed=sent.changed if isinstance(sent, Transition) else total if sent else 0,
-        total=total,
-        payload_bytes=written,
-        full_bytes=_full_bytes(layout),
-        folded=folded,
-        blocked_s=blocked_s,
-        encode_s=encode_s,
-        store_s=store_s,
-    )
+        manifest.version, manifest.step, total if changed is None else changed, total, written, full_bytes(layout),
+        folded, blocked_s, encode_s, store_s,
+    )  # fmt: skip
+
+
+def _answer(report: PublishReport, wait: bool) -> "PublishReport | Future[PublishReport]":
+    """A report that is there at once, in the form that was asked for."""
+    if wait:
+        return report
+    done: Future[PublishReport] = Future()
+    done.set_result(report)
+    return done
 
 
 def _same_tensors(layout: Layout, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:

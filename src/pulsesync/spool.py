@@ -18,7 +18,7 @@ from pulsesync.records import fetch_body, forgetting
 from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
 
-DOWNLOADS = 4  # parts of an anchor that are fetched, and in memory, at a time
+DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
 
 
 class AnchorSpool:

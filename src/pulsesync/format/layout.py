@@ -6,8 +6,9 @@ It is a JSON file, because it is read by people as often as by programs and neve
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -73,6 +74,24 @@ def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -
     layout = Layout(tuple(sorted(tensors, key=lambda s: s.name.encode())), dict(ties or {}))
     _check(layout)
     return layout
+
+
+Cuts = int | Sequence[int]  # how many even pieces, or the borders between them
+Grid = Mapping[str, tuple[Cuts, Cuts]]  # by name pattern, the first that fits counts: rows and columns
+
+
+def cut(spec: TensorSpec, grid: Grid, min_tile: int) -> TensorSpec:
+    """Cut a tensor as the grid says; even pieces get at least min_tile weights."""
+    for pattern, (rows, columns) in grid.items():
+        if fnmatchcase(spec.name, pattern):
+            pieces = [cuts if isinstance(cuts, int) else 1 for cuts in (rows, columns)]
+            even = cut_evenly(spec, pieces[0], pieces[1], min_tile)
+            return replace(
+                even,
+                row_cuts=even.row_cuts if isinstance(rows, int) else tuple(rows),
+                column_cuts=even.column_cuts if isinstance(columns, int) else tuple(columns),
+            )
+    return spec
 
 
 def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> TensorSpec:

@@ -1,0 +1,140 @@
+"""The end of a run, as its publisher holds it: the last version committed, and how the next one is made of it.
+
+The state here is the base that the trainer's weights are compared with. It moves only when a version was committed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pulsesync import chain, digest
+from pulsesync.chain import Held
+from pulsesync.errors import AnotherPublisherError, ConflictError, FormatError, NotFoundError, StoreError
+from pulsesync.format import manifest as manifests
+from pulsesync.format import patch
+from pulsesync.format.diff import Diff
+from pulsesync.format.history import History
+from pulsesync.format.manifest import Base, FileRef, Manifest, PartRef
+from pulsesync.format.patch import CodecName, EncodedPart
+from pulsesync.format.weights import by_block
+from pulsesync.state import State, Transition
+from pulsesync.store import Store
+
+Sign = Callable[[Manifest], bytes]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A version that is ready to be committed."""
+
+    manifest: Manifest
+    part: EncodedPart
+    transition: Transition
+
+
+class Tip:
+    """The last version of a run and its state. One thread at a time drafts, commits and advances."""
+
+    def __init__(self, store: Store, sign: Sign, last: Manifest, state: State) -> None:
+        self.store, self.sign = store, sign
+        self.last, self.state = last, state
+        self._unsure: Draft | None = None  # sent, and perhaps committed
+
+    def draft(
+        self, diffs: Sequence[Diff], codec: CodecName, step: int, anchor: int | None, files: tuple[FileRef, ...]
+    ) -> Draft:
+        """Encode what takes the base to the next version. Changes nothing."""
+        state, last = self.state, self.last
+        epoch, index = chain.position(last)
+        history = state.history if index > 1 else History()
+        remembers = codec in ("auto", "history")
+        part = patch.encode_diff(
+            state.layout, diffs, state, state.sums, codec=codec, history=history if remembers else None
+        )
+        sums = {**state.sums, **part.sums}
+        transition = Transition(by_block(part.patches), sums, history.after(part.patches, state))
+        manifest = Manifest(
+            run=last.run,
+            version=last.version + 1,
+            step=step,
+            epoch=epoch,
+            index=index,
+            base=Base(last.version, last.digest),
+            layout=state.layout.id,
+            parts=(PartRef(part.id, len(part.data)),),
+            digest=digest.state_digest(state.layout.tiles, sums),
+            history=transition.history.digest() if transition.history.tiles else None,
+            created=int(time.time()),
+            anchor=anchor,
+            files=files,
+        )
+        return Draft(manifest, part, transition)
+
+    def commit(self, draft: Draft) -> int:
+        """Put the body, then create the record: now the version exists. Returns the bytes added.
+
+        Raises:
+            AnotherPublisherError: somebody else publishes here; StoreError: it may or may not be committed; `settle`
+            finds out.
+        """
+        self.store.put(chain.part_key(draft.part.id), draft.part.data)
+        try:
+            return len(draft.part.data) + create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
+        except AnotherPublisherError:
+            raise
+        except StoreError:
+            self._unsure = draft
+            raise
+
+    def settle(self) -> Draft | None:
+        """If a store did not say whether a version was committed, find out; return it if it was.
+
+        Raises:
+            StoreError: it still does not say.
+        """
+        if self._unsure is None:
+            return None
+        draft, data = self._unsure, self.sign(self._unsure.manifest)
+        try:
+            stored = self.store.get(chain.manifest_key(draft.manifest.version), 0, len(data) + 1)
+        except NotFoundError:
+            stored = b""
+        if stored not in (b"", data):
+            try:
+                manifests.parse(stored)  # somebody else's
+            except FormatError as e:
+                raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
+        self._unsure = None
+        return draft if stored == data else None
+
+    def advance(self, draft: Draft) -> None:
+        """Move the base to a version that was committed."""
+        self.state.commit(draft.transition)
+        self.last = draft.manifest
+
+
+def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:
+    """Make a version of what is put already: hint at its start, create its record, hint at its head; return its bytes.
+
+    Raises:
+        AnotherPublisherError: it exists, or the version it comes after is gone, because others have published for so
+        long that it was pruned. StoreError.
+    """
+    key = chain.manifest_key(manifest.version)
+    if Held.by(manifest).at_start or manifest.history is None:
+        store.put(chain.start_key(manifest.digest), str(manifest.version).encode())
+    try:
+        if after is not None:
+            store.get(chain.manifest_key(after.version), 0, 1)
+        store.create(key, data)
+    except (ConflictError, NotFoundError) as e:
+        raise AnotherPublisherError(
+            f"version {manifest.version} is not this publisher's to make: somebody else publishes into this run. "
+            "Nothing of theirs was touched; stop one of the two, or open a new Publisher to take the run up where "
+            "it is now",
+            key=key, version=manifest.version,
+        ) from e  # fmt: skip
+    with suppress(StoreError):  # it may lag; the version is there
+        store.put(chain.HEAD, str(manifest.version).encode())
+    return len(data)
