@@ -54,6 +54,4 @@ def pulse(*arguments: object) -> Done:
 
 
 def start(*arguments: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [*PULSE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([*PULSE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
