@@ -19,7 +19,7 @@ demo: $(VENV)/.core  ## watch weights travel, in a minute, without torch
 	@$(BIN)/pulse demo
 
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/pytest -q -n 2 --dist loadfile --max-worker-restart 0
+	$(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
 
 lint: $(VENV)/.dev  ## check style, types and the direction of imports
 	$(BIN)/ruff check

@@ -40,8 +40,9 @@ RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/
 # What the command line calls, with its options as JSON.
 START = """
 import json, sys
+from importlib import import_module
 from pathlib import Path
-from pulsesync.cli import serve
+serve = import_module("pulsesync.cli.serve")  # of that name there is a command, too
 options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
