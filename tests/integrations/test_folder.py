@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pulsesync import Publisher
-from pulsesync.errors import ConflictError, MissingLinkError, NotFoundError, StoreError, VerificationError
+from pulsesync.errors import ConflictError, MissingLinkError, NotFoundError, StoreError
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
 from pulsesync.integrations.safetensors import open_checkpoint
