@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pulsesync.model import Bits, BlockChange, Tile
 from pulsesync.records import Records
 from pulsesync.squash import _Span
 from pulsesync.state import Snapshot, State, Transition
-from pulsesync.store import Entry, Store
+from pulsesync.store import Entry, MemoryStore, Store
 from pulsesync.testing.simulator import InlineExecutor, QueuedExecutor, RunSimulator
 
 SCHEDULES, CHUNK, EVENTS = 200, 10, 24
@@ -34,6 +35,19 @@ def test_the_same_seed_is_the_same_schedule() -> None:
     first, second = RunSimulator(3), RunSimulator(3)
     assert first.run() == second.run()
     assert first.log == second.log
+
+
+class OneThread(MemoryStore):
+    """A store that is asked from one thread: with two, a seed would not always be the same schedule."""
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        assert threading.current_thread() is threading.main_thread(), f"{key} is asked for behind the simulator"
+        return super().get(key, begin, end)
+
+
+def test_nobody_asks_the_store_in_a_thread_of_its_own() -> None:
+    for seed in range(10):
+        RunSimulator(seed, store=OneThread).run()
 
 
 def test_a_schedule_has_many_events_and_faults() -> None:

@@ -136,10 +136,15 @@ def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
 
 
 def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
-    """Anchors from which a version can be reached, the newest first: where records say there is one, else by search."""
+    """Anchors from which a version can be reached, the newest first.
+
+    Records name the newest that their writer knew of. There may be one since, whose writer died before it could say so;
+    and the one that is named may be gone.
+    """
     last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
     known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
-    to_try = [last, goal.epoch, known, *range(last, max(known - SEARCH, last - 4 * SEARCH, -1), -1)]
+    since = range(last, max(known, last - SEARCH), -1)
+    to_try = [*since, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
     tried: set[int] = set()
     while to_try:
         epoch = to_try.pop(0)

@@ -1,4 +1,7 @@
-"""Work on independent blocks, spread over threads. The kernels release the GIL; nothing else here is parallel."""
+"""Work in threads: spread over them, block by block, or finished in one whatever interrupts the caller.
+
+The kernels release the GIL; nothing else here is parallel.
+"""
 
 import os
 import threading
@@ -48,3 +51,37 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
     if faults:
         raise faults[0]
     return out
+
+
+def finish(work: Callable[[], None]) -> None:
+    """Run something to its end in a thread of its own; an interrupt of the caller is raised afterwards.
+
+    For work that must not be left half done: Ctrl-C, or whatever else a signal handler raises, comes to the main thread
+    alone. What the work itself raises is raised here, and then the interrupt is not. Only the end of the process cuts
+    it off.
+    """
+    faults: list[BaseException] = []
+    go, done = threading.Event(), threading.Event()
+
+    def run() -> None:
+        go.wait()
+        try:
+            work()
+        except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
+            faults.append(e)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run, name="pulse-finish", daemon=True)
+    thread.start()  # an interrupt here has changed nothing: the work waits for `go`
+    interrupt: BaseException | None = None
+    while not done.is_set():
+        try:
+            go.set()
+            done.wait()  # not join: interrupted, it takes a thread that runs for one that has ended (Python < 3.13)
+        except BaseException as e:  # noqa: BLE001 - raised when the work is done
+            interrupt = e
+    if faults:
+        raise faults[0]
+    if interrupt is not None:
+        raise interrupt

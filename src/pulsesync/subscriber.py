@@ -33,6 +33,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.parallel import finish
 from pulsesync.records import CACHE_BYTES, Records, fetch_body, located
 from pulsesync.slices import Slices
 from pulsesync.spool import AnchorSpool
@@ -305,7 +306,7 @@ class Subscriber:
                 sums = state.check_whole(anchor, bodies)
             with progress.timed("apply"):
                 self._forget()  # should the process be cut off here, a restart finds the spool
-                _whatever_happens(lambda: state.load_whole(bodies, sums))
+                finish(lambda: state.load_whole(bodies, sums))
                 self._state = state
                 self._hold(anchor)
             if self._cache is not None:
@@ -429,32 +430,3 @@ def _about(records: Records, record: Manifest) -> Iterator[None]:
     except PulseError as e:
         e.__dict__["record"] = records.key_of(record)
         raise located(e, e.__dict__["record"]) from None
-
-
-def _whatever_happens(work: Any) -> None:
-    """Run something to its end; an interrupt that comes meanwhile is raised afterwards."""
-    faults: list[BaseException] = []
-    go, done = threading.Event(), threading.Event()
-
-    def run() -> None:
-        go.wait()
-        try:
-            work()
-        except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
-            faults.append(e)
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=run, name="pulse-load", daemon=True)
-    thread.start()  # an interrupt here has changed nothing: the work waits for `go`
-    interrupt: BaseException | None = None
-    while not done.is_set():
-        try:
-            go.set()
-            done.wait()  # not join: interrupted, it takes a thread that runs for one that has ended (Python < 3.13)
-        except BaseException as e:  # noqa: BLE001 - raised when the work is done
-            interrupt = e
-    if faults:
-        raise faults[0]
-    if interrupt is not None:
-        raise interrupt

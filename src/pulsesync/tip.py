@@ -97,7 +97,7 @@ class Tip:
             return None
         draft, data = self._unsure, self.sign(self._unsure.manifest)
         try:
-            stored = self.store.get(chain.manifest_key(draft.manifest.version), 0, len(data) + 1)
+            stored = self.store.get(chain.manifest_key(draft.manifest.version), 0, manifests.MAX_BYTES + 1)
         except NotFoundError:
             stored = b""
         if stored not in (b"", data):

@@ -1,43 +1,25 @@
-"""A run over HTTP: any store, served for reading. Needs `pip install 'pulsesync[serve]'`.
-
-    serve(LocalStore("run"))                                    what `pulse serve` does
-    serve(relay(HttpStore("https://trainer:8765"), "cache"))    what `pulse relay` does
-
-Plain GET and HEAD with ranges, so that any cache or content network can stand in between, and one addition: `/?list=`
-and a prefix gives the objects below it, one JSON object a line. Content-addressed objects may be cached for ever; the
-rest must be asked for again each time; that something is not there is never cached.
-
-Memory is bounded: only so many requests are worked on at a time, each with a few pieces of its object in memory. What a
-store says goes out unaltered and unchecked; readers check everything.
-"""
+"""What is answered: a store's objects, whole or in part, and its listings, as an ASGI application."""
 
 import asyncio
 import hashlib
 import json
-import os
 import re
 import secrets
-import signal
-import socket
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.store.base import CONTENT_ADDRESSED, Store, forget
-from pulsesync.store.cache import CachedStore
-from pulsesync.store.coalesce import Coalescing
 from pulsesync.store.http import LISTING_TYPE
 from pulsesync.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
-    from granian.server.embed import Server
     from starlette.applications import Starlette
     from starlette.datastructures import Headers
     from starlette.requests import Request
@@ -48,10 +30,7 @@ _PIECE = 1 << 22  # bytes of an object that are read at once
 _AHEAD = 3  # pieces read while one is sent: an upstream 50 ms away then gives 250 MB/s
 _BODIES = 32  # content-addressed objects that are read and sent at a time: with the above, 512 MiB at most
 _RECORDS = 1024  # everything else: small, and a worker that polls may wait long for a store that is away
-_CONNECTIONS = 1 << 14  # idle ones count; at this many the server would not accept another
 _SEND_TIMEOUT_S = 60.0  # for a piece; a client that takes longer is dropped, lest a few of them stop the server
-_STOP_S = 0.3  # for what is under way when the server is told to stop, and again for what is then broken off
-_START_S = 10.0
 _MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 
@@ -68,74 +47,8 @@ def make_app(store: Store, token: str | None = None) -> "Starlette":
         from starlette.applications import Starlette
         from starlette.routing import Route
     except ModuleNotFoundError as e:
-        raise _missing(e) from e
+        raise missing(e) from e
     return Starlette(routes=[Route("/{key:path}", _Service(store, token), methods=["GET"])])
-
-
-def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None = None) -> Store:
-    """Return a store for `serve` that many may poll: it asks the upstream once a second, and for each body once.
-
-    Bodies are kept in a folder, up to max_bytes of them; while the upstream is away they are still served. They are
-    fetched in pieces, so an upstream over HTTP should know range requests: one that does not sends each from its start.
-    """
-    return Coalescing(CachedStore(upstream, folder, max_bytes))
-
-
-def serve(
-    store: Store,
-    host: str = "127.0.0.1",
-    port: int = 8765,
-    *,
-    token: str | None = None,
-    certificate: Path | None = None,
-    private_key: Path | None = None,
-    on_ready: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Serve a store until SIGINT or SIGTERM, then end within a second. To be called from the main thread.
-
-    Args:
-        store: What to serve; its verbs are called from many threads.
-        host: The address to listen on; `0.0.0.0` for every one of this machine.
-        port: 0 takes a free one.
-        token: What clients have to show; anybody may read if there is none.
-        certificate: PEM file, with the private key, for https.
-        private_key: PEM file, not encrypted.
-        on_ready: Called with the address once connections are accepted.
-
-    Raises:
-        PulseError: the extra is not installed, the port is taken, the certificate is not usable.
-    """
-    if (certificate is None) != (private_key is None):
-        raise PulseError("a certificate and its private key go together")
-    app = make_app(store, token)
-    try:
-        from granian.constants import HTTPModes, Interfaces
-        from granian.log import LogLevels
-        from granian.server.embed import Server
-    except ModuleNotFoundError as e:
-        raise _missing(e) from e
-    port = _free_port(host, port)
-
-    async def run() -> None:
-        try:
-            server = Server(
-                app,
-                address=host,
-                port=port,
-                interface=Interfaces.ASGINL,
-                http=HTTPModes.http1,
-                websockets=False,
-                backlog=1024,
-                backpressure=_CONNECTIONS,
-                log_level=LogLevels.critical,
-                ssl_cert=certificate,
-                ssl_key=private_key,
-            )
-        except OSError as e:  # ssl.SSLError is one
-            raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
-        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)))
-
-    asyncio.run(run())
 
 
 class _Service:
@@ -406,61 +319,5 @@ async def _in_thread(call: Callable[[], T]) -> T:
     return await future
 
 
-async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None]) -> None:
-    """Run a server until a signal stops it."""
-    told = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
-    running = asyncio.create_task(server.serve())
-    waiting = asyncio.create_task(_wait(host, port, on_ready, told))
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    if not waiting.done():
-        await running  # raises, if it can say why it ended
-        raise PulseError(f"the server on {host} port {port} ended by itself")
-    standing = await waiting
-    server.stop()  # type: ignore[no-untyped-call]
-    await asyncio.wait({running}, timeout=_STOP_S)
-    # It waits for answers under way, however long; and must not be cancelled itself, or complains on its way out.
-    for answering in asyncio.all_tasks() - standing:
-        answering.cancel()
-    await asyncio.wait({running}, timeout=_STOP_S)
-
-
-async def _wait(host: str, port: int, on_ready: Callable[[], None], told: asyncio.Event) -> set["asyncio.Task[Any]"]:
-    """Call on_ready as soon as a connection succeeds; when told to stop, return the tasks that were there before."""
-    async with asyncio.timeout(_START_S):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection(host, port)
-                break
-            except OSError:
-                await asyncio.sleep(0.01)
-    writer.close()
-    standing = asyncio.all_tasks()
-    on_ready()
-    await told.wait()
-    return standing
-
-
-def _free_port(host: str, port: int) -> int:
-    """Return a port that nobody listens on: the one asked for, or any for 0.
-
-    The server would share a port that is taken with whoever has it (it sets SO_REUSEPORT), and does not tell which it
-    took for 0. Raises: PulseError.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do not count
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as e:
-        raise PulseError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
-
-
-def _url(secure: bool, host: str, port: int) -> str:
-    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _missing(error: ModuleNotFoundError) -> PulseError:
+def missing(error: ModuleNotFoundError) -> PulseError:
     return PulseError(f"{error.name} is not installed: pip install 'pulsesync[serve]'")

@@ -1,0 +1,112 @@
+"""Who takes part in a simulated run, and which weights they hold. What they do with them is in trainers and workers."""
+
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pulsesync.format import layout as layouts
+from pulsesync.format.layout import Layout
+from pulsesync.publisher import Publisher, PublishReport
+from pulsesync.state import State
+from pulsesync.subscriber import Subscriber
+from pulsesync.tensors import view_bits
+from pulsesync.testing.simulator.executors import QueuedExecutor
+from pulsesync.testing.simulator.line import Line
+from pulsesync.testing.updates import random_bits
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+Content = dict[str, bytes]  # of every tensor, by canonical name
+
+
+@dataclass
+class Model:
+    """Which tensors the run has."""
+
+    arrays: dict[str, tuple[Any, tuple[int, ...]]]  # dtype and shape
+    alias: str | None  # a second name of the first tensor
+    layout: Layout  # uncut: digests are the same for every grid
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "Model":
+        dtypes = [ml_dtypes.bfloat16, ml_dtypes.bfloat16, np.float32, np.uint8]
+        sizes = [(rng.randint(4, 20), rng.randint(4, 40)) for _ in range(rng.randint(1, 3))]
+        names = ["embed", "layers.0.weight", "layers.1.weight"]
+        arrays: dict[str, tuple[Any, tuple[int, ...]]] = {
+            name: (rng.choice(dtypes), shape) for name, shape in zip(names, sizes, strict=False)
+        }
+        arrays["norm"] = rng.choice(dtypes), (rng.choice([1, 7, 64, 300]),)
+        alias = rng.choice([None, "lm_head"])
+        plain = {name: np.zeros(shape, dtype) for name, (dtype, shape) in arrays.items()}
+        layout = layouts.make(view.spec for view in view_bits(plain)[0].values())
+        return cls(arrays, alias, layout)
+
+    def new(self, content: Content | None = None, alias: str = "shared") -> Arrays:
+        """Tensors with a content, or zeros; the alias "shared" with its tensor, a "copy" of it, or "absent"."""
+        out = {name: np.zeros(shape, dtype) for name, (dtype, shape) in self.arrays.items()}
+        self.fill(out, content or {})
+        if self.alias and alias != "absent":
+            out[self.alias] = out["embed"] if alias == "shared" else out["embed"].copy()
+        return out
+
+    def arbitrary(self, rng: np.random.Generator) -> Arrays:
+        """Tensors with any bits at all."""
+        arrays = self.new()
+        for name in self.arrays:
+            flat = bits(arrays[name])
+            flat[...] = random_bits(rng, flat.dtype.type, flat.shape)
+        return arrays
+
+    def fill(self, arrays: Arrays, content: Content) -> None:
+        for name, data in content.items():
+            bits(arrays[name])[...] = np.frombuffer(data, bits(arrays[name]).dtype)
+
+    def content(self, arrays: Arrays) -> Content:
+        return {name: arrays[name].tobytes() for name in self.arrays}
+
+    def digest(self, arrays: Arrays) -> str:
+        return State.attach({name: arrays[name] for name in self.arrays}, self.layout).digest
+
+
+def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array's own memory as flat unsigned integers."""
+    return array.reshape(-1).view(f"u{array.itemsize}")
+
+
+@dataclass(eq=False)
+class Process:
+    """Somebody who uses the store."""
+
+    name: str
+    line: Line
+
+
+@dataclass(eq=False)
+class Trainer(Process):
+    """Weights that change, and the publisher that publishes them, if it lives."""
+
+    weights: Arrays
+    spool: Path
+    options: dict[str, Any]
+    executor: QueuedExecutor = field(default_factory=QueuedExecutor)
+    publisher: Publisher | None = None
+    step: int = 0
+    saved: list[tuple[int, Content]] = field(default_factory=list)  # the trainer's own checkpoints
+    futures: list[tuple["Future[PublishReport]", int]] = field(default_factory=list)
+    version: int = -1  # that the publisher reported last
+
+
+@dataclass(eq=False)
+class Worker(Process):
+    """Weights that follow, and the subscriber that lets them, if it lives."""
+
+    weights: Arrays
+    last: Content  # what they were when they were last looked at
+    cache: Path | None
+    subscriber: Subscriber | None = None
+    saved: tuple[int, bytes, Content] | None = None  # version, history and weights, written down for a restart
+    damaged: bool = False

@@ -1,0 +1,106 @@
+"""The end of a schedule: with all faults gone, whatever happened, the run goes on and costs what it should."""
+
+from collections import Counter
+from contextlib import suppress
+
+from pulsesync import chain
+from pulsesync.errors import AnotherPublisherError, StoreError
+from pulsesync.squash import Squasher
+from pulsesync.testing.simulator.actors import Process, Trainer, Worker
+from pulsesync.testing.simulator.checks import audit, check, check_synced, check_worker
+from pulsesync.testing.simulator.events import describe_prune, prune_with
+from pulsesync.testing.simulator.trainers import publish, train
+from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync
+from pulsesync.testing.simulator.world import PART_BYTES, World
+
+
+def finish(world: World) -> None:
+    """With all faults gone: take up the run, squash it, follow it, join it, prune it."""
+    world.log.append("the end: nothing goes wrong any more")
+    world.trouble = 0.0
+    world.ledger.arrive()
+    for line in world.lines:
+        line.calm()
+    check(world)
+    trainer = world.rng.choice(world.trainers)
+    train(world, trainer)
+    _publish_for_sure(world, trainer)
+    for _ in range(world.epoch_patches):  # an epoch starts, at which an anchor is written if there is none
+        if not world.book.joinable() or world.rng.random() < 0.3:
+            train(world, trainer)
+            _publish_for_sure(world, trainer)
+    assert world.book.joinable(), "an epoch later there still is no way to join"
+    check(world)
+    process = Process("squasher", world.new_line())
+    if world.squasher:
+        process, squasher = world.squasher
+    else:
+        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust)
+    world.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
+    audit(world)
+    kept = {entry.key for entry in world.truth.list("manifests/")}
+    hints = [head for head in world.ledger.heads if chain.manifest_key(int(head)) in kept]
+    world.truth.put(chain.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))  # it may lag, or say anything
+    for worker in world.workers:
+        _arrive(world, worker)
+    _join_cheaply(world)
+    if world.rng.random() < 0.5:
+        return
+    for hours in (5.0, 0.0):
+        world.clock.now_s += hours * 3600
+        report = prune_with(world, world.new_line(), 2, 0.0, 1.0)
+        world.log.append(describe_prune(report))
+        assert world.book.joinable(), "no way leads to the newest version after a prune"
+    _join_cheaply(world)
+    train(world, trainer)
+    _publish_for_sure(world, trainer)
+    for worker in world.workers:
+        _arrive(world, worker)
+
+
+def _publish_for_sure(world: World, trainer: Trainer) -> None:
+    """Publish; a publisher that finds another's version gives way to a new one, and that must succeed."""
+    try:
+        outcome = publish(world, trainer, now=True)
+    except AnotherPublisherError:
+        world.bury(trainer)
+        outcome = publish(world, trainer, now=True)
+    assert trainer.publisher is not None
+    with trainer.executor.at_once(), suppress(StoreError):  # an old anchor's fault: the next one is written
+        trainer.publisher.flush()
+    world.log.append(f"{trainer.name} {outcome}")
+
+
+def _arrive(world: World, worker: Worker) -> None:
+    open_subscriber(world, worker)
+    world.log.append(f"{worker.name} {sync(world, worker)}")
+    assert worker.subscriber is not None
+    newest = world.book.records[-1]
+    assert worker.subscriber.version == newest.version, f"{worker.name} does not reach version {newest.version}"
+    assert worker.subscriber.verify(worker.weights) == newest.digest, f"{worker.name} counts another digest"
+    check_worker(world, worker)
+
+
+def _join_cheaply(world: World) -> None:
+    """A worker with nothing arrives, by an anchor, squashes and the patches of one epoch, asking little."""
+    worker = new_worker(world, None)
+    end = open_subscriber(world, worker)
+    report = end.sync(worker.weights)
+    check_synced(world, end, report, None)
+    check_worker(world, worker)
+    newest = world.book.records[-1]
+    world.log.append(f"{worker.name} joins at {report.version} by {report.path}, {worker.line.calls} calls")
+    assert report.version == newest.version, f"a joiner does not reach version {newest.version}"
+    kinds = Counter(report.path)
+    epochs = newest.epoch + 1
+    levels = epochs.bit_length()
+    assert kinds["anchor"] <= 1, f"{kinds['anchor']} anchors were fetched"
+    assert kinds["patch"] <= world.epoch_patches, f"a joiner takes {kinds['patch']} patches"
+    assert kinds["squash"] <= 2 * levels, f"a joiner takes {kinds['squash']} squashes over {epochs} epochs"
+    most = 24 + len(report.path) * (2 + levels) + _parts(world)
+    assert worker.line.calls <= most, f"a joiner asks the store {worker.line.calls} times; {most} are enough"
+
+
+def _parts(world: World) -> int:
+    """How many parts an anchor has at most, in this model."""
+    return 1 + sum(tensor.size * tensor.kind.itemsize for tensor in world.model.layout.tensors) // PART_BYTES + 6

@@ -1,0 +1,146 @@
+"""The store of a simulated run, and the ways to it, on which calls are lost, late, stale or a process's last."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+from pulsesync import chain
+from pulsesync.errors import ConflictError, StoreError
+from pulsesync.store import Entry, Store
+
+RECORDS = ("manifests/", "anchors/", "squashes/")
+BODIES = ("parts/", "layouts/", "files/")
+
+T = TypeVar("T")
+
+
+class Crash(BaseException):
+    """The process in which this is raised is no more."""
+
+
+class Clock:
+    """Seconds, that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Ledger:
+    """The store as it is. Sees that nothing is overwritten that must not be, and tells of versions that come to be."""
+
+    def __init__(self, store: Store, on_version: Callable[[bytes], None]) -> None:
+        self.store = store
+        self.heads: list[bytes] = []  # all that head has ever said
+        self.late: list[Callable[[], None]] = []  # writes that have not arrived yet
+        self._on_version = on_version
+        self._bodies: dict[str, bytes] = {}
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        return self.store.get(key, begin, end)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        assert not key.startswith(RECORDS), f"{key} is put, and could overwrite one that is there"
+        if key.startswith(BODIES):
+            assert self._bodies.setdefault(key, bytes(data)) == bytes(data), f"{key} gets another content"
+        self.store.put(key, data)
+        if key == chain.HEAD:
+            self.heads.append(bytes(data))
+
+    def create(self, key: str, data: bytes) -> None:
+        self.store.create(key, data)
+        if key.startswith("manifests/"):
+            self._on_version(data)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return self.store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self.store.delete(key)
+
+    def arrive(self) -> None:
+        """Let writes that were held up arrive; one that was to create what is there by now comes too late."""
+        late, self.late = self.late, []
+        for write in late:
+            with suppress(ConflictError):
+                write()
+
+
+class Line:
+    """The way of one process to the store: it goes through `weather`, and ends with the process."""
+
+    def __init__(self, ledger: Ledger, rng: random.Random) -> None:
+        self.ledger = ledger
+        self.weather: Store = ledger  # for records and hints
+        self.bodies: Store = ledger  # for everything else
+        self.stale = self.late = 0.0
+        self.dead = False
+        self.calls = 0
+        self.faults: Counter[str] = Counter()
+        self._rng = rng
+        self._alarms: dict[int, tuple[str, Callable[[], None]]] = {}
+
+    def calm(self) -> None:
+        """From now on nothing goes wrong."""
+        self.weather = self.bodies = self.ledger
+        self.stale = self.late = 0.0
+        self._alarms.clear()
+
+    def crash(self, calls: int, when: str) -> None:
+        """Let the process die at a call from now, "before" or "after" it took effect."""
+        self._alarms[self.calls + calls] = when, self._die
+
+    def interrupt(self, calls: int, event: Callable[[], None]) -> None:
+        """Let something else happen just before a call from now."""
+        self._alarms[self.calls + calls] = "before", event
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        if key == chain.HEAD and self.ledger.heads and self._rng.random() < self.stale:
+            self.faults["stale"] += 1
+            old = self._rng.choice(self.ledger.heads)
+            return self._call(lambda: old[begin:end])
+        return self._call(lambda: self._by(key).get(key, begin, end))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        copy = bytes(data)
+        self._write(lambda store: store.put(key, copy), key)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._write(lambda store: store.create(key, data), key)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return self._call(lambda: self.weather.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self.weather.delete(key))
+
+    def _write(self, write: Callable[[Store], None], key: str) -> None:
+        if self._rng.random() < self.late and not self.dead:
+            self.faults["late"] += 1
+            self.ledger.late.append(lambda: write(self.ledger))
+            raise StoreError(f"no answer about {key}, on purpose", key=key, retryable=True)
+        self._call(lambda: write(self._by(key)))
+
+    def _by(self, key: str) -> Store:
+        return self.bodies if key.startswith(BODIES) else self.weather
+
+    def _call(self, call: Callable[[], T]) -> T:
+        if self.dead:
+            raise Crash
+        self.calls += 1
+        when, event = self._alarms.pop(self.calls, ("", None))
+        if event and when == "before":
+            event()
+        result = call()
+        if event and when == "after":
+            event()
+        return result
+
+    def _die(self) -> None:
+        self.dead = True
+        self.faults["crash"] += 1
+        raise Crash

@@ -1,0 +1,187 @@
+"""What trainers do: train, publish and wait, publish behind; go back, die and come again; be two."""
+
+from contextlib import suppress
+
+import numpy as np
+
+from pulsesync.errors import AnotherPublisherError, PulseError
+from pulsesync.publisher import Publisher
+from pulsesync.testing.simulator.actors import Content, Trainer, bits
+from pulsesync.testing.simulator.executors import QueuedExecutor
+from pulsesync.testing.simulator.world import World
+from pulsesync.testing.updates import mutate
+
+
+def new_trainer(world: World, content: Content) -> Trainer:
+    grid = world.rng.choice([None, {"layers.*": (2, 2)}, {"*": (3, 1)}])
+    options = {
+        "codec": world.rng.choice(["auto", "auto", "history", "context", "gap", "dense"]),
+        "grid": grid,
+        "min_tile": 1,
+        "signing_key": world.key,
+        "files": world.rng.choice([None, {"config.json": b"{}"}]),
+        "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
+        "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
+    }
+    name = world.new_name("trainer")
+    return Trainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
+
+
+def open_publisher(world: World, trainer: Trainer) -> Publisher:
+    if trainer.publisher is None:
+        trainer.line, trainer.executor, trainer.version = world.new_line(), QueuedExecutor(), -1
+        trainer.publisher = world.make_publisher(
+            trainer.line, **trainer.options, spool=trainer.spool, executor=trainer.executor
+        )
+    return trainer.publisher
+
+
+def train(world: World, trainer: Trainer) -> str:
+    """Move some weights: by a place, mostly the same ones again; or to anything at all; or none."""
+    kind = world.rng.choices(["adam", "random", "nothing"], [8, 2, 1])[0]
+    for name in world.model.arrays if kind != "nothing" else ():
+        flat = bits(trainer.weights[name])
+        if kind == "random":
+            flat[...] = mutate(world.noise, flat, world.rng.choice([0.02, 0.5]))
+        else:
+            places = world.noise.integers(0, max(1, flat.size // 8), max(1, flat.size // 100))
+            flat[places] += world.noise.choice(np.array([1, 1, -1]).astype(flat.dtype), places.size)
+    trainer.step += 1
+    if world.rng.random() < 0.2:
+        trainer.saved.append((trainer.step, world.model.content(trainer.weights)))
+    return f"{trainer.name} to step {trainer.step}, {kind}"
+
+
+def publish(world: World, trainer: Trainer, now: bool = False) -> str:
+    """Publish and wait for it."""
+    end = open_publisher(world, trainer)
+    content, ordinal = _note_call(world, trainer)
+    with trainer.executor.at_once():
+        try:
+            report = end.publish(trainer.weights, step=trainer.step, now=now)
+        except AnotherPublisherError:
+            if world.rng.random() < 0.7:  # else it tries again, and gets the same
+                world.bury(trainer)
+            raise
+    if report.version is None:
+        return "folds a step"
+    assert report.version == end.version, f"version {report.version} is reported, {end.version} is held"
+    assert world.book.contents[report.version] == content, f"version {report.version} is not what was published"
+    assert world.book.ordinals[report.version] >= ordinal, f"version {report.version} is older than its call"
+    return f"makes version {report.version}"
+
+
+def publish_behind(world: World, trainer: Trainer) -> str:
+    end = open_publisher(world, trainer)
+    _, ordinal = _note_call(world, trainer)
+    future = end.publish(trainer.weights, step=trainer.step, wait=False)
+    trainer.futures.append((future, ordinal))
+    return f"hands over step {trainer.step}"
+
+
+def _go_on(world: World, trainer: Trainer) -> None:
+    """The trainer's thread publishes while those behind are at work."""
+    end = trainer.publisher
+    if end is None or end._lock._is_owned():  # type: ignore[attr-defined]
+        return  # where they hold the lock it would have to wait
+    world.note(f"meanwhile: {train(world, trainer)}")
+    world.counts["publish meanwhile"] += 1
+    with suppress(PulseError):
+        publish_behind(world, trainer)
+    if end._quiet.is_set() and trainer.executor.waiting:  # an anchor is being written, no version: both go on
+        trainer.executor.run_one()
+
+
+def _note_call(world: World, trainer: Trainer) -> tuple[Content, int]:
+    content = world.model.content(trainer.weights)
+    return content, world.book.add_call(world.model.digest(trainer.weights), trainer.step, content)
+
+
+def on_train(world: World) -> str:
+    trainer = world.pick(world.trainers)
+    return train(world, trainer) if trainer else "nobody is idle"
+
+
+def on_go_back_to_a_checkpoint(world: World) -> str:
+    trainer = world.pick([one for one in world.trainers if one.saved])
+    if trainer is None:
+        return "there is none"
+    trainer.step, content = world.rng.choice(trainer.saved)
+    world.model.fill(trainer.weights, content)
+    return f"{trainer.name} to step {trainer.step}"
+
+
+def on_publish(world: World) -> str:
+    trainer = world.pick(world.trainers)
+    if trainer is None:
+        return "nobody is idle"
+    if world.rng.random() < 0.6:
+        train(world, trainer)
+    open_publisher(world, trainer)
+    return world.act(trainer, lambda: publish(world, trainer))
+
+
+def on_publish_behind(world: World) -> str:
+    trainer = world.pick(world.trainers)
+    if trainer is None:
+        return "nobody is idle"
+    if world.rng.random() < 0.6:
+        train(world, trainer)
+    open_publisher(world, trainer)
+    return world.act(trainer, lambda: publish_behind(world, trainer))
+
+
+def on_work_behind(world: World) -> str:
+    """Let a publisher's threads do some of what they have to; meanwhile the trainer may go on."""
+    trainer = world.pick([one for one in world.trainers if one.executor.waiting])
+    if trainer is None:
+        return on_publish_behind(world)  # so that there is something
+    number = world.rng.randrange(trainer.executor.waiting)
+
+    def work() -> str:
+        if world.rng.random() < 0.3 * world.trouble:
+            trainer.line.interrupt(world.rng.randint(1, 6), lambda: _go_on(world, trainer))
+        trainer.executor.run_one(number)
+        return f"does task {number}"
+
+    return world.act(trainer, work)
+
+
+def on_restart_the_trainer(world: World) -> str:
+    """A new process, with the weights it had, older ones or others, with its spool or on another machine."""
+    trainer = world.pick(world.trainers)
+    if trainer is None:
+        return "nobody is idle"
+    world.bury(trainer)
+    trainer.line.dead = True
+    kind = world.rng.choice(["the same", "older", "base", "any version's", "other"])
+    if kind == "older" and trainer.saved:
+        trainer.step, content = world.rng.choice(trainer.saved)
+        world.model.fill(trainer.weights, content)
+    elif kind == "base":
+        world.model.fill(trainer.weights, world.base)
+    elif kind == "any version's" and world.book.contents:
+        world.model.fill(trainer.weights, world.rng.choice(world.book.contents))
+    elif kind == "other":
+        train(world, trainer)
+    else:
+        kind = "the same"
+    if world.rng.random() < 0.3:
+        trainer.spool = world.new_folder("spool")
+        return f"{trainer.name} with {kind} weights and a new spool"
+    return f"{trainer.name} with {kind} weights"
+
+
+def on_a_second_trainer(world: World) -> str:
+    if len(world.trainers) > 1:
+        left = world.pick(world.trainers)
+        if left is None:
+            return "nobody is idle"
+        world.bury(left)
+        left.line.dead = True
+        world.trainers.remove(left)
+        return f"{left.name} is gone"
+    first = world.trainers[0]
+    world.trainers.append(new_trainer(world, world.model.content(first.weights)))
+    world.trainers[-1].step = first.step
+    return world.trainers[-1].name

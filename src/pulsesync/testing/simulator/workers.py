@@ -1,0 +1,198 @@
+"""What workers do: join, sync, be interrupted; find damage; die, resume and leave."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+from pulsesync.errors import VerificationError
+from pulsesync.state import State
+from pulsesync.subscriber import Subscriber
+from pulsesync.testing.simulator.actors import Arrays, Content, Worker, bits
+from pulsesync.testing.simulator.checks import check_synced
+from pulsesync.testing.simulator.executors import InlineExecutor
+from pulsesync.testing.simulator.world import Interrupted, World
+
+WORKERS = 4  # at most, at a time
+
+
+def new_worker(world: World, content: Content | None) -> Worker:
+    weights = world.model.new(content, world.rng.choice(["shared", "copy", "absent"]))
+    cache = world.new_folder("cache") if world.rng.random() < 0.4 else None
+    worker = Worker(world.new_name("worker"), world.new_line(), weights, world.model.content(weights), cache)
+    open_subscriber(world, worker)
+    return worker
+
+
+def open_subscriber(world: World, worker: Worker) -> Subscriber:
+    if worker.subscriber is None:
+        worker.line = world.new_line()
+        worker.subscriber = world.make_subscriber(
+            worker.line, trust=world.trust, cache=worker.cache, undo=world.rng.choice([0, 1, 3]),
+            executor=InlineExecutor(),
+        )  # fmt: skip
+    return worker.subscriber
+
+
+def sync(world: World, worker: Worker, version: int | None = None) -> str:
+    end = open_subscriber(world, worker)
+    before = end.version
+    report = end.sync(worker.weights, version)
+    check_synced(world, end, report, version)
+    assert version is not None or (report.version or 0) >= (before or 0), f"sync went back from {before}"
+    to = "" if version is None else f" (asked for {version})"
+    return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
+
+
+def refill(world: World, worker: Worker, content: Content) -> None:
+    world.model.fill(worker.weights, content)
+    alias = worker.weights.get(world.model.alias or "")
+    if alias is not None:
+        bits(alias)[...] = bits(worker.weights["embed"])
+    worker.last, worker.damaged = content, False
+
+
+def on_join(world: World) -> str:
+    if len(world.workers) >= WORKERS:
+        return "enough are here"
+    kind = world.rng.choice(["zeros", "base", "any version", "other weights"])
+    content: Content | None = None
+    if kind == "base":
+        content = world.base
+    elif kind == "any version" and world.book.contents:
+        content = world.rng.choice(world.book.contents)
+    elif kind == "other weights":
+        content = world.model.content(world.model.arbitrary(world.noise))
+    worker = new_worker(world, content)
+    world.workers.append(worker)
+    return f"{worker.name} with {kind}; " + world.act(worker, lambda: sync(world, worker))
+
+
+def on_sync(world: World) -> str:
+    worker = world.pick(world.workers)
+    if worker is None:
+        return "nobody is idle"
+    open_subscriber(world, worker)
+    return world.act(worker, lambda: sync(world, worker))
+
+
+def on_sync_to_a_version(world: World) -> str:
+    worker = world.pick(world.workers)
+    if worker is None or not world.book.records:
+        return "nobody is idle"
+    open_subscriber(world, worker)
+    version = world.rng.randrange(max(0, len(world.book.records) - 8), len(world.book.records) + 1)
+    return world.act(worker, lambda: sync(world, worker, version))
+
+
+def on_restart_a_worker(world: World) -> str:
+    worker = world.pick(world.workers)
+    if worker is None:
+        return "nobody is idle"
+    world.bury(worker)
+    worker.line.dead = True
+    kind = world.rng.choice(["its weights", "zeros", "base"])
+    if kind != "its weights":
+        refill(world, worker, world.base if kind == "base" else world.model.content(world.model.new()))
+    if worker.cache and world.rng.random() < 0.3:
+        shutil.rmtree(worker.cache, ignore_errors=True)
+    return f"{worker.name} with {kind}"
+
+
+def on_resume_a_worker(world: World) -> str:
+    """Write down what is held; or come back with what was written down, which may be long ago."""
+    worker = world.pick(world.workers)
+    if worker is None:
+        return "nobody is idle"
+    end = worker.subscriber
+    if end and end.version is not None and end.state and (worker.saved is None or world.rng.random() < 0.5):
+        worker.saved = end.version, end.state.history.to_bytes(), world.model.content(worker.weights)
+        if world.rng.random() < 0.4:
+            return f"{worker.name} writes down version {end.version}"
+    if worker.saved is None:
+        return f"{worker.name} has nothing to resume from"
+    version, history, content = worker.saved
+    if world.rng.random() < 0.4:
+        content = world.rng.choice(world.book.contents)  # and somebody has loaded other weights
+    world.bury(worker)
+    refill(world, worker, content)
+    again = open_subscriber(world, worker)
+
+    def resume() -> str:
+        done = again.resume(worker.weights, version, history if world.rng.random() < 0.9 else None)
+        assert done == (again.version == version), f"resume says {done}, and {again.version} is held"
+        return f"resumes from {version}: {done}"
+
+    return world.act(worker, resume)
+
+
+def on_damage_a_worker(world: World) -> str:
+    """Somebody else writes to the weights; after a sync, or without one, a recount finds out."""
+    worker = world.pick([one for one in world.workers if one.subscriber and one.subscriber.version is not None])
+    if worker is None:
+        return "nobody is there"
+    end = open_subscriber(world, worker)
+    flat = bits(worker.weights[world.rng.choice(list(world.model.arrays))])
+    flat[world.rng.randrange(flat.size)] ^= 1
+    worker.damaged = True
+
+    def find() -> str:
+        if world.rng.random() < 0.3:
+            sync(world, worker)
+        end.verify(worker.weights)
+        worker.damaged = False
+        return "is well again"
+
+    outcome = world.act(worker, find)
+    if worker.subscriber is None or worker.subscriber.version is None:
+        worker.last, worker.damaged = world.model.content(worker.weights), False  # nothing is claimed of them
+    elif worker.damaged:  # a fault on the line kept it from being found: look again
+        with suppress(VerificationError):
+            worker.subscriber.verify(worker.weights)
+        worker.last, worker.damaged = world.model.content(worker.weights), False
+    return outcome
+
+
+def on_interrupt_a_write(world: World) -> str:
+    """A sync that is stopped in the middle of its commit."""
+    worker = world.pick(world.workers)
+    if worker is None:
+        return "nobody is idle"
+    open_subscriber(world, worker)
+    number = world.rng.randrange(3)
+    with _interrupted_commit(worker.weights, number):
+        return world.act(worker, lambda: sync(world, worker))
+
+
+def on_leave(world: World) -> str:
+    worker = world.pick(world.workers)
+    if worker is None:
+        return "nobody is idle"
+    world.workers.remove(worker)
+    return worker.name
+
+
+@contextmanager
+def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
+    """Let the n-th write of a commit to these weights be interrupted, once."""
+    commit, write = State.commit, State._write
+    left: list[int] = []
+
+    def commit_(state: State, transition: Any) -> Any:
+        if state.holds(weights):
+            left.append(number)
+        try:
+            return commit(state, transition)
+        finally:
+            left.clear()
+
+    def write_(state: State, ordinal: int, change: Any) -> None:
+        write(state, ordinal, change)
+        if left and left[0] == 0:
+            left.clear()
+            raise Interrupted
+        left[:] = [count - 1 for count in left]
+
+    with mock.patch.object(State, "commit", commit_), mock.patch.object(State, "_write", write_):
+        yield

@@ -1,0 +1,191 @@
+"""What a simulation consists of: chance, time, a store, those who take part, and what goes wrong while they act.
+
+Events change a world and checks look at one; neither which events there are nor what must hold is known here.
+"""
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
+from unittest import mock
+
+import numpy as np
+
+from pulsesync import anchors, chain, parallel, publisher, spool, subscriber, tip
+from pulsesync import prune as pruning
+from pulsesync.errors import PulseError
+from pulsesync.format.signature import SigningKey
+from pulsesync.publisher import Publisher
+from pulsesync.squash import Squasher
+from pulsesync.store import Store
+from pulsesync.subscriber import Subscriber
+from pulsesync.testing.faults import FaultyStore
+from pulsesync.testing.simulator.actors import Model, Process, Trainer, Worker
+from pulsesync.testing.simulator.book import Book
+from pulsesync.testing.simulator.executors import InlineExecutor, QueuedExecutor
+from pulsesync.testing.simulator.line import Clock, Crash, Ledger, Line
+
+PART_BYTES = 900  # of weights in one part of an anchor, so that one has several
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """Somebody stopped the writing of weights half-way."""
+
+
+class World:
+    """All that a schedule has. Everything that is left to chance is drawn from the seed, in the order of the calls.
+
+    meanwhile: events that may come in the middle of what somebody does. happen: lets one happen, by its name.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        trouble: float,
+        make_publisher: Callable[..., Publisher],
+        make_subscriber: Callable[..., Subscriber],
+        make_store: Callable[[Clock], Store],
+        meanwhile: Sequence[str],
+        happen: Callable[[str], None],
+    ) -> None:
+        self.seed, self.trouble = seed, trouble
+        self.make_publisher, self.make_subscriber = make_publisher, make_subscriber
+        self.log: list[str] = []
+        self.counts: Counter[str] = Counter()  # of events
+        self.faults: Counter[str] = Counter()
+        self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
+        self.clock = Clock()
+        self.truth = make_store(self.clock)
+        self.model = Model.draw(self.rng)
+        self.base = self.model.content(self.model.arbitrary(self.noise))
+        self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
+        self.epoch_patches = self.rng.choice([2, 3, 4])
+        self.book = Book(self.truth, self.trust, self.note)
+        self.ledger = Ledger(self.truth, self.book.add_version)
+        self.trainers: list[Trainer] = []
+        self.workers: list[Worker] = []
+        self.squasher: tuple[Process, Squasher] | None = None
+        self.busy: list[Process] = []  # those in the middle of something
+        self.lines: list[Line] = []
+        self._meanwhile, self._happen = meanwhile, happen
+        self._names: Counter[str] = Counter()
+        self._folder = Path()
+
+    @contextmanager
+    def rules(self) -> Iterator[None]:
+        """Short epochs, anchors in many parts, one thread, no chance and no time but the simulator's own."""
+        fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        words = random.Random(self.seed)
+        chance = SimpleNamespace(token_hex=lambda n: f"{words.getrandbits(8 * n):0{2 * n}x}")
+        times = SimpleNamespace(time=self.clock, monotonic=self.clock, perf_counter=self.clock)
+        with ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-simulator-", dir=fast)))
+            for where, name, value in (
+                (chain, "EPOCH_PATCHES", self.epoch_patches),
+                (anchors, "PART_BYTES", PART_BYTES),
+                (parallel, "default_threads", lambda: 1),
+                (spool, "DOWNLOADS", 1),
+                (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
+                (tempfile, "tempdir", str(self._folder)),
+                (publisher, "time", times),
+                (tip, "time", times),
+                (publisher, "secrets", chance),
+                (pruning, "secrets", chance),
+            ):
+                stack.enter_context(mock.patch.object(where, name, value))
+            yield
+
+    @property
+    def trust(self) -> str | None:
+        return self.key.public if self.key else None
+
+    @property
+    def indent(self) -> str:
+        """What a line of the log begins with: deeper, the more are in the middle of something."""
+        return "  " * len(self.busy)
+
+    def note(self, text: str) -> None:
+        """Log something that happens inside an event."""
+        self.log.append(f"{self.indent}({text})")
+
+    def new_line(self) -> Line:
+        line = Line(self.ledger, random.Random(self.rng.getrandbits(32)))
+        self.lines.append(line)
+        return line
+
+    def new_name(self, kind: str) -> str:
+        self._names[kind] += 1
+        return f"{kind} {self._names[kind]}"
+
+    def new_folder(self, kind: str) -> Path:
+        return self._folder / self.new_name(kind).replace(" ", "-")
+
+    def pick(self, of: Sequence[T]) -> T | None:
+        """Draw one that is not in the middle of something; None if all are."""
+        idle = [one for one in of if one not in self.busy]
+        return self.rng.choice(idle) if idle else None
+
+    def act(self, process: Process, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
+        """Let somebody do something over a line on which things may go wrong."""
+        self._stir(process.line)
+        self.busy.append(process)
+        at = len(self.log)
+        self.note(f"{process.name} begins")
+        try:
+            outcome = describe(work())
+        except Crash:
+            outcome = "dies"
+        except Interrupted:
+            outcome = "is interrupted"
+        except PulseError as e:
+            outcome = f"{type(e).__name__}: {e}"
+        finally:
+            self.busy.pop()
+            self._settle_faults(process.line)
+        if len(self.log) == at + 1:
+            self.log.pop()  # nothing came in between
+        if process.line.dead:
+            outcome += "; is dead"
+            self.bury(process)
+        return f"{process.name} {outcome}"
+
+    def _stir(self, line: Line) -> None:
+        """Draw what goes wrong until the process is done."""
+        line.calm()
+        if self.rng.random() < 0.4 * self.trouble:
+            chances = {kind: self.rng.choice([0.0, 0.0, 0.02, 0.1]) for kind in ("lost", "unanswered", "truncated")}
+            flipped, doubled = self.rng.choice([0.0, 0.0, 0.03]), self.rng.choice([0.0, 0.2])
+            rng = random.Random(self.rng.getrandbits(32))
+            line.bodies = FaultyStore(self.ledger, rng, **chances, flipped=flipped, doubled=doubled)
+            # without a signature nobody can tell that a digit of a record was another one
+            line.weather = FaultyStore(self.ledger, rng, **chances, flipped=flipped if self.key else 0.0)
+            line.late = self.rng.choice([0.0, 0.0, 0.1])
+        line.stale = self.rng.choice([0.0, 0.0, 0.5]) * min(self.trouble, 1.0)
+        if self.rng.random() < 0.12 * self.trouble:
+            line.crash(self.rng.randint(1, self.rng.choice([6, 40])), self.rng.choice(["before", "after"]))
+        if len(self.busy) < 2 and self.rng.random() < 0.2 * self.trouble:
+            event = self.rng.choice(self._meanwhile)
+            line.interrupt(self.rng.randint(1, self.rng.choice([6, 40])), lambda: self._happen(event))
+
+    def _settle_faults(self, line: Line) -> None:
+        for store in (line.weather, line.bodies):
+            if isinstance(store, FaultyStore):
+                self.faults += store.faults
+        line.calm()
+
+    def bury(self, process: Process) -> None:
+        """Let go of the publisher, subscriber or squasher of a process that is no more."""
+        if isinstance(process, Trainer):
+            process.publisher = None
+            process.executor = QueuedExecutor()
+            process.futures.clear()
+        elif isinstance(process, Worker):
+            process.subscriber = None
+        elif self.squasher and self.squasher[0] is process:
+            self.squasher = None
