@@ -10,13 +10,16 @@ PINNED := pyproject.toml constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench golden fuzz clean
+.PHONY: help demo smollm2 test lint format bench golden fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(VENV)/.core  ## watch weights travel, in a minute, without torch
+demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follow its weights in others
 	@$(BIN)/pulse demo
+
+smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
+	@$(BIN)/python -m pulsesync.rl.smollm2 .models/smollm2
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
@@ -58,7 +61,17 @@ $(VENV)/.core: $(VENV)/.made $(PINNED)
 	@$(PIP) -e .
 	@touch $@
 
+$(VENV)/.torch: $(VENV)/.core
+	@echo "Installing torch for the demo: half a minute, longer where it comes with CUDA ..."
+	@$(PIP) -e '.[torch]'
+	@touch $@
+
+$(VENV)/.llm: $(VENV)/.core
+	@echo "Installing torch and transformers: a minute or two ..."
+	@$(PIP) -e '.[torch,llm]'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync, the tools to check it and torch into $(VENV): a minute or two, longer where torch comes with CUDA ..."
 	@$(PIP) -e '.[dev,torch,serve]'
-	@touch $(VENV)/.core $@
+	@touch $(VENV)/.core $(VENV)/.torch $@

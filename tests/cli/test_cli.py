@@ -1,4 +1,4 @@
-"""The command as people run it: real processes, real folders. Demo, inspect, and what all commands have in common."""
+"""The command as people run it: real processes, real folders. Inspect, and what all commands have in common."""
 
 import json
 import os
@@ -20,41 +20,26 @@ def pulse(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
-    run = tmp_path_factory.mktemp("demo") / "run"
-    done = pulse("demo", "--steps", "3", "--width", "64", "--out", str(run), "--json")
-    assert done.returncode == 0, done.stderr
-    return run, [json.loads(line) for line in done.stdout.splitlines()]
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "run"
+    publish_steps(str(path), 4)
+    return path
 
 
-def test_the_demo_ends_with_identical_weights(demo: tuple[Path, list[dict[str, object]]]) -> None:
-    *steps, summary = demo[1]
-    assert [step["version"] for step in steps] == [0, 1, 2, 3]
-    assert summary["identical"] is True
-    assert summary["versions"] == 3
-
-
-def test_the_demo_refuses_a_folder_in_use(demo: tuple[Path, list[dict[str, object]]]) -> None:
-    done = pulse("demo", "--out", str(demo[0]))
-    assert done.returncode == 1
-    assert "not empty" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_inspect_lists_the_versions_of_a_run(demo: tuple[Path, list[dict[str, object]]]) -> None:
-    done = pulse("inspect", str(demo[0]), "--json")
+def test_inspect_lists_the_versions_of_a_run(run: Path) -> None:
+    done = pulse("inspect", str(run), "--json")
     assert [row["version"] for row in json.loads(done.stdout)["versions"]] == [0, 1, 2, 3]
 
 
-def test_inspect_shows_the_tiles_of_a_part(demo: tuple[Path, list[dict[str, object]]]) -> None:
-    part = max((demo[0] / "parts").iterdir(), key=lambda path: path.stat().st_size)
+def test_inspect_shows_the_tiles_of_a_part(run: Path) -> None:
+    part = max((run / "parts").iterdir(), key=lambda path: path.stat().st_size)
     facts = json.loads(pulse("inspect", str(part), "--json").stdout)
     assert [tile["codec"] for tile in facts["tiles"]] == ["dense"] * 3
     assert facts["bytes"] == part.stat().st_size
 
 
-def test_inspect_refuses_a_damaged_part_in_one_line(demo: tuple[Path, list[dict[str, object]]]) -> None:
-    part = min((demo[0] / "parts").iterdir(), key=lambda path: path.stat().st_size)
+def test_inspect_refuses_a_damaged_part_in_one_line(run: Path) -> None:
+    part = min((run / "parts").iterdir(), key=lambda path: path.stat().st_size)
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     (part.parent / "damaged").write_bytes(data)
@@ -65,14 +50,14 @@ def test_inspect_refuses_a_damaged_part_in_one_line(demo: tuple[Path, list[dict[
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_inspect_shows_one_version_and_who_signed_it(demo: tuple[Path, list[dict[str, object]]]) -> None:
-    (facts,) = commands.pulse("inspect", demo[0], "--version", 2, "--json").events
+def test_inspect_shows_one_version_and_who_signed_it(run: Path) -> None:
+    (facts,) = commands.pulse("inspect", run, "--version", 2, "--json").events
     assert (facts["version"], facts["base"], facts["kind"]) == (2, 1, "version")
     assert facts["bytes"] == sum(part["bytes"] for part in facts["parts"])
     assert facts["signed by"] is None
-    assert commands.pulse("inspect", demo[0], "--version", 9).refused(3, "version 9")
+    assert commands.pulse("inspect", run, "--version", 9).refused(3, "version 9")
     for options in ([], ["--version", 1]):
-        done = commands.pulse("inspect", demo[0], *options)
+        done = commands.pulse("inspect", run, *options)
         assert done.code == 0
         assert facts["run"] in done.out
 

@@ -29,36 +29,82 @@ Trust = Annotated[str | None, Parameter(env_var="PULSE_TRUST")]
 Json = Annotated[bool, Parameter(negative=())]
 Flag = Annotated[bool, Parameter(negative=())]
 Count = Annotated[int, Parameter(validator=Number(gte=0))]
+Natural = Annotated[int, Parameter(validator=Number(gte=1))]
 Version = Annotated[int | None, Parameter(validator=Number(gte=0))]
 Amount = Annotated[float, Parameter(validator=Number(gte=0))]
 
 
-@app.command
+demos = App(name="demo")
+app.command(demos)
+
+
+@demos.default
 def demo(
     *,
-    steps: int = 20,
-    lr: float = 3e-6,
-    width: int = 1024,
-    seed: int = 0,
+    steps: Natural = 100,
+    workers: Natural = 2,
+    seed: Count = 0,
+    lr: Amount = 3e-5,
+    delay: Count = 1,
+    publish_every: Natural = 1,
+    sync: Literal["pulse", "full"] = "pulse",
+    store: str | None = None,
+    read: str | None = None,
+    link: str | None = None,
+    model: str = "demo",
+    device: str = "cpu",
     out: Path | None = None,
+    replay: Flag = False,
     json: Json = False,
 ) -> int:
-    """Train a small network in one process, follow its weights in another, and prove that they are the same.
+    """Train a small policy by reinforcement, with workers in processes of their own that follow its weights.
 
-    The two talk through a folder alone. Every step prints how many BF16 weights changed, the bytes that travelled, and
-    what the follower holds; at the end both ends hash all their weights.
+    A trainer learns to add by GRPO from what workers generate; workers get its weights through a store alone, and prove
+    that what they hold is what was published. Every step shows the reward, how many BF16 weights changed, the bytes
+    that travelled, and where each worker is. Any process may be killed: it is started again. Ctrl-C stops the run; the
+    same command with --out goes on with it. Needs torch: pip install 'pulsesync[torch]'.
 
     Args:
-        steps: Optimizer steps to publish.
-        lr: AdamW's learning rate; 3e-6 is usual in RL post-training. Try 1e-6 or 1e-5 to see the sparsity move.
-        width: Of the network: 1024 makes 8.4 million weights.
-        seed: Of weights and data.
-        out: Folder for the run; a temporary one, removed at the end, if not given.
+        steps: Optimizer steps to take.
+        workers: Processes that generate.
+        seed: Of prompts and completions.
+        lr: AdamW's learning rate. RL on large models uses 1e-6 to 3e-6; this policy is small, and would learn slowly.
+        delay: Versions that completions may be behind; 0 is lock-step, with the same weights every time it is run.
+        publish_every: Steps in a version.
+        sync: pulse sends what changed; full sends all weights, to compare with.
+        store: Where the trainer publishes: a folder, s3://…, gs://…, az://…; one in the run's folder if not given.
+        read: Where workers read, if it is not there: the address of pulse serve or pulse relay.
+        link: Of each worker to the store, such as 50mbit; without limit if not given.
+        model: demo; smollm2, which make smollm2 gets; or a folder with a Hugging Face checkpoint.
+        device: Where models other than demo compute.
+        out: The run's folder, a new one or one that was interrupted; one in runs/, named by the time, if not given.
+        replay: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, half a minute.
         json: Print one JSON object a step and a summary, for machines.
     """
-    from pulsesync.cli.demo import run
+    from pulsesync.cli.demo import find_model, read_link, read_place
+    from pulsesync.cli.demo import replay as play
+    from pulsesync.cli.demo import run as work
+    from pulsesync.rl.settings import Settings
 
-    return run(steps=steps, lr=lr, width=width, seed=seed, out=out, as_json=json)
+    settings = Settings(
+        steps=steps, workers=workers, seed=seed, lr=lr, delay=delay, publish_every=publish_every, sync=sync,
+        store=read_place(store), read=read_place(read), link=read_link(link), model=find_model(model), device=device,
+    )  # fmt: skip
+    return (play if replay else work)(settings, out, as_json=json)
+
+
+@demos.command
+def pretrain(*, seed: Count = 0, out: Path = Path("policy.safetensors"), json: Json = False) -> int:
+    """Make the checkpoint that the demo begins with: supervised, until one sum in four is right.
+
+    Args:
+        seed: Of weights and sums.
+        out: File for the BF16 weights.
+        json: Print one JSON object at the end, for machines.
+    """
+    from pulsesync.cli.demo import pretrain as work
+
+    return work(seed, out, as_json=json)
 
 
 # Weights in, weights out

@@ -1,254 +1,188 @@
-"""What `pulse demo` runs: a trainer process, a follower process, and a folder between them.
+"""What `pulse demo` does: start a run across processes, show it while it goes, sum it up, and keep it in a folder."""
 
-The trainer fine-tunes a small network with AdamW on FP32 master weights and publishes their BF16 values after every
-step; the follower syncs a copy in place and checks the digest of each version. Real training, not a simulation of it,
-but supervised and tiny: the RL run is to come.
-"""
-
-import hashlib
 import json
-import multiprocessing as mp
-import shutil
+import re
 import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
+from rich.live import Live
 
-from pulsesync.errors import PulseError, StoreError
-from pulsesync.publisher import Publisher
-from pulsesync.subscriber import Subscriber
-from pulsesync.warm import warm_up
+from pulsesync.cli.options import UsageError, open_place
+from pulsesync.errors import PulseError
+from pulsesync.rl import plots, view
+from pulsesync.rl.run import Run
+from pulsesync.rl.settings import Settings
+from pulsesync.rl.view import Line, Story
 
-BATCH = 64
-State = dict[str, NDArray[Any]]
+SMOLLM2 = Path(".models", "smollm2")  # where make smollm2 puts it
+OWN = ("port", "secret")  # of every start of a run anew
 
-
-class Network:
-    """A network of three layers, learning with AdamW to imitate another one that it starts close to."""
-
-    def __init__(self, width: int, lr: float, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        shapes = [(width, 2 * width), (2 * width, 2 * width), (2 * width, width)]
-        self.teacher = [self.rng.normal(0, s[0] ** -0.5, s).astype(np.float32) for s in shapes]
-        noisy = [w + self.rng.normal(0, 0.01, w.shape).astype(np.float32) * w.std() for w in self.teacher]
-        self.layers = [w.astype(ml_dtypes.bfloat16).astype(np.float32) for w in noisy]  # as loaded from a checkpoint
-        self.moments = [(np.zeros_like(w), np.zeros_like(w)) for w in self.layers]
-        self.lr, self.steps = lr, 0
-
-    def state(self) -> State:
-        """What inference workers use: the BF16 values of the master weights."""
-        return {f"layers.{i}.weight": w.astype(ml_dtypes.bfloat16) for i, w in enumerate(self.layers)}
-
-    def step(self) -> float:
-        """Take one step on a fresh batch; return the loss."""
-        inputs = self.rng.normal(0, 1, (BATCH, self.layers[0].shape[0])).astype(np.float32)
-        wanted = _forward(self.teacher, inputs)[-1]
-        values = _forward(self.layers, inputs)
-        error = values[-1] - wanted
-        self.steps += 1
-        signal = error * np.float32(2 / error.size)
-        for i in reversed(range(len(self.layers))):
-            gradient = values[i].T @ signal
-            if i:
-                signal = (signal @ self.layers[i].T) * (values[i] > 0)
-            self._adamw(i, gradient)
-        return float(np.mean(error * error))
-
-    def _adamw(self, i: int, gradient: NDArray[np.float32], decay: float = 0.01) -> None:
-        mean, square = self.moments[i]
-        mean += 0.1 * (gradient - mean)
-        square += 0.001 * (gradient * gradient - square)
-        unbiased = np.sqrt(square / (1 - 0.999**self.steps)) + 1e-8
-        self.layers[i] -= np.float32(self.lr) * (mean / ((1 - 0.9**self.steps) * unbiased) + decay * self.layers[i])
+_LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?", re.IGNORECASE)
 
 
-def _forward(layers: list[NDArray[np.float32]], inputs: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-    values = [inputs]
-    for i, weights in enumerate(layers):
-        values.append(values[-1] @ weights)
-        if i < len(layers) - 1:
-            np.maximum(values[-1], 0, out=values[-1])
-    return values
+def run(settings: Settings, out: Path | None, *, as_json: bool) -> int:
+    """Train with workers that follow; exit code 0. Raises: PulseError, if anything was not as it was published."""
+    need_torch()
+    return _watch(Run, settings, out, as_json)
 
 
-def _hash(state: State) -> str:
-    h = hashlib.sha256()
-    for name in sorted(state):
-        h.update(state[name].tobytes())
-    return h.hexdigest()
+def replay(settings: Settings, out: Path | None, *, as_json: bool) -> int:
+    """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
+    from pulsesync.rl.replay import RATE, Recording, ReplayRun, find_recording
+
+    if settings.sync != "pulse" or settings.model != "demo":
+        raise UsageError("--replay plays a recorded run by PULSESync: --sync and --model are for real ones")
+    path = find_recording()
+    steps = min(settings.steps, len(Recording.load(path).changes))
+    return _watch(ReplayRun, replace(settings, model=str(path), steps=steps, lr=RATE), out, as_json)
 
 
-def train(tell: Connection, folder: str, steps: int, lr: float, width: int, seed: int) -> None:
-    """The trainer process: publish the start, then every step."""
-    warm_up()
-    network, publisher = Network(width, lr, seed), Publisher(folder)
-    loss = float("nan")
-    for step in range(steps + 1):
-        if step:
-            loss = network.step()
-        report = publisher.publish(network.state(), step=step)
-        tell.send({
-            "from": "trainer", "version": report.version, "loss": loss, "changed": report.changed,
-            "total": report.total, "bytes": report.payload_bytes, "full_bytes": report.full_bytes,
-            "publish_s": report.encode_s + report.store_s,
-        })  # fmt: skip
-    tell.send({"from": "trainer", "sha256": _hash(network.state())})
+def pretrain(seed: int, out: Path, *, as_json: bool) -> int:
+    """Make the checkpoint that a demo begins with; exit code 0. Raises: PulseError."""
+    need_torch()
+    from pulsesync.rl import pretrain as work
+
+    told: Line = {}
+    in_place = sys.stdout.isatty() and not as_json
+
+    def tell(step: int, loss: float, share: float) -> None:
+        told.update(step=step, loss=loss, right=share)
+        if not as_json:
+            line = f"step {step}  loss {loss:.4f}  {share:.1%} right"
+            print(f"\r{line}" if in_place else line, end="" if in_place else "\n", flush=True)
+
+    policy = work.pretrain(seed, tell=tell)
+    if in_place:
+        print()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work.save(policy, out)
+    if as_json:
+        print(json.dumps({"event": "pretrained", "file": str(out), **told}))
+    else:
+        print(f"{out}: the BF16 weights, {told['right']:.1%} of sums right")
+    return 0
 
 
-def follow(tell: Connection, folder: str, steps: int, width: int) -> None:
-    """The follower process: knows the folder and the shapes, nothing else."""
-    warm_up()
-    state: State = {name: np.zeros_like(w) for name, w in Network(width, 0.0, seed=1).state().items()}
-    subscriber, version = Subscriber(folder), -1
-    while version < steps:
-        report = subscriber.sync(state)
-        if not report.applied:
-            time.sleep(0.02)
-            continue
-        version = report.version if report.version is not None else -1
-        tell.send({
-            "from": "follower", "version": version, "fetched": report.fetched_bytes, "digest": report.digest,
-            "sync_s": report.fetch_s + report.prepare_s + report.apply_s, "pause_s": report.apply_s,
-        })  # fmt: skip
-    tell.send({"from": "follower", "recount": subscriber.verify(), "sha256": _hash(state)})
+# What was asked for
 
 
-def _play(role: Callable[..., None], tell: Connection, *args: Any) -> None:
-    """Run a process's part; what goes wrong is told in a line, as the command line does everywhere."""
+def need_torch() -> None:
+    """Say what is missing in a line. Raises: PulseError."""
+    if find_spec("torch") is None:
+        raise PulseError("this trains, with torch: pip install 'pulsesync[torch]'. pulse demo --replay needs none")
+
+
+def read_place(location: str | None) -> str:
+    """A location that several processes can share, or nothing. Raises: UsageError."""
+    if location is None:
+        return ""
+    if location.startswith("memory://"):
+        raise UsageError(f"{location} is a place in one process: the run has several")
+    open_place(location)
+    return location
+
+
+def read_link(text: str | None) -> float | None:
+    """Bytes a second of a link such as 50mbit. Raises: UsageError."""
+    if text is None:
+        return None
+    match = _LINK.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise UsageError(f"--link {text}: give it as 50mbit or 1gbit")
+    return float(match[1]) * float(1000 ** " kmg".index(match[2].lower() or " ")) / 8
+
+
+def find_model(name: str) -> str:
+    """The model of the settings: demo, or a folder with a checkpoint. Raises: UsageError."""
+    if name == "demo":
+        return name
+    folder = SMOLLM2 if name == "smollm2" else Path(name)
+    if not folder.is_dir():
+        hint = "make smollm2 makes it" if name == "smollm2" else "give demo, smollm2, or a folder with a checkpoint"
+        raise UsageError(f"--model {name}: there is no folder {folder}; {hint}")
+    return str(folder)
+
+
+def open_folder(out: Path | None, settings: Settings) -> tuple[Path, int]:
+    """The folder of a run, and how many lines an earlier start has left there.
+
+    Raises:
+        UsageError: something else is there, a run with other settings, or one that has ended.
+    """
+    folder = out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    if not (folder / "settings.json").exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} is not empty, and holds no run: give another folder to --out")
+        return folder, 0
+    if (folder / "summary.json").exists():
+        raise UsageError(f"the run in {folder} has ended: give another folder to --out")
     try:
-        role(tell, *args)
-    except PulseError as e:
-        tell.send({"from": role.__name__, "error": f"{type(e).__name__}: {e}"})
+        before = asdict(Settings.load(folder))
+    except (TypeError, ValueError) as e:
+        raise UsageError(f"the settings in {folder} cannot be read: give another folder to --out") from e
+    now = {**asdict(settings), "store": settings.store or str(folder / "store")}
+    if others := [name for name in now if name not in OWN and now[name] != before[name]]:
+        begun = ", ".join(f"{name.replace('_', ' ')} {before[name]}" for name in others)
+        raise UsageError(f"the run in {folder} was begun with {begun}: give the same, or another folder to --out")
+    steps = folder / "steps.jsonl"
+    return folder, steps.read_bytes().count(b"\n") if steps.exists() else 0
 
 
-def run(*, steps: int, lr: float, width: int, seed: int, out: Path | None, as_json: bool) -> int:
-    """Run both processes and print what they tell; return 0 if both ended with the same weights."""
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise StoreError(f"{out} is not empty: give another folder to --out, or remove this one", key=str(out))
-    folder = str(out or Path(tempfile.mkdtemp(prefix="pulse-demo-")) / "run")
-    say = _Printer(as_json, lr)
-    spawn = mp.get_context("spawn")
-    pipes = [spawn.Pipe(duplex=False) for _ in range(2)]
-    processes = [
-        spawn.Process(target=_play, args=(train, pipes[0][1], folder, steps, lr, width, seed), daemon=True),
-        spawn.Process(target=_play, args=(follow, pipes[1][1], folder, steps, width), daemon=True),
-    ]
-    say.begin(folder)
+# What is shown
+
+
+def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool) -> int:
+    folder, told = open_folder(out, settings)
+    story = Story(settings)
     try:
-        for process in processes:
-            process.start()
-        for _, end in pipes:
-            end.close()
-        for event in _events([end for end, _ in pipes]):
-            say.event(event)
-    finally:
-        for process in processes:
-            process.terminate()
-        if out is None:
-            shutil.rmtree(Path(folder).parent, ignore_errors=True)
-    return say.end()
+        with kind(folder, settings) as run, _screen(story, run, as_json) as show:
+            for number, line in enumerate(run.lines()):
+                story.add(line)
+                if number >= told:  # the rest was shown when it happened
+                    show(line)
+    except KeyboardInterrupt:
+        if not as_json:
+            step = story.last["step"] if story.last else 0
+            print(f"pulse: stopped after step {step}; with --out {folder} it goes on from there", file=sys.stderr)
+        raise
+    recounted = [name for name, process in run.processes.items() if name != "trainer" and process.returncode == 0]
+    summary = story.summary(run.restarts, recounted)
+    (folder / "plots.svg").write_text(plots.draw(story, f"{folder.name}: {summary['steps']} steps"))
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")  # last: it says that the run has ended
+    if as_json:
+        print(json.dumps({"event": "summary", "folder": str(folder), **summary}))
+    else:
+        print(f"\n{view.tell(story, summary)}\n{folder}: settings.json, steps.jsonl, summary.json, plots.svg")
+    return 0
 
 
-def _events(ends: list[Connection]) -> Iterator[dict[str, Any]]:
-    """What the processes send, until each has sent its hash; or one has died, for then the other may wait for ever."""
-    while ends:
-        for end in wait(ends):
-            assert isinstance(end, Connection)
-            try:
-                event = end.recv()
-            except EOFError:
-                return
-            yield event
-            if "sha256" in event:
-                ends.remove(end)
+@contextmanager
+def _screen(story: Story, run: Run, as_json: bool) -> Iterator[Callable[[Line], None]]:
+    """Yield what shows a step: drawn in place on a terminal, else a line each."""
+    workers = f"{run.settings.workers} worker{'s' if run.settings.workers > 1 else ''}"
+    title = f"{run.folder}: a trainer, {workers}, {run.settings.store} between them"
+    console = Console(highlight=False)
+    if as_json:
+        yield lambda line: print(json.dumps({"event": "step", **line}), flush=True)
+    elif sys.stdout.isatty() and not console.is_dumb_terminal:
+        first = view.show(story, run.restarts, title)
+        with Live(first, console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            yield lambda line: live.update(view.show(story, run.restarts, title), refresh=True)
+    else:
+        print(title, flush=True)
+        known: Counter[str] = Counter()
 
+        def show(line: Line) -> None:
+            for name in run.restarts - known:
+                print(f"{view.title(name)} died and was started again", flush=True)
+            known.update(run.restarts - known)
+            print(view.plain(story, line), flush=True)
 
-class _Printer:
-    """Turns what the two processes tell into a table, or into JSON lines."""
-
-    def __init__(self, as_json: bool, lr: float) -> None:
-        self.as_json, self.lr = as_json, lr
-        self.console = Console(highlight=False, soft_wrap=True)
-        self.published: dict[int, dict[str, Any]] = {}
-        self.waiting: list[dict[str, Any]] = []  # what the follower told and is not shown yet
-        self.hashes: dict[str, str] = {}
-        self.shown = 0
-
-    def begin(self, folder: str) -> None:
-        if self.as_json:
-            return
-        self.console.print(
-            f"A trainer and a follower, two processes, meet in [bold]{folder}[/bold]. AdamW at lr {self.lr:g}, FP32 "
-            "masters, BF16 published.\nThe first run on a machine compiles the kernels: about ten seconds.\n"
-        )
-        self.console.print(
-            "version     loss   changed      bytes   × smaller   publish   follower holds    sync   pause"
-        )
-
-    def event(self, event: dict[str, Any]) -> None:
-        if "error" in event:
-            print(f"pulse demo: {event['from']}: {event['error']}", file=sys.stderr)
-        elif "sha256" in event:
-            self.hashes[event["from"]] = event["sha256"]
-        elif event["from"] == "trainer":
-            self.published[event["version"]] = event
-        else:
-            self.waiting.append(event)
-        # either may tell first; and a follower that applied several versions at once stands in the last one's row
-        while self.waiting and self.shown in self.published:
-            self._row(self.published[self.shown], self.waiting[0])
-            if self.waiting[0]["version"] == self.shown:
-                self.waiting.pop(0)
-            self.shown += 1
-
-    def _row(self, sent: dict[str, Any], got: dict[str, Any]) -> None:
-        if self.as_json:
-            print(json.dumps({**sent, "follower": got}), flush=True)
-            return
-        version, size = sent["version"], sent["bytes"]
-        loss = format(sent["loss"], ".6f") if version else ""
-        held = "(with the next)"
-        if got["version"] == version:
-            pause = f"{1000 * got['pause_s']:>4.0f}ms"
-            held = f"{version:>3}, [green]digest equal[/green] {got['sync_s']:>5.2f}s {pause}"
-        self.console.print(
-            f"{version:7d} {loss:>8} {sent['changed'] / sent['total']:>8.3%} {size:>11,} "
-            f"{sent['full_bytes'] / size:>10.1f} {sent['publish_s']:>8.2f}s   {held}"
-            f"{'' if version else '   the whole state, once'}"
-        )
-
-    def end(self) -> int:
-        patches = [sent for version, sent in self.published.items() if version > 0]
-        same = len(self.hashes) == 2 and len(set(self.hashes.values())) == 1
-        size = sum(sent["bytes"] for sent in patches)
-        changed = sum(sent["changed"] for sent in patches)
-        full = sum(sent["full_bytes"] for sent in patches)
-        summary = {
-            "identical": same,
-            "versions": len(patches),
-            "patch_bytes": size,
-            "full_bytes": full,
-            "bits_per_change": 8 * size / changed if changed else None,
-            "sha256": self.hashes,
-        }
-        if self.as_json:
-            print(json.dumps(summary), flush=True)
-        elif same and patches:
-            total = sum(sent["total"] for sent in patches)
-            self.console.print(
-                f"\n{len(patches)} versions, {changed / total:.2%} of the weights changed a step: {size:,} bytes in "
-                f"place of {full:,}, {full / size:.0f} times smaller, {8 * size / changed:.2f} bits a change, "
-                f"everything counted.\nBoth processes hashed all their weights at the end: [green]identical[/green], "
-                f"SHA-256 {self.hashes['trainer'][:16]}…"
-            )
-        if not same:
-            print("pulse demo: the two processes did not end with the same weights", file=sys.stderr)
-        return 0 if same else 1
+        yield show

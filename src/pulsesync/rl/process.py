@@ -1,0 +1,44 @@
+"""The entry of a run's processes: `python -m pulsesync.rl.process FOLDER trainer`, or a worker's number."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from pulsesync.errors import PulseError, StoreError
+from pulsesync.rl.trainer import Trainer
+from pulsesync.rl.worker import Worker
+from pulsesync.warm import warm_up
+
+WRONG = 3  # exit code: a check failed, and the run must stop
+
+
+def _end_with_parent(parent: int) -> None:
+    """Nobody is left to tell the steps to, or to start what dies."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main() -> int:
+    """Run one process; exit code 3 for an error that must stop the whole run."""
+    folder, role = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)  # several processes share the machine; and sums come out the same every time
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        warm_up()
+        Trainer(folder).run() if role == "trainer" else Worker(folder, int(role)).run()
+    except PulseError as e:
+        print(f"{role}: {type(e).__name__}: {e}", file=sys.stderr)
+        return 1 if isinstance(e, StoreError) and e.retryable else WRONG
+    except ConnectionError as e:
+        print(f"{role}: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

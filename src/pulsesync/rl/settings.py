@@ -1,0 +1,38 @@
+"""What a run is to be: given on the command line, kept in the run's folder, read by every process of it."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a run depends on. Two runs with equal settings in lock-step give equal weights, rewards and rollouts."""
+
+    steps: int = 100
+    workers: int = 2
+    seed: int = 0
+    lr: float = 6e-5
+    prompts: int = 32  # a step
+    group: int = 8  # completions for each
+    shards: int = 4  # pieces of a step's work that are handed out
+    delay: int = 1  # versions that completions may be behind; 0 is lock-step
+    publish_every: int = 1  # steps
+    sync: Literal["pulse", "full"] = "pulse"
+    store: str = ""  # where the trainer publishes
+    read: str = ""  # where workers read, if it is not the same
+    link: float | None = None  # bytes a second, from the store to each worker
+    model: str = "demo"  # or a folder with a Hugging Face checkpoint
+    device: str = "cpu"
+    recount_every: int = 5  # versions
+    checkpoint_every: int = 5  # steps
+    port: int = 0
+    secret: str = ""
+
+    def save(self, folder: Path) -> None:
+        (folder / "settings.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Settings":
+        return cls(**json.loads((folder / "settings.json").read_text()))

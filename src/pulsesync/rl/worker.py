@@ -1,0 +1,87 @@
+"""A worker's process: ask for work, sync, generate, score, send back. It may die at any moment and be started again."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pulsesync.rl.channel import Desk
+from pulsesync.rl.game import open_game
+from pulsesync.rl.settings import Settings
+from pulsesync.rl.sync import Got, receiver
+
+PATIENCE_S = 60.0  # for a trainer that is being started again
+
+
+class Worker:
+    """Holds a policy at some version, and what it did with it."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.settings = Settings.load(folder)
+        self.name = f"worker {number}"
+        self.game = open_game(self.settings)
+        self.policy = self.game.policy()
+        self.receiver = receiver(self.settings, str(folder / f"cache-{number}"))
+        self.desk = Desk(self.settings.port, self.settings.secret.encode(), PATIENCE_S)
+        self.got: Got | None = None
+        self.counted = -1  # the version of the last recount
+        self.synced = 0
+        self.seconds = {"generate_s": 0.0, "sync_s": 0.0, "pause_s": 0.0, "wait_s": 0.0}
+        self.fetched_bytes = 0
+
+    def run(self) -> None:
+        """Work until told to stop. Raises: PulseError, if the weights are ever not what was published."""
+        facts: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+        while True:
+            asked = time.perf_counter()
+            answer = self.desk.ask({"worker": self.name, "state": self._state(), **facts}, tensors)
+            self.seconds["wait_s"] += time.perf_counter() - asked
+            facts, tensors = {}, {}
+            if answer["do"] == "stop":
+                self._leave(answer["version"])
+                return
+            if answer["do"] == "generate" and self._sync(answer["version"]):
+                facts, tensors = self._generate(answer["step"], answer["shard"])
+
+    def _leave(self, version: int) -> None:
+        """Come to the last version, recount all of it, and say so."""
+        if self._sync(version):
+            assert self.got is not None
+            self.receiver.recount()
+            self.counted = self.got.version
+            last = {"version": self.got.version, "digest": self.got.digest}
+            self.desk.ask({"worker": self.name, "state": self._state(), "goodbye": True, **last})
+
+    def _sync(self, version: int | None) -> bool:
+        got = self.receiver.fetch(self.policy, version)
+        if got is None:
+            time.sleep(0.05)
+            return False
+        if self.got is None or got.version != self.got.version:
+            self.synced += 1
+            self.fetched_bytes += got.fetched_bytes
+            self.seconds["pause_s"] += got.pause_s
+            if self.synced % self.settings.recount_every == 1:
+                self.receiver.recount()
+                self.counted = got.version
+        self.seconds["sync_s"] += got.seconds
+        self.got = got
+        return True
+
+    def _generate(self, step: int, shard: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert self.got is not None
+        began = time.perf_counter()
+        seed = (self.settings.seed * 1_000_003 + step) * 1009 + shard
+        made = self.game.play(self.policy, self.settings.prompts // self.settings.shards, seed)
+        self.seconds["generate_s"] += time.perf_counter() - began
+        facts = {"step": step, "shard": shard, "version": self.got.version, "digest": self.got.digest}
+        return facts, {"tokens": made.tokens, "log_probabilities": made.log_probabilities, "rewards": made.rewards}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "version": self.got.version if self.got else None,
+            "counted": self.counted,
+            "synced": self.synced,
+            "fetched_bytes": self.fetched_bytes,
+            **self.seconds,
+        }

@@ -1,0 +1,178 @@
+"""The demo as people run it: a small run of each kind in real processes, and what is refused before one starts."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from pulsesync.cli.demo import find_model, open_folder, read_link, run
+from pulsesync.cli.options import UsageError
+from pulsesync.errors import ChecksumError
+from pulsesync.rl.replay import Recording, find_recording
+from pulsesync.rl.settings import Settings
+from pulsesync.testing import load_recorded
+from tests import commands
+from tests.runs import publish_steps
+
+pytestmark = pytest.mark.timeout(180)  # on a machine without cached kernels each process compiles them
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    pytest.importorskip("torch")
+    folder, out = tmp_path_factory.mktemp("demo") / "run", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert run(Settings(steps=3, workers=1, prompts=8, group=4), folder, as_json=True) == 0
+    return folder, [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_the_demo_tells_every_step_and_sums_up(real: tuple[Path, list[dict[str, Any]]]) -> None:
+    *steps, summary = real[1]
+    assert [(step["event"], step["step"]) for step in steps] == [("step", 1), ("step", 2), ("step", 3)]
+    assert all(0 <= step["reward"] <= 1 and 0 < step["size_bytes"] < step["full_bytes"] for step in steps)
+    assert (summary["event"], summary["steps"]) == ("summary", 3)
+    assert summary["digests_agree"]
+    assert summary["recounted_at_end"] == ["0"]
+
+
+def test_the_folder_keeps_the_run(real: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, events = real
+    assert json.loads((folder / "settings.json").read_text())["steps"] == 3
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [{"event": "step", **line} for line in lines] == events[:-1]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"event": "summary", "folder": str(folder), **summary} == events[-1]
+    assert (folder / "plots.svg").read_text().startswith("<svg")
+
+
+def test_a_run_that_has_ended_is_left_alone(real: tuple[Path, list[dict[str, Any]]]) -> None:
+    done = commands.pulse("demo", "--steps", 3, "--workers", 1, "--out", real[0])
+    assert done.refused(2, "has ended")
+
+
+def test_a_replay_needs_no_torch_and_its_workers_verify_every_version(tmp_path: Path) -> None:
+    with mock.patch("pulsesync.cli.demo.find_spec", return_value=None):
+        done = commands.pulse("demo", "--replay", "--steps", 4, "--out", tmp_path / "run")
+    assert (done.code, done.err) == (0, "")
+    assert len([line for line in done.out.splitlines() if line.startswith("step ")]) == 4
+    for words in ("times smaller", "bits a change", "all workers recounted at the end"):
+        assert words in done.out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 30 < summary["times_smaller"] < 1000
+    assert summary["workers"]["worker 1"]["recounted"] == 4
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    arguments = ("demo", "--replay", "--workers", 1, "--link", "10mbit", "--out", tmp_path / "run", "--json")
+    process = commands.start(*arguments)
+    assert process.stdout
+    first = json.loads(process.stdout.readline())
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    shown = [first, *map(json.loads, out.splitlines())]
+    assert commands.pulse("demo", "--replay", "--workers", 2, "--out", tmp_path / "run").refused(
+        2, "begun with workers 1"
+    )
+    done = commands.pulse(*arguments)
+    assert (done.code, done.err) == (0, "")
+    *rest, summary = done.events
+    steps = [line["step"] for line in shown + rest]
+    assert len(shown) < 15
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 15
+    assert summary["recounted_at_end"] == ["0"]
+
+
+def test_what_stops_a_process_for_good_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    publish_steps(str(tmp_path / "store"), 2)
+    done = commands.pulse("demo", "--replay", "--workers", 1, "--store", tmp_path / "store", "--out", tmp_path / "run")
+    assert "stopped the run" in done.err  # the worker may be first to say that these are other weights
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+
+
+def test_pretrain_saves_the_bf16_weights(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    from pulsesync.rl.policy import fresh
+
+    def quick(seed: int, tell: Any) -> Any:
+        tell(10, 1.5, 0.25)
+        return fresh(seed)
+
+    with mock.patch("pulsesync.rl.pretrain.pretrain", quick):
+        done = commands.pulse("demo", "pretrain", "--seed", 3, "--out", tmp_path / "new" / "policy.safetensors")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[0] == "step 10  loss 1.5000  25.0% right"
+    saved, made = load_file(tmp_path / "new" / "policy.safetensors"), fresh(3).state_dict()
+    assert saved.keys() == made.keys()
+    assert all(torch.equal(saved[name], made[name].bfloat16()) for name in made)
+
+
+def test_without_torch_one_line_says_what_to_install() -> None:
+    with mock.patch("pulsesync.cli.demo.find_spec", return_value=None):
+        assert commands.pulse("demo").refused(1, "pip install 'pulsesync[torch]'")
+        assert commands.pulse("demo", "pretrain").refused(1, "pip install 'pulsesync[torch]'")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "0"], ["--workers", "0"], ["--link", "fast"], ["--model", "nowhere"], ["--sync", "half"],
+        ["--replay", "--sync", "full"], ["--lr", "x"], ["--delay", "-1"], ["--publish-every", "0"],
+        ["--store", "ftp://host/run"], ["--read", "memory://run"],
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
+    assert commands.pulse("demo", *arguments).refused(2, "")
+
+
+def test_a_model_that_was_not_fetched_names_the_command_that_does(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert commands.pulse("demo", "--model", "smollm2").refused(2, "make smollm2")
+    (tmp_path / ".models" / "smollm2").mkdir(parents=True)
+    assert find_model("smollm2") == ".models/smollm2"
+
+
+@pytest.mark.parametrize(("text", "rate"), [("50mbit", 6.25e6), ("1Gbit/s", 1.25e8), ("800 bit", 100), (None, None)])
+def test_a_link_is_given_in_bits(text: str | None, rate: float | None) -> None:
+    assert read_link(text) == rate
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("dear")
+    with pytest.raises(UsageError, match="not empty"):
+        open_folder(tmp_path, Settings())
+
+
+def test_a_folder_goes_on_only_with_the_settings_it_was_begun_with(tmp_path: Path) -> None:
+    replace(Settings(steps=7), store=str(tmp_path / "store"), port=5, secret="x").save(tmp_path)
+    (tmp_path / "steps.jsonl").write_text("{}\n{}\n{")
+    assert open_folder(tmp_path, Settings(steps=7)) == (tmp_path, 2)
+    with pytest.raises(UsageError, match="begun with steps 7"):
+        open_folder(tmp_path, Settings(steps=8))
+    (tmp_path / "settings.json").write_text('{"pace": 3}')
+    with pytest.raises(UsageError, match="cannot be read"):
+        open_folder(tmp_path, Settings())
+
+
+def test_the_recording_that_is_replayed_is_the_recorded_one(tmp_path: Path) -> None:
+    path = find_recording()
+    expected = load_recorded(path)
+    states = Recording.load(path).states()
+    next(states)
+    for (_, _, new), state in zip(expected.states(), states, strict=True):
+        assert all(np.array_equal(new[name], state[name].view(np.uint16)) for name in new)
+    with np.load(path) as file:
+        np.savez(tmp_path / "other.npz", **{**file, "final_sha256": "0" * 64})
+    with pytest.raises(ChecksumError, match="another state"):
+        Recording.load(tmp_path / "other.npz")
