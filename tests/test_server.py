@@ -489,18 +489,19 @@ def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is
 class Slow(MemoryStore):
     """A store that takes a while and counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.05) -> None:
         super().__init__()
+        self.seconds = seconds
         self.asked: list[tuple[str, int, int | None]] = []
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         self.asked.append((key, begin, end))
-        time.sleep(0.05)
+        time.sleep(self.seconds)
         return super().get(key, begin, end)
 
 
 def test_equal_reads_at_the_same_time_are_one() -> None:
-    slow = Slow()
+    slow = Slow(seconds=1.0)  # on a busy machine threads start late
     slow.put("parts/a", SMALL)
     shared = Coalescing(slow)
     with ThreadPoolExecutor(16) as threads:
