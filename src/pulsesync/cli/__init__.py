@@ -44,7 +44,9 @@ def demo(
     steps: Natural = 100,
     workers: Natural = 2,
     seed: Count = 0,
-    lr: Amount = 3e-5,
+    lr: Amount = 6e-5,
+    prompts: Natural = 32,
+    group: Natural = 8,
     delay: Count = 1,
     publish_every: Natural = 1,
     sync: Literal["pulse", "full"] = "pulse",
@@ -69,6 +71,8 @@ def demo(
         workers: Processes that generate.
         seed: Of prompts and completions.
         lr: AdamW's learning rate. RL on large models uses 1e-6 to 3e-6; this policy is small, and would learn slowly.
+        prompts: Prompts in a step, in four pieces of work.
+        group: Completions of each.
         delay: Versions that completions may be behind; 0 is lock-step, with the same weights every time it is run.
         publish_every: Steps in a version.
         sync: pulse sends what changed; full sends all weights, to compare with.
@@ -87,7 +91,8 @@ def demo(
     from pulsesync.rl.settings import Settings
 
     settings = Settings(
-        steps=steps, workers=workers, seed=seed, lr=lr, delay=delay, publish_every=publish_every, sync=sync,
+        steps=steps, workers=workers, seed=seed, lr=lr, prompts=prompts, group=group, delay=delay,
+        publish_every=publish_every, sync=sync,
         store=read_place(store), read=read_place(read), link=read_link(link), model=find_model(model), device=device,
     )  # fmt: skip
     return (play if replay else work)(settings, out, as_json=json)

@@ -72,7 +72,7 @@ class Worker:
         assert self.got is not None
         began = time.perf_counter()
         seed = (self.settings.seed * 1_000_003 + step) * 1009 + shard
-        made = self.game.play(self.policy, self.settings.prompts // self.settings.shards, seed)
+        made = self.game.play(self.policy, max(1, self.settings.prompts // self.settings.shards), seed)
         self.seconds["generate_s"] += time.perf_counter() - began
         facts = {"step": step, "shard": shard, "version": self.got.version, "digest": self.got.digest}
         return facts, {"tokens": made.tokens, "log_probabilities": made.log_probabilities, "rewards": made.rewards}
