@@ -122,7 +122,7 @@ def test_a_trend_goes_from_the_lowest_to_the_highest(values: list[float], bars: 
     "lines", [[], [line(1)], [line(n) for n in range(1, 9)], [line(1, reward=None, changed=None, size_bytes=20_000)]]
 )
 def test_plots_are_four_in_a_file_that_parses(lines: list[dict[str, Any]]) -> None:
-    root = ET.fromstring(plots.draw(told(*lines), "a <run> & more"))
+    root = ET.fromstring(plots.draw(plots.panels(told(*lines)), "a <run> & more"))
     groups = [child for child in root if child.tag.endswith("}g")]
     titles = [next(iter(group)).text or "" for group in groups]
     assert [title.split()[0] for title in titles] == ["Reward", "Weights", "Bytes", "Staleness"]

@@ -154,7 +154,7 @@ def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool)
         raise
     recounted = [name for name, process in run.processes.items() if name != "trainer" and process.returncode == 0]
     summary = story.summary(run.restarts, recounted)
-    (folder / "plots.svg").write_text(plots.draw(story, f"{folder.name}: {summary['steps']} steps"))
+    (folder / "plots.svg").write_text(plots.draw(plots.panels(story), f"{folder.name}: {summary['steps']} steps"))
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")  # last: it says that the run has ended
     if as_json:
         print(json.dumps({"event": "summary", "folder": str(folder), **summary}))

@@ -1,4 +1,4 @@
-"""Four small plots of a run as one SVG that needs nothing else: reward, sparsity, bytes per sync, staleness."""
+"""Small plots of a run as one SVG that needs nothing else: reward, sparsity, bytes per sync, staleness."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,15 +39,16 @@ def panels(story: Story) -> list[Panel]:
     ]
 
 
-def draw(story: Story, title: str) -> str:
-    """Return the SVG."""
+def draw(shown: Sequence[Panel], title: str) -> str:
+    """Return the SVG: two plots to a row."""
+    width, height = 2 * WIDTH, -(-len(shown) // 2) * HEIGHT + 36
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {2 * HEIGHT + 36}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11" fill="#111827">',
-        f'<rect width="{2 * WIDTH}" height="{2 * HEIGHT + 36}" fill="white"/>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(LEFT, 24, title, 'font-size="15"'),
     ]
-    for i, panel in enumerate(panels(story)):
+    for i, panel in enumerate(shown):
         out.append(f'<g transform="translate({i % 2 * WIDTH} {36 + i // 2 * HEIGHT})">')
         out += [*_panel(panel), "</g>"]
     return "\n".join([*out, "</svg>", ""])
