@@ -205,7 +205,7 @@ class Trainer:
             self.step += 1
             sent = self.sender.publish(self.policy, self.step, last=self.step == self.settings.steps)
             self.book.published(sent)
-            steps_of[sent.version] = self.step
+            steps_of.setdefault(sent.version, self.step)  # not again for steps that go into a later one
             published = time.perf_counter()
             self._write_down(pieces, rollouts, loss, sent, steps_of, {
                 "wait_s": waited - ended, "train_s": trained - waited, "publish_s": published - trained,
