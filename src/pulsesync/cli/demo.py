@@ -154,6 +154,10 @@ def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool)
         raise
     recounted = [name for name, process in run.processes.items() if name != "trainer" and process.returncode == 0]
     summary = story.summary(run.restarts, recounted)
+    if (folder / "final.json").exists():  # with what the workers left, after the last step's line was written
+        for name, left in json.loads((folder / "final.json").read_text())["workers"].items():
+            if name in summary["workers"]:
+                summary["workers"][name].update(version=left["version"], recounted=left["version"])
     (folder / "plots.svg").write_text(plots.draw(plots.panels(story), f"{folder.name}: {summary['steps']} steps"))
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")  # last: it says that the run has ended
     if as_json:
