@@ -28,6 +28,7 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.signature import trusted
 from pulsesync.records import Records, fetch_body
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import State
@@ -151,7 +152,7 @@ class Audit:
 
     def __init__(self, location: str | Store, *, trust: str | Collection[str] | None = None) -> None:
         self.store = open_store(location) if isinstance(location, str) else location
-        self.trust = frozenset([trust]) if isinstance(trust, str) else trust
+        self.trust = trusted(trust)
         self._records = Records(self.store, self.trust)
         self.found = find_records(self._records)  # all that will be looked at
         if not self.found:

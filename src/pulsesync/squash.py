@@ -15,7 +15,7 @@ from pulsesync.chain import Held
 from pulsesync.errors import ConflictError, MissingLinkError
 from pulsesync.format import patch, signature
 from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
-from pulsesync.format.signature import SigningKey
+from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.model import Sum
 from pulsesync.records import CACHE_BYTES, Records, fetch_body
@@ -75,7 +75,7 @@ class Squasher:
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.signing_key = signing_key
-        self.trust = frozenset([trust]) if isinstance(trust, str) else None if trust is None else frozenset(trust)
+        self.trust = trusted(trust)
         self._state: State | None = None
         self._at: Manifest | None = None  # the epoch start that the state is at
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span

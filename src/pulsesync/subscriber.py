@@ -33,6 +33,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.signature import trusted
 from pulsesync.parallel import finish
 from pulsesync.records import CACHE_BYTES, Records, fetch_body, located
 from pulsesync.slices import Slices
@@ -104,7 +105,7 @@ class Subscriber:
     ) -> None:
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
-        self.trust = frozenset([trust]) if isinstance(trust, str) else None if trust is None else frozenset(trust)
+        self.trust = trusted(trust)
         self.slices = slices
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
@@ -230,7 +231,7 @@ class Subscriber:
         try:
             return chain.find_way(held, goal, records.fetched)
         except MissingLinkError:
-            if self._held is None and goal.version >= 0 and not self._has_anchor(goal, records):
+            if self._held is None and not self._has_anchor(goal, records):
                 return None  # the first anchor is still being written: nothing can be reached yet
             raise
 

@@ -67,6 +67,11 @@ class SigningKey:
         return Delegation(self.public, self.sign(_statement(run, public)))
 
 
+def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
+    """Whom to trust, given as one public key or several; None: nobody is asked."""
+    return None if keys is None else frozenset([keys] if isinstance(keys, str) else keys)
+
+
 def _statement(run: str, public: str) -> bytes:
     return _canonical({"format": DELEGATION, "key": public, "kind": "squash", "run": run})
 

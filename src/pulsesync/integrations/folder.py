@@ -44,6 +44,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
+from pulsesync.format.signature import trusted
 from pulsesync.integrations.safetensors import (
     INDEX,
     SHARD_BYTES,
@@ -110,7 +111,7 @@ class HuggingFaceFolder:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.folder = Path(folder)
-        self.trust = frozenset([trust]) if isinstance(trust, str) else None if trust is None else frozenset(trust)
+        self.trust = trusted(trust)
         self.hold_s, self.shard_bytes = hold_s, shard_bytes
         store = open_store(location) if isinstance(location, str) else location
         self._origin = store

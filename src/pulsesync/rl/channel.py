@@ -36,7 +36,6 @@ class Office:
 
     def __init__(self, secret: bytes, port: int = 0) -> None:
         self._listener = Listener((HOST, port), backlog=64, authkey=secret)
-        self._open: list[Connection] = []
 
     @property
     def port(self) -> int:
