@@ -14,6 +14,7 @@
     │   └── ConflictError           somebody else created it first
     │       └── AnotherPublisherError   the run has one: this one must stop, or take the run up anew
     ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
+    ├── RoundError                  trainers did not complete a round: nothing changed, the next try makes up for it
     └── VerificationError           weights after apply are not the trainer's: they were put back, stop serving if not
 
 Each carries its facts as attributes as well as in its message.
@@ -85,6 +86,10 @@ class AnotherPublisherError(ConflictError):
 
 class StateError(PulseError):
     """Tensors that do not fit the run: a name, dtype, shape or memory layout (`tensor`)."""
+
+
+class RoundError(PulseError):
+    """A round between trainers did not come about (`round`); no trainer's state has changed."""
 
 
 class VerificationError(PulseError):

@@ -1,0 +1,14 @@
+"""Trainers that exchange only what the next forward pass would see: PULSELoCo, and what it is compared with.
+
+`diloco` has what a training script uses; `gate`, `payload` and `outer` the functions underneath, which know neither
+torch nor a network; `group` and `store` the ways between trainers. docs/LOCO.md tells the whole story. Needs the extra
+torch.
+"""
+
+from pulsesync.loco.diloco import DDP, DiLoCo, PulseLoCo, RoundReport
+from pulsesync.loco.exchange import Exchange
+from pulsesync.loco.group import GroupExchange
+from pulsesync.loco.outer import SGD, Nesterov
+from pulsesync.loco.store import StoreExchange
+
+__all__ = ["DDP", "SGD", "DiLoCo", "Exchange", "GroupExchange", "Nesterov", "PulseLoCo", "RoundReport", "StoreExchange"]

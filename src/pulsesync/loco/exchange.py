@@ -1,0 +1,58 @@
+"""What an exchange between trainers must be able to do. `group` has the one over torch.distributed, `store` any store.
+
+All are given the same proposals and add them up in the order of the trainers' names, so all give the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pulsesync.loco.gate import Split
+from pulsesync.loco.payload import Coder
+from pulsesync.loco.shared import Outcome, Shared
+
+
+@dataclass(frozen=True)
+class Letter:
+    """An update as it travels, in one piece or several."""
+
+    id: str  # the SHA-256 of all pieces
+    pieces: tuple[bytes, ...]
+
+
+class Exchange(Protocol):
+    """One trainer's way to the others. A round is `prepare`, `propose` and, once its result is known, `confirm`."""
+
+    trainer: str  # its name among them
+
+    def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
+        """Come together: return, of each fragment, the shared state to go on from.
+
+        about: what all must have set alike.
+
+        Raises:
+            StateError: the others train something else, or otherwise; VerificationError: they have parted.
+        """
+
+    def prepare(self, coder: Coder, split: Split) -> Letter:
+        """Encode an update. Sends nothing."""
+
+    def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
+        """Send an update to a fragment of this size; return the round as it was decided, with it or without.
+
+        Raises:
+            RoundError: there was none. Nothing has changed, and it may be tried again.
+        """
+
+    def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
+        """Tell the others what a round led to, before anything is changed; None: to nothing that is shared.
+
+        Raises:
+            RoundError: somebody could not complete it; VerificationError: they came to something else.
+        """
+
+    def missed(self, coder: Coder, size: int) -> Outcome | None:
+        """The outcome of a round that was decided without this trainer; None if it was not decided."""
+
+    def leave(self, rounds: Sequence[int]) -> None:
+        """Say goodbye after so many rounds of each fragment: nobody need wait for this trainer."""

@@ -1,0 +1,62 @@
+"""The outer step: from the trainers' updates to the next shared weights, the same bits on every machine.
+
+Every operation is FP32 and rounded by itself, in one order. torch's own SGD is not used because it fuses multiply and
+add where the machine can, and replicas on different machines would part.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pulsesync.loco.gate import CHUNK, F32, Sparse
+from pulsesync.parallel import spread
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The outer optimizer: SGD, with momentum if it is not 0, and Nesterov's if it looks ahead.
+
+    SGD(1.0) is plain averaging.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and 0 <= self.momentum < 1) or (self.nesterov and not self.momentum):
+            raise ValueError("the outer learning rate is above 0, its momentum from 0 to below 1, above for Nesterov's")
+
+    def step(self, theta: F32, momentum: F32, mean: F32) -> tuple[F32, F32]:
+        """Return the next weights and momentum; nothing is modified."""
+        lr, mu = np.float32(self.lr), np.float32(self.momentum)
+        after, moved = np.empty_like(theta), np.empty_like(momentum)
+
+        def chunk(begin: int) -> None:
+            here = slice(begin, begin + CHUNK)
+            moved[here] = mu * momentum[here] + mean[here]
+            by = mean[here] + mu * moved[here] if self.nesterov else moved[here]
+            after[here] = theta[here] - lr * by
+
+        spread(chunk, range(0, theta.size, CHUNK))
+        return after, moved
+
+
+def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it stands where a class does
+    """DiLoCo's outer optimizer."""
+    return SGD(lr, momentum, nesterov=True)
+
+
+def aggregate(parts: Iterable[Sparse], size: int) -> F32:
+    """Add up the trainers' updates, in the order given: FP32 sums depend on it."""
+    total = np.zeros(size, np.float32)
+    for part in parts:
+        part.add_to(total)
+    return total
+
+
+def mean_of(total: F32, trainers: int) -> F32:
+    """Divide by all who took part, not by those that sent an entry: who is silent at a place says zero."""
+    out: F32 = total / np.float32(trainers)
+    return out

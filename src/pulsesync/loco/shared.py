@@ -1,0 +1,109 @@
+"""What all trainers hold alike, and how a round moves it on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pulsesync.digest import count_tile
+from pulsesync.errors import ChecksumError, FormatError
+from pulsesync.format import layout as layouts
+from pulsesync.format.layout import load_json
+from pulsesync.loco.gate import F32, Sparse
+from pulsesync.loco.outer import SGD, mean_of
+from pulsesync.model import TensorSpec
+
+FORMAT = "pulse-loco-state/1-draft"
+MAX_HEAD_BYTES = 1 << 20
+
+
+class Part(NamedTuple):
+    """That a trainer took part in a round, and with which payload."""
+
+    round: int
+    payload: str  # its id
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A round as it was decided: who took part, and the sum of what they sent. The same for every trainer."""
+
+    members: Mapping[str, str]  # trainer -> id of its payload, in the order in which they were added up
+    total: F32
+    sent_bytes: int = 0  # by this trainer, everything counted
+    received_bytes: int = 0
+    taken: Sparse | None = None  # what was taken from a trainer of this one's name, if it is at hand
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A fragment's shared state. A joiner copies it from a peer or a store; never written, only replaced."""
+
+    layout: str  # id of the fragment's tensors
+    theta: F32
+    momentum: F32
+    round: int = 0  # rounds that led here
+    parts: Mapping[str, Part] = field(default_factory=dict)  # of each trainer, the last
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal weights, momentum and round, bit for bit: O(all)."""
+        h = hashlib.sha256(f"pulse loco 1 {self.layout} {self.round}\n".encode())
+        for name, values in (("theta", self.theta), ("momentum", self.momentum)):
+            tile = layouts.make([TensorSpec(name, "F32", (values.size,))]).tiles[0]
+            h.update(count_tile(tile, values.view(np.uint32)).to_bytes())
+        return h.hexdigest()
+
+    def after(self, outcome: Outcome, outer: SGD) -> "Shared":
+        """The state that a round leads to."""
+        theta, momentum = outer.step(self.theta, self.momentum, mean_of(outcome.total, len(outcome.members)))
+        took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in outcome.members.items()}
+        return Shared(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
+
+    def to_bytes(self) -> bytes:
+        """All of it: a line that describes it, then weights and momentum, FP32, little-endian."""
+        body = self.theta.astype("<f4").tobytes() + self.momentum.astype("<f4").tobytes()
+        head = {
+            "format": FORMAT, "layout": self.layout, "round": self.round, "digest": self.digest,
+            "parts": {name: list(part) for name, part in sorted(self.parts.items())}, "size": self.theta.size,
+            "sha256": hashlib.sha256(body).hexdigest(),
+        }  # fmt: skip
+        return json.dumps(head, sort_keys=True).encode() + b"\n" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview, like: "Shared") -> "Shared":
+        """Read what `to_bytes` wrote, of a state with the same tensors as another.
+
+        Raises:
+            FormatError: it is not one, or of other tensors; ChecksumError: it is damaged.
+        """
+        view = memoryview(data)
+        line, newline, _ = bytes(view[:MAX_HEAD_BYTES]).partition(b"\n")
+        head = load_json(line, "a shared state")
+        known = {"format", "layout", "round", "digest", "parts", "size", "sha256"}
+        if not newline or set(head) != known or head["format"] != FORMAT:
+            raise FormatError("this is no shared state")
+        if head["layout"] != like.layout or head["size"] != like.theta.size:
+            raise FormatError("the shared state is of another model", expected=like.layout, actual=head["layout"])
+        body = view[len(line) + 1 :]
+        if len(body) != 8 * like.theta.size or hashlib.sha256(body).hexdigest() != head["sha256"]:
+            raise ChecksumError("a shared state is damaged")
+        theta, momentum = np.frombuffer(body, "<f4").astype(np.float32).reshape(2, -1)
+        if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
+            raise FormatError("a shared state has no round")
+        parts = {name: read_part(part) for name, part in head["parts"].items()}
+        state = cls(head["layout"], theta, momentum, head["round"], parts)
+        if state.digest != head["digest"]:
+            raise ChecksumError("a shared state has another digest than it says", expected=head["digest"])
+        return state
+
+
+def read_part(value: object) -> Part:
+    """Raises: FormatError, for what is none."""
+    if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, str]:
+        raise FormatError("who took part in a round is told by its number and the payload's id")
+    return Part(*value)
