@@ -25,6 +25,7 @@ def test_the_public_names_are_these() -> None:
         "Slice",
         "Subscriber",
         "SyncReport",
+        "loco",
         "warm_up",
     ]
     assert all(hasattr(pulsesync, name) for name in pulsesync.__all__)

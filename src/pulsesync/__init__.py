@@ -8,6 +8,9 @@
     sub = pulse.Subscriber("runs/one")          # worker
     sub.sync(model)
 
+    with pulse.loco.PulseLoCo(model, optimizer, sync_every=8, exchange=…):   # one of several trainers
+        …
+
 Importing this configures nothing and needs no torch; numba is imported at the first use, or by `warm_up`.
 """
 
@@ -16,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 from pulsesync.errors import PulseError
 
 if TYPE_CHECKING:
+    from pulsesync import loco
     from pulsesync.format.signature import SigningKey
     from pulsesync.publisher import Publisher, PublishReport
     from pulsesync.slices import Slice
     from pulsesync.subscriber import Subscriber, SyncReport
     from pulsesync.warm import warm_up
 
-__all__ = ["PublishReport", "Publisher", "PulseError", "SigningKey", "Slice", "Subscriber", "SyncReport", "warm_up"]
+__all__ = [
+    "PublishReport", "Publisher", "PulseError", "SigningKey", "Slice", "Subscriber", "SyncReport", "loco", "warm_up",
+]  # fmt: skip
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
@@ -37,8 +43,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pulsesync' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "loco":
+        return import_module("pulsesync.loco")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pulsesync' has no attribute {name!r}")
     return getattr(import_module(f"pulsesync.{_HOMES[name]}"), name)

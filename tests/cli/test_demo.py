@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pulsesync.cli.demo import find_model, open_folder, read_link, run
+from pulsesync.cli.demo import check_trainers, find_model, open_folder, read_link, run
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import ChecksumError
 from pulsesync.rl.replay import Recording, find_recording
@@ -129,11 +129,52 @@ def test_without_torch_one_line_says_what_to_install() -> None:
     [
         ["--steps", "0"], ["--workers", "0"], ["--link", "fast"], ["--model", "nowhere"], ["--sync", "half"],
         ["--replay", "--sync", "full"], ["--lr", "x"], ["--delay", "-1"], ["--publish-every", "0"],
-        ["--store", "ftp://host/run"], ["--read", "memory://run"],
+        ["--store", "ftp://host/run"], ["--read", "memory://run"], ["--trainers", "0"], ["--sync-every", "0"],
+        ["--trainers", "2", "--loco", "sparse"],
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
     assert commands.pulse("demo", *arguments).refused(2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (["--trainers", "2", "--replay"], "one trainer"),
+        (["--trainers", "2", "--sync", "full"], "leave it out"),
+        (["--trainers", "2", "--publish-every", "2"], "version of every round"),
+        (["--sync-every", "4"], "give --trainers"),
+        (["--loco", "dense"], "give --trainers"),
+    ],
+)  # fmt: skip
+def test_what_several_trainers_cannot_do_is_said_kindly(arguments: list[str], saying: str) -> None:
+    pytest.importorskip("torch")
+    assert commands.pulse("demo", *arguments).refused(2, saying)
+
+
+def test_steps_are_rounded_up_to_whole_rounds_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_trainers(Settings(steps=20, trainers=2)).steps == 24
+    assert "24 steps in place of 20" in capsys.readouterr().err
+    assert check_trainers(Settings(steps=24, trainers=2)).steps == 24
+    assert check_trainers(Settings(steps=20)) == Settings(steps=20)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_several_trainers_are_shown_and_summed_up(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    small = ("--steps", 2, "--sync-every", 2, "--workers", 1, "--prompts", 4, "--group", 4)
+    done = commands.pulse("demo", "--trainers", 2, *small, "--out", tmp_path / "run", "--store", tmp_path / "weights")
+    assert (done.code, done.err) == (0, "")
+    assert "2 trainers, 1 worker," in done.out
+    assert "\n  round 1: 2 of 2 trainers" in done.out
+    assert "Trainers: 2, which met after every 2 steps, 1 ×" in done.out
+    assert (tmp_path / "weights-trainers" / "run").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["recounted_at_end"]) == (2, ["0"])
+    assert summary["loco"]["payload_times_smaller"] > 1
+    again = commands.pulse("demo", "--trainers", 2, *small, "--out", tmp_path / "2", "--store", tmp_path / "weights")
+    assert again.refused(1, "need a store of their own")
 
 
 def test_a_model_that_was_not_fetched_names_the_command_that_does(monkeypatch: Any, tmp_path: Path) -> None:

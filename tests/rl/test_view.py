@@ -98,6 +98,33 @@ def test_without_a_terminal_a_step_is_one_line() -> None:
     assert "version 7: workers at 6, behind 1, recounted –, pause 2.0ms" in text
 
 
+def test_a_round_of_several_trainers_is_one_more_line() -> None:
+    first = {
+        "round": 1, "trainers": ["trainer", "trainer-1", "trainer-2"], "fired": 0.05, "sent_bytes": 1_000,
+        "received_bytes": 2_000, "dense_bytes": 40_000, "digest": "0" * 64,
+    }  # fmt: skip
+    second = {**first, "round": 2, "trainers": ["trainer", "trainer-1"], "sent_bytes": 3_000, "received_bytes": 2_000}
+    story = told(line(8, loco=first, meet_s=1.0), line(16, loco=second, meet_s=1.0), trainers=3, steps=24)
+    one = "round 2: 2 of 3 trainers, 5.00% fired; payload 3,000 bytes, 13.3 × smaller than dense"
+    assert one in view.plain(story, line(16, loco=second)).splitlines()[1]
+    assert one in " ".join(drawn(story).split())
+    summary = story.summary({"trainer-1": 1}, ["0"])
+    assert (summary["steps"], summary["seconds"]) == (16, 10.0)
+    assert (summary["loco"]["payload_times_smaller"], summary["loco"]["wire_times_smaller"]) == (20, 30)
+    text = view.tell(story, summary)
+    assert "Trainers: 3, which met after every 8 steps, 2 × (pulse)" in text
+    assert "means of the first and last 8 steps" in text
+    assert "Started again: trainer 1 (1 ×)" in text
+    away = {**first, "trainers": ["trainer-1", "trainer-2"], "sent_bytes": 0, "received_bytes": 5_000}
+    assert "without the first" in view.met(away, 3)
+    assert "in no round" in view.tell(story, told(line(8, loco=away), trainers=3).summary({}, ["0"]))
+
+
+def test_one_trainer_has_no_rounds() -> None:
+    assert "loco" not in told(line(1)).summary({}, ["0"])
+    assert "5 processes are starting" in drawn(told(trainers=4))
+
+
 def test_the_sparsity_is_told_beside_the_papers_with_the_reason_for_the_difference() -> None:
     text = view.paper(told(line(1, changed=2_000), lr=3e-5))
     assert text.startswith("80.00% of the BF16 weights")

@@ -44,12 +44,15 @@ def demo(
     steps: Natural = 100,
     workers: Natural = 2,
     seed: Count = 0,
-    lr: Amount = 6e-5,
+    lr: Amount | None = None,
     prompts: Natural = 32,
     group: Natural = 8,
     delay: Count = 1,
     publish_every: Natural = 1,
     sync: Literal["pulse", "full"] = "pulse",
+    trainers: Natural = 1,
+    sync_every: Natural = 8,
+    loco: Literal["pulse", "compact", "dense"] = "pulse",
     store: str | None = None,
     read: str | None = None,
     link: str | None = None,
@@ -66,17 +69,27 @@ def demo(
     that travelled, and where each worker is. Any process may be killed: it is started again. Ctrl-C stops the run; the
     same command with --out goes on with it. Needs torch: pip install 'pulsesync[torch]'.
 
+    With --trainers 4, four trainers learn on their own, each from its own completions, and meet every few steps: each
+    tells the others what would change the next forward pass, and keeps the rest for later (PULSELoCo). After a round
+    all have the same weights, which is checked; the first trainer publishes them, and workers follow.
+
     Args:
         steps: Optimizer steps to take.
         workers: Processes that generate.
         seed: Of prompts and completions.
-        lr: AdamW's learning rate. RL on large models uses 1e-6 to 3e-6; this policy is small, and would learn slowly.
+        lr: AdamW's learning rate, 6e-5 if not given, for several trainers 1e-5, as their outer step goes seven times as
+            far. RL on large models uses 1e-6 to 3e-6; this policy is small, and would learn slowly.
         prompts: Prompts in a step, in four pieces of work.
         group: Completions of each.
         delay: Versions that completions may be behind; 0 is lock-step, with the same weights every time it is run.
         publish_every: Steps in a version.
         sync: pulse sends what changed; full sends all weights, to compare with.
+        trainers: Processes that learn. Each has as many prompts in a step as one would have alone.
+        sync_every: Steps that several trainers take between two meetings; --steps is rounded up to whole rounds.
+        loco: What they tell each other: pulse, what the next forward pass sees, exactly; compact, that in a few bits
+            each; dense, all of it, which is DiLoCo, to compare with.
         store: Where the trainer publishes: a folder, s3://…, gs://…, az://…; one in the run's folder if not given.
+            Several trainers meet beside it.
         read: Where workers read, if it is not there: the address of pulse serve or pulse relay.
         link: Of each worker to the store, such as 50mbit; without limit if not given.
         model: demo; smollm2, which make smollm2 gets; or a folder with a Hugging Face checkpoint.
@@ -91,8 +104,9 @@ def demo(
     from pulsesync.rl.settings import Settings
 
     settings = Settings(
-        steps=steps, workers=workers, seed=seed, lr=lr, prompts=prompts, group=group, delay=delay,
-        publish_every=publish_every, sync=sync,
+        steps=steps, workers=workers, seed=seed, lr=lr or (6e-5 if trainers == 1 else 1e-5), prompts=prompts,
+        group=group, delay=delay,
+        publish_every=publish_every, sync=sync, trainers=trainers, sync_every=sync_every, loco=loco,
         store=read_place(store), read=read_place(read), link=read_link(link), model=find_model(model), device=device,
     )  # fmt: skip
     return (play if replay else work)(settings, out, as_json=json)

@@ -30,13 +30,15 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?", re.IGNORECASE)
 def run(settings: Settings, out: Path | None, *, as_json: bool) -> int:
     """Train with workers that follow; exit code 0. Raises: PulseError, if anything was not as it was published."""
     need_torch()
-    return _watch(Run, settings, out, as_json)
+    return _watch(Run, check_trainers(settings), out, as_json)
 
 
 def replay(settings: Settings, out: Path | None, *, as_json: bool) -> int:
     """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
     from pulsesync.rl.replay import RATE, Recording, ReplayRun, find_recording
 
+    if settings.trainers > 1:
+        raise UsageError("--replay plays what one trainer did: leave out --trainers to see it, or --replay to train")
     if settings.sync != "pulse" or settings.model != "demo":
         raise UsageError("--replay plays a recorded run by PULSESync: --sync and --model are for real ones")
     path = find_recording()
@@ -110,6 +112,26 @@ def find_model(name: str) -> str:
     return str(folder)
 
 
+def check_trainers(settings: Settings) -> Settings:
+    """Settings that make sense for so many trainers, with whole rounds of steps. Raises: UsageError."""
+    if settings.trainers == 1:
+        if (settings.sync_every, settings.loco) != (Settings.sync_every, Settings.loco):
+            raise UsageError("--sync-every and --loco are for trainers that meet: give --trainers too, such as 4")
+        return settings
+    if settings.sync != "pulse":
+        raise UsageError("--sync full is what one trainer's patches are compared with: leave it out, or --trainers")
+    if settings.publish_every > 1:
+        raise UsageError("--publish-every: several trainers make a version of every round; --sync-every sets its steps")
+    steps = -(-settings.steps // settings.sync_every) * settings.sync_every
+    if steps != settings.steps:
+        rounds = f"{steps // settings.sync_every} rounds of {settings.sync_every}"
+        print(
+            f"pulse: {steps} steps in place of {settings.steps}, for trainers to meet at the end: {rounds}",
+            file=sys.stderr,
+        )
+    return replace(settings, steps=steps)
+
+
 def open_folder(out: Path | None, settings: Settings) -> tuple[Path, int]:
     """The folder of a run, and how many lines an earlier start has left there.
 
@@ -152,7 +174,7 @@ def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool)
             step = story.last["step"] if story.last else 0
             print(f"pulse: stopped after step {step}; with --out {folder} it goes on from there", file=sys.stderr)
         raise
-    recounted = [name for name, process in run.processes.items() if name != "trainer" and process.returncode == 0]
+    recounted = [name for name, process in run.processes.items() if name.isdecimal() and process.returncode == 0]
     summary = story.summary(run.restarts, recounted)
     if (folder / "final.json").exists():  # with what the workers left, after the last step's line was written
         for name, left in json.loads((folder / "final.json").read_text())["workers"].items():
@@ -171,7 +193,8 @@ def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool)
 def _screen(story: Story, run: Run, as_json: bool) -> Iterator[Callable[[Line], None]]:
     """Yield what shows a step: drawn in place on a terminal, else a line each."""
     workers = f"{run.settings.workers} worker{'s' if run.settings.workers > 1 else ''}"
-    title = f"{run.folder}: a trainer, {workers}, {run.settings.store} between them"
+    trainers = "a trainer" if run.settings.trainers == 1 else f"{run.settings.trainers} trainers"
+    title = f"{run.folder}: {trainers}, {workers}, {run.settings.store} between them"
     console = Console(highlight=False)
     if as_json:
         yield lambda line: print(json.dumps({"event": "step", **line}), flush=True)

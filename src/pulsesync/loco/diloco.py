@@ -12,8 +12,9 @@ A round is a transaction: shared weights, momentum and residual change together,
 and computed. An exception out of `optimizer.step()` leaves them as they were, and the next step tries again.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -23,11 +24,14 @@ import numpy as np
 from pulsesync.errors import MissingLinkError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.loco.exchange import Exchange
-from pulsesync.loco.gate import F32, Everything, Rule, Split, Visible, update
+from pulsesync.loco.gate import F32, Everything, Rule, Sparse, Split, Visible, update
 from pulsesync.loco.outer import SGD, Nesterov, mean_of
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, Shared, read_part
 from pulsesync.model import TensorSpec
+from pulsesync.parallel import finish
+
+EXIT_S = 60.0  # that a context waits, when it ends, for a round that is on its way
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class RoundReport:
     """What a round came to, for this trainer."""
 
     fragment: int
-    round: int
+    round: int  # that its weights are at now
     took_part: bool  # False: the round was decided without it, and all its update was kept
     members: tuple[str, ...]
     sent: int  # entries that it sent ...
@@ -65,6 +69,17 @@ class _Proposal:
     payload: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class _Met:
+    """A round that was exchanged and computed, and not committed yet."""
+
+    proposal: _Proposal
+    outcome: Outcome
+    after: Shared
+    sent_bytes: int
+    received_bytes: int
+
+
 class _Tensors:
     """The parameters of a fragment as one FP32 vector."""
 
@@ -82,6 +97,11 @@ class _Tensors:
         specs = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in parameters.items()]
         self.layout = layouts.make(specs).id
         self.size = sum(spec.size for spec in specs)
+
+    def begin(self) -> _Held:
+        """The state that nothing has been learned in yet."""
+        zeros = np.zeros(self.size, np.float32)
+        return _Held(Shared(self.layout, self.read(), zeros), zeros)
 
     def _places(self) -> Iterator[tuple[str, Any, slice]]:
         at = 0
@@ -143,13 +163,13 @@ class _Meeting:
         self._on_round = on_round
         self.exchange = exchange
         self.last_report: RoundReport | None = None
-        self._held = [
-            _Held(Shared(t.layout, t.read(), np.zeros(t.size, np.float32)), np.zeros(t.size, np.float32))
-            for t in self._tensors
-        ]
-        self._pending: dict[int, _Proposal] = {}  # sent, and not known to have been taken or not
+        self._held = [t.begin() for t in self._tensors]
+        self._begun = False  # until then weights that are loaded into the model are where it begins
+        # By fragment and payload: what was sent since its last round, and may have been taken without our hearing of it
+        self._pending: list[dict[str, Sparse]] = [{} for _ in self._tensors]
+        self._known_as = exchange.trainer  # where it last took part: ranks change with their group
+        self._unwritten: dict[int, F32] = {}  # weights that could not be written when their round was committed
         self._hook: Any = None
-        self._unwritten: int | None = None  # the fragment whose weights are being written
 
     @property
     def rounds(self) -> list[int]:
@@ -184,25 +204,29 @@ class _Meeting:
         Shared state is taken from whoever has come furthest; the residual stays this trainer's own. If a round that
         failed here was completed by others, what it took of this trainer's update is known by the payload's id.
         """
+        self._mend()
+        if not self._begun:
+            self._held, self._begun = [t.begin() for t in self._tensors], True
         self.exchange = exchange or self.exchange
         found = self.exchange.join([held.shared for held in self._held], self._about)
         for fragment, shared in enumerate(found):
             self._adopt(fragment, shared)
             self._catch_up(fragment)
+        self._known_as = self.exchange.trainer
 
     def _adopt(self, fragment: int, shared: Shared) -> None:
         """Go on from a shared state that others came to."""
-        held, open_ = self._held[fragment], self._pending.pop(fragment, None)
+        held = self._held[fragment]
         if shared.digest == held.shared.digest:
             self._held[fragment] = replace(held, shared=shared)
             return
-        mine = shared.parts.get(self.exchange.trainer)
-        if mine is None or mine.round <= held.shared.round:  # none of it was taken
-            residual = self._update(fragment, held)
-        elif open_ is not None and mine.payload == open_.payload:
-            residual = open_.split.kept
-        else:  # a payload that this trainer does not remember: what was left of its residual then is not known
-            residual = np.zeros_like(held.residual)
+        since = {part.payload for part in shared.parts.values() if part.round > held.shared.round}
+        mine = shared.parts.get(self._known_as)
+        residual = self._update(fragment, held)
+        if taken := since & self._pending[fragment].keys():
+            self._pending[fragment][taken.pop()].take_from(residual)
+        elif mine is not None and mine.round > held.shared.round:
+            residual[:] = 0  # a payload that this trainer does not remember: what it left of the residual is not known
         self._set(fragment, _Held(shared, residual), shared.theta)
 
     def _catch_up(self, fragment: int) -> None:
@@ -214,8 +238,11 @@ class _Meeting:
                 return
             after = held.shared.after(outcome, self._outer)
             residual = self._update(fragment, held)
-            if outcome.taken is not None:  # by an earlier life of this trainer: what fired was not left to it
-                residual[outcome.taken.positions] = 0
+            if outcome.taken is not None:
+                if outcome.members[self.exchange.trainer] in self._pending[fragment]:
+                    outcome.taken.take_from(residual)
+                else:  # sent by an earlier life of this trainer: what fired was not left to it
+                    residual[outcome.taken.positions] = 0
             self._set(fragment, _Held(after, residual), after.theta)
 
     def _update(self, fragment: int, held: _Held) -> F32:
@@ -226,23 +253,25 @@ class _Meeting:
         return Coder(fragment, shared.round + 1, shared.digest, described)
 
     def _propose(self, fragment: int, s: F32) -> _Proposal:
+        held = self._held[fragment]
         if not np.isfinite(s).all():
             name = self._tensors[fragment].name_of(int(np.flatnonzero(~np.isfinite(s))[0]))
+            self.exchange.decline(self._coder(fragment, held.shared), s.size, f"an update of {name} is not finite")
             raise StateError(f"the update of {name!r} is not finite: nothing is sent, no round is made", tensor=name)
-        held = self._held[fragment]
         return _Proposal(held, s, self._rule.split(held.shared.theta, s))
 
-    def _meet(self, fragment: int, proposal: _Proposal) -> tuple[_Proposal, Outcome, Shared]:
+    def _meet(self, fragment: int, proposal: _Proposal) -> _Met:
         """Exchange and compute; changes nothing but what is pending."""
-        shared = proposal.held.shared
+        shared, exchange = proposal.held.shared, self.exchange
+        sent, received = exchange.sent_bytes, exchange.received_bytes
         coder = self._coder(fragment, shared)
-        letter = self.exchange.prepare(coder, proposal.split)
+        letter = exchange.prepare(coder, proposal.split)
         proposal = replace(proposal, payload=letter.id)
-        self._pending[fragment] = proposal  # from here on others may take it without this trainer's hearing of it
-        outcome = self.exchange.propose(coder, letter, proposal.s.size)
+        self._pending[fragment][letter.id] = proposal.split.sent
+        outcome = exchange.propose(coder, letter, proposal.s.size)
         after = shared.after(outcome, self._outer)
-        self.exchange.confirm(coder, outcome, after)
-        return proposal, outcome, after
+        exchange.confirm(coder, outcome, after)
+        return _Met(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
 
     def _residual(self, proposal: _Proposal, outcome: Outcome) -> F32:
         """What is left of an update once a round was decided."""
@@ -251,28 +280,31 @@ class _Meeting:
             return proposal.s
         if taken == proposal.payload or outcome.taken is None:
             return proposal.split.kept
-        left = proposal.s.copy()  # an earlier life of this trainer had sent another one: that is what was taken
-        left[outcome.taken.positions] -= outcome.taken.values
+        left = proposal.s.copy()  # another one was taken, of an earlier try or an earlier life
+        outcome.taken.take_from(left)
         return left
 
     def _set(self, fragment: int, held: _Held, weights: F32) -> None:
-        """Replace a fragment's state, then write its weights; if an interrupt cuts that off, the next step does it."""
-        self._unwritten = fragment
-        self._held[fragment] = held
-        self._pending.pop(fragment, None)
-        self._tensors[fragment].write(weights)
-        self._unwritten = None
+        """Replace a fragment's state and weights, whatever interrupts."""
+
+        def work() -> None:
+            self._held[fragment], self._pending[fragment], self._unwritten[fragment] = held, {}, weights
+            self._mend()
+
+        finish(work)
 
     def _mend(self) -> None:
-        if self._unwritten is not None:
-            self._tensors[self._unwritten].write(self._held[self._unwritten].shared.theta)
-            self._unwritten = None
+        """Write the weights of committed rounds. If that fails (a device may), it is done at the next occasion."""
+        for fragment in list(self._unwritten):
+            self._tensors[fragment].write(self._unwritten[fragment])
+            del self._unwritten[fragment]
 
-    def _report(self, fragment: int, proposal: _Proposal, outcome: Outcome, after: Shared, began: float) -> None:
+    def _report(self, fragment: int, met: _Met, began: float) -> None:
+        outcome, shared = met.outcome, self._held[fragment].shared  # of one that was late, further than the round
         self.last_report = RoundReport(
-            fragment, after.round, self.exchange.trainer in outcome.members, tuple(outcome.members),
-            proposal.split.sent.positions.size, proposal.s.size, int(np.count_nonzero(outcome.total)),
-            outcome.sent_bytes, outcome.received_bytes, after.digest, perf_counter() - began,
+            fragment, shared.round, self.exchange.trainer in outcome.members, tuple(outcome.members),
+            met.proposal.split.sent.positions.size, met.proposal.s.size, int(np.count_nonzero(outcome.total)),
+            met.sent_bytes, met.received_bytes, shared.digest, perf_counter() - began,
         )  # fmt: skip
         if self._on_round is not None:
             self._on_round(self.last_report)
@@ -280,6 +312,8 @@ class _Meeting:
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, as tensors and numbers: `shared`, which a peer may be given, and `private`."""
         import torch
+
+        self._mend()
 
         def tensor(values: F32) -> Any:
             return torch.from_numpy(values.copy())
@@ -293,7 +327,6 @@ class _Meeting:
             "trainer": self.exchange.trainer,
             "residuals": [tensor(h.residual) for h in self._held],
             "weights": [tensor(t.read()) for t in self._tensors],
-            **self._progress(),
         }
         return {"shared": shared, "private": private}
 
@@ -316,15 +349,29 @@ class _Meeting:
             residual = np.array(private["residuals"][i].cpu().numpy(), np.float32) if own else np.zeros_like(theta)
             self._held[i] = _Held(shared, residual)
             self._tensors[i].write(np.array(private["weights"][i].cpu().numpy(), np.float32) if own else theta)
-        self._pending.clear()
-        if own:
-            self._set_progress(private)
+            self._pending[i] = {}
+        self._unwritten.clear()
+        self._known_as = private.get("trainer", self.exchange.trainer)
+        self._begun = True
 
-    def _progress(self) -> dict[str, Any]:
-        return {}
 
-    def _set_progress(self, saved: Mapping[str, Any]) -> None:
-        pass
+class _Flight:
+    """A round that is exchanged behind training. A daemon: nobody need wait for it to end the process."""
+
+    def __init__(self, fragment: int, began: float, work: Callable[[], _Met]) -> None:
+        self.fragment, self.began = fragment, began
+        self._future: Future[_Met | BaseException] = Future()
+        threading.Thread(target=self._run, args=(work,), name="pulse-loco", daemon=True).start()
+
+    def _run(self, work: Callable[[], _Met]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as e:  # noqa: BLE001 - raised where it is waited for
+            self._future.set_result(e)
+
+    def wait(self, timeout_s: float | None) -> _Met | BaseException:
+        """What came of it; an exception too is returned, to tell it from one of the waiting. Raises: TimeoutError."""
+        return self._future.result(timeout_s)
 
 
 class DiLoCo(_Meeting):
@@ -361,56 +408,75 @@ class DiLoCo(_Meeting):
                 f"between two turns, blend={blend} from 0 to 1"
             )
         self._period, self._delay, self._blend = sync_every // count, delay, np.float32(blend)
-        self._steps = self._turn = 0
-        self._flying: tuple[float, Future[tuple[_Proposal, Outcome, Shared]]] | None = None
-        self._behind: ThreadPoolExecutor | None = None
+        self._steps = 0  # since the last round of any fragment
+        self._flying: _Flight | None = None
 
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        if self._behind is not None:
-            self._behind.shutdown()
-            self._behind = self._flying = None
+    @property
+    def _turn(self) -> int:
+        """The fragment that is next: the first of those that have had the fewest rounds, so that all agree on it."""
+        return self.rounds.index(min(self.rounds))
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        try:
+            if self._flying is not None and kind is None:
+                self._land(EXIT_S)  # the others, at the same step, wait for it too; or they have left
+        except TimeoutError:
+            pass
+        finally:
+            self._flying = None  # what is still on its way may be taken: it is pending
+            super().__exit__()
 
     def _after_step(self) -> None:
         self._mend()
         self._steps += 1
         try:
-            self._take_turn()
+            if self._flying is None and self._steps >= self._period - self._delay:
+                fragment, began = self._turn, perf_counter()
+                proposal = self._propose(fragment, self._update(fragment, self._held[fragment]))
+                if not self._delay:
+                    self._commit(fragment, self._meet(fragment, proposal), began)
+                    return
+                self._flying = _Flight(fragment, began, lambda: self._meet(fragment, proposal))
+            if self._flying is not None and self._steps >= self._period:
+                self._land()
         except MissingLinkError:  # away for so long that the rounds since are gone: only a state leads on
             self.rejoin()
 
-    def _take_turn(self) -> None:
-        if self._flying is None and self._steps >= self._period - self._delay:
-            proposal = self._propose(self._turn, self._update(self._turn, self._held[self._turn]))
-            self._flying = perf_counter(), self._start(self._turn, proposal)
-        if self._steps < self._period:
-            return
+    def _land(self, timeout_s: float | None = None) -> None:
         assert self._flying is not None
-        (began, future), self._flying = self._flying, None
-        proposal, outcome, after = future.result()  # a failure leaves the count of steps: the next one tries again
-        fragment = self._turn
-        weights = after.theta
-        if self._blend:
-            weights = weights + self._blend * (self._tensors[fragment].read() - weights)
-        self._steps, self._turn = 0, (fragment + 1) % len(self._tensors)
-        self._set(fragment, _Held(after, self._residual(proposal, outcome)), weights)
-        if self.exchange.trainer not in outcome.members:
+        flight = self._flying
+        met = flight.wait(timeout_s)  # interrupted, it is still on its way
+        if isinstance(met, BaseException):
+            self._flying = None
+            raise met
+        self._commit(flight.fragment, met, flight.began)
+
+    def _commit(self, fragment: int, met: _Met, began: float) -> None:
+        """Change everything at once, whatever interrupts. After a failure before this the next step tries again."""
+
+        def work() -> None:
+            weights = met.after.theta
+            if self._blend:
+                weights = weights + self._blend * (self._tensors[fragment].read() - weights)
+            residual = self._residual(met.proposal, met.outcome)
+            self._steps, self._flying = 0, None
+            self._set(fragment, _Held(met.after, residual), weights)
+
+        finish(work)
+        if self.exchange.trainer not in met.outcome.members:
             self._catch_up(fragment)  # it is late, and perhaps by more than one
-        self._report(fragment, proposal, outcome, after, began)
+        self._report(fragment, met, began)
 
-    def _start(self, fragment: int, proposal: _Proposal) -> Future[tuple[_Proposal, Outcome, Shared]]:
-        if self._delay:
-            self._behind = self._behind or ThreadPoolExecutor(1, "pulse-loco")
-            return self._behind.submit(self._meet, fragment, proposal)
-        future: Future[tuple[_Proposal, Outcome, Shared]] = Future()
-        future.set_result(self._meet(fragment, proposal))
-        return future
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._flying = None
+        private = state.get("private") or {}
+        self._steps = int(private["steps"]) if private.get("trainer") == self.exchange.trainer else 0
 
-    def _progress(self) -> dict[str, Any]:
-        return {"steps": self._steps, "turn": self._turn}
-
-    def _set_progress(self, saved: Mapping[str, Any]) -> None:
-        self._steps, self._turn = int(saved["steps"]), int(saved["turn"])
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        saved["private"]["steps"] = self._steps
+        return saved
 
 
 class PulseLoCo(DiLoCo):
@@ -422,6 +488,8 @@ class PulseLoCo(DiLoCo):
         outer: The same.
         sync_every: The same.
         exchange: The same.
+        reach: Let entries fire that so many times their update would make visible. 1 is PULSELoCo's gate; with outer
+            momentum it sends late what dense training would already show, and `outer.reach` costs bytes and does not.
         compact: Send values rounded to so many bits below the size of a typical one (2 or 3 do), and keep the
             remainder; if not given, FP32 values as they are.
         delay: The same.
@@ -431,10 +499,10 @@ class PulseLoCo(DiLoCo):
 
     def __init__(
         self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 8,
-        compact: int | None = None, delay: int = 0, blend: float = 0.0,
+        compact: int | None = None, reach: float = 1.0, delay: int = 0, blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:  # fmt: skip
-        rule = Visible(compact)
+        rule = Visible(compact, reach)
         self._begin(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, rule)
 
 
@@ -454,8 +522,13 @@ class DDP(_Meeting):
     def _register(self) -> Any:
         return self._inner.register_step_pre_hook(lambda *_: self._before_step())
 
+    def _adopt(self, fragment: int, shared: Shared) -> None:
+        if shared.round and shared.digest != self._held[fragment].shared.digest:
+            raise StateError("averaging at every step cannot be joined or gone on with: optimizers would part")
+        super()._adopt(fragment, shared)
+
     def _catch_up(self, fragment: int) -> None:
-        pass  # a step that was missed cannot be made up for: the optimizers' states would part
+        pass  # nor can a step be made up for
 
     def _before_step(self) -> None:
         for fragment, tensors in enumerate(self._tensors):
@@ -464,10 +537,12 @@ class DDP(_Meeting):
             shared = replace(held.shared, theta=tensors.read())  # where the last step has led
             self._held[fragment] = replace(held, shared=shared)
             proposal = self._propose(fragment, tensors.read(gradients=True))
-            coder = self._coder(fragment, shared)
-            outcome = self.exchange.propose(coder, self.exchange.prepare(coder, proposal.split), tensors.size)
-            self.exchange.confirm(coder, outcome, None)
+            coder, exchange = self._coder(fragment, shared), self.exchange
+            sent, received = exchange.sent_bytes, exchange.received_bytes
+            outcome = exchange.propose(coder, exchange.prepare(coder, proposal.split), tensors.size)
+            exchange.confirm(coder, outcome, None)
             after = replace(shared, round=shared.round + 1)
             self._held[fragment] = replace(held, shared=after)
             tensors.write(mean_of(outcome.total, len(outcome.members)), gradients=True)
-            self._report(fragment, proposal, outcome, after, began)
+            passed = exchange.sent_bytes - sent, exchange.received_bytes - received
+            self._report(fragment, _Met(proposal, outcome, after, *passed), began)

@@ -24,6 +24,8 @@ class Exchange(Protocol):
     """One trainer's way to the others. A round is `prepare`, `propose` and, once its result is known, `confirm`."""
 
     trainer: str  # its name among them
+    sent_bytes: int  # so far, everything counted
+    received_bytes: int
 
     def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
         """Come together: return, of each fragment, the shared state to go on from.
@@ -43,6 +45,9 @@ class Exchange(Protocol):
         Raises:
             RoundError: there was none. Nothing has changed, and it may be tried again.
         """
+
+    def decline(self, coder: Coder, size: int, why: str) -> None:
+        """Say that this trainer has nothing to propose, so that nobody waits for it; never raises."""
 
     def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
         """Tell the others what a round led to, before anything is changed; None: to nothing that is shared.

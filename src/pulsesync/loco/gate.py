@@ -17,6 +17,7 @@ F32 = NDArray[np.float32]
 LARGEST = (1 << 15) - 1  # of a rounded value, in units; what goes beyond stays in the residual
 LOWEST_UNIT = -149  # the exponent of the smallest number that FP32 has
 MOST_BITS = 12
+MOST_REACH = 1000.0
 CHUNK = 1 << 18  # entries that are worked on together: they and what is made of them stay in a core's cache
 
 
@@ -28,13 +29,15 @@ def bf16(x: F32) -> NDArray[np.uint16]:
 
 def gate(theta: F32, s: F32) -> NDArray[np.bool_]:
     """Whether each entry would change the BF16 value of theta. Compares bits: −0.0 is not 0.0."""
-    fired: NDArray[np.bool_] = bf16(theta) != bf16(theta - s)
+    with np.errstate(over="ignore", invalid="ignore"):
+        fired: NDArray[np.bool_] = bf16(theta) != bf16(theta - s)
     return fired
 
 
 def update(theta: F32, local: F32, residual: F32) -> F32:
     """What a trainer has to tell: its residual and how far it moved, in FP32."""
-    out: F32 = residual + (theta - local)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by name, later
+        out: F32 = residual + (theta - local)
     return out
 
 
@@ -57,6 +60,10 @@ class Sparse:
             total += self.values
         else:
             total[self.positions] += self.values
+
+    def take_from(self, left: F32) -> None:
+        """Subtract the entries from a whole vector, in place."""
+        left[self.positions] -= self.values
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,30 +90,36 @@ class Rule(Protocol):
 class Visible:
     """PULSELoCo's rule: what the BF16 forward pass would see.
 
-    With `bits`, what is sent is rounded to a multiple of a power of two that leaves a typical value so many bits, and
-    the remainder is kept: nothing is lost, only delayed.
+    With a `reach` above 1, an entry also fires if so many times its update would be seen: an outer step with momentum
+    carries it lr / (1 − momentum) times as far in the end. With `bits`, what is sent is rounded to a multiple of a
+    power of two that leaves a typical value so many bits, and the remainder is kept: nothing is lost, only delayed.
     """
 
     bits: int | None = None
+    reach: float = 1.0
     dense = False
 
     def __post_init__(self) -> None:
+        if not 0 < self.reach <= MOST_REACH:
+            raise ValueError(f"the gate reaches above 0 and up to {MOST_REACH:g} times as far, not {self.reach:g}")
         if self.bits is not None and not 0 <= self.bits <= MOST_BITS:
             raise ValueError(f"compact values keep 0 to {MOST_BITS} bits, not {self.bits}")
 
     def split(self, theta: F32, s: F32) -> Split:
         chunks = [slice(i, i + CHUNK) for i in range(0, s.size, CHUNK)]
-        found = spread(lambda c: np.flatnonzero(gate(theta[c], s[c])) + c.start, chunks)
+        reach = np.float32(self.reach)
+        found = spread(lambda c: np.flatnonzero(gate(theta[c], reach * s[c]) & (s[c] != 0)) + c.start, chunks)
         positions = np.concatenate([np.empty(0, np.int64), *found])
         values, unit = s[positions], None
         if self.bits is not None:
             unit = _unit(values, self.bits)
-            rounded = np.clip(np.rint(np.ldexp(values.astype(np.float64), -unit)), -LARGEST, LARGEST)
+            most = min(LARGEST, int(np.ldexp(float(np.finfo(np.float32).max), -unit)))
+            rounded = np.clip(np.rint(np.ldexp(values.astype(np.float64), -unit)), -most, most)
             positions, rounded = positions[rounded != 0], rounded[rounded != 0]
             values = np.ldexp(rounded, unit).astype(np.float32)
-        kept = s.copy()
-        kept[positions] -= values
-        return Split(Sparse(s.size, positions, values), kept, unit)
+        sent, kept = Sparse(s.size, positions, values), s.copy()
+        sent.take_from(kept)
+        return Split(sent, kept, unit)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ collective to the end, and all learn of it together: nobody is left waiting, and
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,6 @@ from pulsesync.loco.payload import Coder, summed_unit
 from pulsesync.loco.shared import Outcome, Shared
 
 NOTE_BYTES = 256  # of what trainers tell each other in a round besides payloads, at a time
-JOIN_BYTES = 2048  # and when they come together
 
 
 class GroupExchange:
@@ -37,27 +37,28 @@ class GroupExchange:
         self._device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
         self._names = [f"{rank:05d}" for rank in range(self._size)]
         self.trainer = self._names[self._rank]
-        self._sent = self._received = 0
+        self.sent_bytes = self.received_bytes = 0
 
     def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
         """Take, of each fragment, the state of whoever has come furthest; before the first round, rank 0's."""
-        out = []
-        for state in mine:
-            note = {"about": about, "layout": state.layout, "round": state.round, "digest": state.digest}
-            told = self._tell(note, JOIN_BYTES)
-            if any((note["about"], note["layout"]) != (about, state.layout) for note in told):
-                raise StateError("the trainers of this group do not train the same model in the same way")
-            newest = max(note["round"] for note in told)
-            digests = [note["digest"] if note["round"] == newest else None for note in told]
-            source = next(rank for rank, digest in enumerate(digests) if digest)
-            if newest and len({digest for digest in digests if digest}) > 1:
-                raise VerificationError(f"trainers hold different states after round {newest}", round=newest)
-            if any(digest != digests[source] for digest in digests):
-                data = state.to_bytes() if self._rank == source else b""
-                got = self._swap([data if rank != source else b"" for rank in range(self._size)])[source]
-                state = state if self._rank == source else Shared.from_bytes(got, like=state)
-            out.append(state)
-        return out
+        alike = f"{about} {self._reduce} {[state.layout for state in mine]}"
+        same = hashlib.sha256(alike.encode()).hexdigest()
+        if any(note["same"] != same for note in self._tell({"same": same})):
+            raise StateError(f"the trainers of this group do not train the same model in the same way ({about})")
+        return [self._furthest(state) for state in mine]
+
+    def _furthest(self, state: Shared) -> Shared:
+        told = self._tell({"round": state.round, "digest": state.digest})
+        newest = max(note["round"] for note in told)
+        digests = [note["digest"] if note["round"] == newest else None for note in told]
+        source = next(rank for rank, digest in enumerate(digests) if digest)
+        if newest and len({digest for digest in digests if digest}) > 1:
+            raise VerificationError(f"trainers hold different states after round {newest}", round=newest)
+        if all(digest == digests[source] for digest in digests):
+            return state
+        data = state.to_bytes() if self._rank == source else b""
+        got = self._swap([data if digest != digests[source] else b"" for digest in digests])[source]
+        return Shared.from_bytes(got, like=state) if got else state
 
     def prepare(self, coder: Coder, split: Split) -> Letter:
         ranges = self._ranges(split.sent.size) if self._reduce == "owner" else [(0, split.sent.size)]
@@ -65,8 +66,14 @@ class GroupExchange:
         return Letter(hashlib.sha256(b"".join(pieces)).hexdigest(), tuple(pieces))
 
     def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
-        self._sent = self._received = 0
-        faults: list[str] = []
+        return self._round(coder, letter, size, [])
+
+    def decline(self, coder: Coder, size: int, why: str) -> None:
+        with suppress(RoundError):
+            self._round(coder, Letter("", (b"",) * self._size), size, [_short(why)])
+
+    def _round(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> Outcome:
+        """Take part in every collective of a round, to its end, whatever is wrong; then all learn of it."""
         way = self._by_owners if self._reduce == "owner" else self._by_all
         total = way(coder, letter, size, faults)
         told = self._tell({"payload": letter.id, "fault": faults[0] if faults else ""})
@@ -74,7 +81,7 @@ class GroupExchange:
             if note["fault"]:
                 raise RoundError(f"round {coder.round} failed at trainer {name}: {note['fault']}", round=coder.round)
         members = {name: note["payload"] for name, note in zip(self._names, told, strict=True)}
-        return Outcome(members, total, self._sent, self._received)
+        return Outcome(members, total)
 
     def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
         if after is None:
@@ -93,7 +100,7 @@ class GroupExchange:
         return [(size * i // self._size, size * (i + 1) // self._size) for i in range(self._size)]
 
     def _by_all(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> F32:
-        got = self._swap(letter.pieces * self._size)
+        got = self._swap(letter.pieces[:1] * self._size)
         got[self._rank] = letter.pieces[0]
         parts = [_read(coder, d, name, (0, size), 1, faults)[0] for name, d in zip(self._names, got, strict=True)]
         return aggregate(parts, size)
@@ -141,16 +148,16 @@ class GroupExchange:
                 work.wait()
         except RuntimeError as e:
             raise RoundError(f"the group of trainers is broken: {e}") from e
-        self._sent += sum(lengths)
-        self._received += int(sum(coming))
+        self.sent_bytes += sum(lengths)
+        self.received_bytes += int(sum(coming))
         return [box.cpu().numpy().tobytes() for box in boxes]
 
-    def _tell(self, note: dict[str, Any], size: int = NOTE_BYTES) -> list[dict[str, Any]]:
+    def _tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell everybody something short; return what each has told."""
         import torch
 
-        data = json.dumps(note).encode().ljust(size)
-        assert len(data) == size
+        data = json.dumps(note).encode().ljust(NOTE_BYTES)
+        assert len(data) == NOTE_BYTES
         rows = self._all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [json.loads(bytes(row.cpu().numpy())) for row in rows]
 
@@ -164,8 +171,8 @@ class GroupExchange:
             distributed.all_gather(rows, row, group=self._group)
         except RuntimeError as e:
             raise RoundError(f"the group of trainers is broken: {e}") from e
-        self._sent += (self._size - 1) * row.nbytes
-        self._received += (self._size - 1) * row.nbytes
+        self.sent_bytes += (self._size - 1) * row.nbytes
+        self.received_bytes += (self._size - 1) * row.nbytes
         return rows
 
 
@@ -177,5 +184,10 @@ def _read(
         head, sent = coder.decode(data, trainer, *span, terms)
         return sent, head.scale if head.mode == "compact" else None
     except (FormatError, ChainError) as e:
-        faults.append(f"{type(e).__name__}: {e}".encode("ascii", "replace").decode()[:100])
+        faults.append(_short(f"{type(e).__name__}: {e}"))
         return Sparse(span[1] - span[0], np.empty(0, np.int64), np.empty(0, np.float32)), None
+
+
+def _short(fault: str) -> str:
+    """As much of it as fits into a note."""
+    return fault.encode("ascii", "replace").decode().replace('"', "'").replace("\\", "/")[:100]

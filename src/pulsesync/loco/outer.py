@@ -28,13 +28,21 @@ class SGD:
         if not (self.lr > 0 and 0 <= self.momentum < 1) or (self.nesterov and not self.momentum):
             raise ValueError("the outer learning rate is above 0, its momentum from 0 to below 1, above for Nesterov's")
 
+    @property
+    def reach(self) -> float:
+        """How many times its own size an update moves the weights in the end."""
+        return self.lr / (1 - self.momentum)
+
     def step(self, theta: F32, momentum: F32, mean: F32) -> tuple[F32, F32]:
         """Return the next weights and momentum; nothing is modified."""
         lr, mu = np.float32(self.lr), np.float32(self.momentum)
         after, moved = np.empty_like(theta), np.empty_like(momentum)
 
         def chunk(begin: int) -> None:
-            here = slice(begin, begin + CHUNK)
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
+                step(slice(begin, begin + CHUNK))
+
+        def step(here: slice) -> None:
             moved[here] = mu * momentum[here] + mean[here]
             by = mean[here] + mu * moved[here] if self.nesterov else moved[here]
             after[here] = theta[here] - lr * by
@@ -51,8 +59,9 @@ def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it 
 def aggregate(parts: Iterable[Sparse], size: int) -> F32:
     """Add up the trainers' updates, in the order given: FP32 sums depend on it."""
     total = np.zeros(size, np.float32)
-    for part in parts:
-        part.add_to(total)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
+        for part in parts:
+            part.add_to(total)
     return total
 
 

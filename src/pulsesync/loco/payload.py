@@ -9,7 +9,7 @@ bytes.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Head:
     count: int  # entries sent
     scale: int  # exact: the commonest exponent field; compact: values are multiples of 2^scale
     coded: int  # bytes of the coded part; the mantissas follow
-    sha256: str  # of everything behind the head
+    sha256: str  # of the head with this field empty, and everything behind it
 
 
 def describe(theta: F32, momentum: F32) -> Bits:
@@ -60,7 +60,10 @@ def describe(theta: F32, momentum: F32) -> Bits:
     out = np.empty(theta.size, np.uint16)
 
     def chunk(begin: int) -> None:
-        here = slice(begin, begin + CHUNK)
+        with np.errstate(invalid="ignore", over="ignore"):  # beyond the largest BF16 there is no border
+            described(slice(begin, begin + CHUNK))
+
+    def described(here: slice) -> None:
         x, m = theta[here], momentum[here].view(np.uint32)
         middle = bf16(x).astype(np.uint32) << np.uint32(16)
         inner = np.where(middle & np.uint32(0x7FFFFFFF), middle - np.uint32(0x8000), middle ^ np.uint32(0x80008000))
@@ -104,10 +107,10 @@ class Coder:
         if self.described is not None:
             negative = (sent.values.view(np.uint32) >> np.uint32(31)).astype(np.uint16)
             coded = _encode_steps(self.described[begin : begin + sent.size], sent.positions, sizes, negative)
-        head = Head(
+        head = _sealed(Head(
             trainer, terms, self.fragment, self.round, self.base, begin, begin + sent.size, mode, sent.values.size,
-            scale, len(coded), hashlib.sha256(coded + rest).hexdigest(),
-        )  # fmt: skip
+            scale, len(coded), "",
+        ), coded, rest)  # fmt: skip
         return b"".join((_line(head), coded, rest))
 
     def decode(
@@ -149,7 +152,8 @@ class Coder:
         if head.mode == COMPACT:
             if len(rest) or not LOWEST_UNIT <= head.scale <= 127 or (sizes > LARGEST).any():
                 raise FormatError("a compact payload has a scale or values that none has")
-            values = np.ldexp(sizes.astype(np.float64), head.scale).astype(np.float32)
+            with np.errstate(over="ignore"):  # what is not finite is refused
+                values = np.ldexp(sizes.astype(np.float64), head.scale).astype(np.float32)
             return Sparse(size, positions, (values.view(np.uint32) | signs).view(np.float32))
         off = sizes - 1
         octaves = ((off >> 1) ^ -(off & 1)) + head.scale
@@ -179,7 +183,7 @@ def read_head(data: bytes | memoryview) -> tuple[Head, memoryview]:
     if _line(head) != line + newline:
         raise FormatError("the head of a payload is not in canonical form")
     body = view[len(line) + 1 :]
-    if hashlib.sha256(body).hexdigest() != head.sha256:
+    if _sealed(head, body).sha256 != head.sha256:
         raise ChecksumError("a payload is damaged", expected=head.sha256)
     if not 0 <= head.begin <= head.end <= layouts.MAX_ELEMENTS or head.count > head.end - head.begin:
         raise LimitError("a payload has more entries than it covers")
@@ -191,6 +195,14 @@ def read_head(data: bytes | memoryview) -> tuple[Head, memoryview]:
 def payload_id(data: bytes | memoryview) -> str:
     """The name of a payload: the SHA-256 of all of it."""
     return hashlib.sha256(data).hexdigest()
+
+
+def _sealed(head: Head, *body: bytes | memoryview) -> Head:
+    """A head with the hash of all that it says, and of what follows it."""
+    h = hashlib.sha256(_line(replace(head, sha256="")))
+    for piece in body:
+        h.update(piece)
+    return replace(head, sha256=h.hexdigest())
 
 
 def _line(head: Head) -> bytes:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pulsesync.digest import count_tile
-from pulsesync.errors import ChecksumError, FormatError
+from pulsesync.errors import ChecksumError, FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
 from pulsesync.loco.gate import F32, Sparse
@@ -34,8 +34,6 @@ class Outcome:
 
     members: Mapping[str, str]  # trainer -> id of its payload, in the order in which they were added up
     total: F32
-    sent_bytes: int = 0  # by this trainer, everything counted
-    received_bytes: int = 0
     taken: Sparse | None = None  # what was taken from a trainer of this one's name, if it is at hand
 
 
@@ -59,20 +57,21 @@ class Shared:
         return h.hexdigest()
 
     def after(self, outcome: Outcome, outer: SGD) -> "Shared":
-        """The state that a round leads to."""
+        """The state that a round leads to. Raises: StateError, if FP32 cannot hold it."""
         theta, momentum = outer.step(self.theta, self.momentum, mean_of(outcome.total, len(outcome.members)))
+        if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
+            raise StateError(f"round {self.round + 1} leads beyond what FP32 can hold: training has diverged")
         took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in outcome.members.items()}
         return Shared(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
 
     def to_bytes(self) -> bytes:
         """All of it: a line that describes it, then weights and momentum, FP32, little-endian."""
-        body = self.theta.astype("<f4").tobytes() + self.momentum.astype("<f4").tobytes()
         head = {
-            "format": FORMAT, "layout": self.layout, "round": self.round, "digest": self.digest,
-            "parts": {name: list(part) for name, part in sorted(self.parts.items())}, "size": self.theta.size,
-            "sha256": hashlib.sha256(body).hexdigest(),
+            "format": FORMAT, "layout": self.layout, "round": self.round, "size": self.theta.size,
+            "parts": {name: list(part) for name, part in sorted(self.parts.items())}, "digest": self.digest,
         }  # fmt: skip
-        return json.dumps(head, sort_keys=True).encode() + b"\n" + body
+        body = self.theta.astype("<f4").tobytes() + self.momentum.astype("<f4").tobytes()
+        return _line({**head, "sha256": _seal(head, body)}) + body
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, like: "Shared") -> "Shared":
@@ -87,11 +86,11 @@ class Shared:
         known = {"format", "layout", "round", "digest", "parts", "size", "sha256"}
         if not newline or set(head) != known or head["format"] != FORMAT:
             raise FormatError("this is no shared state")
-        if head["layout"] != like.layout or head["size"] != like.theta.size:
-            raise FormatError("the shared state is of another model", expected=like.layout, actual=head["layout"])
-        body = view[len(line) + 1 :]
-        if len(body) != 8 * like.theta.size or hashlib.sha256(body).hexdigest() != head["sha256"]:
+        body, sha256 = view[len(line) + 1 :], head.pop("sha256")
+        if _seal(head, body) != sha256:
             raise ChecksumError("a shared state is damaged")
+        if head["layout"] != like.layout or head["size"] != like.theta.size or len(body) != 8 * like.theta.size:
+            raise FormatError("the shared state is of another model", expected=like.layout, actual=head["layout"])
         theta, momentum = np.frombuffer(body, "<f4").astype(np.float32).reshape(2, -1)
         if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
             raise FormatError("a shared state has no round")
@@ -100,6 +99,17 @@ class Shared:
         if state.digest != head["digest"]:
             raise ChecksumError("a shared state has another digest than it says", expected=head["digest"])
         return state
+
+
+def _line(head: Mapping[str, object]) -> bytes:
+    return json.dumps(head, sort_keys=True).encode() + b"\n"
+
+
+def _seal(head: Mapping[str, object], body: bytes | memoryview) -> str:
+    """The hash of what a head says and of what follows it."""
+    h = hashlib.sha256(_line(head))
+    h.update(body)
+    return h.hexdigest()
 
 
 def read_part(value: object) -> Part:

@@ -31,6 +31,7 @@ from pulsesync.errors import (
     PulseError,
     RoundError,
     StateError,
+    StoreError,
     VerificationError,
 )
 from pulsesync.format.layout import load_json
@@ -79,6 +80,7 @@ class StoreExchange:
         self._clock, self._sleep = clock, sleep
         self._known: dict[int, set[str]] = {}  # fragment -> who took part in the last round
         self._refused: dict[str, str] = {}  # key -> why
+        self.sent_bytes = self.received_bytes = 0
 
     # Joining
 
@@ -126,7 +128,7 @@ class StoreExchange:
         for key in reversed(keys):
             try:
                 return Shared.from_bytes(self._store.get(key, 0, 8 * like.theta.size + (1 << 21)), like)
-            except (NotFoundError, ChecksumError):
+            except (NotFoundError, FormatError):
                 forget(self._store, key)
         return None
 
@@ -137,31 +139,30 @@ class StoreExchange:
         return Letter(hashlib.sha256(data).hexdigest(), (data,))
 
     def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
-        sent = received = 0
         own = _place(coder, f"sent/{self.trainer}.{letter.id}")
         if self._decided_bytes(coder.fragment, coder.round) is None:
             self._check_not_gone(coder)
-            self._store.put(own, letter.pieces[0])
-            sent = len(letter.pieces[0])
+            self._put(own, letter.pieces[0])
         began = self._clock()
-        read: dict[str, tuple[Sparse, int]] = {own: (coder.decode(letter.pieces[0], self.trainer, 0, size)[1], 0)}
+        read = {own: coder.decode(letter.pieces[0], self.trainer, 0, size)[1]}
         while (members := self._decided(coder)) is None:
             self._decide(coder, size, read, self._clock() - began)
             if self._clock() - began > self._patience_s:
                 self._check_not_gone(coder)
                 raise RoundError(f"round {coder.round}: no quorum of {self._quorum} came together", round=coder.round)
         total, taken = self._add_up(coder, members, size, read)
-        received = sum(fetched for _, fetched in read.values())
-        return Outcome(members, total, sent, received, taken)
+        return Outcome(members, total, taken)
 
     def _check_not_gone(self, coder: Coder) -> None:
         if self._is_gone(coder.fragment, coder.round):
             raise MissingLinkError(f"round {coder.round} is long past: join again", round=coder.round)
 
-    def _decide(self, coder: Coder, size: int, read: dict[str, tuple[Sparse, int]], waited_s: float) -> None:
+    def _decide(self, coder: Coder, size: int, read: dict[str, Sparse], waited_s: float) -> None:
         """Look who has sent, and decide the round if it is time; else wait a little."""
         keys = [entry.key for entry in self._store.list(_place(coder, ""))]
         present, left = ({key.rpartition("/")[2] for key in keys if f"/{what}/" in key} for what in ("present", "left"))
+        if not any(key in read for key in keys):  # what this trainer has sent is gone: so is the round
+            self._check_not_gone(coder)
         found: dict[str, str] = {}
         for key in keys:
             trainer, _, id_ = key.rpartition("/")[2].partition(".")
@@ -177,12 +178,15 @@ class StoreExchange:
             record = {"format": FORMAT, "base": coder.base, "members": dict(sorted(found.items()))}
             with suppress(ConflictError):  # somebody was quicker
                 self._store.create(_place(coder, "decided"), _json(record))
+                self.sent_bytes += len(_json(record))
         else:
             self._sleep(self._poll_s)
 
-    def _readable(
-        self, coder: Coder, key: str, trainer: str, id_: str, size: int, read: dict[str, tuple[Sparse, int]]
-    ) -> bool:
+    def decline(self, coder: Coder, size: int, why: str) -> None:
+        with suppress(StoreError):
+            self._store.put(_place(coder, f"left/{self.trainer}"), b"")  # of this round: nobody waits for it
+
+    def _readable(self, coder: Coder, key: str, trainer: str, id_: str, size: int, read: dict[str, Sparse]) -> bool:
         """Fetch and decode a payload, once; one that is stale, damaged or another's is refused and left out."""
         if key not in read and key not in self._refused:
             try:
@@ -191,15 +195,15 @@ class StoreExchange:
                 self._refused[key] = f"{type(e).__name__}: {e}"
         return key in read
 
-    def _fetch(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> tuple[Sparse, int]:
-        data = self._store.get(key, 0, 5 * size + (1 << 20))  # no payload is longer
+    def _fetch(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> Sparse:
+        data = self._get(key, 5 * size + (1 << 20))  # no payload is longer
         if hashlib.sha256(data).hexdigest() != id_:
             forget(self._store, key)
             raise ChecksumError(f"the payload of {trainer} in round {coder.round} is damaged", expected=id_)
-        return coder.decode(data, trainer, 0, size)[1], len(data)
+        return coder.decode(data, trainer, 0, size)[1]
 
     def _add_up(
-        self, coder: Coder, members: dict[str, str], size: int, read: dict[str, tuple[Sparse, int]]
+        self, coder: Coder, members: dict[str, str], size: int, read: dict[str, Sparse]
     ) -> tuple[Any, Sparse | None]:
         parts: dict[str, Sparse] = {}
         for trainer, id_ in members.items():
@@ -211,7 +215,7 @@ class StoreExchange:
                     raise RoundError(
                         f"round {coder.round} was decided, and cannot be read: {e}", round=coder.round
                     ) from e
-            parts[trainer] = read[key][0]
+            parts[trainer] = read[key]
         return aggregate(parts.values(), size), parts.get(self.trainer)
 
     def _decided(self, coder: Coder) -> dict[str, str] | None:
@@ -235,7 +239,7 @@ class StoreExchange:
 
     def _decided_bytes(self, fragment: int, round_: int) -> bytes | None:
         try:
-            return self._store.get(f"rounds/{fragment:04d}/{round_:010d}/decided", 0, MAX_RECORD_BYTES)
+            return self._get(f"rounds/{fragment:04d}/{round_:010d}/decided", MAX_RECORD_BYTES)
         except NotFoundError:
             return None
 
@@ -247,21 +251,31 @@ class StoreExchange:
         if round_ % self._state_every or next(iter(outcome.members)) != self.trainer:
             return
         if after is not None:
-            self._store.put(f"states/{fragment:04d}/{round_:010d}", after.to_bytes())
+            self._put(f"states/{fragment:04d}/{round_:010d}", after.to_bytes())
         last = round_ - self._state_every
         for entry in (*self._store.list(f"rounds/{fragment:04d}/"), *self._store.list(f"states/{fragment:04d}/")):
-            if _number(entry.key) < last + entry.key.startswith("rounds/"):  # the state is kept, what led to it is not
+            if (
+                0 <= _number(entry.key) < last + entry.key.startswith("rounds/")
+            ):  # the state is kept, what led to it is not
                 self._store.delete(entry.key)
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
         members = self._decided(coder)
         if members is None:
             return None
-        read: dict[str, tuple[Sparse, int]] = {}
-        total, taken = self._add_up(coder, members, size, read)
+        total, taken = self._add_up(coder, members, size, {})
         self._known[coder.fragment] = set(members)
         self._announce(coder.fragment, coder.round + 1)
-        return Outcome(members, total, 0, sum(fetched for _, fetched in read.values()), taken)
+        return Outcome(members, total, taken)
+
+    def _get(self, key: str, limit: int) -> bytes:
+        data = self._store.get(key, 0, limit)
+        self.received_bytes += len(data)
+        return data
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._store.put(key, data)
+        self.sent_bytes += len(data)
 
     def _announce(self, fragment: int, round_: int) -> None:
         at = f"rounds/{fragment:04d}/{round_:010d}"

@@ -1,4 +1,4 @@
-"""The entry of a run's processes: `python -m pulsesync.rl.process FOLDER trainer`, or a worker's number."""
+"""The entry of a run's processes: `python -m pulsesync.rl.process FOLDER trainer`, trainer-1, or a worker's number."""
 
 import os
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from pulsesync.errors import PulseError, StoreError
+from pulsesync.rl.rounds import Peer
+from pulsesync.rl.settings import Settings
 from pulsesync.rl.trainer import Trainer
 from pulsesync.rl.worker import Worker
 from pulsesync.warm import warm_up
@@ -23,6 +25,13 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def _process(folder: Path, role: str) -> Trainer | Peer | Worker:
+    name, _, number = role.partition("-")
+    if name != "trainer":
+        return Worker(folder, int(name))
+    return Trainer(folder) if Settings.load(folder).trainers == 1 else Peer(folder, int(number or 0))
+
+
 def main() -> int:
     """Run one process; exit code 3 for an error that must stop the whole run."""
     folder, role = Path(sys.argv[1]), sys.argv[2]
@@ -30,7 +39,7 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         warm_up()
-        Trainer(folder).run() if role == "trainer" else Worker(folder, int(role)).run()
+        _process(folder, role).run()
     except PulseError as e:
         print(f"{role}: {type(e).__name__}: {e}", file=sys.stderr)
         return 1 if isinstance(e, StoreError) and e.retryable else WRONG

@@ -9,13 +9,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pulsesync.errors import PulseError
 from pulsesync.rl.settings import Settings
+from pulsesync.store import open_store
 
 POLL_S = 0.05
 MOST_RESTARTS = 5  # of one process without a step between them: more is not bad luck
@@ -33,13 +34,19 @@ class Run:
     entry = "pulsesync.rl.process"  # the module that is each process
 
     def __init__(self, folder: Path, settings: Settings) -> None:
+        if settings.steps % settings.span:
+            raise ValueError(f"{settings.steps} steps are not whole rounds of {settings.span}")
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.settings = replace(
-            settings, store=settings.store or str(folder / "store"), port=settings.port or _free_port(),
+            settings, store=settings.store or str(folder / "store"),
+            port=settings.port or _free_ports(settings.trainers),
             secret=settings.secret or secrets.token_hex(16),
         )  # fmt: skip
+        if settings.trainers > 1 and not (folder / "settings.json").exists():
+            _refuse_strangers(self.settings.meeting(folder))
         self.settings.save(folder)
+        self.trainers = ["trainer", *(f"trainer-{number}" for number in range(1, settings.trainers))]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.restarts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
@@ -47,7 +54,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         try:
-            for name in ("trainer", *map(str, range(self.settings.workers))):
+            for name in (*self.trainers, *map(str, range(self.settings.workers))):
                 self._start(name)
         except BaseException:
             self.__exit__()
@@ -61,7 +68,7 @@ class Run:
             process.wait()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield what the trainer writes down of each step, until all processes have finished.
+        """Yield what the trainer writes down of each step, or round of several trainers, until all have finished.
 
         A step that a restarted trainer takes again is yielded again.
 
@@ -94,7 +101,7 @@ class Run:
                 self._finished.add(name)
             elif code == WRONG or self._in_a_row[name] >= MOST_RESTARTS:
                 raise PulseError(f"the {_title(name)} stopped the run: {self.last_words(name)}")
-            elif "trainer" in self._finished:
+            elif name not in self.trainers and self._finished.issuperset(self.trainers):
                 self._finished.add(name)  # the run is over, and it had nobody to talk to
             else:
                 self.restarts[name] += 1
@@ -116,10 +123,23 @@ class Run:
 
 
 def _title(name: str) -> str:
-    return name if name == "trainer" else f"worker {name}"
+    return name if name.startswith("trainer") else f"worker {name}"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _refuse_strangers(meeting: str) -> None:
+    """A new run would go on where others' trainers have left theirs."""
+    if any(True for _ in open_store(meeting).list("rounds/")):
+        raise PulseError(f"trainers of another run have met at {meeting}: several trainers need a store of their own")
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
+    while True:
+        with ExitStack() as probes:
+            first = 0
+            with suppress(OSError, OverflowError):  # the next one is taken, or there is none
+                for number in range(count):
+                    probe = probes.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first + number if first else 0))
+                    first = first or int(probe.getsockname()[1])
+                return first

@@ -20,6 +20,9 @@ class Settings:
     delay: int = 1  # versions that completions may be behind; 0 is lock-step
     publish_every: int = 1  # steps
     sync: Literal["pulse", "full"] = "pulse"
+    trainers: int = 1
+    sync_every: int = 8  # steps, after which several trainers meet
+    loco: Literal["pulse", "compact", "dense"] = "pulse"  # what they tell each other
     store: str = ""  # where the trainer publishes
     read: str = ""  # where workers read, if it is not the same
     link: float | None = None  # bytes a second, from the store to each worker
@@ -29,6 +32,16 @@ class Settings:
     checkpoint_every: int = 5  # steps
     port: int = 0
     secret: str = ""
+
+    @property
+    def span(self) -> int:
+        """Steps between two versions that trainers can make: one, or a round of several trainers."""
+        return self.sync_every if self.trainers > 1 else 1
+
+    def meeting(self, folder: Path) -> str:
+        """Where several trainers meet: beside the run's store."""
+        own = self.store in ("", str(folder / "store"))
+        return str(folder / "meeting") if own else f"{self.store.rstrip('/')}-trainers"
 
     def save(self, folder: Path) -> None:
         (folder / "settings.json").write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -1,4 +1,7 @@
-"""The trainer's process: hand out work, learn from what comes back, publish; start again from its checkpoint."""
+"""The trainer's process: hand out work, learn from what comes back, publish; start again from its checkpoint.
+
+`rounds` has the other kind of trainer: one of several, that meet every few steps.
+"""
 
 import hashlib
 import json
@@ -19,7 +22,7 @@ from pulsesync.rl.channel import LARGEST, Office, pack, unpack
 from pulsesync.rl.game import Game, open_game
 from pulsesync.rl.grpo import Rollouts
 from pulsesync.rl.settings import Settings
-from pulsesync.rl.sync import Sent, sender, values
+from pulsesync.rl.sync import sender, values
 
 POLL_S = 0.5  # that a worker without work is kept waiting
 REMEMBERED = 256  # versions whose digests are known
@@ -53,10 +56,10 @@ class Book:
     _ended: bool = False
     _gone: dict[str, dict[str, Any]] = field(default_factory=dict)  # who has said goodbye, and with what
 
-    def published(self, sent: Sent) -> None:
+    def published(self, version: int, digest: str) -> None:
         with self._changed:
-            self.version = sent.version
-            self.digests[sent.version] = sent.digest
+            self.version = version
+            self.digests[version] = digest
             for old in sorted(self.digests)[:-REMEMBERED]:
                 del self.digests[old]
             self._changed.notify_all()
@@ -64,9 +67,11 @@ class Book:
     def open(self, step: int) -> None:
         """Let workers begin with a step, and as many after it as they may be ahead."""
         with self._changed:
+            self._pieces = deque(piece for piece in self._pieces if piece.step >= step)  # others may have gone on
             known = {(piece.step, piece.shard) for piece in self._pieces}
-            last = min(step + self.settings.delay, self.settings.steps - 1)
-            for ahead in range(step, last + 1):
+            span = self.settings.span
+            end = min((step // span + 1 + self.settings.delay) * span, self.settings.steps)
+            for ahead in range(step, end):
                 for shard in range(self.settings.shards):
                     if (ahead, shard) not in known:
                         self._pieces.append(_Piece(ahead, shard))
@@ -96,7 +101,7 @@ class Book:
                 return {"do": "go"}
             if tensors:
                 self._take(facts, tensors)
-            until = time.monotonic() + POLL_S
+            until = time.monotonic() + facts.get("idle_s", POLL_S)
             while not self._ended:
                 if piece := self._next():
                     piece.worker, piece.since = name, time.monotonic()
@@ -144,7 +149,8 @@ class Book:
             self._ended = True
             self._changed.notify_all()
             until = time.monotonic() + FAREWELL_S
-            while self.workers.keys() - self._gone.keys() and (left := until - time.monotonic()) > 0:
+            known = self.workers.keys() | {f"worker {number}" for number in range(self.settings.workers)}
+            while known - self._gone.keys() and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             if self.fault:
                 raise self.fault
@@ -173,86 +179,129 @@ def serve(office: Office, book: Book) -> None:
             threading.Thread(target=talk, args=(office.accept(),), daemon=True).start()
 
 
-class Trainer:
-    """Learns, publishes, and writes down every step."""
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.settings = folder, Settings.load(folder)
+    pieces: list[_Piece]
+    rollouts: Rollouts
+    loss: float
+    wait_s: float
+    train_s: float
+
+
+class Learner:
+    """What every trainer has: a policy, its optimizer, workers that ask for work, a checkpoint.
+
+    Args:
+        folder: The run's.
+        number: Of this trainer among several; 0 if it is alone.
+    """
+
+    def __init__(self, folder: Path, number: int = 0) -> None:
+        self.folder, self.number, self.settings = folder, number, Settings.load(folder)
         self.game: Game = open_game(self.settings)
         self.policy = self.game.policy()
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=self.settings.lr, weight_decay=0.0)
-        self.step = self._resume()
-        with (folder / "steps.jsonl").open("a") as out:
-            out.write("\n" if out.tell() else "")  # a line that was cut short ends here
-        self.sender = sender(self.settings, str(folder / "spool"))
+        self.step = 0
+        self._then = 0.0
         self.book = Book(self.settings)
-        self.office = Office(self.settings.secret.encode(), self.settings.port)
+        self.office = Office(self.settings.secret.encode(), self.settings.port + number)
+
+    def serve(self) -> None:
+        threading.Thread(target=serve, args=(self.office, self.book), daemon=True).start()
+
+    def lap(self) -> float:
+        """Seconds since this was last called."""
+        before, self._then = self._then, time.perf_counter()
+        return self._then - before
+
+    def take(self, step: int) -> Taken:
+        """Wait for a step's work, and learn from it."""
+        self.book.open(step)
+        pieces = self.book.collect(step)
+        wait_s = self.lap()
+        rollouts = Rollouts.join([piece.rollouts for piece in pieces if piece.rollouts])
+        loss = self.game.learn(self.policy, self.optimizer, rollouts)
+        return Taken(pieces, rollouts, loss, wait_s, self.lap())
+
+    def write_down(self, steps: list[Taken], steps_of: dict[int, int], facts: dict[str, Any]) -> None:
+        """Add a line to steps.jsonl. steps_of: after how many steps each version was made."""
+        pieces = [piece for taken in steps for piece in taken.pieces]
+        rollouts = Rollouts.join([taken.rollouts for taken in steps])
+        behind = [piece.step - steps_of.get(piece.version, piece.step) for piece in pieces]
+        line = {
+            "step": self.step,
+            "time": time.time(),
+            "reward": float(rollouts.rewards.mean()),
+            "loss": sum(taken.loss for taken in steps) / len(steps),
+            "behind": sum(behind) / len(behind),
+            "versions": dict(Counter(str(piece.version) for piece in pieces)),
+            **facts,
+            "workers": self.book.seen(),
+            "weights_sha256": _hash(values(self.policy)),
+            "rollouts_sha256": _hash({"tokens": rollouts.tokens, "rewards": rollouts.rewards}),
+        }
+        append(self.folder / "steps.jsonl", line)
+
+    def load(self) -> dict[str, Any] | None:
+        return torch.load(self._checkpoint, weights_only=True) if self._checkpoint.exists() else None
+
+    def save(self, kept: dict[str, Any]) -> None:
+        new = self._checkpoint.with_suffix(".new")
+        torch.save(kept, new)
+        new.rename(self._checkpoint)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / (f"checkpoint-{self.number}.pt" if self.number else "checkpoint.pt")
+
+
+class Trainer(Learner):
+    """Learns alone, publishes, and writes down every step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        if saved := self.load():
+            self.policy.load_state_dict(saved["policy"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step = int(saved["step"])
+        end_line(folder / "steps.jsonl")
+        self.sender = sender(self.settings, str(folder / "spool"))
 
     def run(self) -> None:
         """Train to the last step. Raises: VerificationError, if a worker's weights were not what was published."""
-        threading.Thread(target=serve, args=(self.office, self.book), daemon=True).start()
+        self.serve()
         sent = self.sender.publish(self.policy, self.step, last=True)
-        self.book.published(sent)
+        self.book.published(sent.version, sent.digest)
         steps_of = {sent.version: self.step}
-        ended = time.perf_counter()
+        self.lap()
         while self.step < self.settings.steps:
-            self.book.open(self.step)
-            pieces = self.book.collect(self.step)
-            waited = time.perf_counter()
-            rollouts = Rollouts.join([piece.rollouts for piece in pieces if piece.rollouts])
-            loss = self.game.learn(self.policy, self.optimizer, rollouts)
-            trained = time.perf_counter()
+            taken = self.take(self.step)
             self.step += 1
             sent = self.sender.publish(self.policy, self.step, last=self.step == self.settings.steps)
-            self.book.published(sent)
+            self.book.published(sent.version, sent.digest)
             steps_of.setdefault(sent.version, self.step)  # not again for steps that go into a later one
-            published = time.perf_counter()
-            self._write_down(pieces, rollouts, loss, sent, steps_of, {
-                "wait_s": waited - ended, "train_s": trained - waited, "publish_s": published - trained,
-            })  # fmt: skip
-            ended = published
+            seconds = {"wait_s": taken.wait_s, "train_s": taken.train_s, "publish_s": self.lap()}
+            self.write_down([taken], steps_of, {**sent.facts(), **seconds})
             if self.step % self.settings.checkpoint_every == 0 or self.step == self.settings.steps:
-                self._save()
+                kept = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict()}
+                self.save({**kept, "step": self.step})
         final = {"version": sent.version, "digest": sent.digest, "workers": self.book.end()}
         (self.folder / "final.json").write_text(json.dumps(final) + "\n")
         self.sender.close()
         self.office.close()
 
-    def _write_down(
-        self, pieces: list[_Piece], rollouts: Rollouts, loss: float, sent: Sent, steps_of: dict[int, int],
-        seconds: dict[str, float],
-    ) -> None:  # fmt: skip
-        behind = [self.step - 1 - steps_of.get(piece.version, self.step - 1) for piece in pieces]
-        line = {
-            "step": self.step,
-            "time": time.time(),
-            "reward": float(rollouts.rewards.mean()),
-            "loss": loss,
-            "behind": sum(behind) / len(behind),
-            "versions": dict(Counter(str(piece.version) for piece in pieces)),
-            **sent.facts(),
-            **seconds,
-            "workers": self.book.seen(),
-            "weights_sha256": _hash(values(self.policy)),
-            "rollouts_sha256": _hash({"tokens": rollouts.tokens, "rewards": rollouts.rewards}),
-        }
-        with (self.folder / "steps.jsonl").open("a") as out:
-            out.write(json.dumps(line) + "\n")
 
-    def _resume(self) -> int:
-        path = self.folder / "checkpoint.pt"
-        if not path.exists():
-            return 0
-        saved = torch.load(path, weights_only=True)
-        self.policy.load_state_dict(saved["policy"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        return int(saved["step"])
+def append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as out:
+        out.write(json.dumps(line) + "\n")
 
-    def _save(self) -> None:
-        new = self.folder / "checkpoint.new"
-        kept = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
-        torch.save(kept, new)
-        new.rename(self.folder / "checkpoint.pt")
+
+def end_line(path: Path) -> None:
+    """End a line that was cut short, so that the next one is whole."""
+    with path.open("a") as out:
+        out.write("\n" if out.tell() else "")
 
 
 def _hash(tensors: dict[str, Tensor]) -> str:

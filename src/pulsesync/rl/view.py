@@ -62,14 +62,16 @@ class Story:
         changed = [line["changed"] for line in self.syncs if line["changed"] is not None]
         total, full = (lines[-1]["total"], lines[-1]["full_bytes"]) if lines else (0, 0)
         size = sum(line["size_bytes"] for line in self.syncs)
-        trained, held = (_seconds(lines, *keys) for keys in (["train_s"], ["wait_s", "train_s", "publish_s"]))
+        trained, held = (_seconds(lines, *keys) for keys in (["train_s"], ["wait_s", "train_s", "publish_s", "meet_s"]))
+        span = self.settings.span
+        ends = max(1, ENDS // span)  # lines
         every = {key: sum(total[key] for total in self.totals.values()) for key in COUNTERS}
         return {
-            "steps": len(lines),
+            "steps": len(lines) * span,
             "versions": len(self.syncs),
             "seconds": held,
-            "reward_start": _mean(rewards[:ENDS]),
-            "reward_end": _mean(rewards[-ENDS:]),
+            "reward_start": _mean(rewards[:ends]),
+            "reward_end": _mean(rewards[-ends:]),
             "weights": total,
             "changed_share": _mean([count / total for count in changed]),
             "bytes_per_sync": _ratio(size, len(self.syncs)),
@@ -87,6 +89,24 @@ class Story:
             "restarts": dict(restarts),
             "digests_agree": True,  # who finds that they do not ends the run
             "recounted_at_end": sorted(recounted),
+            **({"loco": self._rounds()} if self.settings.trainers > 1 else {}),
+        }
+
+    def _rounds(self) -> Line:
+        """What the trainers' meetings came to, as the first of them saw it."""
+        rounds = [line["loco"] for line in self.lines.values()]
+        sent, received, dense, owed = (
+            (sum(part) for part in zip(*map(_traffic, rounds), strict=True)) if rounds else 4 * [0]
+        )
+        return {
+            "rounds": len(rounds),
+            "trainers": self.settings.trainers,
+            "fired_share": _mean([told["fired"] for told in rounds]),
+            "sent_bytes": _ratio(sent, len(rounds)),
+            "received_bytes": _ratio(received, len(rounds)),
+            "dense_bytes": _ratio(dense, len(rounds)),
+            "payload_times_smaller": _ratio(dense, sent),
+            "wire_times_smaller": _ratio(owed, received),
         }
 
 
@@ -94,7 +114,9 @@ def show(story: Story, restarts: Mapping[str, int], title: str) -> RenderableTyp
     """The run as it stands, for a terminal that is drawn again and again."""
     line, steps = story.last, story.settings.steps
     if line is None:
-        return Text(f"{title}: {story.settings.workers + 1} processes are starting …{_again(restarts)}")
+        return Text(
+            f"{title}: {story.settings.workers + story.settings.trainers} processes are starting …{_again(restarts)}"
+        )
     facts = Text(f"{title}\n")
     facts.append(f"step {line['step']} of {steps}", style="bold")
     if line["reward"] is not None:
@@ -103,6 +125,8 @@ def show(story: Story, restarts: Mapping[str, int], title: str) -> RenderableTyp
     facts.append(f"\n{_sent(line)}")
     if line["behind"]:
         facts.append(f"; completions {line['behind']:.1f} steps old")
+    if "loco" in line:
+        facts.append(f"\n{met(line['loco'], story.settings.trainers)}")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("", "version", "behind", "recounted", "pause"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -113,7 +137,7 @@ def show(story: Story, restarts: Mapping[str, int], title: str) -> RenderableTyp
 
 
 def plain(story: Story, line: Line) -> str:
-    """A step in one line, for logs and pipes."""
+    """A step in one line, for logs and pipes; a round of several trainers has one more."""
     reward = "" if line["reward"] is None else f"  reward {line['reward']:.3f}"
     workers = _in_order(line["workers"])
     rows = {
@@ -123,7 +147,27 @@ def plain(story: Story, line: Line) -> str:
         "pause": [_pause(story, name) for name, _ in workers],
     }
     where = ", ".join(f"{what} {' '.join(row)}" for what, row in rows.items())
-    return f"step {line['step']:>3}/{story.settings.steps}{reward}  {_sent(line)}  version {line['version']}: {where}"
+    more = f"\n  {met(line['loco'], story.settings.trainers)}" if "loco" in line else ""
+    said = f"{_sent(line)}  version {line['version']}: {where}"
+    return f"step {line['step']:>3}/{story.settings.steps}{reward}  {said}{more}"
+
+
+def met(told: Line, trainers: int) -> str:
+    """A round in one line: what a trainer sent and received, beside what dense FP32 updates would have been."""
+    sent, received, dense, owed = _traffic(told)
+    who = f"round {told['round']}: {len(told['trainers'])} of {trainers} trainers"
+    if not sent:
+        return f"{who}, without the first; it received {received:,} bytes"
+    return (
+        f"{who}, {told['fired']:.2%} fired; payload {sent:,} bytes, {dense / sent:.1f} × smaller than dense; "
+        f"wire {received:,} bytes received, {owed / max(received, 1):.1f} × less than dense through the same store"
+    )
+
+
+def _traffic(told: Line) -> tuple[int, int, int, int]:
+    """Bytes of a round: sent, received, and what both would have been for dense updates of everybody in it."""
+    others = len(told["trainers"]) - ("trainer" in told["trainers"])
+    return told["sent_bytes"], told["received_bytes"], told["dense_bytes"], others * told["dense_bytes"]
 
 
 def trend(values: Sequence[float]) -> str:
@@ -145,12 +189,12 @@ def paper(story: Story) -> str:
 
 def tell(story: Story, summary: Line) -> str:
     """The summary in sentences."""
-    versions, out = summary["versions"], []
+    versions, span, out = summary["versions"], story.settings.span, list[str]()
     out.append(f"{summary['steps']} steps and {versions} versions in {summary['seconds']:.0f} s.")
     if summary["reward_start"] is not None:
         out.append(
             f"Reward: {summary['reward_start']:.3f} at the start, {summary['reward_end']:.3f} at the end "
-            f"(means of the first and last {min(ENDS, summary['steps'])} steps)."
+            f"(means of the first and last {min(max(ENDS, span) // span * span, summary['steps'])} steps)."
         )
     if versions:
         bits = "" if summary["bits_per_change"] is None else f", {summary['bits_per_change']:.2f} bits a change"
@@ -159,6 +203,8 @@ def tell(story: Story, summary: Line) -> str:
             f"{summary['times_smaller']:.1f} times smaller{bits}, everything counted."
         )
         out.append(f"Sparsity: {paper(story)}")
+    if rounds := summary.get("loco"):
+        out.append(_meetings(rounds, story.settings))
     for name, worker in summary["workers"].items():
         out.append(f"{name.capitalize()}: {worker['synced']} syncs, each verified; at version {worker['version']}.")
     out.append(_times(summary))
@@ -172,7 +218,23 @@ def tell(story: Story, summary: Line) -> str:
 
 def title(name: str) -> str:
     """A process's name, for people."""
-    return "the trainer" if name == "trainer" else f"worker {name}"
+    if name.startswith("trainer"):
+        return name.replace("-", " ") if "-" in name else "the trainer"
+    return f"worker {name}"
+
+
+def _meetings(rounds: Line, settings: Settings) -> str:
+    if not rounds["payload_times_smaller"] or not rounds["wire_times_smaller"]:
+        return f"Trainers: {rounds['trainers']}, and the first was in no round."
+    return (
+        f"Trainers: {rounds['trainers']}, which met after every {settings.sync_every} steps, {rounds['rounds']} × "
+        f"({settings.loco}). {rounds['fired_share']:.2%} of weights fired. A payload was "
+        f"{rounds['sent_bytes']:,.0f} bytes in place of {rounds['dense_bytes']:,.0f} of dense FP32: "
+        f"{rounds['payload_times_smaller']:.1f} times smaller. "
+        f"On the wire a trainer received {rounds['received_bytes']:,.0f} bytes a round: "
+        f"{rounds['wire_times_smaller']:.1f} times less than the others' dense payloads through the same store. "
+        "All came to the same weights every time."
+    )
 
 
 def _times(summary: Line) -> str:
@@ -225,4 +287,4 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _seconds(lines: Sequence[Line], *keys: str) -> float:
-    return float(sum(line[key] for line in lines for key in keys))
+    return float(sum(line.get(key, 0.0) for line in lines for key in keys))

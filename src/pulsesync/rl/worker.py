@@ -4,12 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pulsesync.rl.channel import Desk
+from pulsesync.rl.channel import Desk, Message
 from pulsesync.rl.game import open_game
 from pulsesync.rl.settings import Settings
 from pulsesync.rl.sync import Got, receiver
 
 PATIENCE_S = 60.0  # for a trainer that is being started again
+TURN_S = 0.1  # in which all of several trainers without work were asked
 
 
 class Worker:
@@ -21,7 +22,13 @@ class Worker:
         self.game = open_game(self.settings)
         self.policy = self.game.policy()
         self.receiver = receiver(self.settings, str(folder / f"cache-{number}"))
-        self.desk = Desk(self.settings.port, self.settings.secret.encode(), PATIENCE_S)
+        count, secret = self.settings.trainers, self.settings.secret.encode()
+        self.one_trainer = count == 1  # one trainer is waited for; of several, those that do not answer are passed over
+        self.desks = {
+            trainer: Desk(self.settings.port + trainer, secret, PATIENCE_S if self.one_trainer else 0.0)
+            for trainer in ((number + i) % count for i in range(count))
+        }
+        self.made: dict[int, Message] = {}  # for each trainer, until it is asked again
         self.got: Got | None = None
         self.counted = -1  # the version of the last recount
         self.synced = 0
@@ -30,27 +37,39 @@ class Worker:
 
     def run(self) -> None:
         """Work until told to stop. Raises: PulseError, if the weights are ever not what was published."""
-        facts: dict[str, Any] = {}
-        tensors: dict[str, Any] = {}
-        while True:
-            asked = time.perf_counter()
-            answer = self.desk.ask({"worker": self.name, "state": self._state(), **facts}, tensors)
-            self.seconds["wait_s"] += time.perf_counter() - asked
-            facts, tensors = {}, {}
-            if answer["do"] == "stop":
-                self._leave(answer["version"])
-                return
-            if answer["do"] == "generate" and self._sync(answer["version"]):
-                facts, tensors = self._generate(answer["step"], answer["shard"])
+        heard = time.monotonic()
+        while self.desks:
+            for trainer in list(self.desks):
+                try:
+                    self._turn(trainer)
+                    heard = time.monotonic()
+                except ConnectionError:  # what it was to be brought, it hands out again
+                    if time.monotonic() - heard > PATIENCE_S:
+                        raise
+                    time.sleep(TURN_S / len(self.desks))
 
-    def _leave(self, version: int) -> None:
+    def _turn(self, trainer: int) -> None:
+        """Bring a trainer what was made for it, and do what it says; of several, each has its turn."""
+        facts, tensors = self.made.pop(trainer, ({}, {}))
+        if not self.one_trainer:
+            facts["idle_s"] = TURN_S / len(self.desks)
+        asked = time.perf_counter()
+        answer = self.desks[trainer].ask({"worker": self.name, "state": self._state(), **facts}, tensors)
+        self.seconds["wait_s"] += time.perf_counter() - asked
+        if answer["do"] == "stop":
+            self._leave(trainer, answer["version"])
+        elif answer["do"] == "generate" and self._sync(answer["version"]):
+            self.made[trainer] = self._generate(trainer, answer["step"], answer["shard"])
+
+    def _leave(self, trainer: int, version: int) -> None:
         """Come to the last version, recount all of it, and say so."""
         if self._sync(version):
             assert self.got is not None
             self.receiver.recount()
             self.counted = self.got.version
             last = {"version": self.got.version, "digest": self.got.digest}
-            self.desk.ask({"worker": self.name, "state": self._state(), "goodbye": True, **last})
+            self.desks[trainer].ask({"worker": self.name, "state": self._state(), "goodbye": True, **last})
+        del self.desks[trainer]
 
     def _sync(self, version: int | None) -> bool:
         got = self.receiver.fetch(self.policy, version)
@@ -68,10 +87,10 @@ class Worker:
         self.got = got
         return True
 
-    def _generate(self, step: int, shard: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _generate(self, trainer: int, step: int, shard: int) -> Message:
         assert self.got is not None
         began = time.perf_counter()
-        seed = (self.settings.seed * 1_000_003 + step) * 1009 + shard
+        seed = (self.settings.seed * 1_000_003 + step) * 1009 + trainer * self.settings.shards + shard
         made = self.game.play(self.policy, max(1, self.settings.prompts // self.settings.shards), seed)
         self.seconds["generate_s"] += time.perf_counter() - began
         facts = {"step": step, "shard": shard, "version": self.got.version, "digest": self.got.digest}

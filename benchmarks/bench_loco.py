@@ -1,0 +1,144 @@
+"""How many bytes do trainers exchange? DDP, DiLoCo, PULSELoCo, and PULSELoCo with compact values, on real GRPO.
+
+    python benchmarks/bench_loco.py                                # the demo's policy, a few settings, on a CPU
+    python benchmarks/bench_loco.py --grid --jobs 16               # all of H, R and learning rates
+    python benchmarks/bench_loco.py --model .models/smollm2 --device cuda --lr 1e-6 --every 8 --trainers 4
+
+Trainers follow the exact gate in closed loop; in the rounds that are measured, the same updates are also sent compact,
+by both ways of a process group, and every trainer's result is compared bit for bit. The payload is what one trainer has
+to say, heads and hashes included; the wire is all that it sends in a round, sizes and notes included.
+Baselines: FP32 DiLoCo, 4 bytes a weight, by a ring all-reduce; DDP, the same at each of H steps (BF16: half).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from bench_codec import provenance
+from fleet import RULES, Fleet, dense_bytes, measure
+
+from pulsesync.loco.outer import Nesterov
+from pulsesync.rl.game import open_game
+from pulsesync.rl.settings import Settings
+
+EVERY, TRAINERS, RATES = (1, 4, 8, 16, 32), (2, 4, 8), (1e-6, 3e-6, 1e-5, 1e-4)
+FIRST = 3  # rounds that are shown apart: a checkpoint begins on the BF16 grid, where fewer entries fire
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """One setting: the bytes of every round that is measured."""
+    import torch
+
+    torch.set_num_threads(1 if options.device == "cpu" else 8)
+    game = open_game(Settings(model=options.model, device=options.device, group=options.group))
+    fleet = Fleet(
+        game, trainers=options.trainers, sync_every=options.every, lr=options.lr, outer=Nesterov(0.7, 0.9),
+        prompts=options.prompts, group=options.group, seed=options.seed,
+    )  # fmt: skip
+    rounds: list[dict[str, Any]] = []
+    for number in range(1, options.rounds + 1):
+        updates = fleet.work()
+        splits = [RULES["exact"].split(fleet.shared.theta, s) for s in updates]
+        found: dict[str, Any] = {"round": number, "reward": fleet.rewards[-1]}
+        if number == 1 or number > FIRST:
+            found["exact"] = asdict(measure(fleet, RULES["exact"], splits))
+            rule = RULES["compact"]
+            found["compact"] = asdict(measure(fleet, rule, [rule.split(fleet.shared.theta, s) for s in updates]))
+        if options.say:
+            print(json.dumps(found), file=sys.stderr, flush=True)
+        rounds.append(found)
+        fleet.commit(splits)
+    setting = {key: getattr(options, key) for key in ("model", "every", "trainers", "lr", "prompts", "group", "seed")}
+    return {**setting, "model": os.path.basename(options.model), "size": fleet.shared.theta.size, "rounds": rounds}
+
+
+def ratios(found: dict[str, Any], mode: str, rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """How many times less than dense, means over rounds."""
+    payload, ring = dense_bytes(found["size"], found["trainers"])
+    some = [entry[mode] for entry in rounds if mode in entry]
+
+    def mean(get: Any) -> float:
+        return sum(map(get, some)) / len(some)
+
+    return {
+        "fired": mean(lambda r: r["fired"]),
+        "union": mean(lambda r: r["union"]),
+        "bits": 8 * mean(lambda r: r["payload"]) / (found["size"] * mean(lambda r: r["fired"])),
+        "payload": payload / mean(lambda r: r["payload"]),
+        "owner": ring / mean(lambda r: r["owner"][0]),
+        "gather": ring / mean(lambda r: r["gather"][0]),
+    }
+
+
+HEADINGS = (
+    "| lr | H | R | fired, round 1 | fired | union | mode | bits an entry | payload × (round 1) | payload × | "
+    "wire ×, owner | wire ×, gather | payload × under DDP | wire × under DDP, owner |\n"
+    "|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def rows(found: dict[str, Any]) -> list[str]:
+    out = []
+    every = found["every"]
+    for mode in ("exact", "compact"):
+        first = ratios(found, mode, [entry for entry in found["rounds"] if entry["round"] == 1])
+        steady = ratios(found, mode, [entry for entry in found["rounds"] if entry["round"] > FIRST])
+        out.append(
+            f"| {found['lr']:g} | {every} | {found['trainers']} | {first['fired']:.2%} | {steady['fired']:.2%} "
+            f"| {steady['union']:.2%} | {mode} | {steady['bits']:.2f} | {first['payload']:.1f} "
+            f"| {steady['payload']:.1f} | {steady['owner']:.1f} | {steady['gather']:.1f} "
+            f"| {every * steady['payload']:.0f} | {every * steady['owner']:.0f} |"
+        )
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--trainers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=8, help="of a trainer's step")
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grid", action="store_true", help="all settings, each in a process of its own")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--say", action="store_true", help="every round, while it goes")
+    parser.add_argument("--json", action="store_true", help="one setting, as JSON alone")
+    options = parser.parse_args()
+    if options.json:
+        print(json.dumps(run(options)))
+        return
+    print(HEADINGS, flush=True)
+    if not options.grid:
+        print("\n".join(rows(run(options))))
+        return
+    settings = [(lr, h, r) for lr in RATES for h in EVERY for r in TRAINERS]
+
+    def one(setting: tuple[float, int, int]) -> dict[str, Any]:
+        lr, every, trainers = setting
+        command = [sys.executable, __file__, "--json", "--model", options.model, "--device", options.device]
+        for name, value in (("lr", lr), ("every", every), ("trainers", trainers)):
+            command += [f"--{name}", str(value)]
+        for name in ("rounds", "prompts", "group", "seed"):
+            command += [f"--{name}", str(getattr(options, name))]
+        found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        return found
+
+    longest_first = sorted(settings, key=lambda s: -s[1] * s[2])
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = dict(zip(longest_first, pool.map(one, longest_first), strict=True))
+    for setting in settings:
+        print("\n".join(rows(found[setting])))
+    print(json.dumps({"bench": "loco", **provenance(), "settings": list(found.values())}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,709 @@
+"""Real processes over gloo: whatever way updates go, and whoever dies when, replicas agree and nothing is lost."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pulsesync.errors import RoundError, StateError, VerificationError
+from pulsesync.loco import GroupExchange
+from tests.loco.fleet import (
+    GROUP_TIMEOUT_S,
+    TOLERANCE,
+    Fleet,
+    Trainer,
+    Weights,
+    die,
+    flat,
+    fleet,
+    group,
+    join_group,
+    meet,
+    same,
+)
+
+__all__ = ["fleet"]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "DiLoCo": {"kind": "DiLoCo"},
+    "PulseLoCo": {},
+    "compact": {"compact": 2},
+    "delay": {"delay": 1, "blend": 0.25},
+    "compact, delayed, dense steps": {"compact": 3, "delay": 1, "lr": 0.5},
+    "fragments": {"pieces": 2},
+    "DDP": {"kind": "DDP"},
+    "one entry": {"shapes": {"one": (1,)}, "lr": 0.1},
+    "one entry, dense": {"shapes": {"one": ()}, "kind": "DiLoCo"},
+    "fewer entries than trainers": {"shapes": {"two": (2,)}, "lr": 0.1, "compact": 0},
+    "nothing fires": {"lr": 1e-12},
+    "no entries at all in one tensor": {"shapes": {"none": (0, 3), "five": (5,)}, "lr": 0.1},
+}
+STEPS = 6
+
+
+class Counter:
+    """Counts the bytes that torch.distributed is really given."""
+
+    def __init__(self, size: int) -> None:
+        self.sent = self.received = 0
+        distributed, size = torch.distributed, size
+        plain_gather, plain_op = distributed.all_gather, distributed.P2POp
+        counter = self
+
+        class Op(plain_op):  # type: ignore[misc, valid-type]
+            def __new__(cls, op: Any, tensor: Any, *rest: Any) -> Any:
+                counter.sent += tensor.nbytes if op is distributed.isend else 0
+                counter.received += tensor.nbytes if op is distributed.irecv else 0
+                return plain_op(op, tensor, *rest)
+
+        def all_gather(rows: Any, row: Any, group: Any = None) -> Any:
+            counter.sent += (size - 1) * row.nbytes
+            counter.received += sum(r.nbytes for r in rows) - row.nbytes
+            return plain_gather(rows, row, group=group)
+
+        distributed.all_gather, distributed.P2POp = all_gather, Op
+
+
+def all_ways(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Every way, over every exchange."""
+    counter = Counter(size)
+    out: dict[str, Any] = {}
+    with group(folder, "all", rank, size):
+        for number, (way, options) in enumerate(WAYS.items()):
+            for exchange_name in ("owner", "gather", "store"):
+                if exchange_name == "store":
+                    exchange: Any = meet(f"{folder}/store-{number}", f"{rank:05d}", size)
+                else:
+                    exchange = GroupExchange(reduce=exchange_name)
+                trainer = Trainer(exchange, rank, **options)
+                counted = count_rounds(trainer, counter)
+                with trainer:
+                    digests, weights = [], []
+                    for _ in range(STEPS):
+                        trainer.step()
+                        digests.append(list(trainer.loco.digests))
+                        weights.append([flat(m).tobytes() for m in trainer.modules])
+                out[way, exchange_name] = {
+                    "digests": digests, "rounds": trainer.digests, "weights": weights, "counted": counted,
+                    "bytes": [(r.sent_bytes, r.received_bytes) for r in trainer.reports],
+                    "facts": [(r.fragment, r.round, r.took_part, r.members, r.sent, r.moved) for r in trainer.reports],
+                    "residual": trainer.residual.tobytes(),
+                    "balance": trainer.ledger.balance(trainer.loco, trainer.ledger.took),
+                }  # fmt: skip
+                torch.distributed.barrier()
+    return out
+
+
+def count_rounds(trainer: Trainer, counter: Counter) -> list[tuple[int, int]]:
+    """What was passed between the beginning of a round and its end, in each."""
+    watched, counted = trainer.exchange, []
+    propose, confirm, began = watched.propose, watched.confirm, [0, 0]
+
+    def counted_propose(*args: Any) -> Any:
+        began[:] = counter.sent, counter.received
+        return propose(*args)
+
+    def counted_confirm(*args: Any) -> None:
+        confirm(*args)
+        counted.append((counter.sent - began[0], counter.received - began[1]))
+
+    watched.propose, watched.confirm = counted_propose, counted_confirm
+    return counted
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, fleet: Fleet) -> list[dict[Any, Any]]:
+    return fleet.run(all_ways, request.param)
+
+
+def test_every_way_over_every_exchange_keeps_replicas_alike_after_every_step(ranks: list[dict[Any, Any]]) -> None:
+    for way, options in WAYS.items():
+        rounds = ranks[0][way, "owner"]["rounds"]
+        assert len(rounds) == (STEPS if way == "DDP" else STEPS // 2)
+        for exchange in ("owner", "gather", "store"):
+            found = [rank[way, exchange] for rank in ranks]
+            for seen in found:
+                assert seen["digests"] == found[0]["digests"], (way, exchange)
+                assert seen["rounds"] == rounds, (way, exchange)
+                assert all(took_part for _, _, took_part, *_ in seen["facts"])
+                if "delay" not in options and way != "DDP":
+                    assert seen["balance"] < TOLERANCE, (way, exchange)
+        for rank in ranks:  # and what is each trainer's own is the same, whatever way its update went
+            for key in ("weights", "residual", "facts"):
+                assert rank[way, "owner"][key] == rank[way, "gather"][key] == rank[way, "store"][key], (way, key)
+            if not options.get("blend"):  # the fragment whose round it was is where all are
+                last = rounds[-1][0]
+                assert rank[way, "owner"]["weights"][-1][last] == ranks[0][way, "owner"]["weights"][-1][last]
+
+
+def test_bytes_are_counted_as_they_are_passed(ranks: list[dict[Any, Any]]) -> None:
+    for rank in ranks:
+        for (way, exchange), seen in rank.items():
+            if exchange == "store":
+                continue
+            assert len(seen["bytes"]) == len(seen["counted"]) > 0
+            assert seen["bytes"] == seen["counted"], (way, exchange)
+
+
+# What goes wrong, and nobody dies
+
+
+def fails(error: type[Exception], call: Callable[[], Any]) -> str:
+    """What an exception says that must come."""
+    try:
+        call()
+    except error as e:
+        return str(e)
+    raise AssertionError(f"no {error.__name__}")
+
+
+def garbled(rank: int, size: int, folder: str) -> list[Any]:
+    """In turn each rank gets damaged bytes, in each collective of a round, of each kind: then all go on."""
+    out: list[Any] = []
+    with group(folder, "garbled", rank, size):
+        for reduce in ("owner", "gather"):
+            for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}):
+                trainer = Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options)
+                with trainer:
+                    trainer.step()
+                    for victim in range(size):
+                        for call in range(2 if reduce == "owner" else 1):
+                            for how in range(4 if size == 2 else 1):
+                                before = trainer.everything()
+                                if rank == victim:
+                                    garble(trainer.exchange.inner, call, how)
+                                told = fails(RoundError, trainer.step)
+                                assert trainer.everything() == before
+                                assert not trainer.exchange.inner.__dict__.pop("_swap", None)
+                                out.append(told)
+                    trainer.step()
+                out.append((trainer.loco.rounds, trainer.loco.digests))
+                assert trainer.ledger.balance(trainer.loco, trainer.ledger.took) < TOLERANCE
+    return out
+
+
+def garble(exchange: Any, call: int, how: int) -> None:
+    """Damage what one swap brings, once."""
+    plain, calls = exchange._swap, [0]
+
+    def swap(outgoing: Any) -> list[bytes]:
+        got = plain(outgoing)
+        calls[0] += 1
+        if calls[0] == call + 1:
+            del exchange._swap
+            at = 1 if exchange._rank == 0 else 0
+            data = bytearray(got[at])
+            if how == 0:
+                data[len(data) // 2] ^= 4
+            elif how == 1:
+                data[-1] ^= 128
+            elif how == 2:
+                del data[len(data) // 3 :]
+            else:
+                data[:] = b"\xff" * 40
+            got[at] = bytes(data)
+        return got
+
+    exchange._swap = swap
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_damaged_bytes_at_one_trainer_fail_the_round_for_all_and_the_next_one_works(fleet: Fleet, size: int) -> None:
+    ranks = fleet.run(garbled, size)
+    assert all(rank == ranks[0] for rank in ranks)  # the same words, the same digests
+    ended = [entry for entry in ranks[0] if isinstance(entry, tuple)]
+    assert [rounds for rounds, _ in ended] == [[2]] * 6
+
+
+def strangers(rank: int, size: int, folder: str) -> list[Any]:
+    """Settings that differ at rank 1, and then beginnings that do."""
+    out: list[Any] = []
+    others: list[dict[str, Any]] = [
+        {"shapes": {"other": (3,)}}, {"compact": 2}, {"kind": "DiLoCo"}, {"lr": 1.0, "delay": 1}, {"blend": 0.5},
+        {"pieces": 2}, {"reduce": "gather"},
+    ]  # fmt: skip
+    with group(folder, "strangers", rank, size):
+        for other in others:
+            options = dict(other) if rank == 1 else {}
+            trainer = Trainer(GroupExchange(reduce=options.pop("reduce", "owner")), rank, **options)
+            before = trainer.everything()
+            fails(StateError, trainer.__enter__)
+            assert trainer.everything() == before
+        for kind in ("PulseLoCo", "DiLoCo", "DDP"):
+            trainer = Trainer(GroupExchange(), rank, kind, seed=rank)
+            with trainer:
+                out.append(trainer.weights.tobytes() == flat(Weights(seed=0)).tobytes())
+                assert not trainer.residual.any()
+                trainer.step(4)
+                out.append(trainer.loco.digests)
+    return out
+
+
+def test_other_models_and_settings_are_refused_by_all_and_other_weights_give_way_to_those_of_rank_0(
+    fleet: Fleet,
+) -> None:
+    ranks = fleet.run(strangers, 3)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0].count(True) == 3
+
+
+def not_finite(rank: int, size: int, folder: str) -> list[Any]:
+    """Rank 1 has nothing that can be sent."""
+    out: list[Any] = []
+    with group(folder, "nan", rank, size):
+        for reduce in ("owner", "gather"):
+            for options in ({}, {"kind": "DiLoCo"}, {"kind": "DDP"}):
+                with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
+                    trainer.step(2)
+                    before, began = trainer.everything(), time.monotonic()
+                    good = trainer.modules[0].norm.detach().clone()
+                    trainer.gradients()
+                    if rank == 1 and options.get("kind") == "DDP":
+                        trainer.parameters[0].grad[2] = float("nan")
+                    elif rank == 1:
+                        with torch.no_grad():
+                            trainer.modules[0].norm[2] = float("inf")
+                    fails(StateError if rank == 1 else RoundError, trainer.optimizer.step)
+                    assert options.get("kind") == "DDP" or trainer.everything() == before
+                    assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
+                    if rank == 1:
+                        with torch.no_grad():
+                            trainer.modules[0].norm.copy_(good)
+                    trainer.step()
+                    out.append((trainer.loco.rounds, trainer.loco.digests))
+    return out
+
+
+def test_one_whose_update_is_not_finite_leaves_nobody_waiting_and_the_next_round_works(fleet: Fleet) -> None:
+    ranks = fleet.run(not_finite, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert all(rounds == [3] for rounds, _ in ranks[0])
+
+
+def parted(rank: int, size: int, folder: str) -> str:
+    """Rank 1 comes to other weights in a round."""
+    with group(folder, "parted", rank, size):
+        trainer = Trainer(GroupExchange(), rank, "DiLoCo")
+        with trainer:
+            trainer.step(2)
+            before = trainer.everything()
+            inner = trainer.exchange.inner
+            if rank == 1:
+                plain = inner.propose
+
+                def propose(*args: Any) -> Any:
+                    outcome = plain(*args)
+                    outcome.total[0] += 1
+                    return outcome
+
+                inner.propose = propose
+            fails(VerificationError, lambda: trainer.step(2))
+            assert trainer.everything() == before
+            inner.__dict__.pop("propose", None)
+            trainer.step()
+            return trainer.loco.digests[0]
+
+
+def test_trainers_that_came_to_different_weights_all_say_so_and_commit_nothing(fleet: Fleet) -> None:
+    assert len(set(fleet.run(parted, 3))) == 1
+
+
+# Who dies
+
+
+def killed(rank: int, size: int, folder: str, victim: int, point: str, way: str) -> dict[str, Any]:
+    """A trainer dies in its third round; the others make a group without it, and go on."""
+    join_group(folder, "before", rank, size)
+    trainer = Trainer(GroupExchange(), rank, **WAYS[way])
+    began = 0.0
+    trainer.loco.__enter__()
+    trainer.step(4)
+    if rank == victim:
+        arm(trainer, point)
+    failures = []
+    for _ in range(4):
+        before, began = trainer.everything(), time.monotonic()
+        try:
+            trainer.step()
+        except RoundError as e:
+            failures.append(str(e))
+            assert trainer.everything() == before
+            break
+    assert failures, "nobody noticed"
+    waited = time.monotonic() - began
+    rounds = list(trainer.loco.rounds)
+    torch.distributed.destroy_process_group()
+    join_group(folder, "after", rank - (rank > victim), size - 1)
+    trainer.rejoin(GroupExchange())
+    rejoined = list(trainer.loco.digests)
+    trainer.step(6)
+    torch.distributed.destroy_process_group()
+    return {
+        "waited": waited, "rounds": rounds, "rejoined": rejoined, "digests": trainer.loco.digests,
+        "now": trainer.loco.rounds, "took": trainer.ledger.took, "ledger": trainer.ledger,
+        "state": trainer.loco.state_dict(),
+    }  # fmt: skip
+
+
+def arm(trainer: Trainer, point: str) -> None:
+    """Die at some point of the next round."""
+    exchange = trainer.exchange.inner
+    calls = [0]
+
+    def then_die(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            call(*args)
+            die()
+
+        return run
+
+    if point == "before the exchange":
+        exchange.prepare = lambda *_: die()
+    elif point == "between two swaps":
+        exchange._swap = then_die(exchange._swap)
+    elif point == "between sizes and bytes":
+        plain = exchange._all_gather
+
+        def gather(row: Any) -> Any:
+            rows = plain(row)
+            calls[0] += 1
+            if calls[0] == 2:
+                die()
+            return rows
+
+        exchange._all_gather = gather
+    elif point == "before it confirms":
+        exchange.confirm = lambda *_: die()
+    elif point == "after it has confirmed":
+        exchange.confirm = then_die(exchange.confirm)
+    else:
+        raise AssertionError(point)
+
+
+class Frozen:
+    """A state that was sent from another process, for a ledger."""
+
+    def __init__(self, state: Any) -> None:
+        self.state_dict = lambda: state
+
+
+POINTS = ["before the exchange", "between sizes and bytes", "between two swaps", "before it confirms"]
+
+
+@pytest.mark.parametrize("point", [*POINTS, "after it has confirmed"])
+def test_when_a_trainer_is_killed_the_others_go_on_without_it_and_nothing_of_theirs_is_lost(
+    fleet: Fleet, point: str
+) -> None:
+    for way in ("PulseLoCo", "compact") if point == "between two swaps" else ("compact",):
+        found = fleet.run(killed, 3, killed=[2], victim=2, point=point, way=way)[:2]
+        took = found[0]["took"] | found[1]["took"]
+        for seen in found:
+            assert seen["waited"] < GROUP_TIMEOUT_S + 2
+            assert seen["rejoined"] == found[0]["rejoined"]
+            assert seen["digests"] == found[0]["digests"]
+            assert seen["now"] == found[0]["now"]
+            assert seen["ledger"].balance(Frozen(seen["state"]), took) < TOLERANCE
+        if point == "after it has confirmed":
+            assert all(
+                seen["rounds"] in ([2], [3]) for seen in found
+            )  # its word may have reached one and not the other
+        else:
+            assert [seen["rounds"] for seen in found] == [[2], [2]]
+
+
+def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int) -> dict[str, Any]:
+    """A trainer dies after the round is confirmed; one survivor commits it, one hears nothing of it."""
+    join_group(folder, "before", rank, size)
+    trainer = Trainer(GroupExchange(), rank, compact=2)
+    trainer.loco.__enter__()
+    trainer.step(4)
+    inner = trainer.exchange.inner
+    if rank in (victim, late):
+        plain = inner.confirm
+
+        def confirm(*args: Any) -> None:
+            plain(*args)
+            time.sleep(0.1)  # the others have heard it
+            if rank == victim:
+                die()
+            raise RoundError("the group of trainers is broken: so says this test")
+
+        inner.confirm = confirm
+    offered = None
+    try:
+        trainer.step(4)
+    except RoundError:
+        offered = trainer.ledger.letters[list(trainer.ledger.letters)[-1]]
+        for _ in range(tries):  # as often as the loop around it likes
+            fails(RoundError, trainer.step)
+    rounds = list(trainer.loco.rounds)
+    torch.distributed.destroy_process_group()
+    join_group(folder, "after", rank - (rank > victim), size - 1)
+    trainer.rejoin(GroupExchange())
+    kept = bool(np.array_equal(trainer.residual, offered[1])) if offered else None
+    rejoined = list(trainer.loco.digests)
+    trainer.step(6)
+    torch.distributed.destroy_process_group()
+    return {
+        "rounds": rounds, "rejoined": rejoined, "digests": trainer.loco.digests, "took": trainer.ledger.took,
+        "ledger": trainer.ledger, "state": trainer.loco.state_dict(), "kept": kept,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", [0, 2])  # with the first, the others' ranks change
+@pytest.mark.parametrize("tries", [0, 2])
+def test_one_that_did_not_hear_of_a_round_which_others_committed_is_left_with_what_its_payload_left(
+    fleet: Fleet, victim: int, tries: int
+) -> None:
+    late = 1 if victim == 2 else 2
+    results = fleet.run(behind, 3, killed=[victim], victim=victim, late=late, tries=tries)
+    ahead, behind_ = results[3 - victim - late], results[late]
+    assert (ahead["rounds"], behind_["rounds"]) == ([3], [2])
+    assert ahead["rejoined"] == behind_["rejoined"]
+    assert ahead["digests"] == behind_["digests"]
+    assert behind_["kept"] or tries  # and what it moved in further tries
+    for seen in (ahead, behind_):
+        assert seen["ledger"].balance(Frozen(seen["state"]), ahead["took"] | behind_["took"]) < TOLERANCE
+
+
+def grown(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Two train, one of them misses the end of a round; then a third comes in between, and the second is the third."""
+    trainer = None
+    if rank != 1:
+        old = rank // 2
+        join_group(folder, "two", old, 2)
+        trainer = Trainer(GroupExchange(), old, compact=2)
+        trainer.loco.__enter__()
+        trainer.step(2)
+        if old:
+            inner = trainer.exchange.inner
+            plain = inner.confirm
+
+            def confirm(*args: Any) -> None:
+                plain(*args)
+                raise RoundError("so says this test")
+
+            inner.confirm = confirm
+            fails(RoundError, lambda: trainer.step(2))
+        else:
+            trainer.step(2)
+        assert trainer.loco.rounds == [2 - old]
+        torch.distributed.destroy_process_group()
+    join_group(folder, "three", rank, size)
+    if trainer is None:
+        trainer = Trainer(GroupExchange(), rank, compact=2)
+        trainer.loco.__enter__()
+    else:
+        trainer.rejoin(GroupExchange())
+    trainer.step(4)
+    torch.distributed.destroy_process_group()
+    return {"digests": trainer.loco.digests, "ledger": trainer.ledger, "state": trainer.loco.state_dict()}
+
+
+def test_what_was_taken_is_known_under_another_rank_of_a_larger_group(fleet: Fleet) -> None:
+    found = fleet.run(grown, 3)
+    took = set().union(*(seen["ledger"].took for seen in found))
+    for seen in found:
+        assert seen["digests"] == found[0]["digests"]
+        assert seen["ledger"].balance(Frozen(seen["state"]), took) < TOLERANCE
+
+
+def unhurt(rank: int, size: int, folder: str) -> list[Any]:
+    """Rank 1 misses a round's end though the group is whole: all raise, all rejoin, all go on."""
+    out: list[Any] = []
+    with group(folder, "unhurt", rank, size):
+        trainer = Trainer(GroupExchange(), rank, sync_every=1)
+        with trainer:
+            trainer.step(2)
+            inner = trainer.exchange.inner
+            if rank == 1:
+                plain = inner.confirm
+
+                def confirm(*args: Any) -> None:
+                    plain(*args)
+                    del inner.confirm
+                    raise KeyboardInterrupt
+
+                inner.confirm = confirm
+                try:
+                    trainer.step()
+                except KeyboardInterrupt:
+                    trainer.rejoin(inner)
+            else:
+                trainer.step()
+                trainer.rejoin(inner)
+            out.append((trainer.loco.rounds, trainer.loco.digests))
+            trainer.step(3)
+            out.append((trainer.loco.rounds, trainer.loco.digests))
+            everybody: list[Any] = [None] * size
+            torch.distributed.all_gather_object(everybody, trainer.ledger.took)
+            assert trainer.ledger.balance(trainer.loco, set().union(*everybody)) < TOLERANCE
+    return out
+
+
+def test_one_that_was_interrupted_at_the_end_of_a_round_comes_back_to_the_others(fleet: Fleet) -> None:
+    ranks = fleet.run(unhurt, 3)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert [rounds for rounds, _ in ranks[0]] == [[3], [6]]
+
+
+def out_of_turn(rank: int, size: int, folder: str) -> list[Any]:
+    """Rank 1 misses the end of a fragment's round; later one comes who has had no turn yet."""
+    out: list[Any] = []
+    trainer = None
+    if rank < 2:
+        join_group(folder, "two", rank, 2)
+        trainer = Trainer(GroupExchange(), rank, pieces=2, sync_every=2)
+        trainer.loco.__enter__()
+        trainer.step(2)
+        inner = trainer.exchange.inner
+        if rank == 1:
+            plain = inner.confirm
+
+            def confirm(*args: Any) -> None:
+                plain(*args)
+                del inner.confirm
+                raise RoundError("so says this test")
+
+            inner.confirm = confirm
+            fails(RoundError, trainer.step)
+        else:
+            trainer.step()
+        trainer.rejoin(inner)
+        trainer.step(2)
+        assert trainer.loco.rounds == [3, 2]
+        torch.distributed.destroy_process_group()
+    join_group(folder, "three", rank, size)
+    if trainer is None:
+        trainer = Trainer(GroupExchange(), rank, pieces=2, sync_every=2)
+        trainer.loco.__enter__()
+    else:
+        trainer.rejoin(GroupExchange())
+    trainer.step(3)
+    out.append((trainer.loco.rounds, trainer.loco.digests))
+    torch.distributed.destroy_process_group()
+    return out
+
+
+def test_all_agree_on_the_fragment_whose_turn_it_is_whoever_missed_or_joined_what(fleet: Fleet) -> None:
+    ranks = fleet.run(out_of_turn, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert ranks[0][0][0] == [4, 4]
+
+
+def ddp_joined(rank: int, size: int, folder: str) -> str:
+    """Averaging at every step goes on only from where all are."""
+    with group(folder, "ddp", rank, size):
+        trainer = Trainer(GroupExchange(), rank, "DDP")
+        with trainer:
+            trainer.step(3)
+            trainer.loco.rejoin()
+            trainer.step()
+        late = trainer if rank == 0 else Trainer(GroupExchange(), rank, "DDP")
+        if rank == 0:
+            late.loco.rejoin()
+            return "rejoined"
+        fails(StateError, late.__enter__)
+        return "refused"
+
+
+def test_averaging_at_every_step_cannot_be_joined_later(fleet: Fleet) -> None:
+    assert fleet.run(ddp_joined, 2) == ["rejoined", "refused"]
+
+
+# Who comes back, and who comes
+
+
+def resumed(rank: int, size: int, folder: str) -> list[Any]:
+    """Trainers save in the middle of a round and go on; others load what they saved, and do the same."""
+    out: list[Any] = []
+    with group(folder, "resumed", rank, size):
+        for way in ("DiLoCo", "PulseLoCo", "compact", "fragments"):
+            saved = Path(folder) / f"{way}-{rank}"
+            with Trainer(GroupExchange(), rank, **WAYS[way]) as trainer:
+                trainer.step(5)
+                trainer.save(saved)
+                trainer.step(6)
+            again = Trainer(GroupExchange(), rank, seed=7, **WAYS[way])
+            again.load(saved)
+            with again:
+                again.step(6)
+            assert trainer.digests[-3:] == again.digests
+            assert trainer.everything() == again.everything()
+            assert all(same(flat(a), flat(b)) for a, b in zip(trainer.modules, again.modules, strict=True))
+            out.append(again.digests)
+    return out
+
+
+def test_a_run_that_was_saved_in_the_middle_of_a_round_goes_on_as_if_nothing_had_happened(fleet: Fleet) -> None:
+    ranks = fleet.run(resumed, 2)
+    assert ranks[0] == ranks[1]
+
+
+def joined(rank: int, size: int, folder: str) -> list[Any]:
+    """Two of three train; rank 1 comes back with a state from long ago, and rank 2 comes new, with other weights."""
+    out: list[Any] = []
+    trainer: Trainer | None = None
+    if rank < 2:
+        join_group(folder, "two", rank, 2)
+        trainer = Trainer(GroupExchange(), rank, compact=2)
+        with trainer:
+            trainer.step(5)
+            trainer.save(Path(folder) / f"saved-{rank}")
+            trainer.step(6)
+        torch.distributed.destroy_process_group()
+    join_group(folder, "three", rank, size)
+    if rank == 0:
+        assert trainer is not None
+        residual = trainer.residual
+        trainer.rejoin(GroupExchange())
+        trainer.loco.__enter__()
+        assert trainer.residual.tobytes() == residual.tobytes()
+    else:
+        trainer = Trainer(GroupExchange(), rank, seed=5, compact=2)
+        if rank == 1:
+            trainer.load(Path(folder) / "saved-1")
+            assert trainer.residual.any()
+            assert trainer.loco.rounds == [2]
+        trainer.loco.rejoin()
+        assert not trainer.residual.any()  # a new one has none; rounds since have taken an unknown part of the old one
+        trainer.loco.__enter__()
+        trainer.ledger.initial = []
+    out.append((trainer.loco.rounds, trainer.loco.digests))
+    trainer.step(4)
+    out.append((trainer.loco.rounds, trainer.loco.digests))
+    torch.distributed.destroy_process_group()
+    return out
+
+
+def test_a_newcomer_and_one_that_comes_back_take_the_shared_state_from_those_who_are_there(fleet: Fleet) -> None:
+    ranks = fleet.run(joined, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert [rounds for rounds, _ in ranks[0]] == [[5], [7]]
+
+
+def stopped(rank: int, size: int, folder: str) -> str:
+    """Rank 1 stops for longer than the others wait."""
+    from datetime import timedelta
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/stopped", rank=rank, world_size=size, timeout=timedelta(seconds=1)
+    )
+    trainer = Trainer(GroupExchange(), rank)
+    with trainer:
+        trainer.step(2)
+        if rank == 1:
+            time.sleep(2.5)
+            return "slept"
+        before, began = trainer.everything(), time.monotonic()
+        fails(RoundError, lambda: trainer.step(2))
+        assert trainer.everything() == before
+        return "noticed" if time.monotonic() - began < 4 else "too late"
+
+
+def test_a_trainer_that_hangs_is_noticed_after_the_groups_timeout(fleet: Fleet) -> None:
+    assert fleet.run(stopped, 3) == ["noticed", "slept", "noticed"]

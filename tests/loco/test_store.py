@@ -1,0 +1,763 @@
+"""Trainers that meet in a store: who is waited for, who is late, what is refused, and what no fault can do."""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulsesync.errors import ConflictError, PulseError, RoundError, StateError, StoreError
+from pulsesync.loco import StoreExchange
+from pulsesync.store import LocalStore, MemoryStore
+from pulsesync.testing import FaultyStore
+from tests.loco.fleet import Fleet, Trainer, Turns, alive, fleet, meet, same, settle, together, told
+from tests.s3 import Server, s3_server
+
+__all__ = ["fleet", "s3_server"]
+
+
+class Table:
+    """Trainers a, b, c … around one store, in one thread: while one waits, the next does what it has to."""
+
+    def __init__(
+        self, names: str = "abc", joined: str | None = None, training: dict[str, Any] | None = None, **options: Any
+    ) -> None:  # fmt: skip
+        self.store, self.turns = MemoryStore(), Turns()
+        self.names, self.options, self.training = names, options, training or {}
+        self.all: dict[str, Trainer] = {}
+        for name in names if joined is None else joined:
+            self.seat(name)
+
+    def seat(self, name: str, store: Any = None, **options: Any) -> Trainer:
+        exchange = meet(store or self.store, name, len(self.names), **self.turns.options(**self.options))
+        self.all[name] = Trainer(exchange, ord(name), **{**self.training, **options})
+        self.all[name].loco.__enter__()
+        return self.all[name]
+
+    def __getitem__(self, name: str) -> Trainer:
+        return self.all[name]
+
+    def round(self, names: str) -> None:
+        """One round of these: each sends while those before it wait."""
+        first, *rest = names
+        if rest:
+            self.turns.meanwhile.append(lambda: self.round("".join(rest)))
+        self.all[first].step(2)
+
+    def names_of(self, prefix: str = "rounds/") -> list[str]:
+        return [entry.key for entry in self.store.list(prefix)]
+
+    def decided(self, round_: int) -> list[str]:
+        return list(json.loads(self.store.get(f"rounds/0000/{round_:010d}/decided"))["members"])
+
+
+# Who is waited for
+
+
+def test_a_round_is_decided_as_soon_as_everybody_has_sent_and_no_clock_moves() -> None:
+    table = Table()
+    for number in (1, 2, 3):
+        table.round("cab" if number % 2 else "bca")
+        assert table.decided(number) == ["a", "b", "c"]
+    assert table.turns.now < 1.0
+    settle(table.all.values())
+
+
+def test_who_said_it_would_come_is_waited_for_until_the_deadline_and_then_no_more() -> None:
+    table = Table()
+    table.round("ab")
+    assert table.decided(1) == ["a", "b"]
+    assert 10.0 <= table.turns.now < 11.0
+    table.round("ab")  # c was not in the last round, and has not said that it works on this one
+    assert table.decided(2) == ["a", "b"]
+    assert table.turns.now < 11.0
+    settle([table["a"], table["b"]])
+
+
+def test_the_first_round_waits_for_as_many_as_there_should_be() -> None:
+    table = Table(joined="ab")
+    table.round("ab")
+    assert 10.0 <= table.turns.now < 11.0
+
+
+def test_without_a_quorum_there_is_no_round_and_nothing_changes_until_there_is_one() -> None:
+    table = Table(quorum=2)
+    before = table["a"].everything()
+    for tried in range(2):
+        with pytest.raises(RoundError, match="no quorum of 2"):
+            table["a"].step(2 - tried)
+        assert table["a"].everything() == before
+    assert 200.0 <= table.turns.now < 203.0
+    table.turns.meanwhile.append(lambda: table.round("bc"))
+    table["a"].step()
+    assert table["a"].loco.rounds == [1]
+    settle(table.all.values())
+
+
+def test_one_who_left_is_not_waited_for_and_may_come_back() -> None:
+    table = Table()
+    table.round("abc")
+    table["c"].loco.__exit__()
+    table.round("ab")
+    table.round("ab")
+    assert table.turns.now < 1.0
+    table["c"].loco.__enter__()
+    assert table["c"].loco.rounds == [3]
+    table.round("abc")
+    assert table.turns.now < 1.0
+    assert table.decided(4) == ["a", "b", "c"]
+    settle(table.all.values())
+
+
+@pytest.mark.parametrize("wrong", [{"quorum": 0}, {"quorum": 4}, {"state_every": 0}])
+def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="quorum"):
+        meet(MemoryStore(), "a", 3, **wrong)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a.b", "ü", "x" * 65, "a b", "..", "a\n"])
+def test_names_that_could_be_mistaken_for_something_else_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no name"):
+        StoreExchange(MemoryStore(), name, trainers=1)
+
+
+# Who is late
+
+
+@pytest.mark.parametrize("late", [1, 2, 5])
+@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "DiLoCo"}])
+def test_one_that_is_late_keeps_all_it_has_to_tell_and_follows_the_others(late: int, options: dict[str, Any]) -> None:
+    table = Table(training=options)
+    table.round("abc")
+    c = table["c"]
+    for _ in range(late):
+        table.round("ab")
+    c.step()
+    offered: list[np.ndarray] = []
+    plain = c.exchange.prepare
+    c.exchange.prepare = lambda *args: (offered.append(c.update), plain(*args))[1]  # type: ignore[func-returns-value]
+    c.step()
+    assert c.loco.rounds == [late + 1]
+    assert not c.reports[-1].took_part
+    assert c.reports[-1].sent_bytes == 0
+    assert (c.reports[-1].round, c.reports[-1].digest) == (late + 1, c.loco.digests[0])  # what a callback can see
+    np.testing.assert_array_equal(c.residual, offered[0])
+    assert same(c.weights, c.theta)
+    assert same(c.theta, table["a"].theta)
+    settle(table.all.values())
+    table.round("abc")
+    assert table.decided(late + 2) == ["a", "b", "c"]
+    settle(table.all.values())
+
+
+def test_one_that_was_away_until_rounds_are_gone_takes_the_state_and_keeps_what_it_has_to_tell() -> None:
+    table = Table(state_every=2)
+    table.round("abc")
+    c = table["c"]
+    c.step()
+    for _ in range(7):
+        table.round("ab")
+    assert not any(key.startswith("rounds/0000/0000000002/") for key in table.names_of())
+    offered: list[np.ndarray] = []
+    plain = c.exchange.prepare
+    c.exchange.prepare = lambda *args: (offered.append(c.update), plain(*args))[1]  # type: ignore[func-returns-value]
+    c.step()
+    assert c.loco.rounds == [8]
+    np.testing.assert_array_equal(c.residual, offered[0])
+    settle(table.all.values())
+    table.turns.meanwhile.append(lambda: table.round("ab"))
+    c.step()  # it is due for a round, and tries again at every step
+    assert table.decided(9) == ["a", "b", "c"]
+    settle(table.all.values())
+
+
+def test_one_that_is_suspended_while_it_waits_notices_that_its_round_is_gone() -> None:
+    table = Table(state_every=2)
+    table.round("abc")
+
+    def meanwhile() -> None:
+        for _ in range(8):
+            table.round("ab")
+
+    table.turns.meanwhile.append(meanwhile)
+    table["c"].step(2)
+    assert table["c"].loco.rounds == [9]
+    assert table.turns.now < 12.0  # one deadline, of the others; not its own patience
+    settle(table.all.values())
+
+
+def test_old_rounds_and_states_are_deleted_and_what_a_joiner_needs_is_kept() -> None:
+    table = Table("ab", state_every=3)
+    table.store.put("rounds/0000/README", b"")
+    table.store.put("rounds/0000/README/first", b"")
+    for _ in range(10):
+        table.round("ab")
+    found = {key.split("/")[2] for key in table.names_of()}
+    assert sorted(found) == [*(f"{n:010d}" for n in range(7, 12)), "README"]
+    assert table.names_of("states/") == ["states/0000/0000000006", "states/0000/0000000009"]
+
+
+# Who comes
+
+
+def test_one_that_begins_with_the_same_checkpoint_follows_every_round_from_the_first() -> None:
+    table = Table("abc", joined="ab")
+    for _ in range(4):
+        table.round("ab")
+    c = table.seat("c")
+    assert c.loco.rounds == [4]
+    assert not c.residual.any()
+    assert same(c.weights, table["a"].theta)
+    table.round("abc")
+    assert table.decided(5) == ["a", "b", "c"]
+    settle(table.all.values())
+
+
+def test_one_that_begins_with_other_weights_is_refused_until_there_is_a_state_to_begin_with() -> None:
+    table = Table("abc", joined="ab", state_every=3)
+    table.round("ab")
+    with pytest.raises(StateError, match="other weights"):
+        table.seat("c", seed=4)
+    for _ in range(3):
+        table.round("ab")
+    c = table.seat("c", seed=4)
+    assert c.loco.rounds == [4]
+    assert not c.residual.any()
+    table.round("abc")
+    settle(table.all.values())
+
+
+def test_other_models_and_settings_are_refused() -> None:
+    table = Table("ab", joined="a")
+    for other in ({"shapes": {"x": (3,)}}, {"compact": 2}, {"kind": "DiLoCo"}, {"pieces": 2, "sync_every": 4}):
+        with pytest.raises(StateError, match=r"train another model|train in another way"):
+            table.seat("b", **other)
+
+
+@pytest.mark.parametrize("keep", [None, 0, 30])
+def test_a_damaged_state_is_passed_over_for_the_one_before(keep: int | None) -> None:
+    table = Table("ab", state_every=2)
+    for _ in range(5):
+        table.round("ab")
+    key = "states/0000/0000000004"
+    data = bytearray(table.store.get(key))
+    data[-3] ^= 1
+    table.store.put(key, bytes(data[:keep]))
+    c = table.seat("c", seed=4)
+    assert c.loco.rounds == [5]
+    table.round("abc")
+    settle(table.all.values())
+
+
+# What lies there and should not
+
+
+def payload_key(table: Table, trainer: str, round_: int) -> str:
+    return next(
+        k for k in table.names_of(f"rounds/0000/{round_:010d}/sent/") if k.rpartition("/")[2].startswith(trainer)
+    )
+
+
+def hostile(table: Table, how: str) -> None:
+    """Leave a payload of c for round 2 that must not count."""
+    there = "rounds/0000/0000000002/sent"
+    good = table.store.get(payload_key(table, "c", 1))
+    as_told = good
+    if how == "stale":
+        data = good
+    elif how == "foreign":
+        data = table.store.get(payload_key(table, "b", 1))
+    elif how == "renumbered":  # the right round by its head, but on another base
+        data = good.replace(b'"round":1', b'"round":2')
+    elif how == "damaged":
+        data = good[:-1] + bytes([good[-1] ^ 1])
+    elif how == "cut off":
+        data = good[:-7]
+    elif how == "empty":
+        data = b""
+    elif how == "garbage":
+        data = bytes(range(256)) * 9
+    elif how == "of another digest":
+        table.store.put(f"{there}/c.{hashlib.sha256(b'no').hexdigest()}", as_told)
+        return
+    elif how == "of another model":
+        data = good.replace(b'"end":', b'"end":9')
+    elif how == "with a name that is none":
+        for name in ("c", "c.", "c." + "0" * 63, "c." + "G" * 64, "c.d." + "0" * 64):
+            table.store.put(f"{there}/{name}", good)
+        return
+    else:
+        raise AssertionError(how)
+    table.store.put(f"{there}/c.{hashlib.sha256(data).hexdigest()}", data)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "stale", "foreign", "renumbered", "damaged", "cut off", "empty", "garbage", "of another digest",
+        "of another model", "with a name that is none",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"kind": "DiLoCo"}])
+def test_payloads_that_are_stale_damaged_or_anothers_are_refused_and_the_round_goes_on(
+    how: str, options: dict[str, Any]
+) -> None:
+    table = Table(training=options)
+    table.round("abc")
+    hostile(table, how)
+    table.round("ab")
+    assert table.decided(2) == ["a", "b"]
+    assert table.turns.now >= 10.0  # c had said that it would come
+    table["c"].step(2)
+    table.round("abc")
+    assert table.decided(3) == ["a", "b", "c"]
+    settle(table.all.values())
+
+
+def test_a_good_payload_behind_a_damaged_one_of_the_same_trainer_counts() -> None:
+    table = Table("ab")
+    table.round("ab")
+    table.store.put(f"rounds/0000/0000000002/sent/b.{'0' * 64}", b"nothing")
+    table.round("ab")
+    assert table.decided(2) == ["a", "b"]
+    assert table.turns.now < 1.0
+    settle(table.all.values())
+
+
+GOOD_ID = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        b"", b"garbage", b"[]", b"{}", b'{"format":1}', b"null", b"\xff\xfe",
+        {"members": {}}, {"members": []}, {"members": {"b": GOOD_ID, "a": GOOD_ID}}, {"members": {"../x": GOOD_ID}},
+        {"members": {"a": "x"}}, {"members": {"a": 3}}, {"members": {"a": None}}, {"base": "0" * 64}, {"base": 7},
+        {"format": "pulse-loco-round/9"}, {"extra": 1}, {"members": {"a": GOOD_ID}},
+        {"members": {"a": GOOD_ID, "b": GOOD_ID}}, {"members": {"z": GOOD_ID}},
+    ],
+)  # fmt: skip
+def test_a_decision_that_is_none_is_refused_by_all_and_changes_nothing(decided: bytes | dict[str, Any]) -> None:
+    table = Table("ab")
+    table.round("ab")
+    key = "rounds/0000/0000000002/decided"
+    if isinstance(decided, dict):
+        good = json.loads(table.store.get("rounds/0000/0000000001/decided"))
+        base = {**good, "base": table["a"].loco.digests[0], **decided}
+        members = dict(base["members"]) if isinstance(base["members"], dict) else base["members"]
+        decided = json.dumps({**base, "members": members}).encode()
+    table.store.put(key, decided)
+    for name in "ab":
+        before = table[name].everything()
+        with pytest.raises(PulseError):
+            table[name].step(2)
+        assert table[name].everything() == before
+    table.store.delete(key)
+    table.turns.meanwhile.append(table["b"].step)
+    table["a"].step()
+    settle(table.all.values())
+
+
+def test_of_two_who_decide_at_once_one_wins_and_both_go_on_with_it() -> None:
+    table = Table("abc")
+
+    class Slow:
+        """a's way to the store: b and c decide while a is about to."""
+
+        def __init__(self, store: MemoryStore) -> None:
+            self.store, self.conflicts = store, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def create(self, key: str, data: bytes) -> None:
+            if key.endswith("2/decided") and not self.conflicts:
+                self.conflicts += 1
+                assert list(json.loads(data)["members"]) == ["a", "b"]
+                table.all["c"].step(2)  # sees all three, and decides
+            self.store.create(key, data)
+
+    slow = Slow(table.store)
+    table.seat("a", store=slow)
+    table.round("abc")
+    table.turns.meanwhile.append(lambda: table["b"].step())
+    table["b"].step()
+    with pytest.raises(ConflictError):
+        slow.store.create("rounds/0000/0000000001/decided", b"")
+
+    def b_sends() -> None:
+        # b sends and leaves the deciding to others: it is interrupted while it waits
+        table.turns.meanwhile.insert(0, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table["b"].step()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    table.turns.meanwhile[:] = [b_sends]
+    table["a"].step(2)
+    assert slow.conflicts == 1
+    assert table.decided(2) == ["a", "b", "c"]
+    table["b"].step()
+    assert table["b"].loco.rounds == [2]
+    settle(table.all.values())
+
+
+# Lives
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "DiLoCo"}])
+def test_two_payloads_of_two_lives_in_one_round_count_once(seed: int, options: dict[str, Any], tmp_path: Path) -> None:
+    table = Table(training=options)
+    table.round("abc")
+    first = table["c"]
+    first.save(tmp_path / "c")
+    first.who = 100 + seed
+    with pytest.raises(RoundError):
+        first.step(2)  # it has sent, and nobody came; then it dies
+    exchange = meet(table.store, "c", 3, **table.turns.options())
+    again = table.all["c"] = Trainer(exchange, 200 + seed, **options)
+    again.load(tmp_path / "c")
+    again.loco.__enter__()
+    sent = list(first.ledger.letters)[-1]
+    again.ledger.letters[sent] = first.ledger.letters[sent]
+    table.turns.meanwhile.append(lambda: table.round("ab"))
+    again.step(3)
+    assert table.decided(2) == ["a", "b", "c"]
+    assert len([key for key in table.names_of("rounds/0000/0000000002/sent/") if "/c." in key]) == 2
+    settle(table.all.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": 2}])
+def test_what_rounds_took_of_an_earlier_life_is_cleared_and_the_rest_is_kept(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    table = Table(training=options)
+    table.round("abc")
+    first = table["c"]
+    first.step()
+    first.save(tmp_path / "c")
+    s = first.update
+    table.turns.meanwhile.append(lambda: table.round("ab"))
+    first.step()
+    table.round("ab")  # and one without it
+    assert (table.decided(2), table.decided(3)) == (["a", "b", "c"], ["a", "b"])
+    taken = next(sent for sent, _ in reversed(first.ledger.letters.values()))
+    exchange = meet(table.store, "c", 3, **table.turns.options())
+    again = Trainer(exchange, 9, **options)
+    again.load(tmp_path / "c")
+    again.loco.__enter__()
+    assert again.loco.rounds == [3]
+    np.testing.assert_array_equal(again.residual, np.where(taken != 0, 0, s))
+    assert again.loco.digests == table["a"].loco.digests
+
+
+def test_one_that_heard_nothing_of_its_round_and_was_then_away_knows_what_was_taken() -> None:
+    table = Table(state_every=2)
+    table.round("abc")
+    c = table["c"]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    table.turns.meanwhile.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        c.step(2)
+    for _ in range(7):
+        table.round("ab")
+    assert table["a"].loco.rounds == [8]
+    c.step()
+    assert c.loco.rounds == [8]
+    settle(table.all.values())
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("verb", ["propose", "confirm"])
+@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "DiLoCo"}])
+def test_one_that_rejoins_after_others_completed_its_round_knows_what_was_taken(
+    options: dict[str, Any], verb: str, steps: int
+) -> None:
+    table = Table(training=options)
+    table.round("abc")
+    c = table["c"]
+    plain = getattr(c.exchange.inner, verb)
+
+    def fail(*args: Any) -> Any:
+        plain(*args)
+        raise StoreError("the answer was lost", retryable=True)
+
+    setattr(c.exchange.inner, verb, fail)
+    table.turns.meanwhile.append(lambda: table.round("ab"))
+    with pytest.raises(StoreError, match="lost"):
+        c.step(2)
+    delattr(c.exchange.inner, verb)
+    c.loco.__exit__()
+    c.step(steps)  # without meeting anybody
+    c.loco.__enter__()
+    assert c.loco.digests == table["a"].loco.digests
+    settle(table.all.values())
+    table.round("abc")
+    settle(table.all.values())
+
+
+# Interrupts
+
+
+class Interrupting:
+    """A store in which one call is cut short by Ctrl-C, before it is carried out or after."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store, self.left, self.after = store, -1, False
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(self.store, name)
+
+        def call(*args: Any) -> Any:
+            self.left -= 1
+            strike = self.left == 0
+            if strike and not self.after:
+                raise KeyboardInterrupt
+            result = plain(*args)
+            if strike:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("options", [{}, {"compact": 2}])
+def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, options: dict[str, Any]) -> None:
+    struck = 0
+    for call in range(1, 20):
+        table = Table("ab", joined="b", training=options, state_every=1)
+        store = Interrupting(table.store)
+        table.seat("a", store=store)
+        table.round("ab")
+        store.left, store.after = call, after
+        table.turns.meanwhile.append(lambda t=table: t.round("b"))
+        before = table["a"].everything()
+        try:
+            table["a"].step(2)
+        except KeyboardInterrupt:
+            struck += 1
+            assert table["a"].everything() == before
+        store.left = -1
+        if table["a"].loco.rounds == [1]:
+            table["a"].step()
+        assert table["a"].loco.rounds == table["b"].loco.rounds == [2]
+        settle(table.all.values())
+    assert struck > 5
+
+
+class Moody:
+    """A trainer's way to the store on which any call may fail or be interrupted, before it is carried out or after."""
+
+    def __init__(self, store: MemoryStore, rng: random.Random, chance: float) -> None:
+        self.store, self.rng, self.chance, self.struck = store, rng, chance, 0
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(self.store, name)
+
+        def call(*args: Any) -> Any:
+            strike = self.rng.random() < self.chance
+            error = self.rng.choice([KeyboardInterrupt(), StoreError("lost", retryable=True)])
+            self.struck += strike
+            if strike and self.rng.random() < 0.5:
+                raise error
+            result = plain(*args)
+            if strike:
+                raise error
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_counted_twice(seed: int) -> None:
+    """Rounds of some, interrupts and failures anywhere, rejoining, leaving, coming back, steps on one's own."""
+    rng = random.Random(seed)
+    training: dict[str, Any] = rng.choice([{}, {"compact": 2}, {"compact": 0}, {"kind": "DiLoCo"}])
+    training = {**training, "shapes": {"w": (6, 5), "b": (3,)}}
+    table = Table(joined="", training=training, state_every=rng.choice([1, 2, 5]), patience_s=30.0)
+    moods = {name: Moody(table.store, rng, 0.0) for name in "abc"}
+    for name, mood in moods.items():
+        table.seat(name, store=mood)
+
+    def tried(call: Any) -> None:
+        with contextlib.suppress(PulseError, KeyboardInterrupt):
+            call()
+
+    def some_round(names: list[str]) -> None:
+        first, *rest = names
+        if rest:
+            table.turns.meanwhile.append(lambda: tried(lambda: some_round(rest)))
+        for _ in range(2):
+            tried(table[first].step)
+
+    for _ in range(60):
+        who = table[rng.choice("abc")]
+        for mood in moods.values():
+            mood.chance = rng.choice([0.0, 0.0, 0.03, 0.1])
+        what = rng.random()
+        if what < 0.7:
+            some_round(rng.sample("abc", rng.choice([1, 2, 2, 3, 3])))
+        elif what < 0.8:
+            tried(who.loco.rejoin)
+        elif what < 0.9:
+            tried(who.loco.__exit__)
+            if rng.random() < 0.5:
+                who.step()
+            while who.loco._hook is None:
+                tried(who.loco.__enter__)
+        else:
+            table.turns.now += 5.0
+        table.turns.meanwhile.clear()
+    for mood in moods.values():
+        mood.chance = 0.0
+    for _ in range(2):
+        for t in table.all.values():
+            t.loco.rejoin()
+    assert sum(mood.struck for mood in moods.values()) > 5
+    assert table["a"].loco.rounds[0] > 10
+    settle(table.all.values(), tolerance=1e-4)
+
+
+# Faults of every kind
+
+
+@pytest.mark.parametrize(
+    ("rounds", "faults", "options"),
+    [
+        (200, {"lost": 0.02, "unanswered": 0.02}, {"compact": 2}),
+        (
+            60,
+            {"lost": 0.01, "unanswered": 0.01, "truncated": 0.01, "flipped": 0.01, "stale": 0.02, "doubled": 0.05},
+            {"kind": "DiLoCo"},
+        ),
+    ],
+)
+def test_hundreds_of_rounds_over_a_store_that_fails_lose_nothing(
+    rounds: int, faults: dict[str, float], options: dict[str, Any]
+) -> None:
+    store = MemoryStore()
+    stores = [FaultyStore(store, random.Random(i), **faults) for i in range(3)]
+    meeting: dict[str, Any] = {"deadline_s": 0.02, "poll_s": 0.002, "state_every": 4}
+    options = {**options, "sync_every": 1, "shapes": {"w": (5, 5), "b": (3,)}}
+    trainers = [Trainer(meet(stores[i], f"t{i}", 3, **meeting), i, **options) for i in range(3)]
+    errors = [0, 0, 0]
+
+    def again(i: int, call: Any) -> None:
+        for _ in range(100):
+            try:
+                call()
+            except PulseError:
+                errors[i] += 1
+            else:
+                return
+        raise AssertionError("no end of faults")
+
+    def train(i: int) -> None:
+        t = trainers[i]
+        again(i, t.loco.__enter__)
+        while t.loco.rounds[0] < rounds:
+            try:
+                t.step()
+            except PulseError:
+                errors[i] += 1
+
+    together(*(lambda i=i: train(i) for i in range(3)))
+    furthest = max(t.loco.rounds[0] for t in trainers)
+    for i, t in enumerate(trainers):
+        again(i, t.loco.rejoin)
+        assert t.loco.rounds[0] == furthest
+    assert sum(errors) > 10
+    settle(trainers, tolerance=1e-4)
+
+
+# Real stores, real processes
+
+
+def test_trainers_meet_in_a_bucket(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_server.fresh_url()
+    trainers = [Trainer(meet(url, f"t{i}", 3, poll_s=0.005, state_every=2), i, compact=2) for i in range(3)]
+
+    def train(t: Trainer) -> None:
+        with t:
+            t.step(10)
+
+    together(*(lambda t=t: train(t) for t in trainers))
+    assert trainers[0].digests == trainers[1].digests == trainers[2].digests
+    assert [r.round for r in trainers[0].reports] == [1, 2, 3, 4, 5]
+    assert all(len(r.members) == 3 for r in trainers[0].reports)
+    settle(trainers)
+    late = Trainer(meet(url, "late", 3), 7, seed=3, compact=2)
+    late.loco.rejoin()
+    assert late.loco.digests == trainers[0].loco.digests
+
+
+def survivor(folder: str, name: str, who: int, rounds: int) -> dict[str, Any]:
+    """A trainer that goes on from what it saved, if it did, up to a round; it may be killed at any moment."""
+    saved = Path(folder) / f"{name}.state"
+    exchange = meet(str(Path(folder) / "store"), name, 3, deadline_s=0.2, poll_s=0.001, state_every=4, patience_s=30)
+    t = Trainer(exchange, who, compact=2, watch=False)
+    if saved.exists():
+        t.load(saved)
+    with t:
+        while t.loco.rounds[0] < rounds:
+            t.step()
+            if t.taken % 3 == 0:
+                t.save(saved)
+            time.sleep(0.001)
+    return {"digests": t.digests, "round": t.loco.rounds[0]}
+
+
+def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_the_same_weights(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    rng = random.Random(11)
+    rounds, kills = 40, 0
+    names = ["t0", "t1", "t2"]
+
+    def start(i: int) -> tuple[int, Path]:
+        return fleet.start(survivor, folder=str(tmp_path), name=names[i], who=i, rounds=rounds)
+
+    running = [start(i) for i in range(3)]
+    results: dict[int, Any] = {}
+    end = time.monotonic() + 40
+    while len(results) < 3:
+        assert time.monotonic() < end, [told(out) for _, out in running]
+        time.sleep(rng.expovariate(1 / 0.05))
+        if kills < 25:
+            i = rng.randrange(3)
+            if i not in results and alive(running[i][0]):
+                os.kill(running[i][0], signal.SIGKILL)
+                kills += 1
+        for i, (pid, out) in enumerate(running):
+            if i in results or alive(pid):
+                continue
+            if out.exists():
+                results[i] = pickle.loads(out.read_bytes())
+            else:
+                assert "Traceback" not in told(out), told(out)
+                running[i] = start(i)
+    assert kills >= 10
+    seen: dict[int, set[str]] = {}
+    for result in results.values():
+        assert result["round"] >= rounds
+        for _, number, digest in result["digests"]:
+            seen.setdefault(number, set()).add(digest)
+    assert all(len(digests) == 1 for digests in seen.values()), "replicas parted"
+    store = LocalStore(str(tmp_path / "store"))
+    assert list(store.list("states/"))
