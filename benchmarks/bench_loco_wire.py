@@ -1,0 +1,111 @@
+"""Are the bytes that a round reports those that pass? Real gloo processes, against the kernel's count of the loopback.
+
+    python benchmarks/bench_loco_wire.py [--trainers 4] [--size 4000000] [--rounds 3]
+
+Every trainer has the same vector of weights and moves it by noise of the size of some Adam steps at 1e-6; what DiLoCo,
+PULSELoCo and compact report as sent, added up over trainers, is held against what /proc/net/dev counts on lo in the
+same time (with TCP's own headers and acknowledgements, and whatever else this machine says to itself). Beside it
+torch's own all_reduce of the same vector.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_codec import provenance
+from torch import distributed, multiprocessing
+
+from pulsesync.loco import DiLoCo, GroupExchange, PulseLoCo
+
+WAYS: dict[str, Any] = {
+    "all_reduce of torch": None,
+    "DiLoCo, owner": (DiLoCo, "owner", {}),
+    "DiLoCo, gather": (DiLoCo, "gather", {}),
+    "PULSELoCo, owner": (PulseLoCo, "owner", {}),
+    "PULSELoCo, gather": (PulseLoCo, "gather", {}),
+    "compact, owner": (PulseLoCo, "owner", {"compact": 3}),
+    "compact, gather": (PulseLoCo, "gather", {"compact": 3}),
+}
+
+
+def passed() -> int:
+    """Bytes that the loopback has carried so far."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[1])
+
+
+class Noise(torch.optim.Optimizer):
+    """Moves weights by noise."""
+
+    def __init__(self, parameters: Any, seed: int) -> None:
+        super().__init__(parameters, {})
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += 3e-6 * torch.randn(p.shape, generator=self.generator)
+
+
+def trainer(rank: int, options: argparse.Namespace, address: str, told: Any) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=options.trainers)
+    for name, way in WAYS.items():
+        torch.manual_seed(0)
+        weights = torch.nn.Parameter((0.02 * torch.randn(options.size)).bfloat16().float())
+        sent, before = [0], [0]
+
+        def begin(before: list[int] = before) -> None:
+            distributed.barrier()
+            time.sleep(0.2)
+            before[0] = passed()
+            distributed.barrier()
+
+        if way is None:
+            begin()
+            for _ in range(options.rounds):
+                distributed.all_reduce(weights.data.clone())
+        else:
+            kind, reduce, extra = way
+            optimizer, exchange = Noise([weights], rank), GroupExchange(reduce=reduce)
+            with kind({"weights": weights}, optimizer, exchange=exchange, sync_every=1, **extra) as loco:
+                begin()
+                for _ in range(options.rounds):
+                    optimizer.step()
+                    sent[0] += loco.last_report.sent_bytes
+        distributed.barrier()
+        time.sleep(0.2)
+        if rank == 0:
+            counted = passed() - before[0]
+        everyone = torch.tensor(sent[0])
+        distributed.all_reduce(everyone)
+        if rank == 0:
+            told.put((name, int(everyone), counted))
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", type=int, default=4)
+    parser.add_argument("--size", type=int, default=4_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--port", type=int, default=29641)
+    options = parser.parse_args()
+    told = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(trainer, (options, f"tcp://127.0.0.1:{options.port}", told), options.trainers)
+    found = [told.get() for _ in WAYS]
+    scale = options.trainers * options.rounds
+    ring = 2 * (options.trainers - 1) / options.trainers * 4 * options.size
+    print(f"| {options.trainers} trainers, {options.size:,} weights | reported, a trainer and round | on lo | ratio |")
+    print("|---|--:|--:|--:|")
+    for name, reported, counted in found:
+        share = f"{counted / reported:.3f}" if reported else f"{counted / scale / ring:.3f} of the ring's formula"
+        print(f"| {name} | {reported / scale:,.0f} | {counted / scale:,.0f} | {share} |")
+    print(json.dumps({"bench": "loco-wire", **provenance(), "options": vars(options), "found": found}))
+
+
+if __name__ == "__main__":
+    main()
