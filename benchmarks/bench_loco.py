@@ -4,8 +4,9 @@
     python benchmarks/bench_loco.py --grid --jobs 16               # all of H, R and learning rates
     python benchmarks/bench_loco.py --model .models/smollm2 --device cuda --lr 1e-6 --every 8 --trainers 4
 
-Trainers follow the exact gate in closed loop; in the rounds that are measured, the same updates are also sent compact,
-by both ways of a process group, and every trainer's result is compared bit for bit. The payload is what one trainer has
+Trainers follow the exact gate in closed loop, or with --follow compact that one; in the rounds that are measured, the
+same updates are also sent the other way, by both ways of a process group, and every trainer's result is compared bit
+for bit. The payload is what one trainer has
 to say, heads and hashes included; the wire is all that it sends in a round, sizes and notes included.
 Baselines: FP32 DiLoCo, 4 bytes a weight, by a ring all-reduce; DDP, the same at each of H steps (BF16: half).
 """
@@ -43,17 +44,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     for number in range(1, options.rounds + 1):
         updates = fleet.work()
-        splits = [RULES["exact"].split(fleet.shared.theta, s) for s in updates]
         found: dict[str, Any] = {"round": number, "reward": fleet.rewards[-1]}
-        if number == 1 or number > FIRST:
-            found["exact"] = asdict(measure(fleet, RULES["exact"], splits))
-            rule = RULES["compact"]
-            found["compact"] = asdict(measure(fleet, rule, [rule.split(fleet.shared.theta, s) for s in updates]))
+        splits = {}
+        for mode in ("exact", "compact"):
+            splits[mode] = [RULES[mode].split(fleet.shared.theta, s) for s in updates]
+            if number == 1 or number > FIRST:
+                found[mode] = asdict(measure(fleet, RULES[mode], splits[mode]))
         if options.say:
             print(json.dumps(found), file=sys.stderr, flush=True)
         rounds.append(found)
-        fleet.commit(splits)
-    setting = {key: getattr(options, key) for key in ("model", "every", "trainers", "lr", "prompts", "group", "seed")}
+        fleet.commit(splits[options.follow])
+    keys = ("model", "every", "trainers", "lr", "prompts", "group", "seed", "follow")
+    setting = {key: getattr(options, key) for key in keys}
     return {**setting, "model": os.path.basename(options.model), "size": fleet.shared.theta.size, "rounds": rounds}
 
 
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of a trainer's step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--follow", choices=["exact", "compact"], default="exact", help="what trainers go on from")
     parser.add_argument("--grid", action="store_true", help="all settings, each in a process of its own")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--say", action="store_true", help="every round, while it goes")
@@ -118,7 +121,9 @@ def main() -> None:
         return
     print(HEADINGS, flush=True)
     if not options.grid:
-        print("\n".join(rows(run(options))))
+        single = run(options)
+        print("\n".join(rows(single)))
+        print(json.dumps({"bench": "loco", **provenance(), "settings": [single]}))
         return
     settings = [(lr, h, r) for lr in RATES for h in EVERY for r in TRAINERS]
 
@@ -127,7 +132,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--json", "--model", options.model, "--device", options.device]
         for name, value in (("lr", lr), ("every", every), ("trainers", trainers)):
             command += [f"--{name}", str(value)]
-        for name in ("rounds", "prompts", "group", "seed"):
+        for name in ("rounds", "prompts", "group", "seed", "follow"):
             command += [f"--{name}", str(getattr(options, name))]
         found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         return found

@@ -7,7 +7,11 @@ Fixed beforehand: no worse means that the 95 % interval of the paired difference
 above −MARGIN; and it says something only if dense DiLoCo beats the untouched policy by more than MARGIN. Final reward
 is measured on the same prompts for everybody. top-k and random-k, with error feedback, get as many bytes in each round
 as the gate took with the same seed; "slow" is dense DiLoCo with a smaller outer step, to see whether moving less
-explains what the gate does; "reach" is the gate that asks whether lr / (1 − momentum) times an update would be seen.
+explains what the gate does; --forward BF16 lets trainers compute with the BF16 values of their masters, as autocast
+does, which is what the gate assumes (on a CPU the demo computes in FP32); "reach" is the gate that asks whether
+lr / (1 − momentum) times an update would be seen. ddp averages gradients at each step, with rollouts of that step and
+no outer step: another regime, for orientation. top-k and random-k are coded by what was made for the gate (random-k
+needs no positions at all): better coders would favour them more. All seeds are evaluated on one draw of prompts.
 """
 
 import argparse
@@ -44,6 +48,7 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     fleet = Fleet(
         game, trainers=options.trainers, sync_every=options.every, lr=options.lr,
         outer=OUTERS[options.outer][arm == "slow"], prompts=options.prompts, group=options.group, seed=seed,
+        forward=options.forward,
     )  # fmt: skip
     rules: dict[str, list[Rule]] = {
         "gate": [Visible()], "reach": [Visible(None, OUTERS[options.outer][0].reach)],
@@ -77,16 +82,22 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
             print(arm, seed, number + 1, f"{fleet.rewards[-1]:.3f} {evaluated[-1]:.4f}", *payloads[-1:], *fired[-1:],
                   f"{time.time() - began:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     return {
-        "arm": arm, "seed": seed, "start": evaluated[0], "final": evaluated[-1], "evaluated": evaluated,
+        "options": _kept(options), "arm": arm, "seed": seed, "start": evaluated[0], "final": evaluated[-1], "evaluated": evaluated,
         "rewards": fleet.rewards, "payload": payloads, "fired": fired, "dense_bytes": 4 * fleet.shared.theta.size,
         "seconds": time.time() - began,
     }  # fmt: skip
 
 
+def _kept(options: argparse.Namespace) -> dict[str, Any]:
+    """What two runs must have in common to be compared."""
+    names = ("model", "lr", "every", "trainers", "rounds", "outer", "forward", "prompts", "group", "evaluated")
+    return {name: getattr(options, name) for name in names}
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean, and half the width of its 95 % interval."""
     spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-    return float(np.mean(values)), T95.get(len(values), 2.0) * spread / math.sqrt(len(values))
+    return float(np.mean(values)), T95.get(len(values), 2.26) * spread / math.sqrt(len(values))
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
@@ -104,7 +115,9 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
         mean, half = interval([result["final"] for result in some.values()])
         pairs = [result["final"] - found["dense", seed]["final"] for seed, result in some.items()]
         off, off_half = interval(pairs)
-        verdict = "–" if arm == "dense" else "yes" if off - off_half > -MARGIN else "not shown"
+        verdict = "no, worse" if off + off_half < -MARGIN else "yes" if off - off_half > -MARGIN else "not shown"
+        if arm == "dense":
+            verdict = "–"
         steady = [result["payload"][3:] for result in some.values() if result["payload"]]
         ratio = next(iter(some.values()))["dense_bytes"] / np.mean(steady) if steady else float("nan")
         fired = np.mean([result["fired"][3:] for result in some.values()]) if steady else float("nan")
@@ -130,6 +143,7 @@ def main() -> None:
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--outer", choices=list(OUTERS), default="nesterov")
+    parser.add_argument("--forward", choices=["FP32", "BF16"], default="FP32", help="values that trainers compute with")
     parser.add_argument("--prompts", type=int, default=8, help="of a trainer's step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--evaluated", type=int, default=512, help="prompts")
@@ -153,10 +167,14 @@ def main() -> None:
         place(arm, int(seed)).write_text(json.dumps(run(options, arm, int(seed))))
         return
     arms, done = options.arms.split(","), {}
+    if "dense" not in arms or ({"top-k", "random-k"} & set(arms) and "gate" not in arms):
+        raise SystemExit("arms are compared with dense, and top-k and random-k take the bytes of gate: give these too")
     given = sys.argv[1:]
 
     def start(arm: str, seed: int, gate: Future[None] | None) -> None:
         if place(arm, seed).exists():
+            if json.loads(place(arm, seed).read_text())["options"] != _kept(options):
+                raise SystemExit(f"{place(arm, seed)} is of a run with other options: give another folder to --out")
             return
         command = [sys.executable, __file__, *given, "--one", f"{arm}:{seed}"]
         if arm in ("top-k", "random-k") and gate is not None:

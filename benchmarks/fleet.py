@@ -55,14 +55,19 @@ class Fleet:
     """Trainers of one policy, their shared state, and rounds between them."""
 
     def __init__(
-        self, game: Game, *, trainers: int, sync_every: int, lr: float, outer: SGD, prompts: int, group: int, seed: int
-    ) -> None:
+        self, game: Game, *, trainers: int, sync_every: int, lr: float, outer: SGD, prompts: int, group: int, seed: int,
+        forward: str = "FP32",
+    ) -> None:  # fmt: skip
         self.game, self.trainers, self.sync_every, self.outer = game, trainers, sync_every, outer
         self.prompts, self.group, self.seed = prompts, group, seed
         self.policy = game.policy()
         self._weights = list(self.policy.parameters())
         self.optimizers = [torch.optim.AdamW(self._weights, lr=lr, weight_decay=0.0) for _ in range(trainers)]
-        theta = self.read()
+        if forward == "BF16":
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(lambda *_: self.write(self._masters))
+        self._masters = theta = self.read()
+        self.forward = forward
         self.shared = Shared("0" * 64, theta, np.zeros_like(theta))
         self.residuals = [np.zeros_like(theta) for _ in range(trainers)]
         self.rewards: list[float] = []
@@ -91,6 +96,13 @@ class Fleet:
         self.write(self.shared.theta, as_workers=True)
         return float(self.game.play(self.policy, prompts, 987_654_321).rewards.mean())
 
+    def learn(self, optimizer: torch.optim.Optimizer, rollouts: Rollouts) -> None:
+        """Take a step: gradients at the weights, or at their BF16 values, as autocast has them; moves the masters."""
+        if self.forward == "BF16":
+            self._masters = self.read()
+            self.write(self._masters, as_workers=True)
+        self.game.learn(self.policy, optimizer, rollouts)
+
     def work(self) -> list[F32]:
         """Let every trainer take its steps; return their updates, residuals included."""
         self.write(self.shared.theta, as_workers=True)
@@ -101,7 +113,7 @@ class Fleet:
             self.write(self.shared.theta)
             rows = self.prompts * self.group
             for step in range(self.sync_every):
-                self.game.learn(self.policy, optimizer, _rows(rollouts, step * rows, (step + 1) * rows))
+                self.learn(optimizer, _rows(rollouts, step * rows, (step + 1) * rows))
             out.append(update(self.shared.theta, self.read(), residual))
         return out
 
@@ -114,7 +126,7 @@ class Fleet:
             played = Rollouts.join([self.play(r, 1, number) for r in range(self.trainers)])
             gathered.append(float(played.rewards.mean()))
             self.write(self.shared.theta)
-            self.game.learn(self.policy, self.optimizers[0], played)
+            self.learn(self.optimizers[0], played)
             self.shared = Shared(self.shared.layout, self.read(), self.shared.momentum, self.shared.round)
         self.rewards.append(float(np.mean(gathered)))
         self.shared = Shared(self.shared.layout, self.shared.theta, self.shared.momentum, self.shared.round + 1)
@@ -157,7 +169,7 @@ class _ThreadGroup(GroupExchange):
         self._barrier.wait()
         return got
 
-    def _swap(self, outgoing: Any) -> list[bytes]:
+    def _swap(self, outgoing: Any, most: int) -> list[bytes]:
         self.sent_bytes += 8 * self._size * (self._size - 1)  # the lengths go first
         self.received_bytes += 8 * self._size * (self._size - 1)
         coming = [b"" if r == self._rank else row[self._rank] for r, row in enumerate(self._passed(list(outgoing)))]

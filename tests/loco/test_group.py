@@ -190,8 +190,8 @@ def garble(exchange: Any, call: int, how: int) -> None:
     """Damage what one swap brings, once."""
     plain, calls = exchange._swap, [0]
 
-    def swap(outgoing: Any) -> list[bytes]:
-        got = plain(outgoing)
+    def swap(outgoing: Any, most: int) -> list[bytes]:
+        got = plain(outgoing, most)
         calls[0] += 1
         if calls[0] == call + 1:
             del exchange._swap

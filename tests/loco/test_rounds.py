@@ -171,6 +171,16 @@ def test_an_interrupt_while_a_delayed_round_is_awaited_leaves_it_on_its_way() ->
         assert len(t.ledger.letters) == 2  # it was not sent again
 
 
+def test_to_join_again_while_a_round_is_on_its_way_lands_it_first() -> None:
+    with Trainer(alone(), 0, sync_every=2, delay=1) as t:
+        t.step(3)
+        assert t.loco.rounds == [1]
+        t.loco.rejoin()
+        assert t.loco.rounds == [2]
+        t.step(4)
+        assert t.loco.rounds == [4]
+
+
 def test_weights_loaded_before_the_first_round_are_where_it_begins() -> None:
     t = Trainer(alone(), 0, "DiLoCo", outer=SGD(0.5), sync_every=1, lr=0.0)
     with torch.no_grad():
@@ -198,13 +208,38 @@ def test_a_store_that_is_gone_at_the_end_does_not_keep_the_hooks() -> None:
     t.loco.__enter__()
     t.step(2)
     broken(t, "leave", StoreError("gone"))
-    with pytest.raises(StoreError, match="gone"):
-        t.loco.__exit__()
+    t.loco.__exit__()  # and hides no exception of the training loop's own
     t.step(4)
     assert t.loco.rounds == [1]
 
 
 # What is refused
+
+
+def test_an_optimizer_that_trains_what_no_fragment_has_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    with pytest.raises(StateError, match="trains 2 parameters that no fragment has"):
+        PulseLoCo(model[0], torch.optim.SGD(model.parameters(), lr=0.1), exchange=alone())
+
+
+def test_an_outer_optimizer_of_torch_is_refused_by_name() -> None:
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="Nesterov"):
+        PulseLoCo(model, inner, outer=torch.optim.SGD(model.parameters(), lr=0.7), exchange=alone())
+
+
+def test_discard_goes_back_to_the_shared_weights_and_training_goes_on() -> None:
+    with Trainer(alone(), 0, sync_every=2) as t:
+        t.step(2)
+        with torch.no_grad():
+            t.modules[0].norm[0] = float("nan")
+        with pytest.raises(StateError, match=r"discard\(\)"):
+            t.step(2)
+        t.loco.discard()
+        assert same(t.weights, t.theta)
+        t.step(1)
+        assert t.loco.rounds == [2]
 
 
 def bf16_model() -> Any:

@@ -44,6 +44,8 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(tmp_path:
         with Run(tmp_path / name, replace(SMALL, steps=6, delay=0, seed=3)) as run:
             runs.append(list(run.lines()))
     for first, second in zip(*runs, strict=True):
+        for line in (first, second):
+            del line["loco"]["sent_bytes"], line["loco"]["received_bytes"]  # who decides a round writes a record more
         assert {key: first[key] for key in SAME} == {key: second[key] for key in SAME}
     one, lines = tmp_path / "one", runs[0]
     assert [line["step"] for line in lines] == [2, 4, 6]

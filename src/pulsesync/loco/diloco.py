@@ -15,13 +15,14 @@ and computed. An exception out of `optimizer.step()` leaves them as they were, a
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from pulsesync.errors import MissingLinkError, StateError
+from pulsesync.errors import MissingLinkError, StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.gate import F32, Everything, Rule, Sparse, Split, Visible, update
@@ -131,6 +132,16 @@ class _Tensors:
                 else:
                     tensor.grad.copy_(new)
 
+    def vector(self, saved: Any) -> F32:
+        """A saved vector of this fragment, in memory of its own. Raises: StateError, if it is none."""
+        values = np.array(saved.cpu().numpy(), np.float32)
+        if values.shape != (self.size,):
+            raise StateError(f"the saved state has {values.size} weights, and the fragment {self.size}")
+        return values
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors.values()]
+
     def name_of(self, entry: int) -> str:
         return next(name for name, _, place in self._places() if entry < place.stop)
 
@@ -151,6 +162,14 @@ def _fragments(model: Any) -> list[_Tensors]:
     return [_Tensors(tensors) for tensors in found]
 
 
+def _check_covered(optimizer: Any, fragments: Sequence[_Tensors]) -> None:
+    """Raises: StateError, if the optimizer moves what no fragment has: replicas would part in it."""
+    known = {address for fragment in fragments for address in fragment.addresses()}
+    moved = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
+    if missing := [tuple(p.shape) for p in moved if p.data_ptr() not in known]:
+        raise StateError(f"the inner optimizer trains {len(missing)} parameters that no fragment has: {missing[0]}")
+
+
 class _Meeting:
     """What all three have in common: fragments, hooks, the exchange, and rounds."""
 
@@ -158,7 +177,10 @@ class _Meeting:
         self, model: Any, inner_optimizer: Any, outer: SGD, exchange: Exchange, rule: Rule, about: str,
         on_round: Callable[[RoundReport], None] | None,
     ) -> None:  # fmt: skip
+        if not isinstance(outer, SGD):
+            raise TypeError(f"outer is pulsesync.loco.Nesterov(lr, momentum) or SGD(lr), not {type(outer).__name__}")
         self._tensors = _fragments(model)
+        _check_covered(inner_optimizer, self._tensors)
         self._inner, self._outer, self._rule, self._about = inner_optimizer, outer, rule, about
         self._on_round = on_round
         self.exchange = exchange
@@ -182,6 +204,8 @@ class _Meeting:
         return [held.shared.digest for held in self._held]
 
     def __enter__(self) -> Any:
+        if self._hook is not None:
+            raise RuntimeError("this context is entered already")
         self.rejoin()
         self._hook = self._register()
         return self
@@ -190,7 +214,8 @@ class _Meeting:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            self.exchange.leave(self.rounds)
+            with suppress(StoreError):  # the others find out, after their deadline
+                self.exchange.leave(self.rounds)
 
     def _register(self) -> Any:
         return self._inner.register_step_post_hook(lambda *_: self._after_step())
@@ -213,6 +238,11 @@ class _Meeting:
             self._adopt(fragment, shared)
             self._catch_up(fragment)
         self._known_as = self.exchange.trainer
+
+    def discard(self) -> None:
+        """Put the weights back to the shared ones: for one whose steps came to nothing, or to what is no number."""
+        for fragment, held in enumerate(self._held):
+            self._set(fragment, held, held.shared.theta)
 
     def _adopt(self, fragment: int, shared: Shared) -> None:
         """Go on from a shared state that others came to."""
@@ -237,12 +267,7 @@ class _Meeting:
             if outcome is None:
                 return
             after = held.shared.after(outcome, self._outer)
-            residual = self._update(fragment, held)
-            if outcome.taken is not None:
-                if outcome.members[self.exchange.trainer] in self._pending[fragment]:
-                    outcome.taken.take_from(residual)
-                else:  # sent by an earlier life of this trainer: what fired was not left to it
-                    residual[outcome.taken.positions] = 0
+            residual = self._left(fragment, self._update(fragment, held), outcome, offered=False)
             self._set(fragment, _Held(after, residual), after.theta)
 
     def _update(self, fragment: int, held: _Held) -> F32:
@@ -257,7 +282,10 @@ class _Meeting:
         if not np.isfinite(s).all():
             name = self._tensors[fragment].name_of(int(np.flatnonzero(~np.isfinite(s))[0]))
             self.exchange.decline(self._coder(fragment, held.shared), s.size, f"an update of {name} is not finite")
-            raise StateError(f"the update of {name!r} is not finite: nothing is sent, no round is made", tensor=name)
+            raise StateError(
+                f"the update of {name!r} is not finite: nothing is sent. `discard()` goes back to the shared weights",
+                tensor=name,
+            )
         return _Proposal(held, s, self._rule.split(held.shared.theta, s))
 
     def _meet(self, fragment: int, proposal: _Proposal) -> _Met:
@@ -273,16 +301,22 @@ class _Meeting:
         exchange.confirm(coder, outcome, after)
         return _Met(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
 
-    def _residual(self, proposal: _Proposal, outcome: Outcome) -> F32:
-        """What is left of an update once a round was decided."""
-        taken = outcome.members.get(self.exchange.trainer)
+    def _left(self, fragment: int, s: F32, outcome: Outcome, offered: bool) -> F32:
+        """What a round that was decided leaves of an update, which is written over.
+
+        If it took what this trainer sent, that is subtracted; so is what an earlier life of it had sent, if this one
+        offered an update for the same round (offered), as both had the same residual in them. If it only hears of the
+        round, those entries are cleared: they were told, and to subtract them would undo what that life has done.
+        """
+        payload = outcome.members.get(self.exchange.trainer)
+        taken = self._pending[fragment].get(payload or "", outcome.taken)
         if taken is None:
-            return proposal.s
-        if taken == proposal.payload or outcome.taken is None:
-            return proposal.split.kept
-        left = proposal.s.copy()  # another one was taken, of an earlier try or an earlier life
-        outcome.taken.take_from(left)
-        return left
+            return s
+        if offered or payload in self._pending[fragment]:
+            taken.take_from(s)
+        else:
+            s[taken.positions] = 0
+        return s
 
     def _set(self, fragment: int, held: _Held, weights: F32) -> None:
         """Replace a fragment's state and weights, whatever interrupts."""
@@ -342,15 +376,17 @@ class _Meeting:
             raise StateError("the saved state is of another model, or of other fragments")
         private = state.get("private") or {}
         own = private.get("trainer") == self.exchange.trainer
-        for i, saved in enumerate(state["shared"]):
+        read, weights = [], []
+        for i, (tensors, saved) in enumerate(zip(self._tensors, state["shared"], strict=True)):
             parts = {name: read_part(part) for name, part in saved["parts"].items()}
-            theta, momentum = (np.array(saved[key].cpu().numpy(), np.float32) for key in ("theta", "momentum"))
+            theta, momentum = tensors.vector(saved["theta"]), tensors.vector(saved["momentum"])
             shared = Shared(saved["layout"], theta, momentum, int(saved["round"]), parts)
-            residual = np.array(private["residuals"][i].cpu().numpy(), np.float32) if own else np.zeros_like(theta)
-            self._held[i] = _Held(shared, residual)
-            self._tensors[i].write(np.array(private["weights"][i].cpu().numpy(), np.float32) if own else theta)
-            self._pending[i] = {}
-        self._unwritten.clear()
+            zeros = np.zeros(tensors.size, np.float32)
+            read.append(_Held(shared, tensors.vector(private["residuals"][i]) if own else zeros))
+            weights.append(tensors.vector(private["weights"][i]) if own else theta)
+        self._held, self._pending = read, [{} for _ in read]
+        self._unwritten = dict(enumerate(weights))
+        self._mend()
         self._known_as = private.get("trainer", self.exchange.trainer)
         self._begun = True
 
@@ -374,32 +410,15 @@ class _Flight:
         return self._future.result(timeout_s)
 
 
-class DiLoCo(_Meeting):
-    """Trainers that take `sync_every` steps on their own, then move on together by the mean of their updates.
-
-    Args:
-        model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
-        inner_optimizer: The optimizer of these parameters; its state is this trainer's own.
-        outer: The outer optimizer, the same for all trainers.
-        sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
-        exchange: The way to the other trainers.
-        delay: Inner steps that go on while a round is exchanged, in the background.
-        blend: The share of this trainer's own weights that is kept when a round comes in (for delay).
-        on_round: Called after every round, in the training thread; publish the model there.
-    """
+class _Rounds(_Meeting):
+    """Trainers that meet every so many steps: what DiLoCo and PULSELoCo have in common is all but the rule."""
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 8,
-        delay: int = 0, blend: float = 0.0, on_round: Callable[[RoundReport], None] | None = None,
-    ) -> None:  # fmt: skip
-        self._begin(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, Everything())
-
-    def _begin(
         self, model: Any, inner_optimizer: Any, exchange: Exchange, outer: SGD | None, sync_every: int, delay: int,
         blend: float, on_round: Callable[[RoundReport], None] | None, rule: Rule,
     ) -> None:  # fmt: skip
         outer = outer or Nesterov()
-        about = f"{type(self).__name__} {outer} {rule} delay={delay} blend={blend}"
+        about = f"{type(self).__name__} {outer} {rule} sync_every={sync_every} delay={delay} blend={float(blend)}"
         super().__init__(model, inner_optimizer, outer, exchange, rule, about, on_round)
         count = len(self._tensors)
         if sync_every < 1 or sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
@@ -418,13 +437,23 @@ class DiLoCo(_Meeting):
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         try:
-            if self._flying is not None and kind is None:
-                self._land(EXIT_S)  # the others, at the same step, wait for it too; or they have left
-        except TimeoutError:
-            pass
+            if kind is None:
+                self._ground()  # the others, at the same step, wait for it too; or they have left
         finally:
-            self._flying = None  # what is still on its way may be taken: it is pending
+            self._flying = None
             super().__exit__()
+
+    def rejoin(self, exchange: Exchange | None = None) -> None:
+        with suppress(Exception):  # whatever became of a round on its way: its payload is pending
+            self._ground()
+        self._flying = None
+        super().rejoin(exchange)
+
+    def _ground(self) -> None:
+        """Wait a while for a round that is on its way, and commit it."""
+        with suppress(TimeoutError):
+            if self._flying is not None:
+                self._land(EXIT_S)
 
     def _after_step(self) -> None:
         self._mend()
@@ -458,7 +487,7 @@ class DiLoCo(_Meeting):
             weights = met.after.theta
             if self._blend:
                 weights = weights + self._blend * (self._tensors[fragment].read() - weights)
-            residual = self._residual(met.proposal, met.outcome)
+            residual = self._left(fragment, met.proposal.s, met.outcome, offered=True)
             self._steps, self._flying = 0, None
             self._set(fragment, _Held(met.after, residual), weights)
 
@@ -479,22 +508,51 @@ class DiLoCo(_Meeting):
         return saved
 
 
-class PulseLoCo(DiLoCo):
+class DiLoCo(_Rounds):
+    """Trainers that take `sync_every` steps on their own, then move on together by the mean of their updates.
+
+    Out of `optimizer.step()` may come RoundError (there was no round; go on, the next step tries again) and StoreError
+    (the same, if it is retryable), StateError (what this trainer brings does not fit, or is not finite) and
+    VerificationError (replicas have parted: stop).
+
+    Args:
+        model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
+            Buffers are each trainer's own.
+        inner_optimizer: The optimizer of these parameters and no others; its state is this trainer's own.
+        exchange: The way to the other trainers.
+        outer: The outer optimizer, the same for all trainers; Nesterov(0.7, 0.9) if not given.
+        sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
+        delay: Inner steps that go on while a round is exchanged, in the background.
+        blend: The share of this trainer's own weights that is kept when a round comes in (for delay).
+        on_round: Called after every round, in the training thread; let one of the trainers publish the model there.
+
+    Raises:
+        StateError: parameters are not FP32, in two fragments, or in none; ValueError: numbers that make no sense.
+    """
+
+    def __init__(
+        self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 8,
+        delay: int = 0, blend: float = 0.0, on_round: Callable[[RoundReport], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, Everything())
+
+
+class PulseLoCo(_Rounds):
     """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for the next round.
 
     Args:
-        model: As for DiLoCo, like everything that is not described here.
-        inner_optimizer: The same.
-        outer: The same.
-        sync_every: The same.
-        exchange: The same.
-        reach: Let entries fire that so many times their update would make visible. 1 is PULSELoCo's gate; with outer
-            momentum it sends late what dense training would already show, and `outer.reach` costs bytes and does not.
+        model: This, and all that is not described here, is as for DiLoCo; so is what may be raised.
+        inner_optimizer: As for DiLoCo.
+        exchange: As for DiLoCo.
+        outer: As for DiLoCo.
+        sync_every: As for DiLoCo.
         compact: Send values rounded to so many bits below the size of a typical one (2 or 3 do), and keep the
             remainder; if not given, FP32 values as they are.
-        delay: The same.
-        blend: The same.
-        on_round: The same.
+        reach: Let entries fire that so many times their update would make visible. 1 is PULSELoCo's gate; with outer
+            momentum it sends late what dense training would already show, and `outer.reach` costs bytes and does not.
+        delay: As for DiLoCo.
+        blend: As for DiLoCo.
+        on_round: As for DiLoCo.
     """
 
     def __init__(
@@ -502,8 +560,8 @@ class PulseLoCo(DiLoCo):
         compact: int | None = None, reach: float = 1.0, delay: int = 0, blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:  # fmt: skip
-        rule = Visible(compact, reach)
-        self._begin(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, rule)
+        rule = Visible(compact, float(reach))
+        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, rule)
 
 
 class DDP(_Meeting):
@@ -541,8 +599,8 @@ class DDP(_Meeting):
             sent, received = exchange.sent_bytes, exchange.received_bytes
             outcome = exchange.propose(coder, exchange.prepare(coder, proposal.split), tensors.size)
             exchange.confirm(coder, outcome, None)
+            tensors.write(mean_of(outcome.total, len(outcome.members)), gradients=True)
             after = replace(shared, round=shared.round + 1)
             self._held[fragment] = replace(held, shared=after)
-            tensors.write(mean_of(outcome.total, len(outcome.members)), gradients=True)
             passed = exchange.sent_bytes - sent, exchange.received_bytes - received
             self._report(fragment, _Met(proposal, outcome, after, *passed), began)

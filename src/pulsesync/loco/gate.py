@@ -63,7 +63,10 @@ class Sparse:
 
     def take_from(self, left: F32) -> None:
         """Subtract the entries from a whole vector, in place."""
-        left[self.positions] -= self.values
+        if self.positions.size == self.size:
+            left -= self.values
+        else:
+            left[self.positions] -= self.values
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,30 +21,49 @@ from pulsesync.loco.exchange import Letter
 from pulsesync.loco.gate import F32, Sparse, Split
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder, summed_unit
-from pulsesync.loco.shared import Outcome, Shared
+from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, Shared
 
+MAX_TRAINER = 64  # characters of a name
 NOTE_BYTES = 256  # of what trainers tell each other in a round besides payloads, at a time
 
 
 class GroupExchange:
-    """An exchange in a process group, the default one if none is given. Trainers are named by their ranks."""
+    """An exchange in a process group.
 
-    def __init__(self, group: Any = None, *, reduce: Literal["owner", "gather"] = "owner") -> None:
+    Args:
+        group: The group, the default one if not given. With `delay` it must be used for nothing else: rounds are
+            exchanged behind training, and ranks would meet in other orders.
+        reduce: See above.
+        trainer: This trainer's name, by its rank if not given. Give one that stays if ranks may change when a group
+            is made anew: a trainer is known by it.
+    """
+
+    def __init__(
+        self, group: Any = None, *, reduce: Literal["owner", "gather"] = "owner", trainer: str | None = None
+    ) -> None:
+        import torch
         from torch import distributed
 
         self._group, self._reduce = group, reduce
         self._rank, self._size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
-        self._names = [f"{rank:05d}" for rank in range(self._size)]
-        self.trainer = self._names[self._rank]
+        on_gpu = distributed.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.trainer = trainer or f"{self._rank:05d}"
+        if len(self.trainer) > MAX_TRAINER or not self.trainer.isprintable() or not self.trainer.isascii():
+            raise ValueError(f"{self.trainer!r} is no name for a trainer: up to {MAX_TRAINER} plain characters")
+        self._names: list[str] = []  # by rank, once they have come together
         self.sent_bytes = self.received_bytes = 0
 
     def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
         """Take, of each fragment, the state of whoever has come furthest; before the first round, rank 0's."""
         alike = f"{about} {self._reduce} {[state.layout for state in mine]}"
         same = hashlib.sha256(alike.encode()).hexdigest()
-        if any(note["same"] != same for note in self._tell({"same": same})):
+        told = self._tell({"same": same, "trainer": self.trainer})
+        if any(note["same"] != same for note in told):
             raise StateError(f"the trainers of this group do not train the same model in the same way ({about})")
+        self._names = [note["trainer"] for note in told]
+        if len(set(self._names)) != self._size:
+            raise StateError(f"two trainers of this group have the same name: {', '.join(self._names)}")
         return [self._furthest(state) for state in mine]
 
     def _furthest(self, state: Shared) -> Shared:
@@ -57,8 +76,15 @@ class GroupExchange:
         if all(digest == digests[source] for digest in digests):
             return state
         data = state.to_bytes() if self._rank == source else b""
-        got = self._swap([data if digest != digests[source] else b"" for digest in digests])[source]
-        return Shared.from_bytes(got, like=state) if got else state
+        most, faults = 8 * state.theta.size + MAX_HEAD_BYTES, list[str]()
+        got = self._swap([data if digest != digests[source] else b"" for digest in digests], most)[source]
+        if got:
+            try:
+                state = Shared.from_bytes(got, like=state)
+            except FormatError as e:
+                faults.append(_short(str(e)))
+        self._end_together(self._tell({"fault": faults[0] if faults else ""}), "the shared state could not be read")
+        return state
 
     def prepare(self, coder: Coder, split: Split) -> Letter:
         ranges = self._ranges(split.sent.size) if self._reduce == "owner" else [(0, split.sent.size)]
@@ -77,11 +103,17 @@ class GroupExchange:
         way = self._by_owners if self._reduce == "owner" else self._by_all
         total = way(coder, letter, size, faults)
         told = self._tell({"payload": letter.id, "fault": faults[0] if faults else ""})
+        self._end_together(told, f"round {coder.round} failed")
+        return Outcome({self._names[rank]: told[rank]["payload"] for rank in self._in_order()}, total)
+
+    def _end_together(self, told: list[dict[str, Any]], what: str) -> None:
         for name, note in zip(self._names, told, strict=True):
             if note["fault"]:
-                raise RoundError(f"round {coder.round} failed at trainer {name}: {note['fault']}", round=coder.round)
-        members = {name: note["payload"] for name, note in zip(self._names, told, strict=True)}
-        return Outcome(members, total)
+                raise RoundError(f"{what} at trainer {name}: {note['fault']}")
+
+    def _in_order(self) -> list[int]:
+        """The ranks, in the order of the trainers' names: that in which updates are added up."""
+        return sorted(range(self._size), key=self._names.__getitem__)
 
     def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
         if after is None:
@@ -100,22 +132,22 @@ class GroupExchange:
         return [(size * i // self._size, size * (i + 1) // self._size) for i in range(self._size)]
 
     def _by_all(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> F32:
-        got = self._swap(letter.pieces[:1] * self._size)
+        got = self._swap(letter.pieces[:1] * self._size, _most(size))
         got[self._rank] = letter.pieces[0]
-        parts = [_read(coder, d, name, (0, size), 1, faults)[0] for name, d in zip(self._names, got, strict=True)]
-        return aggregate(parts, size)
+        order = self._in_order()
+        return aggregate([_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order], size)
 
     def _by_owners(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> F32:
         ranges, everyone = self._ranges(size), self._size
         begin, end = ranges[self._rank]
-        got = self._swap(letter.pieces)
+        got = self._swap(letter.pieces, _most(size))
         got[self._rank] = letter.pieces[self._rank]
-        read = [_read(coder, d, name, (begin, end), 1, faults) for name, d in zip(self._names, got, strict=True)]
+        read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]
         total = aggregate([part for part, _ in read], end - begin)
         positions = np.arange(total.size) if coder.described is None else np.flatnonzero(total)
         union = Sparse(total.size, positions, total[positions])
         sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
-        got = self._swap([b"" if faults else sums] * everyone)
+        got = self._swap([b"" if faults else sums] * everyone, _most(size))
         got[self._rank] = sums
         whole = np.zeros(size, np.float32)
         for name, (a, b), data in zip(self._names, ranges, got, strict=True):
@@ -124,15 +156,17 @@ class GroupExchange:
 
     # The collectives
 
-    def _swap(self, outgoing: Sequence[bytes]) -> list[bytes]:
-        """Send each trainer its bytes; return what each has sent here. Nothing goes to oneself."""
+    def _swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
+        """Send each trainer its bytes, `most` at most; return what each has sent here. Nothing goes to oneself."""
         import torch
         from torch import distributed
 
         lengths = [0 if rank == self._rank else len(data) for rank, data in enumerate(outgoing)]
-        coming = [row[self._rank] for row in self._all_gather(torch.tensor(lengths, dtype=torch.int64))]
+        coming = [int(row[self._rank]) for row in self._all_gather(torch.tensor(lengths, dtype=torch.int64))]
+        if not all(0 <= length <= most for length in coming):
+            raise RoundError(f"the group of trainers is out of step: somebody sends {max(coming)} bytes")
         place = [distributed.get_global_rank(self._group, rank) if self._group else rank for rank in range(self._size)]
-        boxes = [torch.empty(int(n), dtype=torch.uint8, device=self._device) for n in coming]
+        boxes = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in coming]
         full = [
             torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device) if n else None
             for data, n in zip(outgoing, lengths, strict=True)
@@ -149,7 +183,7 @@ class GroupExchange:
         except RuntimeError as e:
             raise RoundError(f"the group of trainers is broken: {e}") from e
         self.sent_bytes += sum(lengths)
-        self.received_bytes += int(sum(coming))
+        self.received_bytes += sum(coming)
         return [box.cpu().numpy().tobytes() for box in boxes]
 
     def _tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
@@ -159,7 +193,13 @@ class GroupExchange:
         data = json.dumps(note).encode().ljust(NOTE_BYTES)
         assert len(data) == NOTE_BYTES
         rows = self._all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [json.loads(bytes(row.cpu().numpy())) for row in rows]
+        try:
+            said = [json.loads(bytes(row.cpu().numpy())) for row in rows]
+            if any(not isinstance(one, dict) or one.keys() != note.keys() for one in said):
+                raise ValueError("something else was told")
+        except ValueError as e:
+            raise RoundError(f"the group of trainers is out of step: {e}") from e
+        return said
 
     def _all_gather(self, row: Any) -> list[Any]:
         import torch
@@ -189,5 +229,10 @@ def _read(
 
 
 def _short(fault: str) -> str:
-    """As much of it as fits into a note."""
-    return fault.encode("ascii", "replace").decode().replace('"', "'").replace("\\", "/")[:100]
+    """As much of it as fits into a note, in characters that JSON leaves as they are."""
+    return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in fault)[:100]
+
+
+def _most(size: int) -> int:
+    """No payload of so many entries is longer."""
+    return 5 * size + (1 << 20)

@@ -92,6 +92,8 @@ class Shared:
         if head["layout"] != like.layout or head["size"] != like.theta.size or len(body) != 8 * like.theta.size:
             raise FormatError("the shared state is of another model", expected=like.layout, actual=head["layout"])
         theta, momentum = np.frombuffer(body, "<f4").astype(np.float32).reshape(2, -1)
+        if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
+            raise FormatError("a shared state holds what is no number")
         if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
             raise FormatError("a shared state has no round")
         parts = {name: read_part(part) for name, part in head["parts"].items()}
@@ -114,6 +116,6 @@ def _seal(head: Mapping[str, object], body: bytes | memoryview) -> str:
 
 def read_part(value: object) -> Part:
     """Raises: FormatError, for what is none."""
-    if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, str]:
+    if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, str] or value[0] < 0:
         raise FormatError("who took part in a round is told by its number and the payload's id")
     return Part(*value)

@@ -5,7 +5,7 @@
       present/<trainer>                     "I work on this round": others wait for it, up to their deadline
       left/<trainer>                        "I do not": nobody does
       sent/<trainer>.<id>                   a payload
-      decided                               who is in the round, by payload; created once, which makes the round
+      decided                               who is in the round, by payload; created once, which makes the round; stays
     states/<fragment>/<round>               the shared state after a round, every so often, for those who join
 
 A round is decided by whoever first sees everybody's payload, or enough of them once its deadline has passed, and
@@ -16,10 +16,11 @@ its whole update for the next round, and one that was away follows the decisions
 import hashlib
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from pulsesync.errors import (
     ChainError,
@@ -45,6 +46,7 @@ from pulsesync.store import Store, forget, open_store
 FORMAT = "pulse-loco-round/1-draft"
 MAX_RECORD_BYTES = 1 << 20
 MAX_TRAINERS = 1 << 12
+TRIES = 3  # at reading a payload
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -79,7 +81,7 @@ class StoreExchange:
         self._state_every = state_every
         self._clock, self._sleep = clock, sleep
         self._known: dict[int, set[str]] = {}  # fragment -> who took part in the last round
-        self._refused: dict[str, str] = {}  # key -> why
+        self._session = secrets.token_hex(16).encode()  # tells this process from another of the same name
         self.sent_bytes = self.received_bytes = 0
 
     # Joining
@@ -92,7 +94,7 @@ class StoreExchange:
             if state.round == 0 and state.digest != begun[fragment]:
                 state = self._newest_state(fragment, state) or _refuse_start()
             elif self._is_gone(fragment, state.round + 1):
-                state = self._newest_state(fragment, state) or state
+                state = self._newest_state(fragment, state) or _refuse_gap(state)
             self._known[fragment] = {name for name, part in state.parts.items() if part.round == state.round}
             self._announce(fragment, state.round + 1)
             out.append(state)
@@ -104,30 +106,43 @@ class StoreExchange:
             "format": FORMAT, "about": about, "layouts": [state.layout for state in mine],
             "start": [state.digest for state in mine],
         }  # fmt: skip
-        if all(state.round == 0 for state in mine):
+        if not self._exists("run"):
+            for fragment, state in enumerate(mine):
+                if state.round:  # trainers that go on in a new place, where others may be further behind
+                    self._put(_state_key(fragment, state.round), state.to_bytes())
             with suppress(ConflictError):
                 self._store.create("run", _json(begun))
         found = load_json(self._store.get("run", 0, MAX_RECORD_BYTES), "the record of a run of trainers")
-        if set(found) != set(begun) or found["format"] != FORMAT:
+        lists = all(isinstance(found.get(key), list) for key in ("layouts", "start"))
+        if set(found) != set(begun) or found["format"] != FORMAT or not lists:
             raise FormatError("the record of a run of trainers holds something else")
         for key, what in (("layouts", "train another model"), ("about", "train in another way")):
             if found[key] != begun[key]:
                 raise StateError(f"the trainers there {what}: {found[key]}, not {begun[key]}")
         start: list[str] = found["start"]
+        if len(start) != len(mine):
+            raise FormatError("the record of a run of trainers holds something else")
         return start
 
-    def _is_gone(self, fragment: int, round_: int) -> bool:
-        """Whether a round that was decided once cannot be followed any more."""
-        if self._decided_bytes(fragment, round_) is not None:
+    def _exists(self, key: str) -> bool:
+        try:
+            self._store.get(key, 0, 1)
+        except NotFoundError:
             return False
+        return True
+
+    def _is_gone(self, fragment: int, round_: int) -> bool:
+        """Whether what led to a round was cleared away, because a later state is there."""
         newest = max((_number(entry.key) for entry in self._store.list(f"states/{fragment:04d}/")), default=-1)
-        return newest >= round_
+        return newest >= round_ and not any(True for _ in self._store.list(f"{_round_key(fragment, round_)}/sent/"))
 
     def _newest_state(self, fragment: int, like: Shared) -> Shared | None:
-        keys = sorted(entry.key for entry in self._store.list(f"states/{fragment:04d}/"))
-        for key in reversed(keys):
+        """The newest state that can be read and is further than one; None if there is none."""
+        for key in sorted((entry.key for entry in self._store.list(f"states/{fragment:04d}/")), reverse=True):
             try:
-                return Shared.from_bytes(self._store.get(key, 0, 8 * like.theta.size + (1 << 21)), like)
+                state = Shared.from_bytes(self._get(key, 8 * like.theta.size + (1 << 21)), like)
+                if state.round == _number(key) and state.round > like.round:
+                    return state
             except (NotFoundError, FormatError):
                 forget(self._store, key)
         return None
@@ -140,60 +155,79 @@ class StoreExchange:
 
     def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
         own = _place(coder, f"sent/{self.trainer}.{letter.id}")
-        if self._decided_bytes(coder.fragment, coder.round) is None:
+        self._check_alone(coder)
+        if self._decided_bytes(coder) is None:
             self._check_not_gone(coder)
             self._put(own, letter.pieces[0])
         began = self._clock()
         read = {own: coder.decode(letter.pieces[0], self.trainer, 0, size)[1]}
+        refused: dict[str, list[str]] = {}
         while (members := self._decided(coder)) is None:
-            self._decide(coder, size, read, self._clock() - began)
-            if self._clock() - began > self._patience_s:
+            found, expected = self._look(coder, size, read, refused)
+            if self._is_time(coder.round, set(found), expected, self._clock() - began):
+                self._decide(coder, found)
+            elif self._clock() - began > self._patience_s:
                 self._check_not_gone(coder)
-                raise RoundError(f"round {coder.round}: no quorum of {self._quorum} came together", round=coder.round)
+                why = "".join(f"; {faults[-1]}" for faults in refused.values() if faults)
+                raise RoundError(f"round {coder.round}: no quorum of {self._quorum} came together{why}")
+            else:
+                self._sleep(self._poll_s)
         total, taken = self._add_up(coder, members, size, read)
         return Outcome(members, total, taken)
-
-    def _check_not_gone(self, coder: Coder) -> None:
-        if self._is_gone(coder.fragment, coder.round):
-            raise MissingLinkError(f"round {coder.round} is long past: join again", round=coder.round)
-
-    def _decide(self, coder: Coder, size: int, read: dict[str, Sparse], waited_s: float) -> None:
-        """Look who has sent, and decide the round if it is time; else wait a little."""
-        keys = [entry.key for entry in self._store.list(_place(coder, ""))]
-        present, left = ({key.rpartition("/")[2] for key in keys if f"/{what}/" in key} for what in ("present", "left"))
-        if not any(key in read for key in keys):  # what this trainer has sent is gone: so is the round
-            self._check_not_gone(coder)
-        found: dict[str, str] = {}
-        for key in keys:
-            trainer, _, id_ = key.rpartition("/")[2].partition(".")
-            if "/sent/" not in key or trainer in found or not _NAME.fullmatch(trainer) or not _ID.fullmatch(id_):
-                continue
-            if self._readable(coder, key, trainer, id_, size, read):
-                found[trainer] = id_
-        expected = (self._known.get(coder.fragment, set()) | present) - left
-        enough = self._trainers if coder.round == 1 else self._quorum
-        if (len(found) >= enough and expected <= set(found)) or (
-            waited_s >= self._deadline_s and len(found) >= self._quorum
-        ):
-            record = {"format": FORMAT, "base": coder.base, "members": dict(sorted(found.items()))}
-            with suppress(ConflictError):  # somebody was quicker
-                self._store.create(_place(coder, "decided"), _json(record))
-                self.sent_bytes += len(_json(record))
-        else:
-            self._sleep(self._poll_s)
 
     def decline(self, coder: Coder, size: int, why: str) -> None:
         with suppress(StoreError):
             self._store.put(_place(coder, f"left/{self.trainer}"), b"")  # of this round: nobody waits for it
 
-    def _readable(self, coder: Coder, key: str, trainer: str, id_: str, size: int, read: dict[str, Sparse]) -> bool:
-        """Fetch and decode a payload, once; one that is stale, damaged or another's is refused and left out."""
-        if key not in read and key not in self._refused:
-            try:
-                read[key] = self._fetch(coder, key, trainer, id_, size)
-            except (FormatError, ChainError, NotFoundError) as e:
-                self._refused[key] = f"{type(e).__name__}: {e}"
-        return key in read
+    def _check_alone(self, coder: Coder) -> None:
+        """Raises: StateError, if somebody else has announced itself by this trainer's name."""
+        with suppress(NotFoundError):
+            if self._get(_place(coder, f"present/{self.trainer}"), 64) != self._session:
+                raise StateError(f"two trainers are called {self.trainer!r}: this one stops", trainer=self.trainer)
+
+    def _check_not_gone(self, coder: Coder) -> None:
+        if self._is_gone(coder.fragment, coder.round):
+            raise MissingLinkError(f"round {coder.round} is long past: join again", round=coder.round)
+
+    def _look(
+        self, coder: Coder, size: int, read: dict[str, Sparse], refused: dict[str, list[str]]
+    ) -> tuple[dict[str, str], set[str]]:
+        """Who has sent a good payload, and which; and who is expected to."""
+        keys = [entry.key for entry in self._store.list(_place(coder, ""))]
+        if not any(key in read for key in keys):  # what this trainer has sent is gone: so is the round
+            self._check_not_gone(coder)
+        named: dict[str, set[str]] = {"present": set(), "left": set(), "sent": set()}
+        found: dict[str, str] = {}
+        for key in keys:
+            *_, what, name = key.split("/")
+            trainer, _, id_ = name.partition(".")
+            if what not in named or not _NAME.fullmatch(trainer):
+                continue
+            named[what].add(trainer)
+            if what != "sent" or trainer in found or not _ID.fullmatch(id_):
+                continue
+            faults = refused.setdefault(key, [])
+            if key not in read and len(faults) < TRIES:
+                try:
+                    read[key] = self._fetch(coder, key, trainer, id_, size)
+                except (FormatError, ChainError, NotFoundError) as e:  # stale, foreign, damaged; or badly read
+                    faults.append(f"payload of {trainer} refused: {e}")
+            if key in read:
+                found[trainer] = id_
+        expected = (self._known.get(coder.fragment, set()) | named["present"]) - named["left"]
+        return found, expected
+
+    def _is_time(self, round_: int, found: set[str], expected: set[str], waited_s: float) -> bool:
+        """Whether a round is to be decided: everybody who is expected is there, or enough are and it is late."""
+        enough = self._trainers if round_ == 1 else self._quorum
+        in_time = len(found) >= enough and expected <= found
+        return in_time or (waited_s >= self._deadline_s and len(found) >= self._quorum)
+
+    def _decide(self, coder: Coder, found: dict[str, str]) -> None:
+        record = _json({"format": FORMAT, "base": coder.base, "members": dict(sorted(found.items()))})
+        with suppress(ConflictError):  # somebody was quicker
+            self._store.create(_place(coder, "decided"), record)
+            self.sent_bytes += len(record)
 
     def _fetch(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> Sparse:
         data = self._get(key, 5 * size + (1 << 20))  # no payload is longer
@@ -212,6 +246,7 @@ class StoreExchange:
                 try:
                     read[key] = self._fetch(coder, key, trainer, id_, size)
                 except PulseError as e:
+                    self._check_not_gone(coder)
                     raise RoundError(
                         f"round {coder.round} was decided, and cannot be read: {e}", round=coder.round
                     ) from e
@@ -219,7 +254,7 @@ class StoreExchange:
         return aggregate(parts.values(), size), parts.get(self.trainer)
 
     def _decided(self, coder: Coder) -> dict[str, str] | None:
-        data = self._decided_bytes(coder.fragment, coder.round)
+        data = self._decided_bytes(coder)
         if data is None:
             return None
         record = load_json(data, "the decision of a round")
@@ -228,7 +263,7 @@ class StoreExchange:
             raise FormatError(f"the decision of round {coder.round} holds something else")
         if not 1 <= len(members) <= MAX_TRAINERS or list(members) != sorted(members):
             raise FormatError(f"the decision of round {coder.round} has nobody, too many, or is out of order")
-        if any(not _NAME.fullmatch(str(name)) or not _ID.fullmatch(str(id_)) for name, id_ in members.items()):
+        if any(not _NAME.fullmatch(name) or not _is_id(id_) for name, id_ in members.items()):
             raise FormatError(f"the decision of round {coder.round} names what is no trainer or no payload")
         if record["base"] != coder.base:
             raise VerificationError(
@@ -237,9 +272,9 @@ class StoreExchange:
             )  # fmt: skip
         return members
 
-    def _decided_bytes(self, fragment: int, round_: int) -> bytes | None:
+    def _decided_bytes(self, coder: Coder) -> bytes | None:
         try:
-            return self._get(f"rounds/{fragment:04d}/{round_:010d}/decided", MAX_RECORD_BYTES)
+            return self._get(_place(coder, "decided"), MAX_RECORD_BYTES)
         except NotFoundError:
             return None
 
@@ -251,12 +286,16 @@ class StoreExchange:
         if round_ % self._state_every or next(iter(outcome.members)) != self.trainer:
             return
         if after is not None:
-            self._put(f"states/{fragment:04d}/{round_:010d}", after.to_bytes())
-        last = round_ - self._state_every
-        for entry in (*self._store.list(f"rounds/{fragment:04d}/"), *self._store.list(f"states/{fragment:04d}/")):
-            if (
-                0 <= _number(entry.key) < last + entry.key.startswith("rounds/")
-            ):  # the state is kept, what led to it is not
+            self._put(_state_key(fragment, round_), after.to_bytes())
+        self._clear(fragment, round_ - self._state_every)
+
+    def _clear(self, fragment: int, last: int) -> None:
+        """Delete what led to a state, and the states before it. Decisions stay: no round is decided twice."""
+        for entry in self._store.list(f"rounds/{fragment:04d}/"):
+            if 0 <= _number(entry.key) <= last and not entry.key.endswith("/decided"):
+                self._store.delete(entry.key)
+        for entry in self._store.list(f"states/{fragment:04d}/"):
+            if 0 <= _number(entry.key) < last:
                 self._store.delete(entry.key)
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
@@ -278,17 +317,29 @@ class StoreExchange:
         self.sent_bytes += len(data)
 
     def _announce(self, fragment: int, round_: int) -> None:
-        at = f"rounds/{fragment:04d}/{round_:010d}"
-        self._store.put(f"{at}/present/{self.trainer}", b"")
+        at = _round_key(fragment, round_)
+        self._put(f"{at}/present/{self.trainer}", self._session)
         self._store.delete(f"{at}/left/{self.trainer}")
 
     def leave(self, rounds: Sequence[int]) -> None:
         for fragment, round_ in enumerate(rounds):
-            self._store.put(f"rounds/{fragment:04d}/{round_ + 1:010d}/left/{self.trainer}", b"")
+            self._store.put(f"{_round_key(fragment, round_ + 1)}/left/{self.trainer}", b"")
+
+
+def _round_key(fragment: int, round_: int) -> str:
+    return f"rounds/{fragment:04d}/{round_:010d}"
+
+
+def _state_key(fragment: int, round_: int) -> str:
+    return f"states/{fragment:04d}/{round_:010d}"
 
 
 def _place(coder: Coder, name: str) -> str:
-    return f"rounds/{coder.fragment:04d}/{coder.round:010d}/{name}"
+    return f"{_round_key(coder.fragment, coder.round)}/{name}"
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 def _number(key: str) -> int:
@@ -301,8 +352,12 @@ def _json(record: dict[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True).encode()
 
 
-def _refuse_start() -> Shared:
+def _refuse_start() -> NoReturn:
     raise StateError(
         "this trainer begins with other weights than the run did, and nobody has left a shared state yet: begin with "
         "the same checkpoint, or join after the first state"
     )
+
+
+def _refuse_gap(state: Shared) -> NoReturn:
+    raise StateError(f"the rounds after {state.round} were cleared away, and no later state can be read: begin anew")

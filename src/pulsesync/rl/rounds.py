@@ -39,11 +39,12 @@ class Peer(Learner):
                 end_line(folder / name)
             self.sender = sender(self.settings, str(folder / "spool"))
 
-    def _open_meeting(self) -> DiLoCo:
+    def _open_meeting(self) -> DiLoCo | PulseLoCo:
         settings, every = self.settings, self.settings.sync_every
         exchange = StoreExchange(
             settings.meeting(self.folder), f"trainer-{self.number}" if self.number else "trainer",
-            trainers=settings.trainers, deadline_s=DEADLINE_S if settings.delay else PATIENCE_S, poll_s=POLL_S,
+            trainers=settings.trainers, deadline_s=DEADLINE_S if settings.delay else PATIENCE_S,
+            patience_s=2 * PATIENCE_S, poll_s=POLL_S,
         )  # fmt: skip
         if settings.loco == "dense":
             return DiLoCo(self.policy, self.optimizer, exchange=exchange, sync_every=every)
