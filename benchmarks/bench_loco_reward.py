@@ -82,9 +82,9 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
             print(arm, seed, number + 1, f"{fleet.rewards[-1]:.3f} {evaluated[-1]:.4f}", *payloads[-1:], *fired[-1:],
                   f"{time.time() - began:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     return {
-        "options": _kept(options), "arm": arm, "seed": seed, "start": evaluated[0], "final": evaluated[-1], "evaluated": evaluated,
-        "rewards": fleet.rewards, "payload": payloads, "fired": fired, "dense_bytes": 4 * fleet.shared.theta.size,
-        "seconds": time.time() - began,
+        "options": _kept(options), "arm": arm, "seed": seed, "start": evaluated[0], "final": evaluated[-1],
+        "evaluated": evaluated, "rewards": fleet.rewards, "payload": payloads, "fired": fired,
+        "dense_bytes": 4 * fleet.shared.theta.size, "seconds": time.time() - began,
     }  # fmt: skip
 
 
