@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pulsesync.loco import DiLoCo, Nesterov, PulseLoCo, StoreExchange
-from pulsesync.loco.diloco import RoundReport
+from pulsesync.loco import DiLoCo, Nesterov, PulseLoCo, RoundReport, StoreExchange
 from pulsesync.loco.outer import SGD
 from pulsesync.store.memory import MemoryStore
 

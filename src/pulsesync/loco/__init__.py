@@ -5,9 +5,10 @@ torch nor a network; `group` and `store` the ways between trainers. docs/LOCO.md
 torch.
 """
 
-from pulsesync.loco.diloco import DDP, DiLoCo, PulseLoCo, RoundReport
+from pulsesync.loco.diloco import DDP, DiLoCo, PulseLoCo
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.group import GroupExchange
+from pulsesync.loco.meeting import RoundReport
 from pulsesync.loco.outer import SGD, Nesterov
 from pulsesync.loco.store import StoreExchange
 
