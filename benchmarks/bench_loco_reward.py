@@ -34,7 +34,7 @@ from pulsesync.rl.game import open_game
 from pulsesync.rl.settings import Settings
 
 MARGIN = 0.03
-ARMS = ("dense", "gate", "reach", "compact", "no feedback", "top-k", "random-k", "slow", "ddp")
+ARMS = ("dense", "gate", "reach", "reach compact", "compact", "no feedback", "top-k", "random-k", "slow", "ddp")
 OUTERS = {"nesterov": (Nesterov(0.7, 0.9), Nesterov(0.5, 0.9)), "average": (SGD(1.0), SGD(0.7))}  # and slow
 T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # by seeds
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     )  # fmt: skip
     rules: dict[str, list[Rule]] = {
         "gate": [Visible()], "reach": [Visible(None, OUTERS[options.outer][0].reach)],
-        "compact": [Visible(3)], "no feedback": [NoFeedback()],
+        "reach compact": [Visible(2, OUTERS[options.outer][0].reach)], "compact": [Visible(3)], "no feedback": [NoFeedback()],
         "top-k": [Chosen(True, seed * 100 + r) for r in range(options.trainers)],
         "random-k": [Chosen(False, seed * 100 + r) for r in range(options.trainers)],
     }  # fmt: skip
