@@ -52,7 +52,8 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     )  # fmt: skip
     rules: dict[str, list[Rule]] = {
         "gate": [Visible()], "reach": [Visible(None, OUTERS[options.outer][0].reach)],
-        "reach compact": [Visible(2, OUTERS[options.outer][0].reach)], "compact": [Visible(3)], "no feedback": [NoFeedback()],
+        "reach compact": [Visible(2, OUTERS[options.outer][0].reach)], "compact": [Visible(3)],
+        "no feedback": [NoFeedback()],
         "top-k": [Chosen(True, seed * 100 + r) for r in range(options.trainers)],
         "random-k": [Chosen(False, seed * 100 + r) for r in range(options.trainers)],
     }  # fmt: skip
