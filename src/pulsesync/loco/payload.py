@@ -192,11 +192,6 @@ def read_head(data: bytes | memoryview) -> tuple[Head, memoryview]:
     return head, body
 
 
-def payload_id(data: bytes | memoryview) -> str:
-    """The name of a payload: the SHA-256 of all of it."""
-    return hashlib.sha256(data).hexdigest()
-
-
 def _sealed(head: Head, *body: bytes | memoryview) -> Head:
     """A head with the hash of all that it says, and of what follows it."""
     h = hashlib.sha256(_line(replace(head, sha256="")))
