@@ -28,7 +28,10 @@ class NoFeedback:
     dense = False
 
     def split(self, theta: F32, s: F32) -> Split:
-        return Split(Visible().split(theta, s).sent, np.zeros_like(s))
+        sent = Visible().split(theta, s).sent
+        only = np.zeros_like(s)
+        sent.add_to(only)
+        return Split(sent, only)
 
 
 class Chosen:
@@ -46,9 +49,7 @@ class Chosen:
         else:
             positions = np.sort(self._random.choice(s.size, count, replace=False, shuffle=False))
         positions = positions[s[positions] != 0]
-        kept = s.copy()
-        kept[positions] = 0
-        return Split(Sparse(s.size, positions, s[positions]), kept)
+        return Split(Sparse(s.size, positions, s[positions]), s)
 
 
 class Fleet:

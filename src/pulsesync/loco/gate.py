@@ -18,7 +18,7 @@ LARGEST = (1 << 15) - 1  # of a rounded value, in units; what goes beyond stays 
 LOWEST_UNIT = -149  # the exponent of the smallest number that FP32 has
 MOST_BITS = 12
 MOST_REACH = 1000.0
-CHUNK = 1 << 18  # entries that are worked on together: they and what is made of them stay in a core's cache
+CHUNK = 1 << 18  # entries that are worked on together: fewer would cost more in calls than they save in cache
 
 
 def bf16(x: F32) -> NDArray[np.uint16]:
@@ -74,8 +74,15 @@ class Split:
     """An update in two: what is sent, and what is kept for the next round. Their sum is the update, bit for bit."""
 
     sent: Sparse
-    kept: F32
+    s: F32
     unit: int | None = None  # sent values are multiples of 2^unit; None: any FP32
+
+    @property
+    def kept(self) -> F32:
+        """What is kept, made anew."""
+        kept = self.s.copy()
+        self.sent.take_from(kept)
+        return kept
 
 
 class Rule(Protocol):
@@ -120,9 +127,7 @@ class Visible:
             rounded = np.clip(np.rint(np.ldexp(values.astype(np.float64), -unit)), -most, most)
             positions, rounded = positions[rounded != 0], rounded[rounded != 0]
             values = np.ldexp(rounded, unit).astype(np.float32)
-        sent, kept = Sparse(s.size, positions, values), s.copy()
-        sent.take_from(kept)
-        return Split(sent, kept, unit)
+        return Split(Sparse(s.size, positions, values), s, unit)
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class Everything:
     dense = True
 
     def split(self, theta: F32, s: F32) -> Split:
-        return Split(Sparse(s.size, np.arange(s.size), s), np.zeros_like(s))
+        return Split(Sparse(s.size, np.arange(s.size), s.copy()), s)
 
 
 def _unit(values: F32, bits: int) -> int:

@@ -33,8 +33,8 @@ class SGD:
         """How many times its own size an update moves the weights in the end."""
         return self.lr / (1 - self.momentum)
 
-    def step(self, theta: F32, momentum: F32, mean: F32) -> tuple[F32, F32]:
-        """Return the next weights and momentum; nothing is modified."""
+    def step(self, theta: F32, momentum: F32, total: F32, trainers: int = 1) -> tuple[F32, F32]:
+        """Return the next weights and momentum, given the sum of so many updates; nothing is modified."""
         lr, mu = np.float32(self.lr), np.float32(self.momentum)
         after, moved = np.empty_like(theta), np.empty_like(momentum)
 
@@ -43,8 +43,9 @@ class SGD:
                 step(slice(begin, begin + CHUNK))
 
         def step(here: slice) -> None:
-            moved[here] = mu * momentum[here] + mean[here]
-            by = mean[here] + mu * moved[here] if self.nesterov else moved[here]
+            mean = mean_of(total[here], trainers)
+            moved[here] = mu * momentum[here] + mean
+            by = mean + mu * moved[here] if self.nesterov else moved[here]
             after[here] = theta[here] - lr * by
 
         spread(chunk, range(0, theta.size, CHUNK))

@@ -14,7 +14,7 @@ from pulsesync.errors import ChecksumError, FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
 from pulsesync.loco.gate import F32, Sparse
-from pulsesync.loco.outer import SGD, mean_of
+from pulsesync.loco.outer import SGD
 from pulsesync.model import TensorSpec
 
 FORMAT = "pulse-loco-state/1-draft"
@@ -58,7 +58,7 @@ class Shared:
 
     def after(self, outcome: Outcome, outer: SGD) -> "Shared":
         """The state that a round leads to. Raises: StateError, if FP32 cannot hold it."""
-        theta, momentum = outer.step(self.theta, self.momentum, mean_of(outcome.total, len(outcome.members)))
+        theta, momentum = outer.step(self.theta, self.momentum, outcome.total, len(outcome.members))
         if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
             raise StateError(f"round {self.round + 1} leads beyond what FP32 can hold: training has diverged")
         took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in outcome.members.items()}
