@@ -129,7 +129,7 @@ class _Rounds(Meeting):
             weights = met.after.theta
             if self._blend:
                 weights = weights + self._blend * (self._tensors[fragment].read() - weights)
-            residual = self._left(fragment, met.proposal.s, met.outcome, offered=True)
+            residual = self._left(fragment, met.proposal.split.s, met.outcome, offered=True)
             self._steps, self._flying = 0, None
             self._set(fragment, Held(met.after, residual), weights)
 

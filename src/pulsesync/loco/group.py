@@ -83,7 +83,8 @@ class GroupExchange:
                 state = Shared.from_bytes(got, like=state)
             except FormatError as e:
                 faults.append(_short(str(e)))
-        self._end_together(self._tell({"fault": faults[0] if faults else ""}), "the shared state could not be read")
+        told = self._tell({"fault": faults[0] if faults else ""})
+        self._end_together(told, state.round, "the shared state could not be read")
         return state
 
     def prepare(self, coder: Coder, split: Split) -> Letter:
@@ -103,13 +104,13 @@ class GroupExchange:
         way = self._by_owners if self._reduce == "owner" else self._by_all
         total = way(coder, letter, size, faults)
         told = self._tell({"payload": letter.id, "fault": faults[0] if faults else ""})
-        self._end_together(told, f"round {coder.round} failed")
+        self._end_together(told, coder.round, f"round {coder.round} failed")
         return Outcome({self._names[rank]: told[rank]["payload"] for rank in self._in_order()}, total)
 
-    def _end_together(self, told: list[dict[str, Any]], what: str) -> None:
+    def _end_together(self, told: list[dict[str, Any]], round_: int, what: str) -> None:
         for name, note in zip(self._names, told, strict=True):
             if note["fault"]:
-                raise RoundError(f"{what} at trainer {name}: {note['fault']}")
+                raise RoundError(f"{what} at trainer {name}: {note['fault']}", round=round_)
 
     def _in_order(self) -> list[int]:
         """The ranks, in the order of the trainers' names: that in which updates are added up."""

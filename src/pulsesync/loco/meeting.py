@@ -45,12 +45,10 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """An update on its way, and what it was made of."""
+    """An update that is offered, and the state it was made on."""
 
-    held: Held
-    s: F32
+    shared: Shared
     split: Split
-    payload: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +139,8 @@ class Meeting:
 
     def discard(self) -> None:
         """Put the weights back to the shared ones: for one whose steps came to nothing, or to what is no number."""
-        for fragment, held in enumerate(self._held):
-            self._set(fragment, held, held.shared.theta)
+        self._unwritten = {fragment: held.shared.theta for fragment, held in enumerate(self._held)}
+        finish(self._mend)
 
     def _adopt(self, fragment: int, shared: Shared) -> None:
         """Go on from a shared state that others came to."""
@@ -186,17 +184,16 @@ class Meeting:
                 f"the update of {name!r} is not finite: nothing is sent. `discard()` goes back to the shared weights",
                 tensor=name,
             )
-        return Proposal(held, s, self._rule.split(held.shared.theta, s))
+        return Proposal(held.shared, self._rule.split(held.shared.theta, s))
 
     def _meet(self, fragment: int, proposal: Proposal) -> Met:
         """Exchange and compute; changes nothing but what is pending."""
-        shared, exchange = proposal.held.shared, self.exchange
+        shared, split, exchange = proposal.shared, proposal.split, self.exchange
         sent, received = exchange.sent_bytes, exchange.received_bytes
         coder = self._coder(fragment, shared)
-        letter = exchange.prepare(coder, proposal.split)
-        proposal = replace(proposal, payload=letter.id)
-        self._pending[fragment][letter.id] = proposal.split.sent
-        outcome = exchange.propose(coder, letter, proposal.s.size)
+        letter = exchange.prepare(coder, split)
+        self._pending[fragment][letter.id] = split.sent
+        outcome = exchange.propose(coder, letter, split.s.size)
         after = shared.after(outcome, self._outer)
         exchange.confirm(coder, outcome, after)
         return Met(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
@@ -237,7 +234,7 @@ class Meeting:
         outcome, shared = met.outcome, self._held[fragment].shared  # of one that was late, further than the round
         self.last_report = RoundReport(
             fragment, shared.round, self.exchange.trainer in outcome.members, tuple(outcome.members),
-            met.proposal.split.sent.positions.size, met.proposal.s.size, int(np.count_nonzero(outcome.total)),
+            met.proposal.split.sent.positions.size, met.proposal.split.s.size, int(np.count_nonzero(outcome.total)),
             met.sent_bytes, met.received_bytes, shared.digest, perf_counter() - began,
         )  # fmt: skip
         if self._on_round is not None:

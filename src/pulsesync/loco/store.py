@@ -169,7 +169,8 @@ class StoreExchange:
             elif self._clock() - began > self._patience_s:
                 self._check_not_gone(coder)
                 why = "".join(f"; {faults[-1]}" for faults in refused.values() if faults)
-                raise RoundError(f"round {coder.round}: no quorum of {self._quorum} came together{why}")
+                told = f"round {coder.round}: no quorum of {self._quorum} came together{why}"
+                raise RoundError(told, round=coder.round)
             else:
                 self._sleep(self._poll_s)
         total, taken = self._add_up(coder, members, size, read)
@@ -267,7 +268,7 @@ class StoreExchange:
             raise FormatError(f"the decision of round {coder.round} names what is no trainer or no payload")
         if record["base"] != coder.base:
             raise VerificationError(
-                f"round {coder.round} goes on from another state than this trainer holds: load none, and join again",
+                f"round {coder.round} goes on from another state than this trainer holds: begin without a saved one",
                 expected=record["base"], actual=coder.base, round=coder.round,
             )  # fmt: skip
         return members
