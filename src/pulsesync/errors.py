@@ -14,6 +14,7 @@
     │   └── ConflictError           somebody else created it first
     │       └── AnotherPublisherError   the run has one: this one must stop, or take the run up anew
     ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
+    ├── GroupError                  a process of a group died or fell behind: nothing changed, go on in a new group
     ├── RoundError                  trainers did not complete a round: nothing changed, the next try makes up for it
     └── VerificationError           weights after apply are not the trainer's: they were put back, stop serving if not
 
@@ -86,6 +87,10 @@ class AnotherPublisherError(ConflictError):
 
 class StateError(PulseError):
     """Tensors that do not fit the run: a name, dtype, shape or memory layout (`tensor`)."""
+
+
+class GroupError(PulseError):
+    """Processes that work together did not come together in time (`rank`: this one's); no weights have changed."""
 
 
 class RoundError(PulseError):

@@ -1,0 +1,142 @@
+"""Processes that act together: each calls the same methods in the same order, and all see the same result.
+
+`Team` is what is asked of one. `Collective` is a process group of torch.distributed, over gloo or NCCL: bytes travel at
+their exact lengths, sizes first, every wait has an end, and what went is counted.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+
+from pulsesync.errors import GroupError
+from pulsesync.model import Bits
+
+MAX_NOTE_BYTES = 1 << 30  # that anybody gathers from one process
+
+
+class Team(Protocol):
+    """Some processes, numbered from 0."""
+
+    rank: int
+    size: int
+
+    def gather(self, note: bytes) -> list[bytes]:
+        """Tell everybody something; return what each has told, by rank.
+
+        Raises:
+            GroupError: somebody did not come, or came with something else.
+        """
+        ...
+
+
+class Solo:
+    """A team of one."""
+
+    rank, size = 0, 1
+
+    def gather(self, note: bytes) -> list[bytes]:
+        return [note]
+
+
+class Collective:
+    """A process group, the default one if none is given.
+
+    Args:
+        group: The group. It should be used for nothing else while this is.
+        timeout_s: How long to wait for the others, each time. A group has a timeout of its own: the shorter one counts.
+    """
+
+    def __init__(self, group: Any = None, timeout_s: float = 300.0) -> None:
+        import torch
+        from torch import distributed
+
+        self.group, self.timeout_s = group, timeout_s
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        on_gpu = distributed.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.messages = self.sent_bytes = self.received_bytes = 0
+        self.last_s = math.nan  # how long the last gather of a fixed size took
+
+    def gather(self, note: bytes) -> list[bytes]:
+        lengths = [int(row[0]) for row in self.gather_rows(np.array([len(note)], np.int64))]
+        if not all(0 <= length <= MAX_NOTE_BYTES for length in lengths):
+            raise GroupError(f"the group is out of step: somebody tells {max(lengths)} bytes", rank=self.rank)
+        padded = np.frombuffer(note.ljust(max(lengths), b"\0"), np.uint8)
+        rows = self.gather_rows(padded) if max(lengths) else [padded] * self.size
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def gather_rows(self, row: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """The same for an array, which everybody has in the same shape and dtype: one message."""
+        import torch
+        from torch import distributed
+
+        began = time.perf_counter()
+        mine = torch.from_numpy(np.ascontiguousarray(row).view(np.uint8).copy()).to(self._device)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self._wait(lambda: distributed.all_gather(rows, mine, group=self.group, async_op=True))
+        self.messages += 1
+        self.sent_bytes += (self.size - 1) * mine.nbytes
+        self.received_bytes += (self.size - 1) * mine.nbytes
+        self.last_s = time.perf_counter() - began
+        return [one.cpu().numpy().view(row.dtype) for one in rows]
+
+    def broadcast_(self, buffer: Bits, source: int) -> None:
+        """Fill a buffer of bytes with that of one rank, where it has the same length."""
+        import torch
+        from torch import distributed
+
+        tensor = torch.from_numpy(buffer)
+        there = tensor.to(self._device)
+        place = self._global(source)
+        self._wait(lambda: distributed.broadcast(there, place, group=self.group, async_op=True))
+        if source == self.rank:
+            self.sent_bytes += buffer.nbytes
+        else:
+            self.received_bytes += buffer.nbytes
+            if there is not tensor:
+                tensor.copy_(there)
+        self.messages += 1
+
+    def send_(self, buffer: Bits, source: int, to: Sequence[int]) -> None:
+        """The same, for some ranks alone; others need not call this."""
+        import torch
+        from torch import distributed
+
+        tensor = torch.from_numpy(buffer)
+        there = tensor.to(self._device)
+        if self.rank == source:
+            for rank in to:
+                place = self._global(rank)
+                self._wait(lambda place=place: distributed.isend(there, place, group=self.group))
+                self.sent_bytes += buffer.nbytes
+                self.messages += 1
+        elif self.rank in to:
+            self._wait(lambda: distributed.irecv(there, self._global(source), group=self.group))
+            self.received_bytes += buffer.nbytes
+            self.messages += 1
+            if there is not tensor:
+                tensor.copy_(there)
+
+    def _global(self, rank: int) -> int:
+        from torch import distributed
+
+        return distributed.get_global_rank(self.group, rank) if self.group else rank
+
+    def _wait(self, begin: Any) -> None:
+        try:
+            work = begin()
+            if work is None:
+                raise GroupError("this process is not in the group", rank=self.rank)
+            done = work.wait(timedelta(seconds=self.timeout_s))
+        except (RuntimeError, ValueError) as e:  # torch's own: timeouts, closed connections, a destroyed group
+            raise GroupError(
+                f"rank {self.rank} lost the others: one died, fell {self.timeout_s:g} s behind, or does something else "
+                f"({str(e).splitlines()[0][-160:]})",
+                rank=self.rank,
+            ) from e
+        if done is False:
+            raise GroupError(f"rank {self.rank} waited {self.timeout_s:g} s for the others", rank=self.rank)
