@@ -117,7 +117,10 @@ class Tile:
 
     def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
         """Write all the weights of one of the tile's blocks."""
-        begin = number * BLOCK
+        self.write(flat, number * BLOCK, bits)
+
+    def write(self, flat: Bits, begin: int, bits: Bits) -> None:
+        """Write weights of the tile, from the one numbered begin on."""
         if self.contiguous:
             flat[self.start + begin : self.start + begin + bits.size] = bits
         else:

@@ -74,6 +74,7 @@ class Shards:
     windows: Mapping[str, Window]  # by name; the tensor as the checkpoint has it, in the dtype that is published
     published: Published  # the weights, by the same names
     ties: Mapping[str, str]  # alias -> name
+    partial: bool = False  # whether it said of any tensor which part it is
 
     def weights(self, layout: Layout) -> "ShardWeights":
         """Read them in the tiles of a layout, as far as they are held whole."""
@@ -127,14 +128,19 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None) -> Shards:
             )
         windows[name] = window
     flat = {name: replace(view, spec=windows[name].local) for name, view in views.items()}
-    return Shards(windows, replace(published, views=flat), ties)
+    partial = any(isinstance(value, Placed) or _is_dtensor(value) for value in source.values())
+    return Shards(windows, replace(published, views=flat), ties, partial)
+
+
+def _is_dtensor(value: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _placed(name: str, value: Any) -> Placed:
     if isinstance(value, Placed):
         return value
-    tensor_module = sys.modules.get("torch.distributed.tensor")
-    if tensor_module is None or not isinstance(value, tensor_module.DTensor):
+    if not _is_dtensor(value):
         return Placed(value, tuple(int(n) for n in getattr(value, "shape", ())))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

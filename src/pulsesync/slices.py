@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,22 @@ class Window:
             return None
         here = replace(tile, tensor=self.local, row=tile.row - self.rows[0], column=tile.column - self.columns[0])
         return Place(here, (bottom - top) * (right - left) == tile.size)
+
+
+class Memory(Protocol):
+    """Where a tile lies in a process."""
+
+    @property
+    def tile(self) -> Tile | None:
+        """The tile in the tensor that holds it; None where no one tensor does."""
+        ...
+
+    @property
+    def whole(self) -> bool: ...
+    def read(self, flat: Bits, number: int) -> Bits: ...
+    def keep(self, change: BlockChange) -> BlockChange | None: ...
+    def write(self, flat: Bits, change: BlockChange) -> None: ...
+    def write_block(self, flat: Bits, number: int, bits: Bits) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from pulsesync.format import container, patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
-from pulsesync.format.patch import OpenedIndex
+from pulsesync.format.patch import DecodedPart, OpenedIndex
 from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
-from pulsesync.model import Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
-from pulsesync.slices import Place, Slices, window
+from pulsesync.slices import Memory, Place, Slices, window
 from pulsesync.tensors import BitView, view_bits
 
 
@@ -69,11 +69,13 @@ class State:
         flats: Mapping[str, Bits],
         copies: Mapping[str, Sequence[Bits]] | None = None,
         slices: Slices | None = None,
+        places: Mapping[int, Memory] | None = None,
+        sums: Mapping[int, Sum] | None = None,
     ) -> None:
         self.layout = layout
         self.flats = dict(flats)  # canonical name -> weights
         self.copies = dict(copies or {})  # canonical name -> tied tensors that have memory of their own
-        self.places = _places(layout, slices or {})
+        self.places: Mapping[int, Memory] = _places(layout, slices or {}) if places is None else places
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )
@@ -82,7 +84,7 @@ class State:
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: dict[str, int] = {}
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
-        self.sums: Mapping[int, Sum] = self._count()
+        self.sums: Mapping[int, Sum] = self._count() if sums is None else sums
         self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: only an anchor can help
 
     @classmethod
@@ -111,7 +113,7 @@ class State:
             known = [flats[name], *copies.get(name, ())] if name in flats else []
             if alias in everything and all(everything[alias].address != flat.ctypes.data for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
-        _check_apart(flats, copies)
+        check_apart(flats, copies)
         state = cls(layout, flats, copies, slices)
         state._addresses = {name: view.address for name, view in everything.items()}
         return state
@@ -207,20 +209,31 @@ class State:
         patches: list[TilePatch] = []
         promised: dict[int, Sum] = {}
         for body in bodies:
-            self._check_codecs(body)
-            part = patch.decode_tiles(
-                body.index, body.sections, self.layout, weights, wanted=None if self.whole else self.places.keys(),
-                history=history if manifest.kind == Kind.VERSION else None,
-            )  # fmt: skip
+            part = self.decode(body, weights, history if manifest.kind == Kind.VERSION else None)
             if not promised.keys().isdisjoint(part.sums):
                 raise FormatError("two parts of a version change the same tile", version=manifest.version)
-            patches += self._kept(part.patches)
+            patches += part.patches
             promised.update(part.sums)
-        sums = self._check_sums(manifest, patches, promised, base.sums)
+        sums = {**base.sums, **self.move(patches, promised, base.sums)}
+        if self.whole and (then := self._digest(sums)) != manifest.digest:
+            raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=then)
         later = history.after(patches, weights) if manifest.kind == Kind.VERSION else History()
         if self.whole and (later.digest() if later.tiles else None) != manifest.history:
             raise VerificationError("the history would not be the publisher's", version=manifest.version)
         return Transition(_composed(base.changes, patches), sums, later)
+
+    def decode(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
+        """Decode a part, as far as its tiles are held, against this state or other weights in its place.
+
+        Raises:
+            FormatError: and branches, for bad bytes; StateError: what is held cuts through a tile.
+        """
+        self._check_codecs(body)
+        wanted = None if self.whole else self.places.keys()
+        part = patch.decode_tiles(
+            body.index, body.sections, self.layout, weights or self, wanted=wanted, history=history
+        )
+        return DecodedPart(tuple(self._kept(part.patches)), part.sums)
 
     def _check_base(self, manifest: Manifest, base: Transition) -> History:
         """Check that a patch is for this state; return the history it was made with."""
@@ -260,7 +273,7 @@ class State:
         """What is held in part can take only what needs no old weights."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
-            if place and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
+            if place and place.tile and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
                 name = place.tile.tensor.name
                 raise StateError(
                     f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
@@ -274,21 +287,23 @@ class State:
             kept = one.blocks if place.whole else tuple(b for block in one.blocks if (b := place.keep(block)))
             yield TilePatch(one.tile, one.codec, kept, one.cut)
 
-    def _check_sums(
-        self, manifest: Manifest, patches: Sequence[TilePatch], promised: Mapping[int, Sum], before: Mapping[int, Sum]
+    def move(
+        self, patches: Sequence[TilePatch], promised: Mapping[int, Sum], before: Mapping[int, Sum]
     ) -> dict[int, Sum]:
-        """Return the digests of all tiles after a patch, as they follow from it; they must be as promised."""
-        sums = dict(before)
+        """Return the digests that changed tiles will have, as they follow from what changes.
+
+        Raises:
+            VerificationError: they are not as promised.
+        """
+        sums = {}
         for one, by in zip(patches, spread(digest.moved, patches), strict=True):
             ordinal = one.tile.ordinal
             if not self.places[ordinal].whole:
                 continue
-            sums[ordinal] += by
+            sums[ordinal] = before[ordinal] + by
             if sums[ordinal] != promised[ordinal]:
                 name = one.tile.tensor.name
                 raise VerificationError(f"tensor {name!r} would not be the publisher's", tensor=name)
-        if self.whole and (after := self._digest(sums)) != manifest.digest:
-            raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=after)
         return sums
 
     def commit(self, transition: Transition) -> Transition:
@@ -364,6 +379,24 @@ class State:
                         self.places[tile.ordinal].write_block(flat, number, bits)
             self.sums, self.history, self.untied = dict(sums), History(), None
 
+    def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
+        """Bring whole tiles that were checked into the weights. If this fails they are neither here nor there."""
+        with self.lock:
+            for ordinal, bits in tiles.items():
+                tile = self.layout.tiles[ordinal]
+                for flat in self._memory(tile):
+                    for number in range(tile.block_count):
+                        place = self.places[ordinal]
+                        place.write_block(flat, number, bits[number * BLOCK : (number + 1) * BLOCK])
+            self.sums, self.history = {**self.sums, **sums}, History()
+
+    def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
+        """Take arrays over as the memory of tiles that are a whole tensor each: for a state in memory of its own."""
+        with self.lock:
+            for ordinal, bits in tiles.items():
+                self.flats[self.layout.tiles[ordinal].tensor.name] = bits
+            self.sums, self.history = {**self.sums, **sums}, History()
+
 
 class Snapshot:
     """A state as it was, readable block by block while the live one moves on. O(changed since) of memory."""
@@ -419,8 +452,9 @@ def _by_name(source: Any) -> dict[str, BitView]:
     return {**views, **{alias: views[name] for alias, name in ties.items()}}
 
 
-def _check_apart(flats: Mapping[str, Bits], copies: Mapping[str, Sequence[Bits]]) -> None:
-    """Refuse tensors that overlap in memory: writing one would change the other."""
+def check_apart(flats: Mapping[str, Bits], copies: Mapping[str, Sequence[Bits]] | None = None) -> None:
+    """Refuse tensors that overlap in memory: writing one would change the other. Raises: StateError."""
+    copies = copies or {}
     named = [*flats.items(), *((name, other) for name, others in copies.items() for other in others)]
     spans = sorted((flat.ctypes.data, flat.ctypes.data + flat.nbytes, name) for name, flat in named if flat.size)
     for (_, end, name), (begin, _, other) in pairwise(spans):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pulsesync.errors import StateError
-from pulsesync.model import DTYPES, Bits, TensorSpec, Tile
+from pulsesync.model import BLOCK, DTYPES, Bits, TensorSpec, Tile
 
 _NUMPY_NAMES = {
     "bool": "BOOL",
@@ -90,8 +90,12 @@ class Published:
         return replace(self.views[name].spec, dtype=self.dtypes.get(name, self.views[name].spec.dtype))
 
     def block(self, tile: Tile, number: int) -> Bits:
+        return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
+
+    def read(self, tile: Tile, begin: int, end: int) -> Bits:
+        """Weights begin..end of a tile of the tensors as they lie here."""
         view = self.views[tile.tensor.name]
-        bits = tile.read_block(view.flat, number)
+        bits = tile.read(view.flat, begin, end)
         dtype = self.dtypes.get(tile.tensor.name)
         return bits if dtype is None else _cast(bits, dtype, view.of_torch)
 

@@ -1,37 +1,24 @@
-"""Trainers for tests of rounds: tiny models, a ledger of where every update went, and processes forked from one zygote.
+"""Trainers for tests of rounds: tiny models, and a ledger of where every update went.
 
 A ledger follows one trainer by what it sees at the border of the exchange. For every entry, what the inner steps moved
 must be what rounds took of it, wherever they were decided, plus what the trainer still holds.
 """
 
-import atexit
 import hashlib
-import importlib
-import json
-import os
-import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from pulsesync.loco import DDP, DiLoCo, GroupExchange, Nesterov, PulseLoCo, RoundReport, StoreExchange
 from pulsesync.store import MemoryStore, Store
 
 KINDS: dict[str, Any] = {"DiLoCo": DiLoCo, "PulseLoCo": PulseLoCo, "DDP": DDP}
-GROUP_TIMEOUT_S = 10
 TOLERANCE = 1e-5  # of a ledger: FP32 sums of a few dozen updates
-PROCESS_S = 45  # after which processes that still run are ended, and the test fails
 SHAPES = {"embed": (16, 8), "layer.weight": (9, 11), "norm": (7,), "scale": ()}
 Took = set[tuple[int, int, str]]  # fragment, round, payload
 
@@ -305,143 +292,9 @@ def together(*calls: Callable[[], Any], timeout_s: float = 40.0) -> list[Any]:
     return results
 
 
-# Meeting in a group
-
-
-@contextmanager
-def group(folder: str, name: str, rank: int, size: int) -> Iterator[None]:
-    join_group(folder, name, rank, size)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def join_group(folder: str, name: str, rank: int, size: int) -> None:
-    from datetime import timedelta
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )  # fmt: skip
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-# Processes
-
-
-class Fleet:
-    """Forks processes from one that has torch loaded, so that each costs milliseconds; ends them all in the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        source = Path(__file__).parents[2]
-        path = os.pathsep.join([str(source / "src"), str(source)])
-        self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.loco.fleet"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=source, env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )  # fmt: skip
-        assert self.zygote.stdout is not None
-        assert self.zygote.stdout.readline() == "ready\n"
-        self.count = 0
-
-    def start(self, case: Callable[..., Any], **args: Any) -> tuple[int, Path]:
-        """Start a process that calls a test module's function; return its id, and where its result will be."""
-        assert self.zygote.stdin is not None
-        assert self.zygote.stdout is not None
-        self.count += 1
-        out = self.folder / f"{case.__name__}-{self.count}"
-        module = f"tests.loco.{case.__module__.rpartition('.')[2]}"
-        order = {"module": module, "case": case.__name__, "args": args, "out": str(out)}
-        self.zygote.stdin.write(json.dumps(order) + "\n")
-        self.zygote.stdin.flush()
-        return int(self.zygote.stdout.readline()), out
-
-    def run(self, case: Callable[..., Any], ranks: int, killed: Sequence[int] = (), **args: Any) -> list[Any]:
-        """Run a function as so many ranks; return what each returned. Those killed, and no others, return nothing."""
-        folder = self.folder / f"group-{self.count}"
-        folder.mkdir()
-        started = [self.start(case, rank=r, size=ranks, folder=str(folder), **args) for r in range(ranks)]
-        end = time.monotonic() + PROCESS_S
-        while any(alive(pid) for pid, _ in started) and time.monotonic() < end:
-            time.sleep(0.005)
-        hanging = [pid for pid, _ in started if alive(pid)]
-        for pid in hanging:
-            os.kill(pid, signal.SIGKILL)
-        words = "\n".join(told(out) for _, out in started)
-        assert not hanging, f"{len(hanging)} of {ranks} hang\n{words}"
-        results = [pickle.loads(out.read_bytes()) if out.exists() else None for _, out in started]
-        assert [r for r in range(ranks) if results[r] is None] == list(killed), words
-        return results
-
-    def stop(self) -> None:
-        os.killpg(self.zygote.pid, signal.SIGKILL)
-        self.zygote.communicate()
-
-
-def told(out: Path) -> str:
-    """A process's last words; none, if it was killed before it could say any."""
-    errors = out.with_suffix(".err")
-    return errors.read_text()[-3000:] if errors.exists() else ""
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-_FLEETS: list[Fleet] = []
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    """One for all modules of a test process. It ends with it, however that ends: its zygote reads from a pipe."""
-    if not _FLEETS:
-        _FLEETS.append(Fleet(tmp_path_factory.mktemp("fleet")))
-        atexit.register(_FLEETS[0].stop)
-    return _FLEETS[0]
-
-
-def _child(order: dict[str, Any]) -> None:
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    out = Path(order["out"])
-    with out.with_suffix(".err").open("a") as errors:
-        os.dup2(errors.fileno(), 2)
-        os.dup2(errors.fileno(), 1)
-        try:
-            result = getattr(importlib.import_module(order["module"]), order["case"])(**order["args"])
-            out.with_suffix(".new").write_bytes(pickle.dumps(result))
-            out.with_suffix(".new").rename(out)
-        except BaseException:  # noqa: BLE001 - written down, and missed where the result should be
-            traceback.print_exc(file=errors)
-            errors.flush()
-            os._exit(5)
-    os._exit(0)
-
-
-def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are gone at once
-    torch.set_num_threads(1)
+def load() -> None:
+    """Have every kernel loaded that rounds use."""
     assert GroupExchange
-    for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}):  # so that every kernel is loaded
+    for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}):
         with Trainer(alone(), 0, sync_every=1, **options) as trainer:
             trainer.step(2)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.alarm(PROCESS_S + 10)  # whatever becomes of the test
-            _child(json.loads(line))
-        print(pid, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,20 +11,8 @@ import torch
 
 from pulsesync.errors import RoundError, StateError, VerificationError
 from pulsesync.loco import GroupExchange
-from tests.loco.fleet import (
-    GROUP_TIMEOUT_S,
-    TOLERANCE,
-    Fleet,
-    Trainer,
-    Weights,
-    die,
-    flat,
-    fleet,
-    group,
-    join_group,
-    meet,
-    same,
-)
+from tests.loco.fleet import TOLERANCE, Trainer, Weights, flat, meet, same
+from tests.processes import GROUP_TIMEOUT_S, Fleet, die, fleet, group, join_group
 
 __all__ = ["fleet"]
 

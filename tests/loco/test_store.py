@@ -18,7 +18,8 @@ from pulsesync.errors import ConflictError, PulseError, RoundError, StateError, 
 from pulsesync.loco import StoreExchange
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import FaultyStore
-from tests.loco.fleet import Fleet, Trainer, Turns, alive, fleet, meet, same, settle, together, told
+from tests.loco.fleet import Trainer, Turns, meet, same, settle, together
+from tests.processes import Fleet, alive, fleet, told
 from tests.s3 import Server, s3_server
 
 __all__ = ["fleet", "s3_server"]

@@ -1,0 +1,265 @@
+"""How weights travel between processes that hold different parts of a model: in bundles that all of them agree on.
+
+A model is cut wherever anybody's part ends. Small pieces that the same processes hold are laid end to end in one
+bundle, so that twenty thousand tensors cost no more than their weights do; large ones are a bundle each. A bundle is
+a tensor of one dimension and one tile: in that form it is diffed, coded, checked and written as everything else is,
+wherever its pieces lie in memory.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.errors import StateError
+from pulsesync.format import layout as layouts
+from pulsesync.format.layout import Layout
+from pulsesync.model import BLOCK, Bits, BlockChange, TensorSpec, Tile
+from pulsesync.shards import Shards, Windows, layout_of, windows_from, windows_to
+from pulsesync.slices import Window
+from pulsesync.tensors import Published
+
+SMALL = BLOCK  # weights below which a piece shares a bundle with others
+LARGE = 1 << 24  # weights above which a piece is split, by rows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a checkpoint's tensor."""
+
+    tensor: str
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    def inside(self, window: Window | None) -> bool:
+        if window is None:
+            return False
+        (top, bottom), (left, right) = window.rows, window.columns
+        rows_fit = top <= self.row and self.row + self.rows <= bottom
+        return rows_fit and left <= self.column and self.column + self.columns <= right
+
+    def local(self, window: Window) -> Tile:
+        """The piece where a process holds it."""
+        row, column = self.row - window.rows[0], self.column - window.columns[0]
+        return Tile(0, window.local, row, column, self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What travels: bundles, of what they are made, and who sends each."""
+
+    layout: Layout
+    pieces: tuple[tuple[Piece, ...], ...]  # of each tile of the layout
+    owners: tuple[int, ...]  # of each tile, by place among the sources
+    holders: tuple[frozenset[int], ...]  # of each tile, by rank: who holds all of it
+    ties: Mapping[str, str]
+
+    @cached_property
+    def id(self) -> str:
+        h = hashlib.sha256(self.layout.id.encode())
+        for pieces, owner in zip(self.pieces, self.owners, strict=True):
+            h.update(repr((owner, [(p.tensor, p.row, p.column, p.rows, p.columns) for p in pieces])).encode())
+        return h.hexdigest()
+
+    def held_by(self, rank: int) -> list[Tile]:
+        return [tile for tile in self.layout.tiles if rank in self.holders[tile.ordinal]]
+
+    def owned_by(self, source: int) -> list[Tile]:
+        return [tile for tile in self.layout.tiles if self.owners[tile.ordinal] == source]
+
+
+def tell(shards: Shards) -> bytes:
+    """What a rank tells of itself before all agree."""
+    return (b"some" if shards.partial else b"all ") + windows_to(shards)
+
+
+def agree(told: Sequence[bytes], sources: Sequence[int]) -> Wire:
+    """Agree on what travels, from what every rank has told of itself; all come to the same.
+
+    Raises:
+        StateError: the ranks do not hold the same model; FormatError: something else was told.
+    """
+    read = [windows_from(note[4:]) for note in told]
+    ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
+    everyones = [_untied(rank, windows, own, ties) for rank, (windows, own) in enumerate(read)]
+    wire = wire_of(everyones, sources, ties)
+    names = {piece.tensor for pieces in wire.pieces for piece in pieces}
+    for rank, windows in enumerate(everyones):
+        if told[rank][:4] == b"all " and (missing := sorted(names - windows.keys())):
+            raise StateError(f"rank {rank} lacks tensor {missing[0]!r} ({len(missing)} such names)", tensor=missing[0])
+    for holders, pieces in zip(wire.holders, wire.pieces, strict=True):
+        if holders <= set(sources) and len(told) > len(sources):
+            raise StateError(f"no rank takes all of tensor {pieces[0].tensor!r}", tensor=pieces[0].tensor)
+    return wire
+
+
+def _untied(rank: int, windows: Windows, own: Mapping[str, str], ties: Mapping[str, str]) -> dict[str, Window]:
+    """What a rank holds, without the names that the sources tie to others."""
+    for alias, name in own.items():
+        if ties.get(alias) != name:
+            raise StateError(
+                f"rank {rank} ties {alias!r} to {name!r}, and the sources do not: give them memory of their own",
+                tensor=alias,
+            )
+    for alias in windows.keys() & ties.keys():
+        tied = windows.get(ties[alias])
+        if tied is None or (windows[alias].rows, windows[alias].columns) != (tied.rows, tied.columns):
+            raise StateError(f"rank {rank} does not hold {alias!r} as it holds {ties[alias]!r}", tensor=alias)
+    return {name: window for name, window in windows.items() if name not in ties}
+
+
+def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[str, str]) -> Wire:
+    """Agree on bundles, from what every rank holds; everybody comes to the same.
+
+    Raises:
+        StateError: ranks hold different tensors by one name, or something that no source holds.
+    """
+    groups: dict[tuple[str, int, frozenset[int]], list[Piece]] = {}
+    for tile in layout_of(everyones).tiles:
+        for piece in _split(tile):
+            holders = frozenset(n for n, windows in enumerate(everyones) if piece.inside(windows.get(piece.tensor)))
+            owner = next((place for place, rank in enumerate(sources) if rank in holders), None)
+            if owner is None and holders:
+                raise StateError(
+                    f"rank {min(holders)} holds rows {piece.row} to {piece.row + piece.rows} of tensor "
+                    f"{piece.tensor!r}, and no source does",
+                    tensor=piece.tensor,
+                )
+            if owner is not None:
+                groups.setdefault((tile.tensor.dtype, owner, holders), []).append(piece)
+    rows = []
+    for (dtype, owner, holders), pieces in groups.items():
+        rows += [(dtype, owner, holders, bundle) for bundle in _bundles(pieces)]
+    rows.sort(key=lambda row: (row[0], row[1], row[3][0].tensor.encode(), row[3][0].row, row[3][0].column))
+    specs = [TensorSpec(f"{n:08d}", row[0], (sum(p.size for p in row[3]),)) for n, row in enumerate(rows)]
+    return Wire(
+        layouts.make(specs),
+        tuple(tuple(row[3]) for row in rows),
+        tuple(row[1] for row in rows),
+        tuple(row[2] for row in rows),
+        dict(ties),
+    )
+
+
+def _split(tile: Tile) -> Iterator[Piece]:
+    if not tile.size:
+        return
+    step = max(1, LARGE // tile.columns)
+    for begin in range(0, tile.rows, step):
+        rows = min(step, tile.rows - begin)
+        yield Piece(tile.tensor.name, tile.row + begin, tile.column, rows, tile.columns)
+
+
+def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Large pieces alone, small ones together."""
+    open_, size = list[Piece](), 0
+    for piece in pieces:
+        if piece.size >= SMALL:
+            yield [piece]
+            continue
+        open_.append(piece)
+        size += piece.size
+        if size >= SMALL:
+            yield open_
+            open_, size = [], 0
+    if open_:
+        yield open_
+
+
+class Bundle:
+    """A bundle where a process holds it: a tile whose weights lie in several places. Stands in for a `Place`."""
+
+    whole = True
+    tile: Tile | None = None  # it lies in no one tensor
+
+    def __init__(self, tiles: Sequence[Tile], published: Published, copies: Sequence[Sequence[Bits]]) -> None:
+        self._tiles, self._published, self._copies = tiles, published, copies
+        self._starts: NDArray[np.int64] = np.cumsum([0, *(tile.size for tile in tiles)])
+
+    def read(self, _: Bits, number: int) -> Bits:
+        """The weights of one block, as they are published: a view where they lie in one place."""
+        begin = number * BLOCK
+        return self.read_range(begin, min(begin + BLOCK, int(self._starts[-1])))
+
+    def read_range(self, begin: int, end: int) -> Bits:
+        runs = [self._published.read(self._tiles[n], a, b) for n, a, b in self._runs(begin, end)]
+        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+    def keep(self, change: BlockChange) -> BlockChange:
+        return change
+
+    def write(self, _: Bits, change: BlockChange) -> None:
+        positions = change.tile_positions()
+        borders = np.searchsorted(positions, self._starts)
+        for n in np.flatnonzero(borders[1:] > borders[:-1]).tolist():
+            some = slice(borders[n], borders[n + 1])
+            indices = self._tiles[n].flat_indices(positions[some] - self._starts[n])
+            for flat in self._memory(n):
+                flat[indices] = change.new[some]
+
+    def write_block(self, _: Bits, number: int, bits: Bits) -> None:
+        begin = number * BLOCK
+        at = 0
+        for n, a, b in self._runs(begin, begin + bits.size):
+            for flat in self._memory(n):
+                self._tiles[n].write(flat, a, bits[at : at + b - a])
+            at += b - a
+
+    def untied(self) -> bool:
+        """Whether a tensor differs from one that it is tied to."""
+        return any(
+            not np.array_equal(tile.read(other, 0, tile.size), tile.read(self._memory(n)[0], 0, tile.size))
+            for n, tile in enumerate(self._tiles)
+            for other in self._copies[n]
+        )
+
+    def _memory(self, n: int) -> tuple[Bits, ...]:
+        return (self._published.views[self._tiles[n].tensor.name].flat, *self._copies[n])
+
+    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Which weights of which tiles a range is: number, begin and end in it."""
+        n = int(np.searchsorted(self._starts, begin, "right")) - 1
+        while begin < end:
+            start, stop = int(self._starts[n]), int(self._starts[n + 1])
+            yield n, begin - start, min(end, stop) - start
+            begin, n = min(end, stop), n + 1
+
+
+class Held:
+    """All bundles that a process holds: the memory behind its tiles, to read and, where it may be, to write."""
+
+    def __init__(self, wire: Wire, tiles: Sequence[Tile], shards: Shards) -> None:
+        aliases: dict[str, list[str]] = {}
+        for alias, name in wire.ties.items():
+            aliases.setdefault(name, []).append(alias)
+        self.places: dict[int, Bundle] = {}
+        for tile in tiles:
+            local, copies = [], []
+            for piece in wire.pieces[tile.ordinal]:
+                local.append(piece.local(shards.windows[piece.tensor]))
+                copies.append(_apart(piece.tensor, aliases.get(piece.tensor, ()), shards))
+            self.places[tile.ordinal] = Bundle(local, shards.published, copies)
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return self.places[tile.ordinal].read_range(number * BLOCK, min((number + 1) * BLOCK, tile.size))
+
+    def read(self, tile: Tile, begin: int, end: int) -> Bits:
+        return self.places[tile.ordinal].read_range(begin, end)
+
+
+def _apart(name: str, aliases: Sequence[str], shards: Shards) -> list[Bits]:
+    """The memory of names that are tied to this one in the run, and are tensors of their own here."""
+    return [shards.published.views[alias].flat for alias in aliases if alias in shards.published.views]
+
+
+def bytes_of(tiles: Iterable[Tile]) -> int:
+    return sum(tile.size * tile.tensor.kind.itemsize for tile in tiles)

@@ -1,0 +1,181 @@
+"""Which way a sync goes, decided before any work is spent on it: weights as they are, or what changed in them.
+
+Three methods. "dense" sends weights whole, and compares nothing. "gap" finds what changed and sends positions and
+values. "coded" codes them against the old weights: fewest bytes, most work. What each takes at the source, on the way
+and at a receiver is measured: work on a sample of the model's own weights before the first choice and on every sync
+after it, the link on every sync, and how much has changed on a sample of this very change.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from pulsesync import digest
+from pulsesync.format import layout as layouts
+from pulsesync.format import patch
+from pulsesync.format.weights import Flats
+from pulsesync.model import Bits, Sum, TensorSpec
+
+Method = Literal["dense", "gap", "coded"]
+METHODS: tuple[Method, ...] = get_args(Method)
+SAMPLE = 1 << 21  # weights that codecs are tried on
+TRIED = (0.002, 0.02)  # densities they are tried at
+HOT = 0.08  # share of the weights, the smallest, on which changes fall
+NEW = 0.5  # how much of an estimate the last sync makes up
+
+
+@dataclass(frozen=True)
+class Load:
+    """What there is to be sent: one tile, or all of them."""
+
+    weights: int
+    size_bytes: int
+    changed: float  # as far as a sample tells
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(self.weights + other.weights, self.size_bytes + other.size_bytes, self.changed + other.changed)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an end does with a load, in seconds."""
+
+    per_weight: float
+    per_change: float
+
+    def of(self, load: Load) -> float:
+        return self.per_weight * load.weights + self.per_change * load.changed
+
+    def learnt(self, load: Load, measured_s: float) -> "Work":
+        """The same, scaled towards what a load has really taken."""
+        off = measured_s / max(self.of(load), 1e-9)
+        by = min(max(1 + NEW * (off - 1), 0.25), 4.0)
+        return Work(self.per_weight * by, self.per_change * by)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a method takes."""
+
+    source: Work
+    receiver: Work
+    change_bytes: float | None  # that travel for each change; None: all weights do
+
+    def wire_bytes(self, load: Load) -> float:
+        return load.size_bytes if self.change_bytes is None else self.change_bytes * load.changed
+
+
+# Before anything is measured: seconds and bytes of the order that two cores have shown.
+ASSUMED: Mapping[Method, Way] = {
+    "dense": Way(Work(0.4e-9, 0), Work(0.4e-9, 0), None),
+    "gap": Way(Work(0.4e-9, 40e-9), Work(0.0, 70e-9), 2.6),
+    "coded": Way(Work(1e-9, 100e-9), Work(0.8e-9, 60e-9), 0.62),
+}
+
+
+@dataclass
+class Costs:
+    """What is known of methods and link, and what follows for the next sync."""
+
+    ways: dict[Method, Way] = field(default_factory=lambda: dict(ASSUMED))
+    byte_s: float = 1e-9  # of the link
+    bucket_weights: int = 1 << 24
+
+    def seconds(self, method: Method, load: Load) -> float:
+        """How long a sync would take: its longest stage, and of the others what the first bucket cannot hide."""
+        way = self.ways[method]
+        stages = [way.source.of(load), way.wire_bytes(load) * self.byte_s, way.receiver.of(load)]
+        buckets = max(1.0, load.weights / self.bucket_weights)
+        return max(stages) + (sum(stages) - max(stages)) / buckets
+
+    def choose(self, loads: Sequence[Load]) -> list[Method]:
+        """The method for each tile: one for all where that is quickest, else each its own."""
+        total = sum(loads, Load(0, 0, 0.0))
+        best = min(METHODS, key=lambda method: self.seconds(method, total))
+        own = [min(METHODS, key=lambda method, load=load: self._sum(method, load)) for load in loads]  # type: ignore[misc]
+        mixed = sum(self._sum(method, load) for method, load in zip(own, loads, strict=True))
+        together = sum(self._sum(best, load) for load in loads)
+        return own if mixed < 0.9 * together else [best] * len(loads)
+
+    def _sum(self, method: Method, load: Load) -> float:
+        way = self.ways[method]
+        return way.source.of(load) + way.wire_bytes(load) * self.byte_s + way.receiver.of(load)
+
+    def learn(self, method: Method, load: Load, source_s: float, receiver_s: float, sent_bytes: int) -> None:
+        """Take in what a sync by one method has taken; the load says what really changed."""
+        way = self.ways[method]
+        self.ways[method] = Way(
+            way.source.learnt(load, source_s),
+            way.receiver.learnt(load, receiver_s),
+            None if way.change_bytes is None else sent_bytes / max(load.changed, 1.0),
+        )
+
+    def learn_link(self, sent_bytes: int, wire_s: float, latency_s: float) -> None:
+        """Take in how long bytes were on their way; so few that latency hides them tell only that it is not slower."""
+        if sent_bytes <= 0:
+            return
+        took_s = (wire_s - latency_s) / sent_bytes
+        if wire_s > 3 * latency_s:
+            self.byte_s += NEW * (took_s - self.byte_s)
+        else:
+            self.byte_s = min(self.byte_s, wire_s / sent_bytes)
+
+    def measure(self, sample: Bits, dtype: str) -> None:
+        """Try the codecs on some of the model's own weights, changed as training would."""
+        sample = sample[:SAMPLE]
+        if sample.size < 1 << 16:
+            return
+        layout = layouts.make([TensorSpec("sample", dtype, (sample.size,))])
+        sums = {0: digest.count_tile(layout.tiles[0], sample)}
+        found = {density: _try(layout, sample, sums, density) for density in TRIED}
+        for method in ("gap", "coded"):
+            (c0, s0, r0), (c1, s1, r1) = (found[density][method] for density in TRIED)
+            self.ways[method] = replace(
+                self.ways[method],
+                source=_line(sample.size, (c0, s0), (c1, s1)),
+                receiver=_line(sample.size, (c0, r0), (c1, r1)),
+            )
+        copy_s = _time(lambda: digest.count_tile(layout.tiles[0], sample.copy())) / sample.size
+        self.ways["dense"] = replace(self.ways["dense"], source=Work(copy_s, 0), receiver=Work(copy_s, 0))
+
+
+Tried = dict[Method, tuple[int, float, float]]  # changes, seconds at the source and at a receiver
+
+
+def _try(layout: layouts.Layout, old: Bits, sums: Mapping[int, Sum], density: float) -> Tried:
+    magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
+    hot = np.flatnonzero(magnitude <= np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)])
+    rng = np.random.default_rng(0)
+    positions = rng.choice(hot, min(int(density * old.size), hot.size), replace=False)
+    new = old.copy()
+    new[positions] ^= 1
+    out: Tried = {}
+    weights = Flats({"sample": old})
+    for method, codec in (("gap", "gap"), ("coded", "context")):
+
+        def encode(codec: patch.CodecName = codec) -> patch.EncodedPart:  # type: ignore[assignment]
+            return patch.encode(layout, layout.tiles, weights, {"sample": new}, sums, codec=codec)
+
+        part = encode()
+        source_s = _time(encode)
+        receiver_s = _time(lambda part=part: patch.decode(part.data, layout, weights))  # type: ignore[misc]
+        out[method] = positions.size, source_s, receiver_s  # type: ignore[index]
+    return out
+
+
+def _time(work: Callable[[], object]) -> float:
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return min(took[1:])  # the first may compile
+
+
+def _line(weights: int, low: tuple[int, float], high: tuple[int, float]) -> Work:
+    """Through two measurements: so much a weight, so much a change."""
+    per_change = max((high[1] - low[1]) / max(high[0] - low[0], 1), 1e-10)
+    return Work(max((low[1] - per_change * low[0]) / weights, 1e-11), per_change)
