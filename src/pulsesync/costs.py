@@ -81,7 +81,7 @@ class Costs:
     """What is known of methods and link, and what follows for the next sync."""
 
     ways: dict[Method, Way] = field(default_factory=lambda: dict(ASSUMED))
-    byte_s: float = 1e-9  # of the link
+    byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: int = 1 << 24
 
     def seconds(self, method: Method, load: Load) -> float:
@@ -113,15 +113,19 @@ class Costs:
             None if way.change_bytes is None else sent_bytes / max(load.changed, 1.0),
         )
 
-    def learn_link(self, sent_bytes: int, wire_s: float, latency_s: float) -> None:
-        """Take in how long bytes were on their way; so few that latency hides them tell only that it is not slower."""
-        if sent_bytes <= 0:
+    def learn_link(self, sent_bytes: int, wire_s: float, others_s: float) -> None:
+        """Take in how long bytes were on their way; others_s is what the longest other stage took.
+
+        A link that was not what held the sync up shows only that it is not slower: what was waited for may have been
+        anything.
+        """
+        if sent_bytes <= 0 or wire_s <= 0:
             return
-        took_s = (wire_s - latency_s) / sent_bytes
-        if wire_s > 3 * latency_s:
+        took_s = wire_s / sent_bytes
+        if took_s < self.byte_s:
+            self.byte_s = took_s
+        elif wire_s > others_s:
             self.byte_s += NEW * (took_s - self.byte_s)
-        else:
-            self.byte_s = min(self.byte_s, wire_s / sent_bytes)
 
     def measure(self, sample: Bits, dtype: str) -> None:
         """Try the codecs on some of the model's own weights, changed as training would."""

@@ -84,7 +84,7 @@ class State:
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: dict[str, int] = {}
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
-        self.sums: Mapping[int, Sum] = self._count() if sums is None else sums
+        self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
         self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: only an anchor can help
 
     @classmethod
@@ -154,7 +154,7 @@ class State:
         self.untied = self._find_untied()
         if self.untied:
             raise VerificationError(f"a tensor tied to {self.untied!r} differs from it", tensor=self.untied)
-        self.sums = self._count()
+        self.sums = self.count()
         return self.digest
 
     def find_damage(self) -> Tile | None:
@@ -168,7 +168,8 @@ class State:
                         return tile
         return None
 
-    def _count(self) -> dict[int, Sum]:
+    def count(self) -> dict[int, Sum]:
+        """Count the digests of all tiles that are held."""
         return {tile.ordinal: self._count_tile(tile) for tile in self.layout.tiles if self._counts(tile)}
 
     def _counts(self, tile: Tile) -> bool:

@@ -114,9 +114,11 @@ class Stream:
                     if rank == self.team.rank:
                         self._send(ahead, lengths[rank])
                     else:
-                        for message in self._receive(rank, lengths[rank]):
-                            if not self.faults:
-                                reading.append(decoder.submit(self._read, message, place, before))
+                        reading += [
+                            decoder.submit(self._read, message, place, before)
+                            for message in self._receive(rank, lengths[rank])
+                            if not self.faults
+                        ]
                 self.waits_s.append(time.perf_counter() - began)
             for future in reading:
                 with self._faults():

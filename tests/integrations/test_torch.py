@@ -1,32 +1,51 @@
 """Broadcast over real processes and gloo: whoever holds what, however it changed, whoever dies when."""
 
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
-from pulsesync.integrations.torch import Broadcast
-from tests.processes import Fleet, fleet, group
+from pulsesync.collective import Collective
+from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
+from pulsesync.integrations.torch import Broadcast, BroadcastReport
+from pulsesync.shards import Placed, tensor_parallel
+from tests.processes import Fleet, die, fleet, group, join_group
 
 __all__ = ["fleet"]
 
+TIMEOUT_S = 6.0
+Model = dict[str, torch.Tensor]
 
-def bits(model: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: t.detach().contiguous().view(-1).view(torch.uint8).numpy().copy() for name, t in model.items()}
+
+def bits(model: Any) -> dict[str, np.ndarray]:
+    state = model if isinstance(model, dict) else model.state_dict()
+    return {name: t.detach().contiguous().view(-1).view(torch.uint8).numpy().copy() for name, t in state.items()}
 
 
-def random_model(rng: np.random.Generator) -> dict[str, torch.Tensor]:
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def random_model(rng: np.random.Generator) -> Model:
     model = {}
     for n, dtype in enumerate([torch.bfloat16] * 6 + [torch.float32, torch.float16, torch.int64, torch.uint8]):
         shape = tuple(int(x) for x in rng.integers(0 if n == 3 else 1, 40, int(rng.integers(0, 4))))
         raw = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
         model[f"layer.{n}.weight"] = torch.from_numpy(raw.copy()).view(dtype).reshape(shape)
-    model["large.weight"] = torch.from_numpy((0.02 * rng.standard_normal((300, 700))).astype(np.float32)).bfloat16()
-    return model
+    return model | weights(rng)
 
 
-def change_(model: dict[str, torch.Tensor], rng: np.random.Generator, density: float) -> None:
+def weights(rng: np.random.Generator, rows: int = 300, columns: int = 700) -> Model:
+    values = (0.02 * rng.standard_normal((rows, columns))).astype(np.float32)
+    return {"large.weight": torch.from_numpy(values).bfloat16(), "norm": torch.ones(columns).bfloat16()}
+
+
+def change_(model: Model, rng: np.random.Generator, density: float) -> None:
     for tensor in model.values():
         flat = tensor.view(-1).view(torch.uint8)
         count = rng.binomial(flat.numel(), density)
@@ -34,20 +53,29 @@ def change_(model: dict[str, torch.Tensor], rng: np.random.Generator, density: f
         flat[at] = torch.from_numpy(rng.integers(0, 256, count, np.uint8))
 
 
-def every_push(rank: int, size: int, folder: str, seed: int, method: str) -> list[Any]:
+def zeros(model: Model) -> Model:
+    return {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+
+
+def sync(cast: Broadcast, rank: int, model: Any) -> BroadcastReport:
+    return cast.push(model) if rank == 0 else cast.pull_(model)
+
+
+# Every bit
+
+
+def every_push(rank: int, size: int, folder: str, seed: int, method: Any) -> list[Any]:
     rng = np.random.default_rng(seed)
     model = random_model(rng)
     seen = []
-    if rank:
-        model = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    model = zeros(model) if rank else model
     with group(folder, "one", rank, size):
-        cast = Broadcast(timeout_s=8, method=method)
+        cast = Broadcast(timeout_s=TIMEOUT_S, method=method)
         for density in (0.0, 0.01, 0.0, 0.3, 0.001, 1.0):
             if rank == 0:
                 change_(model, rng, density)
-                report = cast.push(model)
-            else:
-                report = cast.pull_(model)
+            report = sync(cast, rank, model)
+            if rank:
                 cast.verify()
             seen.append((bits(model), report))
     return seen
@@ -60,6 +88,556 @@ def test_all_ranks_hold_the_same_bits_after_every_push(fleet: Fleet, size: int, 
     for steps in zip(*results, strict=True):
         (first, report), *others = steps
         for held, other in others:
-            assert held.keys() == first.keys()
-            assert all(np.array_equal(held[name], first[name]) for name in first)
+            assert same(held, first)
             assert (other.version, other.digest) == (report.version, report.digest)
+
+
+AWKWARD = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x3F80]
+
+
+def awkward(rank: int, size: int, folder: str, method: Any) -> bool:
+    """From every awkward bit pattern to every other: −0.0, infinities, NaN payloads, subnormals."""
+    old, new = np.meshgrid(np.array(AWKWARD, np.uint16), np.array(AWKWARD, np.uint16))
+    model = {"w": torch.from_numpy(np.repeat(old, 40).copy()).view(torch.bfloat16)}
+    held = zeros(model)
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method=method)
+        sync(cast, rank, held if rank else model)
+        then = np.repeat(new, 40)
+        model["w"].view(torch.int16)[:] = torch.from_numpy(then.view(np.int16).copy())
+        sync(cast, rank, held if rank else model)
+    mine = held if rank else model
+    return bool(np.array_equal(mine["w"].view(torch.int16).numpy().view(np.uint16), then))
+
+
+@pytest.mark.parametrize("method", ["dense", "gap", "coded"])
+def test_nan_payloads_and_signed_zeros_are_carried_exactly(fleet: Fleet, method: str) -> None:
+    assert fleet.run(awkward, 2, method=method) == [True, True]
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.head = torch.nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def tied(rank: int, size: int, folder: str, receiver_ties: bool) -> Any:
+    torch.manual_seed(rank)
+    model = Tied(rank == 0 or receiver_ties).bfloat16()
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S)
+        for _ in range(3):
+            with torch.no_grad():
+                if rank == 0:
+                    model.embed.weight[3] += 0.5
+            report = sync(cast, rank, model)
+    return bits(model), report.total
+
+
+@pytest.mark.parametrize("receiver_ties", [True, False])
+def test_tied_weights_travel_once_and_arrive_in_both_places(fleet: Fleet, receiver_ties: bool) -> None:
+    (sent, total), (got, _) = fleet.run(tied, 2, receiver_ties=receiver_ties)
+    assert total == 400
+    assert same(sent, got)
+
+
+def tied_here_alone(rank: int, size: int, folder: str) -> str:
+    model = Tied(rank == 1).bfloat16()
+    with group(folder, "one", rank, size):
+        with pytest.raises(StateError) as e:
+            sync(Broadcast(timeout_s=TIMEOUT_S), rank, model)
+        return str(e.value)
+
+
+def test_a_tie_that_the_source_does_not_have_is_refused_by_all(fleet: Fleet) -> None:
+    said = fleet.run(tied_here_alone, 2)
+    assert said[0] == said[1]
+    assert "rank 1 ties 'head.weight' to 'embed.weight'" in said[0]
+
+
+def masters(rank: int, size: int, folder: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    master = torch.from_numpy((0.02 * rng.standard_normal((64, 64))).astype(np.float32))
+    held = {"w": torch.zeros(64, 64, dtype=torch.bfloat16)}
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, cast="BF16")
+        for _ in range(3):
+            master += 1e-4 * torch.from_numpy(rng.standard_normal((64, 64)).astype(np.float32))
+            sync(cast, rank, held if rank else {"w": master})
+    return bits(held if rank else {"w": master.bfloat16()})
+
+
+def test_masters_in_fp32_arrive_as_the_dtype_that_receivers_hold(fleet: Fleet) -> None:
+    sent, got = fleet.run(masters, 2)
+    assert same(sent, got)
+
+
+# Messages
+
+
+def counted(rank: int, size: int, folder: str, tensors: int) -> list[tuple[int, str]]:
+    rng = np.random.default_rng(0)
+    values = torch.from_numpy((0.02 * rng.standard_normal(60_000)).astype(np.float32)).bfloat16()
+    model = {f"expert.{n}": part.clone() for n, part in enumerate(values.chunk(tensors))}
+    model = zeros(model) if rank else model
+    out = []
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        for _ in range(3):
+            for tensor in model.values() if rank == 0 else ():
+                tensor.view(torch.int16)[0] += 1
+            report = sync(cast, rank, model)
+            out.append((report.messages, report.digest))
+    return out
+
+
+def test_messages_do_not_grow_with_the_number_of_tensors(fleet: Fleet) -> None:
+    few, many = fleet.run(counted, 2, tensors=10)[0], fleet.run(counted, 2, tensors=3000)[0]
+    assert [n for n, _ in few[1:]] == [n for n, _ in many[1:]]
+    assert many[1][0] <= 5
+
+
+# What does not fit
+
+
+def refused(rank: int, size: int, folder: str, what: str) -> str:
+    model: Any = {"a": torch.zeros(8, 8), "b": torch.ones(4)}
+    if rank == 1:
+        model = {
+            "dtype": {"a": torch.zeros(8, 8).bfloat16(), "b": torch.ones(4)},
+            "shape": {"a": torch.zeros(8, 9), "b": torch.ones(4)},
+            "missing": {"a": torch.zeros(8, 8)},
+            "extra": {**model, "c": torch.ones(2)},
+            "not contiguous": {"a": torch.zeros(8, 8).T, "b": torch.ones(4)},
+            "overlapping": {"a": (x := torch.zeros(70))[:64].view(8, 8), "b": x[60:64]},
+        }[what]
+    before = bits(model)
+    with group(folder, "one", rank, size), pytest.raises(PulseError) as e:
+        sync(Broadcast(timeout_s=TIMEOUT_S), rank, model)
+    assert same(bits(model), before)
+    return f"{type(e.value).__name__}: {e.value}"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("dtype", "tensor 'a' is F32 (8, 8) for one process and BF16 (8, 8) for another"),
+        ("shape", "tensor 'a' is F32 (8, 8) for one process and F32 (8, 9) for another"),
+        ("missing", "rank 1 lacks tensor 'b'"),
+        ("extra", "rank 1 holds rows 0 to 2 of tensor 'c', and no source does"),
+        ("not contiguous", "tensor 'a' is not contiguous"),
+        ("overlapping", "share memory"),
+    ],
+)
+def test_what_does_not_fit_is_told_to_every_rank_at_once(fleet: Fleet, what: str, told: str) -> None:
+    began = time.monotonic()
+    said = fleet.run(refused, 3, what=what)
+    assert all(told in one for one in said), said
+    assert time.monotonic() - began < TIMEOUT_S
+
+
+def test_a_rank_pushes_or_pulls_and_not_the_other(tmp_path: Any) -> None:
+    with group(str(tmp_path), "solo", 0, 1):
+        with pytest.raises(ValueError, match="is a source here"):
+            Broadcast().pull_({"a": torch.zeros(2)})
+        with pytest.raises(ValueError, match="no method 'sparse'"):
+            Broadcast(method="sparse")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="has no ranks"):
+            Broadcast(src=[0, 1])
+        assert Broadcast().push({"a": torch.zeros(2)}).method == "full"  # nobody listens, and that is that
+
+
+def replaced(rank: int, size: int, folder: str) -> list[Any]:
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    out = []
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        for step in range(4):
+            if rank == 0:
+                change_(model, rng, 0.001)
+            elif step == 2:
+                model = zeros(model)  # as an engine does that reloads
+            report = sync(cast, rank, model)
+            out.append((report.method, bits(model)))
+    return out
+
+
+def test_a_receiver_whose_tensors_were_replaced_gets_everything_again(fleet: Fleet) -> None:
+    sent, got = fleet.run(replaced, 2)
+    assert [method for method, _ in sent] == ["full", "coded", "full", "coded"]
+    assert all(same(a, b) for (_, a), (_, b) in zip(sent, got, strict=True))
+
+
+# Bad bytes
+
+
+def damaging(at: int, byte: int) -> Callable[..., None]:
+    """A broadcast that flips a bit of the message of this number as it arrives, once."""
+    plain, count = Collective.broadcast_, [0]
+
+    def broadcast_(self: Collective, buffer: Any, source: int) -> None:
+        plain(self, buffer, source)
+        if source != self.rank and buffer.nbytes > 64:
+            if count[0] == at:
+                buffer[byte % (buffer.nbytes - 8)] ^= 4
+            count[0] += 1
+
+    return broadcast_
+
+
+def corrupted(rank: int, size: int, folder: str, method: Any, byte: int) -> tuple[str, list[str]]:
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method=method)
+        sync(cast, rank, model)
+        if rank == 0:
+            change_(model, rng, 0.01)
+        before = bits(model)
+        if rank == 1:
+            Collective.broadcast_ = damaging(0, byte)  # type: ignore[method-assign]
+        with pytest.raises(PulseError) as e:
+            sync(cast, rank, model)
+        assert same(bits(model), before)
+        said = f"{type(e.value).__name__}: {e.value}"
+        if rank == 0:
+            change_(model, rng, 0.01)
+        methods = [sync(cast, rank, model).method for _ in range(2)]
+        rows = Collective().gather(b"".join(v.tobytes() for v in bits(model).values()))
+        assert len(set(rows)) == 1
+    return said, methods
+
+
+@pytest.mark.parametrize("byte", [0, 8, 40, 100, 1000, 100_003])
+@pytest.mark.parametrize("method", ["dense", "gap", "coded"])
+def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(
+    fleet: Fleet, method: str, byte: int
+) -> None:
+    results = fleet.run(corrupted, 3, method=method, byte=byte)
+    said = [one for one, _ in results]
+    assert "GroupError: rank 1 could not take what was sent" in said[0]
+    assert said[0] == said[2]
+    assert said[1].split(":")[0] in ("ChecksumError", "FormatError", "VerificationError", "UnsupportedError"), said
+    assert all(methods == [method, method] for _, methods in results)
+
+
+# Those who die, fall behind and come late
+
+
+def killed(rank: int, size: int, folder: str, victim: int, message: int) -> Any:
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    join_group(folder, "one", rank, size)
+    cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 16)
+    for _ in range(2):
+        if rank == 0:
+            change_(model, rng, 0.01)
+        sync(cast, rank, model)
+    if rank == 0:
+        change_(model, rng, 0.01)
+    before = bits(model)
+    if rank == victim:
+        die_at(message)
+    began = time.monotonic()
+    with pytest.raises(GroupError, match="lost the others"):
+        sync(cast, rank, model)
+    waited = time.monotonic() - began
+    assert same(bits(model), before)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
+    distributed.destroy_process_group()
+    rank, size = rank - (rank > victim), size - 1
+    join_group(folder, "two", rank, size)
+    if victim == 0 and rank == 0:
+        model = {name: tensor.clone() for name, tensor in model.items()}  # the new trainer goes on from these
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        change_(model, rng, 0.01)
+    else:
+        cast.regroup()
+    report = sync(cast, rank, model)
+    distributed.destroy_process_group()
+    return waited, report.method, bits(model)
+
+
+def die_at(message: int) -> None:
+    plain, count = Collective._wait, [0]
+
+    def wait(self: Collective, begin: Any) -> None:
+        if count[0] == message:
+            die()
+        count[0] += 1
+        plain(self, begin)
+
+    Collective._wait = wait  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("message", [0, 1, 2, 3])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_receiver_killed_in_a_push_ends_it_for_all_and_a_new_group_goes_on_with_patches(
+    fleet: Fleet, victim: int, message: int
+) -> None:
+    results = [r for r in fleet.run(killed, 3, killed=[victim], victim=victim, message=message) if r]
+    assert all(waited < TIMEOUT_S + 2 for waited, _, _ in results)
+    assert [method for _, method, _ in results] == ["coded", "coded"]
+    assert same(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("message", [1, 3])
+def test_a_source_killed_in_a_push_leaves_weights_and_another_can_take_over(fleet: Fleet, message: int) -> None:
+    results = [r for r in fleet.run(killed, 3, killed=[0], victim=0, message=message) if r]
+    assert [method for _, method, _ in results] == ["full", "full"]
+    assert same(results[0][2], results[1][2])
+
+
+def behind(rank: int, size: int, folder: str) -> float:
+    model = weights(np.random.default_rng(0))
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=1.5)
+        sync(cast, rank, model)
+        before, began = bits(model), time.monotonic()
+        if rank == 2:
+            time.sleep(4)  # busy with something else
+            return 0.0
+        with pytest.raises(GroupError, match="lost the others"):
+            sync(cast, rank, model)
+        waited = time.monotonic() - began
+        assert same(bits(model), before)
+        time.sleep(max(0.0, 4 - waited))
+        return waited
+
+
+def test_a_rank_that_falls_behind_is_not_waited_for_longer_than_asked(fleet: Fleet) -> None:
+    assert all(waited < 3 for waited in fleet.run(behind, 3))
+
+
+def late(rank: int, size: int, folder: str, how: str) -> Any:
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    cast = None
+    if rank < 2:
+        with group(folder, "one", rank, 2):
+            cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+            for _ in range(2):
+                sync(cast, rank, model)
+                if rank == 0:
+                    change_(model, rng, 0.001)
+    join_group(folder, "two", rank, size)
+    if cast is None:
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+    else:
+        cast.regroup()
+    if how == "damaged" and rank == 2:
+        damage_p2p()
+    seen = []
+    for _ in range(3):
+        before = bits(model)
+        try:
+            report = sync(cast, rank, model)
+        except PulseError as e:
+            assert same(bits(model), before)
+            seen.append((type(e).__name__, 0, bits(model)))
+        else:
+            seen.append((report.method, report.received_bytes, bits(model)))
+        if rank == 0:
+            change_(model, rng, 0.001)
+    distributed.destroy_process_group()
+    return seen
+
+
+def damage_p2p() -> None:
+    plain, done = Collective.send_, [False]
+
+    def send_(self: Collective, buffer: Any, source: int, to: Any) -> None:
+        plain(self, buffer, source, to)
+        if not done[0]:
+            done[0] = True
+            buffer[buffer.size // 2] ^= 1
+
+    Collective.send_ = send_  # type: ignore[method-assign]
+
+
+def test_a_late_member_gets_the_full_state_and_the_others_only_patches(fleet: Fleet) -> None:
+    results = fleet.run(late, 3, how="")
+    for step in zip(*results, strict=True):
+        assert {method for method, _, _ in step} == {"coded"}
+        assert same(step[0][2], step[1][2])
+        assert same(step[0][2], step[2][2])
+    full = 2 * (300 * 700 + 700)
+    assert results[1][0][1] < full / 20 < full < results[2][0][1]
+    assert results[2][1][1] < full / 20
+
+
+def test_a_late_member_whose_state_is_damaged_on_the_way_touches_nothing_and_comes_again(fleet: Fleet) -> None:
+    results = fleet.run(late, 3, how="damaged")
+    assert [seen[0][0] for seen in results] == ["GroupError", "GroupError", "VerificationError"]
+    for step in list(zip(*results, strict=True))[1:]:
+        assert {method for method, _, _ in step} == {"coded"}
+        assert same(step[0][2], step[1][2])
+        assert same(step[0][2], step[2][2])
+
+
+def half_committed(rank: int, size: int, folder: str, who: int) -> Any:
+    """One rank does not hear the verdict: the others have committed, it has not."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    join_group(folder, "one", rank, size)
+    cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+    sync(cast, rank, model)
+    if rank == 0:
+        change_(model, rng, 0.001)
+    if rank == who:
+        plain = cast._verdict
+
+        def deaf(*args: Any) -> Any:
+            plain(*args)
+            raise GroupError("cut off")
+
+        cast._verdict = deaf  # type: ignore[method-assign]
+        with pytest.raises(GroupError, match="cut off"):
+            sync(cast, rank, model)
+        del cast._verdict
+    else:
+        sync(cast, rank, model)
+    distributed.destroy_process_group()
+    join_group(folder, "two", rank, size)
+    cast.regroup()
+    methods = []
+    for _ in range(2):
+        if rank == 0:
+            change_(model, rng, 0.001)
+        methods.append(sync(cast, rank, model).method)
+        if rank:
+            cast.verify()
+    distributed.destroy_process_group()
+    return methods, bits(model)
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_ranks_that_committed_go_back_to_one_that_could_not(fleet: Fleet, who: int) -> None:
+    results = fleet.run(half_committed, 3, who=who)
+    assert all(methods == ["coded", "coded"] for methods, _ in results)
+    assert same(results[0][1], results[1][1])
+    assert same(results[0][1], results[2][1])
+
+
+def overwritten(rank: int, size: int, folder: str) -> bool:
+    model = weights(np.random.default_rng(0))
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S)
+        sync(cast, rank, model)
+        if rank == 0:
+            return True
+        cast.verify()
+        model["norm"][5] = 2
+        with pytest.raises(VerificationError, match=r"large.weight, or of 1 tensors beside it,"):
+            cast.verify()
+        return True
+
+
+def test_verify_finds_weights_that_somebody_else_has_written(fleet: Fleet) -> None:
+    assert fleet.run(overwritten, 2) == [True, True]
+
+
+# Trainers that share a model, and rollouts that share it otherwise
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(37, 24)
+        self.up = torch.nn.Linear(24, 40, bias=False)
+        self.down = torch.nn.Linear(40, 24, bias=False)
+        self.norm = torch.nn.LayerNorm(24)
+        self.head = torch.nn.Linear(24, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.down(self.up(self.embed(tokens)).relu())))
+
+
+def rollout(layout: str, rank: int) -> dict[str, Any]:
+    """An empty rollout: of all, or of one of two tensor-parallel ranks, with up split by rows and down by columns."""
+    state = {name: torch.zeros_like(t).bfloat16() for name, t in Net().state_dict().items() if name != "head.weight"}
+    if layout == "whole":
+        return state
+    state["up.weight"] = state["up.weight"][:20].clone()
+    state["down.weight"] = state["down.weight"][:, :20].clone()
+    split = tensor_parallel(state, rank, 2, rows=["up.*"], columns=["down.*"])
+    vocab = [(0, 20), (20, 37)][rank]  # uneven
+    split["embed.weight"] = Placed(torch.zeros(vocab[1] - vocab[0], 24).bfloat16(), (37, 24), rows=vocab)
+    return split
+
+
+def fsdp(rank: int, size: int, folder: str, trainers: int, layout: str) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    out = []
+    with group(folder, "one", rank, size):
+        among = distributed.new_group(list(range(trainers)))
+        cast = Broadcast(src=list(range(trainers)), cast="BF16", timeout_s=TIMEOUT_S)
+        if rank >= trainers:
+            mine = rollout(layout, rank - trainers)
+            for _ in range(4):
+                report = cast.pull_(mine)
+                cast.verify()
+                held = {n: t.tensor if isinstance(t, Placed) else t for n, t in mine.items()}
+                out.append((report.method, bits(held)))
+            return out
+        del among
+        mesh = init_device_mesh("cpu", (trainers,)) if trainers == size else mesh_of(trainers)
+        net = Net()
+        fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for step in range(4):
+            torch.manual_seed(100 * step + rank)
+            net(torch.randint(0, 37, (4, 9))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = cast.push(net)
+            largest = sum(flat.nbytes for flat in cast._state.flats.values())  # type: ignore[union-attr]
+            whole = {name: t.full_tensor().bfloat16() for name, t in net.state_dict().items()}
+            out.append((report.method, bits(whole), largest))
+    return out
+
+
+def mesh_of(trainers: int) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", list(range(trainers)))
+
+
+@pytest.mark.parametrize("layout", ["whole", "split"])
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_fsdp_trainers_reach_rollouts_in_other_layouts_bit_for_bit(fleet: Fleet, trainers: int, layout: str) -> None:
+    rollouts = 2 if layout == "split" else 1
+    results = fleet.run(fsdp, trainers + rollouts, trainers=trainers, layout=layout)
+    every = sum(t.numel() for n, t in Net().state_dict().items() if n != "head.weight") * 2
+    for step in range(4):
+        whole = results[0][step][1]
+        for _, _, largest in (results[n][step] for n in range(trainers)):
+            assert largest < 0.7 * every  # nobody's copy is the whole model's
+        for place, seen in enumerate(results[trainers:]):
+            for name, held in seen[step][1].items():
+                expected = cut(name, whole[name], layout, place)
+                assert np.array_equal(held, expected), (step, name, place)
+
+
+def cut(name: str, whole: np.ndarray, layout: str, place: int) -> np.ndarray:
+    table = whole.view(np.uint16)
+    if layout == "split" and name == "up.weight":
+        table = table.reshape(40, 24)[20 * place : 20 * place + 20]
+    if layout == "split" and name == "down.weight":
+        table = table.reshape(24, 40)[:, 20 * place : 20 * place + 20]
+    if layout == "split" and name == "embed.weight":
+        table = table.reshape(37, 24)[slice(0, 20) if place == 0 else slice(20, 37)]
+    return np.ascontiguousarray(table).reshape(-1).view(np.uint8)

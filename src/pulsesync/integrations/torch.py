@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pulsesync import buckets, bundles, digest
+from pulsesync import buckets, bundles
 from pulsesync.bundles import Held, Wire
 from pulsesync.collective import Collective
 from pulsesync.costs import METHODS, Costs, Load, Method
@@ -139,16 +139,13 @@ class Broadcast:
 
     def verify(self) -> None:
         """Recount a receiver's weights. Raises: VerificationError, if they are not what was last pulled."""
-        if self._state is None or self._at is None or self._pushes:
+        if self._state is None or self._at is None or self._wire is None or self._pushes:
             raise StateError("nothing was pulled yet")
-        for tile in self._state.layout.tiles:
-            if tile.ordinal in self._state.places:
-                number = range(tile.block_count)
-                counted = digest.sum_up(digest.count_block(tile, n, self._state.block(tile, n)) for n in number)
-                if counted != self._at.sums[tile.ordinal]:
-                    assert self._wire is not None
-                    name = self._wire.pieces[tile.ordinal][0].tensor
-                    raise VerificationError(f"weights of {name!r} or its neighbours are not what came", tensor=name)
+        for ordinal, counted in self._state.count().items():
+            if counted != self._at.sums[ordinal]:
+                names = sorted({piece.tensor for piece in self._wire.pieces[ordinal]})
+                among = names[0] if len(names) == 1 else f"{names[0]}, or of {len(names) - 1} tensors beside it,"
+                raise VerificationError(f"weights of {among} are not what came", tensor=names[0])
 
     # A sync
 
@@ -247,16 +244,18 @@ class Broadcast:
         """Take in what this sync took: the link, and the method if it was one."""
         place = self._sources.index(self._team.rank)
         waits = [note["waits_ms"][place] / 1e3 for rank, note in enumerate(notes) if rank not in self._sources]
-        if waits:
-            self.costs.learn_link(stream.sent_bytes, max(waits) - stream.starved_s, self._latency_s)
+        if not waits:
+            return
+        clock, work_s = stream.clock, max(note["work_s"] for note in notes)
+        source_s = clock["diff"] + clock["encode"] + clock["digest"]
+        wire_s = max(waits) - stream.starved_s - self._latency_s
+        self.costs.learn_link(stream.sent_bytes, wire_s, max(source_s, work_s))
         methods = {method for method, _ in jobs}
-        if len(methods) != 1 or not waits:
+        if len(methods) != 1:
             return
         tiles = [tile for _, some in jobs for tile in some]
         changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
         load = Load(sum(tile.size for tile in tiles), bundles.bytes_of(tiles), changed)
-        clock, work_s = stream.clock, max(note["work_s"] for note in notes)
-        source_s = clock["diff"] + clock["encode"] + clock["digest"]
         self.costs.learn(methods.pop(), load, source_s, work_s, stream.sent_bytes)
 
     # Who holds what
