@@ -153,35 +153,43 @@ def _rows(rollouts: Rollouts, begin: int, end: int) -> Rollouts:
 # What an exchange of these updates sends
 
 
-class _ThreadGroup(GroupExchange):
-    """The exchange of a process group, between threads: all of its code but the collectives."""
+class _ThreadTeam:
+    """Stands in for `Collective` between threads; it counts as that does."""
 
-    def __init__(self, rank: int, size: int, reduce: Any, board: list[Any], barrier: threading.Barrier) -> None:
-        self._rank, self._size, self._reduce, self._device = rank, size, reduce, "cpu"
-        self._names = [f"{r:05d}" for r in range(size)]
-        self.trainer = self._names[rank]
+    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, size
         self._board, self._barrier = board, barrier
         self.sent_bytes = self.received_bytes = 0
 
     def _passed(self, thing: Any) -> list[Any]:
-        self._board[self._rank] = thing
+        self._board[self.rank] = thing
         self._barrier.wait()
         got = list(self._board)
         self._barrier.wait()
         return got
 
-    def _swap(self, outgoing: Any, most: int) -> list[bytes]:
-        self.sent_bytes += 8 * self._size * (self._size - 1)  # the lengths go first
-        self.received_bytes += 8 * self._size * (self._size - 1)
-        coming = [b"" if r == self._rank else row[self._rank] for r, row in enumerate(self._passed(list(outgoing)))]
-        self.sent_bytes += sum(len(data) for r, data in enumerate(outgoing) if r != self._rank)
+    def swap(self, outgoing: Any, most: int) -> list[bytes]:
+        self.sent_bytes += 8 * self.size * (self.size - 1)  # the lengths go first
+        self.received_bytes += 8 * self.size * (self.size - 1)
+        coming = [b"" if r == self.rank else row[self.rank] for r, row in enumerate(self._passed(list(outgoing)))]
+        self.sent_bytes += sum(len(data) for r, data in enumerate(outgoing) if r != self.rank)
         self.received_bytes += sum(map(len, coming))
         return coming
 
-    def _all_gather(self, row: Any) -> list[Any]:
-        self.sent_bytes += (self._size - 1) * row.nbytes
-        self.received_bytes += (self._size - 1) * row.nbytes
+    def gather_rows(self, row: Any) -> list[Any]:
+        self.sent_bytes += (self.size - 1) * row.nbytes
+        self.received_bytes += (self.size - 1) * row.nbytes
         return self._passed(row)
+
+
+class _ThreadGroup(GroupExchange):
+    """The exchange of a process group, between threads: all of its code but the collectives."""
+
+    def __init__(self, rank: int, size: int, reduce: Any, board: list[Any], barrier: threading.Barrier) -> None:
+        self._rank, self._size, self._reduce = rank, size, reduce
+        self._names = [f"{r:05d}" for r in range(size)]
+        self.trainer = self._names[rank]
+        self._team: Any = _ThreadTeam(rank, size, board, barrier)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ their exact lengths, sizes first, every wait has an end, and what went is counte
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,7 +112,7 @@ class Collective:
         if self.rank == source:
             for rank in to:
                 place = self._global(rank)
-                self._wait(lambda place=place: distributed.isend(there, place, group=self.group))
+                self._wait(partial(distributed.isend, there, place, group=self.group))
                 self.sent_bytes += buffer.nbytes
                 self.messages += 1
         elif self.rank in to:
@@ -121,22 +122,54 @@ class Collective:
             if there is not tensor:
                 tensor.copy_(there)
 
+    def swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
+        """Send each rank its bytes, `most` at most; return what each has sent here. Nothing goes to oneself."""
+        import torch
+        from torch import distributed
+
+        lengths = [0 if rank == self.rank else len(data) for rank, data in enumerate(outgoing)]
+        coming = [int(row[self.rank]) for row in self.gather_rows(np.array(lengths, np.int64))]
+        if not all(0 <= length <= most for length in coming):
+            raise GroupError(f"the group is out of step: somebody sends {max(coming)} bytes", rank=self.rank)
+        boxes = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in coming]
+        moves = []
+        for rank, data in enumerate(outgoing):
+            place = self._global(rank)
+            if lengths[rank]:
+                full = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+                moves.append(distributed.P2POp(distributed.isend, full, place, self.group))
+            if coming[rank]:
+                moves.append(distributed.P2POp(distributed.irecv, boxes[rank], place, self.group))
+        works = self._translated(lambda: distributed.batch_isend_irecv(moves)) if moves else []
+        for work in works:
+            self._end(work)
+        self.messages += len(moves)
+        self.sent_bytes += sum(lengths)
+        self.received_bytes += sum(coming)
+        return [box.cpu().numpy().tobytes() for box in boxes]
+
     def _global(self, rank: int) -> int:
         from torch import distributed
 
         return distributed.get_global_rank(self.group, rank) if self.group else rank
 
-    def _wait(self, begin: Any) -> None:
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        """Begin something, and wait for its end."""
+        work = self._translated(begin)
+        if work is None:
+            raise GroupError("this process is not in the group", rank=self.rank)
+        self._end(work)
+
+    def _end(self, work: Any) -> None:
+        if self._translated(lambda: work.wait(timedelta(seconds=self.timeout_s))) is False:
+            raise GroupError(f"rank {self.rank} waited {self.timeout_s:g} s for the others", rank=self.rank)
+
+    def _translated(self, work: Callable[[], Any]) -> Any:
         try:
-            work = begin()
-            if work is None:
-                raise GroupError("this process is not in the group", rank=self.rank)
-            done = work.wait(timedelta(seconds=self.timeout_s))
+            return work()
         except (RuntimeError, ValueError) as e:  # torch's own: timeouts, closed connections, a destroyed group
             raise GroupError(
                 f"rank {self.rank} lost the others: one died, fell {self.timeout_s:g} s behind, or does something else "
                 f"({str(e).splitlines()[0][-160:]})",
                 rank=self.rank,
             ) from e
-        if done is False:
-            raise GroupError(f"rank {self.rank} waited {self.timeout_s:g} s for the others", rank=self.rank)

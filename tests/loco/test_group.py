@@ -48,10 +48,10 @@ class Counter:
                 counter.received += tensor.nbytes if op is distributed.irecv else 0
                 return plain_op(op, tensor, *rest)
 
-        def all_gather(rows: Any, row: Any, group: Any = None) -> Any:
+        def all_gather(rows: Any, row: Any, **options: Any) -> Any:
             counter.sent += (size - 1) * row.nbytes
             counter.received += sum(r.nbytes for r in rows) - row.nbytes
-            return plain_gather(rows, row, group=group)
+            return plain_gather(rows, row, **options)
 
         distributed.all_gather, distributed.P2POp = all_gather, Op
 
@@ -354,7 +354,7 @@ def arm(trainer: Trainer, point: str) -> None:
     elif point == "between two swaps":
         exchange._swap = then_die(exchange._swap)
     elif point == "between sizes and bytes":
-        plain = exchange._all_gather
+        plain = exchange._team.gather_rows
 
         def gather(row: Any) -> Any:
             rows = plain(row)
@@ -363,7 +363,7 @@ def arm(trainer: Trainer, point: str) -> None:
                 die()
             return rows
 
-        exchange._all_gather = gather
+        exchange._team.gather_rows = gather
     elif point == "before it confirms":
         exchange.confirm = lambda *_: die()
     elif point == "after it has confirmed":

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pulsesync.errors import ChainError, FormatError, RoundError, StateError, VerificationError
+from pulsesync.collective import Collective
+from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, StateError, VerificationError
 from pulsesync.loco.exchange import Letter
 from pulsesync.loco.gate import F32, Sparse, Split
 from pulsesync.loco.outer import aggregate
@@ -36,23 +37,31 @@ class GroupExchange:
         reduce: See above.
         trainer: This trainer's name, by its rank if not given. Give one that stays if ranks may change when a group
             is made anew: a trainer is known by it.
+        timeout_s: How long to wait for the others, each time; the group's own timeout may be shorter.
     """
 
     def __init__(
-        self, group: Any = None, *, reduce: Literal["owner", "gather"] = "owner", trainer: str | None = None
+        self,
+        group: Any = None,
+        *,
+        reduce: Literal["owner", "gather"] = "owner",
+        trainer: str | None = None,
+        timeout_s: float = 1800.0,
     ) -> None:
-        import torch
-        from torch import distributed
-
-        self._group, self._reduce = group, reduce
-        self._rank, self._size = distributed.get_rank(group), distributed.get_world_size(group)
-        on_gpu = distributed.get_backend(group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._team, self._reduce = Collective(group, timeout_s), reduce
+        self._rank, self._size = self._team.rank, self._team.size
         self.trainer = trainer or f"{self._rank:05d}"
         if len(self.trainer) > MAX_TRAINER or not self.trainer.isprintable() or not self.trainer.isascii():
             raise ValueError(f"{self.trainer!r} is no name for a trainer: up to {MAX_TRAINER} plain characters")
         self._names: list[str] = []  # by rank, once they have come together
-        self.sent_bytes = self.received_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._team.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._team.received_bytes
 
     def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
         """Take, of each fragment, the state of whoever has come furthest; before the first round, rank 0's."""
@@ -155,66 +164,27 @@ class GroupExchange:
             _read(coder, data, name, (a, b), everyone, faults)[0].add_to(whole[a:b])
         return whole
 
-    # The collectives
-
     def _swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
         """Send each trainer its bytes, `most` at most; return what each has sent here. Nothing goes to oneself."""
-        import torch
-        from torch import distributed
-
-        lengths = [0 if rank == self._rank else len(data) for rank, data in enumerate(outgoing)]
-        coming = [int(row[self._rank]) for row in self._all_gather(torch.tensor(lengths, dtype=torch.int64))]
-        if not all(0 <= length <= most for length in coming):
-            raise RoundError(f"the group of trainers is out of step: somebody sends {max(coming)} bytes")
-        place = [distributed.get_global_rank(self._group, rank) if self._group else rank for rank in range(self._size)]
-        boxes = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in coming]
-        full = [
-            torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device) if n else None
-            for data, n in zip(outgoing, lengths, strict=True)
-        ]
-        moves = []
-        for rank in range(self._size):
-            if (tensor := full[rank]) is not None:
-                moves.append(distributed.P2POp(distributed.isend, tensor, place[rank], self._group))
-            if coming[rank]:
-                moves.append(distributed.P2POp(distributed.irecv, boxes[rank], place[rank], self._group))
         try:
-            for work in distributed.batch_isend_irecv(moves) if moves else []:
-                work.wait()
-        except RuntimeError as e:
+            return self._team.swap(outgoing, most)
+        except GroupError as e:
             raise RoundError(f"the group of trainers is broken: {e}") from e
-        self.sent_bytes += sum(lengths)
-        self.received_bytes += sum(coming)
-        return [box.cpu().numpy().tobytes() for box in boxes]
 
     def _tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell everybody something short; return what each has told."""
-        import torch
-
         data = json.dumps(note).encode().ljust(NOTE_BYTES)
         assert len(data) == NOTE_BYTES
-        rows = self._all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         try:
-            said = [json.loads(bytes(row.cpu().numpy())) for row in rows]
+            rows = self._team.gather_rows(np.frombuffer(data, np.uint8))
+            said = [json.loads(row.tobytes()) for row in rows]
             if any(not isinstance(one, dict) or one.keys() != note.keys() for one in said):
                 raise ValueError("something else was told")
+        except GroupError as e:
+            raise RoundError(f"the group of trainers is broken: {e}") from e
         except ValueError as e:
             raise RoundError(f"the group of trainers is out of step: {e}") from e
         return said
-
-    def _all_gather(self, row: Any) -> list[Any]:
-        import torch
-        from torch import distributed
-
-        row = row.to(self._device)
-        rows = [torch.empty_like(row) for _ in range(self._size)]
-        try:
-            distributed.all_gather(rows, row, group=self._group)
-        except RuntimeError as e:
-            raise RoundError(f"the group of trainers is broken: {e}") from e
-        self.sent_bytes += (self._size - 1) * row.nbytes
-        self.received_bytes += (self._size - 1) * row.nbytes
-        return rows
 
 
 def _read(
