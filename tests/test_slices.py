@@ -1,5 +1,7 @@
 """Rectangles of tensors, and where the tiles of a run lie in them: numbers only."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,8 +10,13 @@ from hypothesis import strategies as st
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.model import BLOCK, Bits, BlockChange, TensorSpec, Tile
-from pulsesync.slices import Slice, window
+from pulsesync.slices import Slice, Slices, Window, windows
 from tests.helpers import cuts, seeds
+
+
+def window(spec: TensorSpec, slices: Slices) -> Window | None:
+    return windows([spec], slices).get(spec.name)
+
 
 WEIGHT = TensorSpec("layer.weight", "F16", (8, 6), (4,), (2, 4))
 
@@ -128,3 +135,15 @@ def test_a_tile_of_several_blocks_is_cut_in_each_of_them() -> None:
         row = place.read(flat, block)
         assert row[10:20].tolist() == list(range(10 * block - 9, 10 * block + 1))
         assert np.count_nonzero(row) == 10
+
+
+def test_a_tensors_own_name_counts_before_any_pattern() -> None:
+    assert window(WEIGHT, {"*": None, WEIGHT.name: Slice(rows=(1, 3))}) is not None
+
+
+def test_many_names_cost_no_more_than_their_number() -> None:
+    specs = [TensorSpec(f"layer.{n}.weight", "BF16", (4, 4)) for n in range(20_000)]
+    began = time.process_time()
+    found = windows(specs, {spec.name: Slice(rows=(0, 2)) for spec in specs[:10_000]} | {"*": None})
+    assert len(found) == 10_000
+    assert time.process_time() - began < 2

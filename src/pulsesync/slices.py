@@ -1,6 +1,6 @@
 """Slices of tensors: a worker that holds a rectangle of one, and where the tiles of a run lie in it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -33,15 +33,24 @@ class Slice:
         return Window(spec, rows, columns)
 
 
-Slices = Mapping[str, Slice | None]  # by name pattern, the first that fits counts; None: the tensor is not held
+Slices = Mapping[str, Slice | None]  # by name, or else by pattern, the first that fits; None: the tensor is not held
 
 
-def window(spec: TensorSpec, slices: Slices) -> "Window | None":
-    """What is held of a tensor; None for nothing."""
-    for pattern, held in slices.items():
-        if fnmatchcase(spec.name, pattern):
-            return held.of(spec) if held else None
-    return Slice().of(spec)
+def windows(specs: Iterable[TensorSpec], slices: Slices) -> "dict[str, Window]":
+    """What is held of tensors, by name, of those of which anything is."""
+    patterns = [(pattern, held) for pattern, held in slices.items() if not _SIGNS.isdisjoint(pattern)]
+    found = {}
+    for spec in specs:
+        if spec.name in slices:
+            held = slices[spec.name]
+        else:
+            held = next((held for pattern, held in patterns if fnmatchcase(spec.name, pattern)), Slice())
+        if held is not None:
+            found[spec.name] = held.of(spec)
+    return found
+
+
+_SIGNS = frozenset("*?[")
 
 
 @dataclass(frozen=True)

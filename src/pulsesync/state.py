@@ -25,7 +25,7 @@ from pulsesync.format.patch import DecodedPart, OpenedIndex
 from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
-from pulsesync.slices import Memory, Place, Slices, window
+from pulsesync.slices import Memory, Place, Slices, windows
 from pulsesync.tensors import BitView, view_bits
 
 
@@ -100,8 +100,7 @@ class State:
             StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
         """
         everything = _by_name(source)
-        windows = {spec.name: window(spec, slices or {}) for spec in layout.tensors}
-        specs = {name: held.local for name, held in windows.items() if held}
+        specs = {name: held.local for name, held in windows(layout.tensors, slices or {}).items()}
         wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
         for name, spec in wanted.items():
             _fits(name, everything.get(name), spec.dtype, spec.shape, optional=name in layout.ties)
@@ -442,8 +441,8 @@ def _composed(changes: Changes, patches: Iterable[TilePatch]) -> dict[tuple[int,
 def _places(layout: Layout, slices: Slices) -> dict[int, Place]:
     if not slices:
         return {tile.ordinal: Place(tile, True) for tile in layout.tiles if tile.size}
-    windows = {spec.name: window(spec, slices) for spec in layout.tensors}
-    found = {tile.ordinal: held.place(tile) for tile in layout.tiles if (held := windows[tile.tensor.name])}
+    held = windows(layout.tensors, slices)
+    found = {tile.ordinal: held[tile.tensor.name].place(tile) for tile in layout.tiles if tile.tensor.name in held}
     return {ordinal: place for ordinal, place in found.items() if place}
 
 
