@@ -24,6 +24,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SAMPLE = 1 << 21  # weights that codecs are tried on
 TRIED = (0.002, 0.02)  # densities they are tried at
 HOT = 0.08  # share of the weights, the smallest, on which changes fall
+SOON_S = 0.005  # within which nobody minds how long it takes
 NEW = 0.5  # how much of an estimate the last sync makes up
 
 
@@ -92,13 +93,18 @@ class Costs:
         return max(stages) + (sum(stages) - max(stages)) / buckets
 
     def choose(self, loads: Sequence[Load]) -> list[Method]:
-        """The method for each tile: one for all where that is quickest, else each its own."""
+        """The method for each tile: one for all where that is quickest, else each its own.
+
+        Of methods that are as quick as makes no difference, the one with the fewest bytes.
+        """
         total = sum(loads, Load(0, 0, 0.0))
-        best = min(METHODS, key=lambda method: self.seconds(method, total))
+        took = {method: self.seconds(method, total) for method in METHODS}
+        near = [method for method in METHODS if took[method] <= max(1.05 * min(took.values()), SOON_S)]
+        best = min(near, key=lambda method: self.ways[method].wire_bytes(total))
         own = [min(METHODS, key=lambda method, load=load: self._sum(method, load)) for load in loads]  # type: ignore[misc]
         mixed = sum(self._sum(method, load) for method, load in zip(own, loads, strict=True))
         together = sum(self._sum(best, load) for load in loads)
-        return own if mixed < 0.9 * together else [best] * len(loads)
+        return own if mixed < 0.9 * together and together > SOON_S else [best] * len(loads)
 
     def _sum(self, method: Method, load: Load) -> float:
         way = self.ways[method]

@@ -1,8 +1,12 @@
 """Broadcast over real processes and gloo: whoever holds what, however it changed, whoever dies when."""
 
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -641,3 +645,25 @@ def cut(name: str, whole: np.ndarray, layout: str, place: int) -> np.ndarray:
     if layout == "split" and name == "embed.weight":
         table = table.reshape(37, 24)[slice(0, 20) if place == 0 else slice(20, 37)]
     return np.ascontiguousarray(table).reshape(-1).view(np.uint8)
+
+
+# The documentation
+
+
+def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "torch.md").read_text()
+    example = page.partition("<!-- run by tests/integrations/test_torch.py -->\n```python\n")[2].partition("```")[0]
+    script = tmp_path / "sync.py"
+    script.write_text(example)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("sync 1: full")
+    sizes = [int(line.split(", ", 1)[1].split(" ")[0].replace(",", "")) for line in lines]
+    assert len(lines) == 3
+    assert max(sizes[1:]) < sizes[0] / 50
