@@ -1,20 +1,22 @@
 """Writing anchors: whole states, behind everything else, from a snapshot to disk and from there to the store."""
 
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import replace
 
 from pulsesync import chain
-from pulsesync.errors import ConflictError, PulseError
+from pulsesync.chain import Look
+from pulsesync.errors import ChainError, ConflictError, FormatError, PulseError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Kind, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.model import Tile
 from pulsesync.spool import Outbox
-from pulsesync.state import Snapshot
+from pulsesync.state import Snapshot, State
 from pulsesync.store import Store
 
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
@@ -60,8 +62,8 @@ class AnchorWriter:
 
     def _write(self, snapshot: Snapshot, version: Manifest) -> None:
         epoch = version.starts
-        refs = self.outbox.stage(epoch, _encode(snapshot))
-        record = replace(version, kind=Kind.ANCHOR, base=None, history=None, parts=refs, anchor=self.newest)
+        refs = self.outbox.stage(epoch, encode_parts(snapshot.layout.tiles, snapshot))
+        record = anchor_record(version, refs, self.newest)
         data = self.sign(record)
         self.outbox.seal(epoch, data)
         del snapshot  # from here on only the disk is needed
@@ -100,14 +102,31 @@ class AnchorWriter:
         self.outbox.discard(epoch)
 
 
-def _encode(snapshot: Snapshot) -> Iterator[EncodedPart]:
-    """Encode a state part by part."""
+def encode_parts(tiles: Iterable[Tile], state: Snapshot | State) -> Iterator[EncodedPart]:
+    """Encode a state, or these tiles of one, whole: part by part, at least one."""
     some: list[Tile] = []
     size = 0
-    for tile in snapshot.layout.tiles:
+    for tile in tiles:
         if some and size >= PART_BYTES:
-            yield patch.encode_whole(snapshot.layout, some, snapshot, snapshot.sums)
+            yield patch.encode_whole(state.layout, some, state, state.sums)
             some, size = [], 0
         some.append(tile)
         size += tile.size * tile.tensor.kind.itemsize
-    yield patch.encode_whole(snapshot.layout, some, snapshot, snapshot.sums)
+    yield patch.encode_whole(state.layout, some, state, state.sums)
+
+
+def anchor_record(version: Manifest, parts: tuple[PartRef, ...], newest: int | None) -> Manifest:
+    """The record of a version's whole state, at an epoch's start; newest: the epoch of the anchor before it."""
+    return replace(version, kind=Kind.ANCHOR, base=None, history=None, parts=parts, anchor=newest)
+
+
+def way_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
+    """The epoch of the newest anchor that leads to a version, and the bytes that a joiner fetches beside it.
+
+    Without an anchor, infinitely many. Raises: StoreError.
+    """
+    try:
+        way = chain.find_way(None, last, look)
+    except (ChainError, FormatError):
+        return None, math.inf
+    return way[0].starts, sum(record.size_bytes for record in way if record.kind != Kind.ANCHOR)

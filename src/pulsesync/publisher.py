@@ -11,13 +11,12 @@ What was committed last is the base of the next version, and the only copy of th
 import hashlib
 import math
 import operator
-import secrets
 import shutil
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -28,7 +27,7 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 
 from pulsesync import chain
-from pulsesync.anchors import AnchorWriter
+from pulsesync.anchors import AnchorWriter, way_since_anchor
 from pulsesync.chain import Held
 from pulsesync.errors import (
     AnotherPublisherError,
@@ -45,7 +44,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature
 from pulsesync.format.diff import Diff
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Kind, Manifest
+from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import Changes, rebase
 from pulsesync.model import TensorSpec
@@ -56,7 +55,7 @@ from pulsesync.state import State, copy_weights
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.tensors import Published, as_published, new_tensors, view_bits
-from pulsesync.tip import Draft, Tip, create
+from pulsesync.tip import Draft, Tip, create, root_record
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class Publisher:
             StoreError. After any exception the base is still the last version committed: the next one covers both.
         """
         began = time.perf_counter()
-        step = _checked(step)
+        step = checked_step(step)
         with self._lock:
             if self._lost:
                 raise self._lost
@@ -188,7 +187,7 @@ class Publisher:
                 last = self._open(published, specs, ties)
                 if self._tip is None:
                     return self._publish_root(last, published, specs, ties, step, wait, began)
-            _same_tensors(self._tip.state.layout, specs, ties)
+            same_tensors(self._tip.state.layout, specs, ties)
             future = self._enqueue(self._tip, published, step, began)
         return future.result() if wait else future
 
@@ -242,15 +241,12 @@ class Publisher:
 
     def _open(self, published: Published, specs: list[TensorSpec], ties: Mapping[str, str]) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
-        records = self._records()
-        self._refs = tuple(self._put_file(name, data) for name, data in sorted(self._files.items()))
-        last = records.newest()
+        self._refs = put_files(self.store, self._files)
+        last = find_last(self.store, self.signing_key)
         if last is None:
             return None
-        if self.signing_key is None and signature.split(self.store.get(chain.manifest_key(last.version)))[1]:
-            raise SignatureError("the run is signed: take it up with its key", version=last.version)
-        layout = records.layout(last.layout)
-        _same_tensors(layout, specs, ties)
+        layout = self._records().layout(last.layout)
+        same_tensors(layout, specs, ties)
         self._refs = self._refs or last.files
         self._anchors.newest = last.anchor
         self._anchors.finish(last.run)
@@ -281,19 +277,10 @@ class Publisher:
 
     def _way_since_anchor(self, last: Manifest) -> float:
         """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
-        try:
-            way = chain.find_way(None, last, self._records().look)
-        except (ChainError, FormatError):
-            return math.inf
-        self._anchors.newest = max(way[0].starts, self._anchors.newest or 0)
-        return sum(record.size_bytes for record in way if record.kind != Kind.ANCHOR)
-
-    def _put_file(self, name: str, data: bytes) -> FileRef:
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"{name} has {len(data)} bytes; files that travel along have at most {MAX_FILE_BYTES}")
-        ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
-        self.store.put(chain.file_key(ref.id), data)
-        return ref
+        newest, way_bytes = way_since_anchor(last, self._records().look)
+        if newest is not None:
+            self._anchors.newest = max(newest, self._anchors.newest or 0)
+        return way_bytes
 
     # Roots
 
@@ -313,21 +300,7 @@ class Publisher:
         copy_weights(layout, published, flats)
         state = State(layout, flats)
         copied = time.perf_counter()
-        manifest = Manifest(
-            run=after.run if after else secrets.token_hex(16),
-            version=after.version + 1 if after else 0,
-            step=step,
-            epoch=after.epoch + 1 if after else 0,
-            index=0,
-            base=None,
-            layout=layout.id,
-            parts=(),
-            digest=state.digest,
-            history=None,
-            created=int(time.time()),
-            anchor=self._anchors.newest,
-            files=self._refs,
-        )
+        manifest = root_record(after, step, layout.id, state.digest, self._anchors.newest, self._refs)
         self.store.put(chain.layout_key(layout.id), layout.data)
         try:
             written = len(layout.data) + create(self.store, manifest, self._sign(manifest), after)
@@ -343,7 +316,7 @@ class Publisher:
             written += self._anchors.written_bytes
         stored = time.perf_counter()
         return _answer(
-            _report(layout, manifest, None, written, 0, blocked_s, copied - began, stored - copied), wait=wait
+            report_of(layout, manifest, None, written, 0, blocked_s, copied - began, stored - copied), wait=wait
         )
 
     # Patches
@@ -437,7 +410,7 @@ class Publisher:
             self._advance(tip, draft)
             stored = time.perf_counter()
             self._pace.sent(Sent(job.folded + 1, stored - began))
-        return _report(
+        return report_of(
             tip.state.layout, draft.manifest, draft.transition.changed, written, job.folded, job.blocked_s,
             encoded - began, stored - encoded,
         )  # fmt: skip
@@ -473,14 +446,48 @@ class Publisher:
             self._anchors.begin(tip.state.snapshot(), tip.last)
 
     def _records(self) -> Records:
-        return Records(self.store, {self.signing_key.public} if self.signing_key else None)
+        return records_of(self.store, self.signing_key)
 
     def _sign(self, record: Manifest) -> bytes:
-        line = record.build()
-        return signature.sign(line, self.signing_key) if self.signing_key else line
+        return signed(record, self.signing_key)
 
 
-def _checked(step: int) -> int:
+def records_of(store: Store, key: SigningKey | None) -> Records:
+    """The records of a run that its publisher goes on from: its own."""
+    return Records(store, {key.public} if key else None)
+
+
+def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
+    """The last version of the run at this place, if there is one.
+
+    Raises:
+        SignatureError: the run is signed, and not with this key; StoreError.
+    """
+    last = records_of(store, key).newest()
+    if last is not None and key is None and signature.split(store.get(chain.manifest_key(last.version)))[1]:
+        raise SignatureError("the run is signed: take it up with its key", version=last.version)
+    return last
+
+
+def put_files(store: Store, files: Mapping[str, bytes]) -> tuple[FileRef, ...]:
+    """Put the small files that belong to a model. Raises: ValueError, for one that is not small; StoreError."""
+    refs = []
+    for name, data in sorted(files.items()):
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"{name} has {len(data)} bytes; files that travel along have at most {MAX_FILE_BYTES}")
+        refs.append(FileRef(name, hashlib.sha256(data).hexdigest(), len(data)))
+        store.put(chain.file_key(refs[-1].id), data)
+    return tuple(refs)
+
+
+def signed(record: Manifest, key: SigningKey | None) -> bytes:
+    """A record as it is stored."""
+    line = record.build()
+    return signature.sign(line, key) if key else line
+
+
+def checked_step(step: int) -> int:
+    """Raises: ValueError, TypeError, for what is no step."""
     if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
         raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}, not {step!r}")
     return whole
@@ -491,7 +498,7 @@ def full_bytes(layout: Layout) -> int:
     return sum(spec.size * spec.kind.itemsize for spec in layout.tensors)
 
 
-def _report(
+def report_of(
     layout: Layout,
     manifest: Manifest,
     changed: int | None,
@@ -501,6 +508,7 @@ def _report(
     encode_s: float,
     store_s: float,
 ) -> PublishReport:
+    """What became of a state; changed is None for all of it."""
     total = sum(spec.size for spec in layout.tensors)
     return PublishReport(
         manifest.version, manifest.step, total if changed is None else changed, total, written, full_bytes(layout),
@@ -517,7 +525,8 @@ def _answer(report: PublishReport, wait: bool) -> "PublishReport | Future[Publis
     return done
 
 
-def _same_tensors(layout: Layout, specs: list[TensorSpec], ties: Mapping[str, str]) -> None:
+def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:
+    """Raises: StateError, if these are not the tensors of a run."""
     before: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors} | dict(layout.ties)
     now: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in specs} | dict(ties)
     if before != now:

@@ -3,6 +3,7 @@
 The state here is the base that the trainer's weights are compared with. It moves only when a version was committed.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,29 +46,15 @@ class Tip:
         self, diffs: Sequence[Diff], codec: CodecName, step: int, anchor: int | None, files: tuple[FileRef, ...]
     ) -> Draft:
         """Encode what takes the base to the next version. Changes nothing."""
-        state, last = self.state, self.last
-        epoch, index = chain.position(last)
-        history = state.history if index > 1 else History()
-        remembers = codec in ("auto", "history")
-        part = patch.encode_diff(
-            state.layout, diffs, state, state.sums, codec=codec, history=history if remembers else None
-        )
-        sums = {**state.sums, **part.sums}
-        transition = Transition(by_block(part.patches), sums, history.after(part.patches, state))
-        manifest = Manifest(
-            run=last.run,
-            version=last.version + 1,
-            step=step,
-            epoch=epoch,
-            index=index,
-            base=Base(last.version, last.digest),
-            layout=state.layout.id,
-            parts=(PartRef(part.id, len(part.data)),),
-            digest=digest.state_digest(state.layout.tiles, sums),
-            history=transition.history.digest() if transition.history.tiles else None,
-            created=int(time.time()),
-            anchor=anchor,
-            files=files,
+        part, transition = encode_next(self.state, self.last, diffs, codec)
+        manifest = next_record(
+            self.last,
+            step,
+            (PartRef(part.id, len(part.data)),),
+            digest.state_digest(self.state.layout.tiles, transition.sums),
+            transition.history.digest() if transition.history.tiles else None,
+            anchor,
+            files,
         )
         return Draft(manifest, part, transition)
 
@@ -95,23 +82,94 @@ class Tip:
         """
         if self._unsure is None:
             return None
-        draft, data = self._unsure, self.sign(self._unsure.manifest)
-        try:
-            stored = self.store.get(chain.manifest_key(draft.manifest.version), 0, manifests.MAX_BYTES + 1)
-        except NotFoundError:
-            stored = b""
-        if stored not in (b"", data):
-            try:
-                manifests.parse(stored)  # somebody else's
-            except FormatError as e:
-                raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
+        draft = self._unsure
+        committed = is_committed(self.store, draft.manifest.version, self.sign(draft.manifest))
         self._unsure = None
-        return draft if stored == data else None
+        return draft if committed else None
 
     def advance(self, draft: Draft) -> None:
         """Move the base to a version that was committed."""
         self.state.commit(draft.transition)
         self.last = draft.manifest
+
+
+def encode_next(
+    state: State, last: Manifest, diffs: Sequence[Diff], codec: CodecName
+) -> tuple[EncodedPart, Transition]:
+    """Encode what takes a state, or the part of it that is held, from the last version on. Changes nothing."""
+    _, index = chain.position(last)
+    history = state.history if index > 1 else History()
+    known = history if codec in ("auto", "history") else None
+    part = patch.encode_diff(state.layout, diffs, state, state.sums, codec=codec, history=known)
+    sums = {**state.sums, **part.sums}
+    return part, Transition(by_block(part.patches), sums, history.after(part.patches, state))
+
+
+def next_record(
+    last: Manifest,
+    step: int,
+    parts: tuple[PartRef, ...],
+    state_digest: str,
+    history: str | None,
+    anchor: int | None,
+    files: tuple[FileRef, ...],
+) -> Manifest:
+    """The record of a patch to the last version."""
+    epoch, index = chain.position(last)
+    return Manifest(
+        run=last.run,
+        version=last.version + 1,
+        step=step,
+        epoch=epoch,
+        index=index,
+        base=Base(last.version, last.digest),
+        layout=last.layout,
+        parts=parts,
+        digest=state_digest,
+        history=history,
+        created=int(time.time()),
+        anchor=anchor,
+        files=files,
+    )
+
+
+def root_record(
+    after: Manifest | None, step: int, layout: str, state_digest: str, anchor: int | None, files: tuple[FileRef, ...]
+) -> Manifest:
+    """The record of a state that has no base, in a new run or after the last version of one."""
+    return Manifest(
+        run=after.run if after else secrets.token_hex(16),
+        version=after.version + 1 if after else 0,
+        step=step,
+        epoch=after.epoch + 1 if after else 0,
+        index=0,
+        base=None,
+        layout=layout,
+        parts=(),
+        digest=state_digest,
+        history=None,
+        created=int(time.time()),
+        anchor=anchor,
+        files=files,
+    )
+
+
+def is_committed(store: Store, version: int, data: bytes) -> bool:
+    """Whether this is the record of a version, if a store did not say whether it was created.
+
+    Raises:
+        StoreError: it still does not say.
+    """
+    try:
+        stored = store.get(chain.manifest_key(version), 0, manifests.MAX_BYTES + 1)
+    except NotFoundError:
+        return False
+    if stored != data:
+        try:
+            manifests.parse(stored)  # somebody else's
+        except FormatError as e:
+            raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
+    return stored == data
 
 
 def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,14 @@ class TileHistory:
 
     cut: int
     blocks: tuple[NDArray[np.uint8], ...]
+
+
+class Remembered(NamedTuple):
+    """What the digest of a history says of a tile."""
+
+    cut: int
+    size: int  # bytes
+    sum: Sum
 
 
 @dataclass(frozen=True)
@@ -97,20 +106,18 @@ class History:
 
     def digest(self, threads: int | None = None) -> str:
         """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
-        ordinals = sorted(self.tiles)
-        h = hashlib.sha256(b"pulse history 1\n" + bytes([self.index]))
-        for ordinal, (size, total) in zip(ordinals, spread(self._count, ordinals, threads), strict=True):
-            for value in (ordinal, self.tiles[ordinal].cut, size):
-                h.update(value.to_bytes(8, "little"))
-            h.update(total.to_bytes())
-        return h.hexdigest()
+        return digest_of(self.index, self.counts(self.tiles, threads))
 
-    def _count(self, ordinal: int) -> tuple[int, Sum]:
-        """How many bytes a tile remembers, and their digest."""
-        blocks = self.tiles[ordinal].blocks
-        content = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    def counts(self, ordinals: Iterable[int], threads: int | None = None) -> dict[int, Remembered]:
+        """What the digest says of these tiles, as far as they are remembered."""
+        known = [ordinal for ordinal in ordinals if ordinal in self.tiles]
+        return dict(zip(known, spread(self._count, known, threads), strict=True))
+
+    def _count(self, ordinal: int) -> Remembered:
+        tile = self.tiles[ordinal]
+        content = tile.blocks[0] if len(tile.blocks) == 1 else np.concatenate(tile.blocks)
         total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
-        return content.size, Sum(*map(int, total))
+        return Remembered(tile.cut, content.size, Sum(*map(int, total)))
 
     def to_bytes(self) -> bytes:
         """Write it down for a restart of the same machine: a line of JSON, then the bytes of all blocks.
@@ -134,3 +141,13 @@ class History:
             return cls(int(head["index"]), tiles)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise FormatError("this is not a history that was written down") from e
+
+
+def digest_of(index: int, counts: Mapping[int, Remembered]) -> str:
+    """The digest of a history, from what it says of all its tiles: nobody needs to hold them all."""
+    h = hashlib.sha256(b"pulse history 1\n" + bytes([index]))
+    for ordinal, (cut, size, total) in sorted(counts.items()):
+        for value in (ordinal, cut, size):
+            h.update(value.to_bytes(8, "little"))
+        h.update(total.to_bytes())
+    return h.hexdigest()
