@@ -1,8 +1,9 @@
-"""The messages of a sync inside a group: a part of a patch, or tiles as they are; made, read and checked one by one.
+"""The messages of a sync inside a group: a part of a patch, or a table of tiles; made, read and checked one by one.
 
-A raw bucket: how many tiles (8 bytes), then of each its number (8) and the digest it must have (16), then the weights
-of each, every one from a border of 8 bytes on. Any other bucket is a part as docs/FORMAT.md has it. Behind either come
-8 bytes that belong to the stream, not to the bucket: how long the next message is, if that is known.
+A part is as docs/FORMAT.md has it. A table holds how many tiles it has (8 bytes), of each its number (8), how many
+changes (8; -1: all its weights) and the digest it must have (16), and then of each its weights, or where they change
+(4 bytes each, ascending) and what they become; all of these begin at a multiple of 8. Behind either come 8 bytes that
+belong to the stream, not to the bucket: how long the next message is, if that is known.
 """
 
 import struct
@@ -14,21 +15,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pulsesync import digest
-from pulsesync.bundles import Held
 from pulsesync.costs import Method
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import container, patch
+from pulsesync.format.diff import Diff
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
-from pulsesync.model import BLOCK, Bits, Sum, Tile, TilePatch
+from pulsesync.format.weights import Weights
+from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 from pulsesync.state import Body, State
 
 _COUNT = struct.Struct("<8sQ")
-_ENTRY = struct.Struct("<Q16s")
-_RAW = b"\x89PulsRaw"
+_ENTRY = struct.Struct("<Qq16s")
+_TABLE = b"\x89PulsTab"
+_WHOLE = -1
 TRAILER = 8  # bytes that a message has room for, behind the bucket
-CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
+CODECS: Mapping[Method, CodecName] = {"plain": "gap", "gap": "gap", "coded": "context"}
 
 
 @dataclass
@@ -72,31 +75,51 @@ def cut(tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
         yield some
 
 
-def encode(base: State, new: Held, tiles: Sequence[Tile], method: Method, clock: Clock) -> Bucket | None:
-    """What takes these tiles of the base to the new weights; None if nothing changed."""
+def encode(base: State, new: Weights, tiles: Sequence[Tile], method: Method, clock: Clock) -> Bucket | None:
+    """What takes these tiles of the base to the new weights, by a method that compares; None if nothing changed."""
     codec = CODECS[method]
     with clock.timed("diff"):
         diffs = patch.find_diff(tiles, base, new, codec)
     if not diffs:
         return None
+    if method == "plain":
+        return _plain(base, diffs, clock)
     with clock.timed("encode"):
         part = patch.encode_diff(base.layout, diffs, base, base.sums, codec=codec)
-    message = np.empty(len(part.data) + TRAILER, np.uint8)
-    message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
+        message = np.empty(len(part.data) + TRAILER, np.uint8)
+        message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
     return Bucket(message, part.patches, {}, part.sums)
 
 
-def raw_size(tiles: Sequence[Tile]) -> int:
-    """How long the message of these tiles is."""
-    head = _COUNT.size + _ENTRY.size * len(tiles)
-    return head + sum(_padded(tile) for tile in tiles) + TRAILER
-
-
-def raw(weights: "Held | State", tiles: Sequence[Tile], clock: Clock, sums: Mapping[int, Sum] | None = None) -> Bucket:
-    """These tiles as they are; their digests are counted unless they are known."""
-    message = np.empty(raw_size(tiles), np.uint8)
-    whole = _lay_out(message, tiles)
+def _plain(base: State, diffs: Sequence[Diff], clock: Clock) -> Bucket:
+    patches = tuple(TilePatch(diff.tile, Codec.GAP, diff.blocks) for diff in diffs)
+    with clock.timed("digest"):
+        moves = spread(digest.moved, patches)
+        sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
     with clock.timed("encode"):
+        shape = [(patch.tile, patch.changed) for patch in patches]
+        message = _head(shape, sums)
+        for one, (places, values) in zip(patches, _bodies(message, shape), strict=True):
+            at = 0
+            for block in one.blocks:
+                here = slice(at, at + block.positions.size)
+                np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
+                values[here] = block.new
+                at = here.stop
+    return Bucket(message, patches, {}, sums)
+
+
+def raw_size(tiles: Sequence[Tile]) -> int:
+    """How long the message is that holds these tiles whole."""
+    return _size([(tile, _WHOLE) for tile in tiles])
+
+
+def raw(weights: Weights, tiles: Sequence[Tile], clock: Clock, sums: Mapping[int, Sum] | None = None) -> Bucket:
+    """These tiles as they are; their digests are counted unless they are known."""
+    shape = [(tile, _WHOLE) for tile in tiles]
+    with clock.timed("encode"):
+        message = np.empty(_size(shape), np.uint8)
+        whole = {tile.ordinal: bits for tile, (_, bits) in zip(tiles, _bodies(message, shape), strict=True)}
 
         def copy(job: tuple[Tile, int]) -> None:
             tile, n = job
@@ -106,9 +129,7 @@ def raw(weights: "Held | State", tiles: Sequence[Tile], clock: Clock, sums: Mapp
     if sums is None:
         with clock.timed("digest"):
             sums = _count(tiles, whole)
-    _COUNT.pack_into(message.data, 0, _RAW, len(tiles))
-    for n, tile in enumerate(tiles):
-        _ENTRY.pack_into(message.data, _COUNT.size + n * _ENTRY.size, tile.ordinal, sums[tile.ordinal].to_bytes())
+    _head(shape, sums, message)
     return Bucket(message, (), whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
 
@@ -118,8 +139,8 @@ def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int
     Raises:
         FormatError: and branches, for bad bytes; VerificationError: it would not give what it promises.
     """
-    if bytes(message[:8]) == _RAW:
-        return _read_raw(message, layout, state, clock)
+    if bytes(message[:8]) == _TABLE:
+        return _read_table(message, layout, state, before, clock)
     data = message[:-TRAILER].data
     if state is None:  # a source, which wants to know the digests of others' tiles
         header, sections = container.open_part(data)
@@ -133,43 +154,97 @@ def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int
     return Bucket(message, part.patches, {}, {entry.tile: entry.sum for entry in body.index.entries})
 
 
-def _read_raw(message: Bits, layout: Layout, state: State | None, clock: Clock) -> Bucket:
-    if message.size < _COUNT.size:
-        raise FormatError("a raw bucket is cut off")
-    _, count = _COUNT.unpack_from(message.data)
-    if count > len(layout.tiles) or message.size < _COUNT.size + count * _ENTRY.size:
-        raise FormatError(f"a raw bucket of {message.size} bytes cannot have {count} tiles")
-    entries = [_ENTRY.unpack_from(message.data, _COUNT.size + n * _ENTRY.size) for n in range(count)]
-    ordinals = [ordinal for ordinal, _ in entries]
-    if any(ordinal >= len(layout.tiles) for ordinal in ordinals) or len(set(ordinals)) != count:
-        raise FormatError("a raw bucket names a tile twice, or one that there is not")
-    tiles = [layout.tiles[ordinal] for ordinal in ordinals]
-    if message.size != raw_size(tiles):
-        raise FormatError(f"a raw bucket has {message.size} bytes and should have {raw_size(tiles)}")
-    promised = {ordinal: Sum.from_bytes(sum_) for ordinal, sum_ in entries}
-    held = [tile for tile in tiles if state is not None and tile.ordinal in state.places]
-    whole = _lay_out(message, tiles)
+# Tables
+
+Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
+
+
+def _read_table(message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: Clock) -> Bucket:
+    shape, promised = _open(message, layout)
+    if state is None:
+        return Bucket(message, (), {}, promised)
+    whole, patches = {}, []
+    with clock.timed("prepare"):
+        for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
+            if tile.ordinal not in state.places:
+                continue
+            if changes == _WHOLE:
+                whole[tile.ordinal] = bits
+            else:
+                patches.append(_changes(tile, places, bits, state))
     with clock.timed("digest"):
-        counted = _count(held, whole)
-    for tile in held:
-        if counted[tile.ordinal] != promised[tile.ordinal]:
-            raise VerificationError(f"bundle {tile.tensor.name} is not what was sent", tensor=tile.tensor.name)
-    return Bucket(message, (), {tile.ordinal: whole[tile.ordinal] for tile in held}, promised)
+        state.move(patches, promised, before)
+        counted = _count([layout.tiles[ordinal] for ordinal in whole], whole)
+    for ordinal, sum_ in counted.items():
+        if sum_ != promised[ordinal]:
+            name = layout.tiles[ordinal].tensor.name
+            raise VerificationError(f"bundle {name} is not what was sent", tensor=name)
+    return Bucket(message, tuple(patches), whole, promised)
 
 
-def _lay_out(message: Bits, tiles: Sequence[Tile]) -> dict[int, Bits]:
-    """Where in a raw bucket the weights of each tile are, as views of it."""
-    whole = {}
-    at = _COUNT.size + _ENTRY.size * len(tiles)
-    for tile in tiles:
-        kind = tile.tensor.kind
-        whole[tile.ordinal] = message[at : at + tile.size * kind.itemsize].view(kind.bits)
-        at += _padded(tile)
-    return whole
+def _changes(tile: Tile, places: Bits, values: Bits, state: State) -> TilePatch:
+    if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
+        raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
+    borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
+    blocks = []
+    for number in range(tile.block_count):
+        here = slice(borders[number], borders[number + 1])
+        if here.start < here.stop:
+            positions = places[here] - np.uint32(number * BLOCK)
+            blocks.append(BlockChange(number, positions, state.block(tile, number)[positions], values[here]))
+    return TilePatch(tile, Codec.GAP, tuple(blocks))
 
 
-def _padded(tile: Tile) -> int:
-    return -(-tile.size * tile.tensor.kind.itemsize // 8) * 8
+def _head(shape: Shape, sums: Mapping[int, Sum], message: Bits | None = None) -> Bits:
+    """Write which tiles a table holds, at the front of its message; return that."""
+    message = np.empty(_size(shape), np.uint8) if message is None else message
+    _COUNT.pack_into(message.data, 0, _TABLE, len(shape))
+    for n, (tile, changes) in enumerate(shape):
+        entry = tile.ordinal, changes, sums[tile.ordinal].to_bytes()
+        _ENTRY.pack_into(message.data, _COUNT.size + n * _ENTRY.size, *entry)
+    return message
+
+
+def _open(message: Bits, layout: Layout) -> tuple[list[tuple[Tile, int]], dict[int, Sum]]:
+    """Read which tiles a table holds, and the digests they must have. Raises: FormatError."""
+    if message.size < _COUNT.size + TRAILER:
+        raise FormatError("a table is cut off")
+    _, count = _COUNT.unpack_from(message.data)
+    if count > len(layout.tiles) or message.size < _COUNT.size + count * _ENTRY.size + TRAILER:
+        raise FormatError(f"a table of {message.size} bytes cannot have {count} tiles")
+    entries = [_ENTRY.unpack_from(message.data, _COUNT.size + n * _ENTRY.size) for n in range(count)]
+    ordinals = [ordinal for ordinal, _, _ in entries]
+    if any(ordinal >= len(layout.tiles) for ordinal in ordinals) or len(set(ordinals)) != count:
+        raise FormatError("a table names a tile twice, or one that there is not")
+    shape = [(layout.tiles[ordinal], changes) for ordinal, changes, _ in entries]
+    if any(not _WHOLE <= changes <= tile.size for tile, changes in shape) or message.size != _size(shape):
+        raise FormatError(f"a table of {message.size} bytes does not hold what it says")
+    return shape, {ordinal: Sum.from_bytes(sum_) for ordinal, _, sum_ in entries}
+
+
+def _lengths(tile: Tile, changes: int) -> tuple[int, int]:
+    """Bytes of the places and values of a tile in a table."""
+    itemsize = tile.tensor.kind.itemsize
+    return (0, tile.size * itemsize) if changes == _WHOLE else (4 * changes, changes * itemsize)
+
+
+def _size(shape: Shape) -> int:
+    bodies = sum(_padded(length) for tile, changes in shape for length in _lengths(tile, changes))
+    return _COUNT.size + _ENTRY.size * len(shape) + bodies + TRAILER
+
+
+def _bodies(message: Bits, shape: Shape) -> Iterator[tuple[Bits, Bits]]:
+    """Places and values of each tile of a table, as views of its message."""
+    at = _COUNT.size + _ENTRY.size * len(shape)
+    for tile, changes in shape:
+        places, values = _lengths(tile, changes)
+        between = at + _padded(places)
+        yield message[at : at + places].view(np.uint32), message[between : between + values].view(tile.tensor.kind.bits)
+        at = between + _padded(values)
+
+
+def _padded(length: int) -> int:
+    return -(-length // 8) * 8
 
 
 def _count(tiles: Sequence[Tile], whole: Mapping[int, Bits]) -> dict[int, Sum]:

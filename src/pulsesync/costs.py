@@ -1,29 +1,18 @@
 """Which way a sync goes, decided before any work is spent on it: weights as they are, or what changed in them.
 
-Three methods. "dense" sends weights whole, and compares nothing. "gap" finds what changed and sends positions and
-values. "coded" codes them against the old weights: fewest bytes, most work. What each takes at the source, on the way
+Four methods. "dense" sends weights whole, and compares nothing. "plain" finds what changed and sends positions and
+values as they are; "gap" the distances between positions. "coded" codes them against the old weights: fewest bytes,
+most work. What each takes at the source, on the way
 and at a receiver is measured: work on a sample of the model's own weights before the first choice and on every sync
 after it, the link on every sync, and how much has changed on a sample of this very change.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import numpy as np
-
-from pulsesync import digest
-from pulsesync.format import layout as layouts
-from pulsesync.format import patch
-from pulsesync.format.weights import Flats
-from pulsesync.model import Bits, Sum, TensorSpec
-
-Method = Literal["dense", "gap", "coded"]
+Method = Literal["dense", "plain", "gap", "coded"]
 METHODS: tuple[Method, ...] = get_args(Method)
-SAMPLE = 1 << 21  # weights that codecs are tried on
-TRIED = (0.002, 0.02)  # densities they are tried at
-HOT = 0.08  # share of the weights, the smallest, on which changes fall
 SOON_S = 0.005  # within which nobody minds how long it takes
 NEW = 0.5  # how much of an estimate the last sync makes up
 
@@ -63,6 +52,7 @@ class Way:
 
     source: Work
     receiver: Work
+    apply: Work  # writing, when all is checked: nothing goes on beside it
     change_bytes: float | None  # that travel for each change; None: all weights do
 
     def wire_bytes(self, load: Load) -> float:
@@ -71,9 +61,10 @@ class Way:
 
 # Before anything is measured: seconds and bytes of the order that two cores have shown.
 ASSUMED: Mapping[Method, Way] = {
-    "dense": Way(Work(0.4e-9, 0), Work(0.4e-9, 0), None),
-    "gap": Way(Work(0.4e-9, 40e-9), Work(0.0, 70e-9), 2.6),
-    "coded": Way(Work(1e-9, 100e-9), Work(0.8e-9, 60e-9), 0.62),
+    "dense": Way(Work(0.4e-9, 0), Work(0.3e-9, 0), Work(0.3e-9, 0), None),
+    "plain": Way(Work(0.4e-9, 20e-9), Work(0.0, 20e-9), Work(0.0, 15e-9), 6.0),
+    "gap": Way(Work(0.4e-9, 40e-9), Work(0.0, 60e-9), Work(0.0, 15e-9), 2.6),
+    "coded": Way(Work(1e-9, 100e-9), Work(0.8e-9, 60e-9), Work(0.0, 15e-9), 0.62),
 }
 
 
@@ -90,7 +81,7 @@ class Costs:
         way = self.ways[method]
         stages = [way.source.of(load), way.wire_bytes(load) * self.byte_s, way.receiver.of(load)]
         buckets = max(1.0, load.weights / self.bucket_weights)
-        return max(stages) + (sum(stages) - max(stages)) / buckets
+        return max(stages) + (sum(stages) - max(stages)) / buckets + way.apply.of(load)
 
     def choose(self, loads: Sequence[Load]) -> list[Method]:
         """The method for each tile: one for all where that is quickest, else each its own.
@@ -108,7 +99,8 @@ class Costs:
 
     def _sum(self, method: Method, load: Load) -> float:
         way = self.ways[method]
-        return way.source.of(load) + way.wire_bytes(load) * self.byte_s + way.receiver.of(load)
+        work_s = way.source.of(load) + way.receiver.of(load) + way.apply.of(load)
+        return work_s + way.wire_bytes(load) * self.byte_s
 
     def learn(self, method: Method, load: Load, source_s: float, receiver_s: float, sent_bytes: int) -> None:
         """Take in what a sync by one method has taken; the load says what really changed."""
@@ -116,6 +108,7 @@ class Costs:
         self.ways[method] = Way(
             way.source.learnt(load, source_s),
             way.receiver.learnt(load, receiver_s),
+            way.apply,
             None if way.change_bytes is None else sent_bytes / max(load.changed, 1.0),
         )
 
@@ -133,59 +126,26 @@ class Costs:
         elif wire_s > others_s:
             self.byte_s += NEW * (took_s - self.byte_s)
 
-    def measure(self, sample: Bits, dtype: str) -> None:
-        """Try the codecs on some of the model's own weights, changed as training would."""
-        sample = sample[:SAMPLE]
-        if sample.size < 1 << 16:
-            return
-        layout = layouts.make([TensorSpec("sample", dtype, (sample.size,))])
-        sums = {0: digest.count_tile(layout.tiles[0], sample)}
-        found = {density: _try(layout, sample, sums, density) for density in TRIED}
-        for method in ("gap", "coded"):
-            (c0, s0, r0), (c1, s1, r1) = (found[density][method] for density in TRIED)
-            self.ways[method] = replace(
-                self.ways[method],
-                source=_line(sample.size, (c0, s0), (c1, s1)),
-                receiver=_line(sample.size, (c0, r0), (c1, r1)),
-            )
-        copy_s = _time(lambda: digest.count_tile(layout.tiles[0], sample.copy())) / sample.size
-        self.ways["dense"] = replace(self.ways["dense"], source=Work(copy_s, 0), receiver=Work(copy_s, 0))
+    def tried(self, method: Method, trials: Sequence["Trial"]) -> None:
+        """Take in what a method took on some weights, changed by little and by more."""
+        low, high = trials
+        source, receiver, apply = (
+            _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
+        )
+        change_bytes = None if self.ways[method].change_bytes is None else high.sent_bytes / high.load.changed
+        self.ways[method] = Way(source, receiver, apply, change_bytes)
 
 
-Tried = dict[Method, tuple[int, float, float]]  # changes, seconds at the source and at a receiver
+@dataclass(frozen=True)
+class Trial:
+    """What a method took on some weights."""
+
+    load: Load
+    seconds: tuple[float, float, float]  # at the source, at a receiver, and to write
+    sent_bytes: int
 
 
-def _try(layout: layouts.Layout, old: Bits, sums: Mapping[int, Sum], density: float) -> Tried:
-    magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
-    hot = np.flatnonzero(magnitude <= np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)])
-    rng = np.random.default_rng(0)
-    positions = rng.choice(hot, min(int(density * old.size), hot.size), replace=False)
-    new = old.copy()
-    new[positions] ^= 1
-    out: Tried = {}
-    weights = Flats({"sample": old})
-    for method, codec in (("gap", "gap"), ("coded", "context")):
-
-        def encode(codec: patch.CodecName = codec) -> patch.EncodedPart:  # type: ignore[assignment]
-            return patch.encode(layout, layout.tiles, weights, {"sample": new}, sums, codec=codec)
-
-        part = encode()
-        source_s = _time(encode)
-        receiver_s = _time(lambda part=part: patch.decode(part.data, layout, weights))  # type: ignore[misc]
-        out[method] = positions.size, source_s, receiver_s  # type: ignore[index]
-    return out
-
-
-def _time(work: Callable[[], object]) -> float:
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - began)
-    return min(took[1:])  # the first may compile
-
-
-def _line(weights: int, low: tuple[int, float], high: tuple[int, float]) -> Work:
+def _line(low: Load, high: Load, low_s: float, high_s: float) -> Work:
     """Through two measurements: so much a weight, so much a change."""
-    per_change = max((high[1] - low[1]) / max(high[0] - low[0], 1), 1e-10)
-    return Work(max((low[1] - per_change * low[0]) / weights, 1e-11), per_change)
+    per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-10)
+    return Work(max((low_s - per_change * low.changed) / low.weights, 1e-11), per_change)

@@ -85,7 +85,7 @@ def every_push(rank: int, size: int, folder: str, seed: int, method: Any) -> lis
     return seen
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "gap", "coded"])
+@pytest.mark.parametrize("method", ["auto", "dense", "plain", "gap", "coded"])
 @pytest.mark.parametrize(("size", "seed"), [(2, 0), (3, 1), (4, 2)])
 def test_all_ranks_hold_the_same_bits_after_every_push(fleet: Fleet, size: int, seed: int, method: str) -> None:
     results = fleet.run(every_push, size, seed=seed, method=method)
@@ -114,7 +114,7 @@ def awkward(rank: int, size: int, folder: str, method: Any) -> bool:
     return bool(np.array_equal(mine["w"].view(torch.int16).numpy().view(np.uint16), then))
 
 
-@pytest.mark.parametrize("method", ["dense", "gap", "coded"])
+@pytest.mark.parametrize("method", ["dense", "plain", "gap", "coded"])
 def test_nan_payloads_and_signed_zeros_are_carried_exactly(fleet: Fleet, method: str) -> None:
     assert fleet.run(awkward, 2, method=method) == [True, True]
 
@@ -319,7 +319,7 @@ def corrupted(rank: int, size: int, folder: str, method: Any, byte: int) -> tupl
 
 
 @pytest.mark.parametrize("byte", [0, 8, 40, 100, 1000, 100_003])
-@pytest.mark.parametrize("method", ["dense", "gap", "coded"])
+@pytest.mark.parametrize("method", ["dense", "plain", "gap", "coded"])
 def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(
     fleet: Fleet, method: str, byte: int
 ) -> None:

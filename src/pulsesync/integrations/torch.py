@@ -34,6 +34,7 @@ from pulsesync.shards import Placed, Shards, shards_of
 from pulsesync.slices import Place
 from pulsesync.state import State, Transition, check_apart
 from pulsesync.stream import Job, Point, Stream
+from pulsesync.trials import MOST, try_methods
 
 BUCKET_WEIGHTS = 1 << 24
 NOTE_BYTES = 1024  # of what ranks tell each other at a time, besides a number for each source
@@ -47,7 +48,7 @@ class BroadcastReport:
 
     version: int  # syncs so far
     digest: str  # of the weights as they travelled: the same on every rank
-    method: str  # "full" to begin with; then "dense", "gap", "coded" or "mixed"
+    method: str  # "full" to begin with; then "dense", "plain", "gap", "coded" or "mixed"
     changed: int | None  # weights; None where all were sent and none compared
     total: int  # weights
     full_bytes: int
@@ -365,7 +366,7 @@ class Broadcast:
         coded = [tile for tile in tiles if tile.tensor.kind.exponent_shift is not None]
         if self.method == "auto" and coded:
             largest = max(coded, key=lambda tile: tile.size)
-            self.costs.measure(self._held.read(largest, 0, min(1 << 21, largest.size)).copy(), largest.tensor.dtype)
+            try_methods(self.costs, self._held.read(largest, 0, min(MOST, largest.size)).copy(), largest.tensor.dtype)
 
     def _roll_back(self) -> None:
         """Undo the last sync: some ranks did not get to commit it."""
