@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pulsesync import digest
+from pulsesync import digest, kernels
 from pulsesync.costs import Method
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import container, patch
@@ -191,7 +191,8 @@ def _changes(tile: Tile, places: Bits, values: Bits, state: State) -> TilePatch:
         here = slice(borders[number], borders[number + 1])
         if here.start < here.stop:
             positions = places[here] - np.uint32(number * BLOCK)
-            blocks.append(BlockChange(number, positions, state.block(tile, number)[positions], values[here]))
+            old = kernels.active().pick(state.block(tile, number), positions)
+            blocks.append(BlockChange(number, positions, old, values[here]))
     return TilePatch(tile, Codec.GAP, tuple(blocks))
 
 

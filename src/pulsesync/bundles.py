@@ -7,6 +7,7 @@ wherever its pieces lie in memory.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync import kernels
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
@@ -22,7 +24,7 @@ from pulsesync.shards import Shards, Windows, layout_of, windows_from, windows_t
 from pulsesync.slices import Window
 from pulsesync.tensors import Published
 
-SMALL = BLOCK  # weights below which a piece shares a bundle with others
+SMALL = 1 << 18  # weights below which a piece shares a bundle with others: more are quicker compared where they lie
 LARGE = 1 << 24  # weights above which a piece is split, by rows
 
 
@@ -168,7 +170,7 @@ def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             continue
         open_.append(piece)
         size += piece.size
-        if size >= SMALL:
+        if size >= BLOCK:
             yield open_
             open_, size = [], 0
     if open_:
@@ -176,7 +178,10 @@ def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 class Bundle:
-    """A bundle where a process holds it: a tile whose weights lie in several places. Stands in for a `Place`."""
+    """A bundle where a process holds it: a tile whose weights lie in several places. Stands in for a `Place`.
+
+    What it reads is good until the same thread reads another bundle.
+    """
 
     whole = True
     tile: Tile | None = None  # it lies in no one tensor
@@ -184,6 +189,11 @@ class Bundle:
     def __init__(self, tiles: Sequence[Tile], published: Published, copies: Sequence[Sequence[Bits]]) -> None:
         self._tiles, self._published, self._copies = tiles, published, copies
         self._starts: NDArray[np.int64] = np.cumsum([0, *(tile.size for tile in tiles)])
+        flats = [published.views[tile.tensor.name].flat for tile in tiles]
+        self._runs: list[Bits] | None = None  # the weights of each tile, where they lie in one run each, as they are
+        if all(tile.contiguous and tile.tensor.name not in published.dtypes for tile in tiles):
+            self._runs = [flat[tile.start : tile.start + tile.size] for tile, flat in zip(tiles, flats, strict=True)]
+        self._memory = [(flat, *others) for flat, others in zip(flats, copies, strict=True)]
 
     def read(self, _: Bits, number: int) -> Bits:
         """The weights of one block, as they are published: a view where they lie in one place."""
@@ -191,47 +201,72 @@ class Bundle:
         return self.read_range(begin, min(begin + BLOCK, int(self._starts[-1])))
 
     def read_range(self, begin: int, end: int) -> Bits:
-        runs = [self._published.read(self._tiles[n], a, b) for n, a, b in self._runs(begin, end)]
-        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+        runs = list(self._in(begin, end)) if self._runs is None else self._as_they_are(self._runs, begin, end)
+        return runs[0] if len(runs) == 1 else np.concatenate(runs, out=_scratch(end - begin, runs[0].dtype))
+
+    def _as_they_are(self, runs: list[Bits], begin: int, end: int) -> list[Bits]:
+        first, last = (int(n) - 1 for n in np.searchsorted(self._starts, (begin, end - 1), "right"))
+        some = runs[first : last + 1]
+        some[-1] = some[-1][: end - int(self._starts[last])]
+        some[0] = some[0][begin - int(self._starts[first]) :]
+        return some
+
+    def _in(self, begin: int, end: int) -> Iterator[Bits]:
+        for n, a, b in self._parts(begin, end):
+            yield self._published.read(self._tiles[n], a, b)
 
     def keep(self, change: BlockChange) -> BlockChange:
         return change
 
     def write(self, _: Bits, change: BlockChange) -> None:
-        positions = change.tile_positions()
-        borders = np.searchsorted(positions, self._starts)
+        scatter, begin = kernels.active().scatter, change.number * BLOCK
+        borders = np.searchsorted(change.positions, np.maximum(self._starts - begin, 0))
         for n in np.flatnonzero(borders[1:] > borders[:-1]).tolist():
             some = slice(borders[n], borders[n + 1])
-            indices = self._tiles[n].flat_indices(positions[some] - self._starts[n])
-            for flat in self._memory(n):
-                flat[indices] = change.new[some]
+            tile, positions, new = self._tiles[n], change.positions[some], change.new[some]
+            offset = begin - int(self._starts[n])  # of the block in the tile, or less than nothing
+            for flat in self._memory[n]:
+                if not tile.contiguous:
+                    flat[tile.flat_indices(positions.astype(np.int64) + offset)] = new
+                elif offset >= 0:
+                    scatter(flat[tile.start + offset : tile.start + tile.size], positions, new)
+                else:
+                    scatter(flat[tile.start : tile.start + tile.size], positions - np.uint32(-offset), new)
 
     def write_block(self, _: Bits, number: int, bits: Bits) -> None:
         begin = number * BLOCK
         at = 0
-        for n, a, b in self._runs(begin, begin + bits.size):
-            for flat in self._memory(n):
+        for n, a, b in self._parts(begin, begin + bits.size):
+            for flat in self._memory[n]:
                 self._tiles[n].write(flat, a, bits[at : at + b - a])
             at += b - a
 
     def untied(self) -> bool:
         """Whether a tensor differs from one that it is tied to."""
         return any(
-            not np.array_equal(tile.read(other, 0, tile.size), tile.read(self._memory(n)[0], 0, tile.size))
+            not np.array_equal(tile.read(other, 0, tile.size), tile.read(self._memory[n][0], 0, tile.size))
             for n, tile in enumerate(self._tiles)
             for other in self._copies[n]
         )
 
-    def _memory(self, n: int) -> tuple[Bits, ...]:
-        return (self._published.views[self._tiles[n].tensor.name].flat, *self._copies[n])
-
-    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Which weights of which tiles a range is: number, begin and end in it."""
         n = int(np.searchsorted(self._starts, begin, "right")) - 1
         while begin < end:
             start, stop = int(self._starts[n]), int(self._starts[n + 1])
             yield n, begin - start, min(end, stop) - start
             begin, n = min(end, stop), n + 1
+
+
+_local = threading.local()
+
+
+def _scratch(size: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
+    """Memory of this thread's own, the same each time: new memory costs more than what is copied into it."""
+    if not hasattr(_local, "bytes") or _local.bytes.size < size * dtype.itemsize:
+        _local.bytes = np.empty(size * dtype.itemsize, np.uint8)
+    out: Bits = _local.bytes[: size * dtype.itemsize].view(dtype)
+    return out
 
 
 class Held:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync import kernels
 from pulsesync.errors import StateError
 from pulsesync.model import BLOCK, Bits, BlockChange, TensorSpec, Tile
 
@@ -134,7 +135,11 @@ class Place:
             self.write(flat, kept)
 
     def write(self, flat: Bits, change: BlockChange) -> None:
-        flat[self.tile.flat_indices(change.tile_positions())] = change.new
+        if not self.tile.contiguous or not self.whole:
+            flat[self.tile.flat_indices(change.tile_positions())] = change.new
+            return
+        begin = self.tile.start + change.number * BLOCK
+        kernels.active().scatter(flat[begin : begin + BLOCK], change.positions, change.new)
 
     def _held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         rows, columns = np.divmod(positions, self.tile.columns)

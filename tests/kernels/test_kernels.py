@@ -162,6 +162,18 @@ def test_changed_takes_arrays_that_begin_anywhere(seed: int, offset: int, densit
     assert_same(cpu.changed(old[offset:], new[offset:]), reference.changed(old[offset:], new[offset:]))
 
 
+@given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), st.integers(0, 3000))
+def test_pick_and_scatter_equal_the_reference(seed: int, dtype: type, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 256, size).astype(dtype)
+    positions = np.flatnonzero(rng.random(size) < 0.2).astype(np.uint32)
+    assert_same((cpu.pick(bits, positions),), (reference.pick(bits, positions),))
+    one, other = bits.copy(), bits.copy()
+    cpu.scatter(one, positions, bits[positions] ^ dtype(1))
+    reference.scatter(other, positions, bits[positions] ^ dtype(1))
+    assert_same((one,), (other,))
+
+
 def test_changed_forgets_the_block_before() -> None:
     old = np.zeros(100, np.uint16)
     first, second = old.copy(), old.copy()

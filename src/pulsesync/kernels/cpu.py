@@ -25,7 +25,9 @@ __all__ = [
     "digest_change",
     "digest_rectangle",
     "encode_block",
+    "pick",
     "sample_classes",
+    "scatter",
     "split",
     "steps",
 ]
@@ -91,6 +93,30 @@ def _gather(old: Any, new: Any, positions: Any) -> Any:
         before[k], after[k] = old[positions[k]], new[positions[k]]
         equal += before[k] == after[k]
     return before, after, equal
+
+
+def pick(bits: Any, positions: Any) -> Any:
+    """Return the weights at these positions, all of which must be inside."""
+    return _pick(bits, positions) if bits.itemsize == 2 else reference.pick(bits, positions)
+
+
+@compiled
+def _pick(bits: Any, positions: Any) -> Any:
+    out = np.empty(positions.size, bits.dtype)
+    for k in range(positions.size):
+        out[k] = bits[positions[k]]
+    return out
+
+
+def scatter(bits: Any, positions: Any, new: Any) -> None:
+    """Write weights at these positions, all of which must be inside."""
+    (_scatter if bits.itemsize == 2 else reference.scatter)(bits, positions, new)
+
+
+@compiled
+def _scatter(bits: Any, positions: Any, new: Any) -> None:
+    for k in range(positions.size):
+        bits[positions[k]] = new[k]
 
 
 @compiled

@@ -34,6 +34,14 @@ def changed(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
     return positions, old[positions], new[positions]
 
 
+def pick(bits: Bits, positions: NDArray[np.uint32]) -> Bits:
+    return bits[positions]
+
+
+def scatter(bits: Bits, positions: NDArray[np.uint32], new: Bits) -> None:
+    bits[positions] = new
+
+
 def sample_classes(old: Bits, shift: int) -> NDArray[np.int64]:
     looked_at = np.arange(old.size) % spec.SAMPLE_PERIOD < spec.SAMPLE_RUN
     return np.bincount(_magnitudes(old[looked_at]) >> shift, minlength=256)
