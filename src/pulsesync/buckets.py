@@ -8,20 +8,20 @@ belong to the stream, not to the bucket: how long the next message is, if that i
 
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pulsesync import digest, kernels
+from pulsesync import digest
+from pulsesync.bundles import Bundle, Held
 from pulsesync.costs import Method
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import container, patch
-from pulsesync.format.diff import Diff
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
-from pulsesync.format.weights import Weights
+from pulsesync.format.weights import Changes, Weights
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 from pulsesync.state import Body, State
@@ -31,7 +31,7 @@ _ENTRY = struct.Struct("<Qq16s")
 _TABLE = b"\x89PulsTab"
 _WHOLE = -1
 TRAILER = 8  # bytes that a message has room for, behind the bucket
-CODECS: Mapping[Method, CodecName] = {"plain": "gap", "gap": "gap", "coded": "context"}
+CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
 
 
 @dataclass
@@ -62,6 +62,23 @@ class Bucket:
     sums: Mapping[int, Sum]
 
 
+class Spare:
+    """Messages whose memory may be used again: new memory costs as much as what is copied into it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Bits]] = {}
+
+    def take(self, size: int) -> Bits:
+        """Bytes to be written over."""
+        return some.pop() if (some := self._free.get(size)) else np.empty(size, np.uint8)
+
+    def replace(self, messages: Iterable[Bits]) -> None:
+        """Have these, and none that were there before."""
+        self._free = {}
+        for message in messages:
+            self._free.setdefault(message.size, []).append(message)
+
+
 def cut(tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
     """Group tiles, in order, until each group has so many weights."""
     some, size = list[Tile](), 0
@@ -75,24 +92,28 @@ def cut(tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
         yield some
 
 
-def encode(base: State, new: Weights, tiles: Sequence[Tile], method: Method, clock: Clock) -> Bucket | None:
+def encode(base: State, new: Held, tiles: Sequence[Tile], method: Method, clock: Clock) -> Bucket | None:
     """What takes these tiles of the base to the new weights, by a method that compares; None if nothing changed."""
-    codec = CODECS[method]
     with clock.timed("diff"):
-        diffs = patch.find_diff(tiles, base, new, codec)
-    if not diffs:
+        changes = new.changes(tiles, base)
+    if not changes:
         return None
     if method == "plain":
-        return _plain(base, diffs, clock)
+        return _plain(base, changes, clock)
+    codec = CODECS[method]
     with clock.timed("encode"):
+        diffs = patch.diff_of(tiles, base, changes, codec)
         part = patch.encode_diff(base.layout, diffs, base, base.sums, codec=codec)
         message = np.empty(len(part.data) + TRAILER, np.uint8)
         message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
     return Bucket(message, part.patches, {}, part.sums)
 
 
-def _plain(base: State, diffs: Sequence[Diff], clock: Clock) -> Bucket:
-    patches = tuple(TilePatch(diff.tile, Codec.GAP, diff.blocks) for diff in diffs)
+def _plain(base: State, changes: Changes, clock: Clock) -> Bucket:
+    blocks: dict[int, list[BlockChange]] = {}
+    for (ordinal, _), change in changes.items():
+        blocks.setdefault(ordinal, []).append(change)
+    patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
     with clock.timed("digest"):
         moves = spread(digest.moved, patches)
         sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
@@ -114,11 +135,17 @@ def raw_size(tiles: Sequence[Tile]) -> int:
     return _size([(tile, _WHOLE) for tile in tiles])
 
 
-def raw(weights: Weights, tiles: Sequence[Tile], clock: Clock, sums: Mapping[int, Sum] | None = None) -> Bucket:
+def raw(
+    weights: Weights,
+    tiles: Sequence[Tile],
+    clock: Clock,
+    sums: Mapping[int, Sum] | None = None,
+    spare: Spare | None = None,
+) -> Bucket:
     """These tiles as they are; their digests are counted unless they are known."""
     shape = [(tile, _WHOLE) for tile in tiles]
     with clock.timed("encode"):
-        message = np.empty(_size(shape), np.uint8)
+        message = (spare or Spare()).take(_size(shape))
         whole = {tile.ordinal: bits for tile, (_, bits) in zip(tiles, _bodies(message, shape), strict=True)}
 
         def copy(job: tuple[Tile, int]) -> None:
@@ -191,7 +218,9 @@ def _changes(tile: Tile, places: Bits, values: Bits, state: State) -> TilePatch:
         here = slice(borders[number], borders[number + 1])
         if here.start < here.stop:
             positions = places[here] - np.uint32(number * BLOCK)
-            old = kernels.active().pick(state.block(tile, number), positions)
+            place = state.places[tile.ordinal]
+            assert isinstance(place, Bundle)
+            old = place.pick(number, positions)
             blocks.append(BlockChange(number, positions, old, values[here]))
     return TilePatch(tile, Codec.GAP, tuple(blocks))
 

@@ -19,12 +19,16 @@ from pulsesync import kernels
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
+from pulsesync.format.weights import Changes, Weights
 from pulsesync.model import BLOCK, Bits, BlockChange, TensorSpec, Tile
+from pulsesync.parallel import spread
 from pulsesync.shards import Shards, Windows, layout_of, windows_from, windows_to
 from pulsesync.slices import Window
 from pulsesync.tensors import Published
 
 SMALL = 1 << 18  # weights below which a piece shares a bundle with others: more are quicker compared where they lie
+DIRECT = 1 << 16  # weights above which a run in a bundle is compared where it lies, not gathered first
+FEW = 1 << 13  # weights of a run, on average, above which some are picked from each rather than from all gathered
 LARGE = 1 << 24  # weights above which a piece is split, by rows
 
 
@@ -215,26 +219,70 @@ class Bundle:
         for n, a, b in self._parts(begin, end):
             yield self._published.read(self._tiles[n], a, b)
 
+    def changed(self, number: int, old: Bits) -> BlockChange | None:
+        """What is other in a block than it was; large runs are compared where they lie."""
+        begin = number * BLOCK
+        if self._runs is None:
+            return _change(number, [(0, *kernels.active().changed(old, self.read_range(begin, begin + old.size)))])
+        found, at, waiting = [], 0, list[Bits]()
+        for run in [*self._as_they_are(self._runs, begin, begin + old.size), None]:
+            if waiting and (run is None or run.size >= DIRECT):
+                size = sum(map(len, waiting))
+                new = waiting[0] if len(waiting) == 1 else np.concatenate(waiting, out=_scratch(size, old.dtype))
+                found.append((at, *kernels.active().changed(old[at : at + size], new)))
+                at, waiting = at + size, []
+            if run is not None and run.size < DIRECT:
+                waiting.append(run)
+            elif run is not None:
+                found.append((at, *kernels.active().changed(old[at : at + run.size], run)))
+                at += run.size
+        return _change(number, found)
+
+    def pick(self, number: int, positions: NDArray[np.uint32]) -> Bits:
+        """The weights at some positions of a block."""
+        if self._runs is None or positions.size * 64 > BLOCK or len(self._runs) * FEW > self._starts[-1]:
+            out: Bits = kernels.active().pick(self.read(positions, number), positions)
+            return out
+        out = np.empty(positions.size, self._runs[0].dtype)
+        begin = number * BLOCK
+        borders = np.searchsorted(positions, np.maximum(self._starts - begin, 0))
+        for n in np.flatnonzero(borders[1:] > borders[:-1]).tolist():
+            some = slice(borders[n], borders[n + 1])
+            out[some] = self._runs[n][positions[some].astype(np.int64) + (begin - int(self._starts[n]))]
+        return out
+
     def keep(self, change: BlockChange) -> BlockChange:
         return change
 
     def write(self, _: Bits, change: BlockChange) -> None:
-        scatter, begin = kernels.active().scatter, change.number * BLOCK
+        begin = change.number * BLOCK
         borders = np.searchsorted(change.positions, np.maximum(self._starts - begin, 0))
-        for n in np.flatnonzero(borders[1:] > borders[:-1]).tolist():
-            some = slice(borders[n], borders[n + 1])
-            tile, positions, new = self._tiles[n], change.positions[some], change.new[some]
-            offset = begin - int(self._starts[n])  # of the block in the tile, or less than nothing
-            for flat in self._memory[n]:
-                if not tile.contiguous:
-                    flat[tile.flat_indices(positions.astype(np.int64) + offset)] = new
-                elif offset >= 0:
-                    scatter(flat[tile.start + offset : tile.start + tile.size], positions, new)
-                else:
-                    scatter(flat[tile.start : tile.start + tile.size], positions - np.uint32(-offset), new)
+        touched = np.flatnonzero(borders[1:] > borders[:-1])
+        counts = borders[touched + 1] - borders[touched]
+        inside: NDArray[np.int64] = np.repeat(begin - self._starts[touched], counts)
+        inside += change.positions  # from the start of their tiles
+        ends = borders[touched + 1].tolist()
+        for n, first, last in zip(touched.tolist(), borders[touched].tolist(), ends, strict=True):
+            self._write_some(n, inside[first:last], change.new[first:last])
+
+    def _write_some(self, n: int, positions: NDArray[np.int64], new: Bits) -> None:
+        if self._runs is not None and positions.size > FEW:
+            kernels.active().scatter(self._runs[n], positions, new)
+        elif self._runs is not None:
+            self._runs[n][positions] = new
+        else:
+            self._memory[n][0][self._tiles[n].flat_indices(positions)] = new
+        for other in self._copies[n]:
+            other[self._tiles[n].flat_indices(positions)] = new
 
     def write_block(self, _: Bits, number: int, bits: Bits) -> None:
-        begin = number * BLOCK
+        begin, at = number * BLOCK, 0
+        if self._runs is not None:
+            for run in self._as_they_are(self._runs, begin, begin + bits.size):
+                run[:] = bits[at : at + run.size]
+                at += run.size
+        if self._runs is not None and not any(self._copies):
+            return
         at = 0
         for n, a, b in self._parts(begin, begin + bits.size):
             for flat in self._memory[n]:
@@ -256,6 +304,16 @@ class Bundle:
             start, stop = int(self._starts[n]), int(self._starts[n + 1])
             yield n, begin - start, min(end, stop) - start
             begin, n = min(end, stop), n + 1
+
+
+def _change(number: int, found: Sequence[tuple[int, NDArray[np.uint32], Bits, Bits]]) -> BlockChange | None:
+    """One change of a block from those of its runs, each of which begins somewhere."""
+    some = [(positions + np.uint32(at) if at else positions, old, new) for at, positions, old, new in found]
+    some = [one for one in some if one[0].size]
+    if len(some) <= 1:
+        return BlockChange(number, *some[0]) if some else None
+    positions, old, new = (np.concatenate(column) for column in zip(*some, strict=True))
+    return BlockChange(number, positions, old, new)
 
 
 _local = threading.local()
@@ -289,6 +347,17 @@ class Held:
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
         return self.places[tile.ordinal].read_range(begin, end)
+
+    def changes(self, tiles: Iterable[Tile], old: Weights) -> Changes:
+        """What is other in these bundles than it was."""
+        jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
+
+        def block(job: tuple[Tile, int]) -> BlockChange | None:
+            tile, number = job
+            return self.places[tile.ordinal].changed(number, old.block(tile, number))
+
+        found = zip(jobs, spread(block, jobs), strict=True)
+        return {(tile.ordinal, number): change for (tile, number), change in found if change}
 
 
 def _apart(name: str, aliases: Sequence[str], shards: Shards) -> list[Bits]:

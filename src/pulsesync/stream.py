@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pulsesync import buckets, digest
-from pulsesync.buckets import TRAILER, Bucket, Clock
+from pulsesync.buckets import TRAILER, Bucket, Clock, Spare
 from pulsesync.bundles import Held, Wire
 from pulsesync.collective import Collective
 from pulsesync.costs import Method
@@ -55,6 +55,7 @@ class Stream:
     held: Held  # the live weights of this rank
     state: State  # a source's copy of what it last sent, or a receiver's live weights
     bucket_weights: int
+    spare: Spare = field(default_factory=Spare)
     clock: Clock = field(default_factory=Clock)
     faults: list[PulseError] = field(default_factory=list)
     made: list[Bucket] = field(default_factory=list)  # what was sent or received
@@ -130,7 +131,7 @@ class Stream:
     def _encode(self, job: Job) -> Bucket | None:
         method, tiles = job
         if method == "dense":
-            return buckets.raw(self.held, tiles, self.clock)
+            return buckets.raw(self.held, tiles, self.clock, spare=self.spare)
         return buckets.encode(self.state, self.held, tiles, method, self.clock)
 
     def _next_length(self, ahead: "_Ahead") -> int:
@@ -160,7 +161,7 @@ class Stream:
         while length > 0:
             if length > MAX_MESSAGE_BYTES or length <= TRAILER:
                 raise GroupError(f"the group is out of step: rank {rank} sends {length} bytes", rank=self.team.rank)
-            message = np.empty(length, np.uint8)
+            message = self.spare.take(length)
             self.team.broadcast_(message, rank)
             yield message
             length = int(message[-TRAILER:].copy().view(np.int64)[0])

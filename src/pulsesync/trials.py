@@ -8,12 +8,17 @@ import numpy as np
 
 from pulsesync import buckets
 from pulsesync.buckets import Bucket, Clock
+from pulsesync.bundles import Held, Piece, Wire
 from pulsesync.costs import METHODS, Costs, Load, Method, Trial
 from pulsesync.format import layout as layouts
 from pulsesync.format.history import History
-from pulsesync.format.weights import Flats, by_block
+from pulsesync.format.layout import Layout
+from pulsesync.format.weights import by_block
 from pulsesync.model import Bits, TensorSpec
+from pulsesync.shards import Shards
+from pulsesync.slices import Slice
 from pulsesync.state import State, Transition
+from pulsesync.tensors import BitView, Published
 
 FEWEST, MOST = 1 << 16, 1 << 21  # weights that are tried on
 DENSITIES = (0.002, 0.02)
@@ -35,14 +40,15 @@ class _Ends:
     def __init__(self, old: Bits, dtype: str, density: float) -> None:
         self.layout = layouts.make([TensorSpec("sample", dtype, (old.size,))])
         self.base = State(self.layout, {"sample": old})
-        self.receiver = State(self.layout, {"sample": old.copy()}, sums=self.base.sums)
+        held = _bundle(self.layout, old.copy())
+        self.receiver = State(self.layout, {"sample": old}, places=held.places, sums=self.base.sums)
         magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
         border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
         hot = np.flatnonzero(magnitude <= border)
         positions = np.random.default_rng(0).choice(hot, min(int(density * old.size), hot.size), replace=False)
         new = old.copy()
         new[positions] ^= 1
-        self.new = Flats({"sample": new})
+        self.new = _bundle(self.layout, new)
         self.load = Load(old.size, old.nbytes, positions.size)
 
     def try_method(self, method: Method) -> Trial:
@@ -67,6 +73,13 @@ class _Ends:
         _, apply_s = _time(write)
         self.receiver.load_tiles({0: self.base.flats["sample"]}, sums)
         return Trial(self.load, (source_s, receiver_s, apply_s), bucket.message.size)
+
+
+def _bundle(layout: Layout, bits: Bits) -> Held:
+    spec = layout.tensors[0]
+    shards = Shards({spec.name: Slice().of(spec)}, Published({spec.name: BitView(spec, bits, True)}, {}), {})
+    whole = Piece(spec.name, 0, 0, spec.rows, spec.columns)
+    return Held(Wire(layout, ((whole,),), (0,), (frozenset(),), {}), layout.tiles, shards)
 
 
 def _time(work: Callable[[], Result]) -> tuple[Result, float]:

@@ -15,13 +15,14 @@ dies or falls behind, the others get a GroupError within `timeout_s`; in a new g
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from pulsesync import buckets, bundles
+from pulsesync.buckets import Bucket, Spare
 from pulsesync.bundles import Held, Wire
 from pulsesync.collective import Collective
 from pulsesync.costs import METHODS, Costs, Load, Method
@@ -98,6 +99,8 @@ class Broadcast:
         self._state: State | None = None  # a source's copy of what it last sent, or a receiver's live weights
         self._at: Point | None = None
         self._before: tuple[Point, Transition] | None = None  # where the last sync began, and the way back
+        self._spare = Spare()
+        self._messages: list[tuple[Bits, set[int]]] = []  # that a source's copy lies in, and which tiles of it
         self._latency_s = 1.0
         self.regroup(group, src)
 
@@ -161,7 +164,7 @@ class Broadcast:
         assert self._wire is not None
         assert self._held is not None
         assert self._state is not None
-        stream = Stream(team, self._sources, self._wire, self._held, self._state, self._bucket_weights)
+        stream = Stream(team, self._sources, self._wire, self._held, self._state, self._bucket_weights, self._spare)
         if late and self._at:
             self._at = stream.bring(late, self._at)
         jobs, method = self._plan() if self._pushes else ([], "")
@@ -238,8 +241,18 @@ class Broadcast:
         back = state.commit(Transition(by_block(patches), sums, History()))
         if whole:
             (state.adopt if self._pushes else state.load_tiles)(whole, {n: sums[n] for n in whole})
+        self._keep_memory(stream.made, whole.keys())
         self._before = (self._at, back) if self._at and not whole else None
         self._at = point
+
+    def _keep_memory(self, made: Sequence[Bucket], whole: Collection[int]) -> None:
+        """Have the memory of whole tiles for the next sync: a receiver what came, a source what it had before."""
+        came = [(bucket.message, set(bucket.whole)) for bucket in made if bucket.whole]
+        if not self._pushes:
+            self._spare.replace(message for message, _ in came)
+            return
+        self._spare.replace(message for message, tiles in self._messages if whole and tiles <= set(whole))
+        self._messages = [(message, tiles) for message, tiles in self._messages if not tiles <= set(whole)] + came
 
     def _learn(self, stream: Stream, jobs: Sequence[Job], notes: Sequence[Mapping[str, Any]]) -> None:
         """Take in what this sync took: the link, and the method if it was one."""
@@ -342,6 +355,7 @@ class Broadcast:
         wire = bundles.agree(self._team.gather(bundles.tell(self._shards)), self._sources)
         if self._wire is None or wire.id != self._wire.id or self._state is None:
             self._at = self._before = self._state = None
+            self._messages = []
         self._bind(wire)
         self._joined = True
 
