@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pulsesync.costs import METHODS, Costs, Load, Way, Work
+from pulsesync.costs import METHODS, Costs, Load, Took, Way, Work
 from pulsesync.trials import try_methods
 
 GBIT = 1e9 / 8
@@ -36,11 +36,19 @@ def test_what_a_sync_really_took_moves_the_estimate_there() -> None:
     known = costs(GBIT)
     there = load(1_000_000, 0.01)
     for _ in range(20):
-        known.learn("coded", there, 0.5, 0.25, 12_345)
+        known.learn("coded", there, Took(0.5, 0.25, 1.5, 12_345))
     way = known.ways["coded"]
     assert way.source.of(there) == pytest.approx(0.5, rel=0.01)
     assert way.receiver.of(there) == pytest.approx(0.25, rel=0.01)
     assert way.wire_bytes(there) == pytest.approx(12_345)
+    assert known.seconds("coded", there) == pytest.approx(1.5, rel=0.01)
+
+
+def test_methods_that_were_not_tried_are_thought_to_be_off_as_the_others_are() -> None:
+    known, there = costs(GBIT), load(1_000_000, 0.01)
+    before = known.seconds("gap", there)
+    known.learn("plain", there, Took(0.01, 0.01, 1.0, 60_000))
+    assert known.seconds("gap", there) == pytest.approx(before * known.off["plain"])
 
 
 def test_a_link_that_held_nothing_up_shows_only_that_it_is_not_slower() -> None:

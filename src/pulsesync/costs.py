@@ -75,9 +75,15 @@ class Costs:
     ways: dict[Method, Way] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: int = 1 << 24
+    off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than their stages say
 
     def seconds(self, method: Method, load: Load) -> float:
-        """How long a sync would take: its longest stage, and of the others what the first bucket cannot hide."""
+        """How long a sync would take, corrected by how long others took, of this method or else of any."""
+        known = list(self.off.values()) or [1.0]
+        return self.off.get(method, sum(known) / len(known)) * self._by_stages(method, load)
+
+    def _by_stages(self, method: Method, load: Load) -> float:
+        """Its longest stage, and of the others what the first bucket cannot hide. Ends that share cores take longer."""
         way = self.ways[method]
         stages = [way.source.of(load), way.wire_bytes(load) * self.byte_s, way.receiver.of(load)]
         buckets = max(1.0, load.weights / self.bucket_weights)
@@ -102,15 +108,17 @@ class Costs:
         work_s = way.source.of(load) + way.receiver.of(load) + way.apply.of(load)
         return work_s + way.wire_bytes(load) * self.byte_s
 
-    def learn(self, method: Method, load: Load, source_s: float, receiver_s: float, sent_bytes: int) -> None:
+    def learn(self, method: Method, load: Load, took: "Took") -> None:
         """Take in what a sync by one method has taken; the load says what really changed."""
         way = self.ways[method]
         self.ways[method] = Way(
-            way.source.learnt(load, source_s),
-            way.receiver.learnt(load, receiver_s),
+            way.source.learnt(load, took.source_s),
+            way.receiver.learnt(load, took.receiver_s),
             way.apply,
-            None if way.change_bytes is None else sent_bytes / max(load.changed, 1.0),
+            None if way.change_bytes is None else took.sent_bytes / max(load.changed, 1.0),
         )
+        off = took.total_s / max(self._by_stages(method, load), 1e-9)
+        self.off[method] = self.off.get(method, off) + NEW * (off - self.off.get(method, off))
 
     def learn_link(self, sent_bytes: int, wire_s: float, others_s: float) -> None:
         """Take in how long bytes were on their way; others_s is what the longest other stage took.
@@ -134,6 +142,16 @@ class Costs:
         )
         change_bytes = None if self.ways[method].change_bytes is None else high.sent_bytes / high.load.changed
         self.ways[method] = Way(source, receiver, apply, change_bytes)
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a sync by one method took."""
+
+    source_s: float
+    receiver_s: float
+    total_s: float
+    sent_bytes: int
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pulsesync import buckets, bundles
 from pulsesync.buckets import Bucket, Spare
 from pulsesync.bundles import Held, Wire
 from pulsesync.collective import Collective
-from pulsesync.costs import METHODS, Costs, Load, Method
+from pulsesync.costs import METHODS, Costs, Load, Method, Took
 from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
 from pulsesync.format.history import History
 from pulsesync.format.weights import by_block
@@ -167,13 +167,14 @@ class Broadcast:
         stream = Stream(team, self._sources, self._wire, self._held, self._state, self._bucket_weights, self._spare)
         if late and self._at:
             self._at = stream.bring(late, self._at)
+        started = time.perf_counter()
         jobs, method = self._plan() if self._pushes else ([], "")
         stream.run(jobs, self._at.sums if self._at else {})
         point, notes = self._verdict(stream, method)
         with stream.clock.timed("apply"):
             finish(lambda: self._commit(stream, point))
         if self._pushes:
-            self._learn(stream, jobs, notes)
+            self._learn(stream, jobs, notes, started)
         tiles, whole = self._wire.layout.tiles, any(bucket.whole for bucket in stream.made)
         changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
         return BroadcastReport(
@@ -254,7 +255,7 @@ class Broadcast:
         self._spare.replace(message for message, tiles in self._messages if whole and tiles <= set(whole))
         self._messages = [(message, tiles) for message, tiles in self._messages if not tiles <= set(whole)] + came
 
-    def _learn(self, stream: Stream, jobs: Sequence[Job], notes: Sequence[Mapping[str, Any]]) -> None:
+    def _learn(self, stream: Stream, jobs: Sequence[Job], notes: Sequence[Mapping[str, Any]], began: float) -> None:
         """Take in what this sync took: the link, and the method if it was one."""
         place = self._sources.index(self._team.rank)
         waits = [note["waits_ms"][place] / 1e3 for rank, note in enumerate(notes) if rank not in self._sources]
@@ -270,7 +271,8 @@ class Broadcast:
         tiles = [tile for _, some in jobs for tile in some]
         changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
         load = Load(sum(tile.size for tile in tiles), bundles.bytes_of(tiles), changed)
-        self.costs.learn(methods.pop(), load, source_s, work_s, stream.sent_bytes)
+        took = Took(source_s, work_s, time.perf_counter() - began, stream.sent_bytes)
+        self.costs.learn(methods.pop(), load, took)
 
     # Who holds what
 
