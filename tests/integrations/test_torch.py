@@ -360,7 +360,7 @@ def killed(rank: int, size: int, folder: str, victim: int, message: int) -> Any:
     join_group(folder, "two", rank, size)
     if victim == 0 and rank == 0:
         model = {name: tensor.clone() for name, tensor in model.items()}  # the new trainer goes on from these
-        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 16)
         change_(model, rng, 0.01)
     else:
         cast.regroup()
@@ -485,6 +485,57 @@ def test_a_late_member_whose_state_is_damaged_on_the_way_touches_nothing_and_com
         assert {method for method, _, _ in step} == {"coded"}
         assert same(step[0][2], step[1][2])
         assert same(step[0][2], step[2][2])
+
+
+def cut_off_while_late(rank: int, size: int, folder: str) -> Any:
+    """The source dies while it brings a late receiver up to date: that one must not think that it is."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    join_group(folder, "one", rank, 2) if rank < 2 else None
+    cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 17) if rank < 2 else None
+    if cast:
+        sync(cast, rank, model)
+        distributed.destroy_process_group()
+    join_group(folder, "two", rank, size)
+    if cast:
+        cast.regroup()
+    else:
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 17)
+    if rank == 0:
+        plain, count = Collective.send_, [0]
+
+        def send_(self: Collective, *args: Any) -> None:
+            if count[0]:
+                die()
+            count[0] += 1
+            plain(self, *args)
+
+        Collective.send_ = send_  # type: ignore[method-assign]
+    before = bits(model)
+    with pytest.raises(GroupError, match="lost the others"):
+        sync(cast, rank, model)
+    assert same(bits(model), before)
+    distributed.destroy_process_group()
+    assert cast.version == (1 if rank == 1 else None)
+    return True
+
+
+def test_a_receiver_cut_off_while_it_was_brought_up_to_date_knows_that_it_is_not(fleet: Fleet) -> None:
+    assert fleet.run(cut_off_while_late, 3, killed=[0])[1:] == [True, True]
+
+
+def not_alike(rank: int, size: int, folder: str) -> str:
+    with group(folder, "one", rank, size):
+        with pytest.raises(StateError) as e:
+            sync(
+                Broadcast(timeout_s=TIMEOUT_S, bucket_weights=1 << (16 + rank)), rank, weights(np.random.default_rng(0))
+            )
+        return str(e.value)
+
+
+def test_ranks_that_were_told_different_things_find_out(fleet: Fleet) -> None:
+    assert all("not told the same" in said for said in fleet.run(not_alike, 2))
 
 
 def half_committed(rank: int, size: int, folder: str, who: int) -> Any:

@@ -13,6 +13,7 @@ buckets themselves, and whether all went well (one). Buckets are encoded, sent a
 dies or falls behind, the others get a GroupError within `timeout_s`; in a new group they go on with `regroup`.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 
 from pulsesync import buckets, bundles
 from pulsesync.buckets import Bucket, Spare
-from pulsesync.bundles import Held, Wire
+from pulsesync.bundles import Bundle, Held, Wire
 from pulsesync.collective import Collective
 from pulsesync.costs import METHODS, Costs, Load, Method, Took
 from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
@@ -146,7 +147,8 @@ class Broadcast:
         if self._state is None or self._at is None or self._wire is None or self._pushes:
             raise StateError("nothing was pulled yet")
         for ordinal, counted in self._state.count().items():
-            if counted != self._at.sums[ordinal]:
+            place = self._state.places[ordinal]
+            if counted != self._at.sums[ordinal] or (isinstance(place, Bundle) and place.untied()):
                 names = sorted({piece.tensor for piece in self._wire.pieces[ordinal]})
                 among = names[0] if len(names) == 1 else f"{names[0]}, or of {len(names) - 1} tensors beside it,"
                 raise VerificationError(f"weights of {among} are not what came", tensor=names[0])
@@ -160,13 +162,13 @@ class Broadcast:
     def _sync(self, source: Any) -> BroadcastReport:
         began, team = time.perf_counter(), self._team
         counts = team.messages, team.sent_bytes, team.received_bytes
-        late = self._meet(source)
+        base, late = self._meet(source)
         assert self._wire is not None
         assert self._held is not None
         assert self._state is not None
         stream = Stream(team, self._sources, self._wire, self._held, self._state, self._bucket_weights, self._spare)
-        if late and self._at:
-            self._at = stream.bring(late, self._at)
+        if late and base:
+            self._at = stream.bring(late, base)
         started = time.perf_counter()
         jobs, method = self._plan() if self._pushes else ([], "")
         stream.run(jobs, self._at.sums if self._at else {})
@@ -220,7 +222,7 @@ class Broadcast:
         clock = stream.clock
         note = {
             "digest": point.digest,
-            "fault": f"{type(stream.faults[0]).__name__}: {stream.faults[0]}"[:200] if stream.faults else "",
+            "fault": _short(stream.faults[0]) if stream.faults else "",
             "method": method,
             "waits_ms": [round(1e3 * wait_s, 2) for wait_s in stream.waits_s],
             "work_s": clock["prepare"] + clock["digest"] if not self._pushes else 0.0,
@@ -276,38 +278,43 @@ class Broadcast:
 
     # Who holds what
 
-    def _meet(self, source: Any) -> list[int]:
-        """Come together on bundles and on the version to start from; return the receivers that do not hold it.
+    def _meet(self, source: Any) -> tuple[Point | None, list[int]]:
+        """Come together on bundles and on the version to start from; return it and the receivers that lack it.
 
-        If none of them does, the version is None, and everything is sent.
+        If all of them do, there is none, and everything is sent.
         """
-        fault = ""
+        fault: PulseError | None = None
         try:
             self._attach(source)
         except PulseError as e:
-            fault, mine = f"{type(e).__name__}: {e}", e
-        notes = self._tell({"fault": fault[:200]})
+            fault = e
+        notes = self._tell({"fault": _short(fault)})
         if fault:
-            raise mine
+            raise fault
         self._end_together(notes, "could not take part")
+        if len({note["alike"] for note in notes}) > 1:
+            raise StateError("the ranks of this group were not told the same sources and bucket_weights")
         if not all(note["joined"] for note in notes) or len({note["wire"] for note in notes}) > 1:
             self._join()
             notes = self._tell({"fault": ""})
         receivers = [rank for rank in range(self._team.size) if rank not in self._sources]
-        base, late = _choose_base(notes, self._sources, receivers)
-        if base is None or late == receivers:
+        name, late = _choose_base(notes, self._sources, receivers)
+        if name is None or late == receivers:
             self._at = self._before = None
-            return []
-        if (self._at is None or self._at.name != base) and self._before and self._before[0].name == base:
-            self._roll_back()
+            return None, []
         if self._team.rank in late:
-            version, _, digest_ = base.partition(":")
-            self._at = Point(int(version), digest_, {})
-        return late
+            self._at = self._before = None
+            version, _, digest = name.partition(":")
+            return Point(int(version), digest, {}), late
+        if self._at is None or self._at.name != name:
+            self._roll_back()
+        return self._at, late
 
     def _tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell everybody where this rank stands, and something else; return what each has told."""
+        alike = hashlib.sha256(f"{self._sources} {self._bucket_weights}".encode())
         stand = {
+            "alike": alike.hexdigest()[:16],
             "joined": self._joined,
             "wire": self._wire.id[:16] if self._wire else "",
             "at": self._at.name if self._at else "",
@@ -412,6 +419,12 @@ def _choose_base(
     behind = {name: [rank for rank in receivers if not reaches(rank, name)] for name in names}
     best = min(names, key=lambda name: len(behind[name]))
     return best, behind[best]
+
+
+def _short(fault: PulseError | None) -> str:
+    """As much of it as fits into a note, in characters that JSON leaves as they are."""
+    said = f"{type(fault).__name__}: {fault}" if fault else ""
+    return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in said)[:300]
 
 
 def _state_dict(source: Any) -> Mapping[str, Any]:
