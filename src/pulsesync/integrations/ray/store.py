@@ -1,0 +1,153 @@
+"""A run in Ray's object store.
+
+    store = RayStore("run")         # found by this name from every process of the cluster, and picklable
+
+One small actor, the directory, knows what there is, and creates if absent. What is large lies in the object store of
+the directory's node and is owned by the directory: a writer may be killed as soon as its call returned. A reader maps
+it where it lies, and on another node Ray fetches it once for all readers there.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pulsesync.errors import ConflictError, NotFoundError, PulseError, StoreError
+from pulsesync.integrations.ray.cluster import find_actor, kill_actor, named_actor, ray
+from pulsesync.model import Bits
+from pulsesync.store.base import Entry
+from pulsesync.store.keys import check_key, check_prefix
+
+INLINE_BYTES = 64 << 10  # up to here an object is kept by the directory itself: Ray would answer with it in any case
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Object:
+    content: Any  # bytes, or a reference to an array of bytes
+    size_bytes: int
+    modified_s: float
+
+
+class Directory:
+    """The actor: what there is, by key. Its methods are called through Ray, by several threads."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, _Object] = {}
+        self._lock = threading.Lock()
+
+    def write(self, key: str, data: bytes | Bits, create: bool) -> bool:
+        """Keep an object. Returns whether that was done: not, if it was to be created and exists."""
+        if create and key in self._objects:
+            return False  # nothing need be copied to know this
+        # Whoever puts an object owns it, and it is lost with its owner: so it is put from here.
+        content = data if isinstance(data, bytes) else ray().put(data)
+        with self._lock:
+            if create and key in self._objects:
+                return False
+            self._objects[key] = _Object(content, len(data), time.time())
+        return True
+
+    def read(self, key: str, begin: int, end: int | None) -> bytes | list[Any] | None:
+        """The bytes that were asked for, a reference to the whole in a list, or None if there is no such object."""
+        held = self._objects.get(key)
+        if held is None:
+            return None
+        return held.content[begin:end] if isinstance(held.content, bytes) else [held.content]
+
+    def list(self, prefix: str) -> list[tuple[str, int, float]]:
+        with self._lock:
+            found = sorted((key, held) for key, held in self._objects.items() if key.startswith(prefix))
+        return [(key, held.size_bytes, held.modified_s) for key, held in found]
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(key, None)  # Ray frees the bytes once no reader has them mapped
+
+
+class RayStore:
+    """Objects by key, in the cluster of this process. The first to construct a name starts its directory, on its node.
+
+    A store that was pickled finds the directory and never starts one: a run that is gone is not taken for an empty one.
+    Everything is gone with the directory (`close`, or its node) and with the cluster. Calls end within timeout_s.
+
+    Raises:
+        PulseError: Ray is not installed, or this process is in no cluster.
+    """
+
+    def __init__(self, name: str, timeout_s: float = 60.0) -> None:
+        self.name, self.timeout_s = name, timeout_s
+        self._actor: Any = named_actor(Directory, self._actor_name, _THREADS)
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        check_key(key)
+        found = self._call("read", key, begin, end)
+        if found is None:
+            raise NotFoundError(f"there is no {key} in {self.name} of Ray", key=key)
+        if isinstance(found, bytes):
+            return found
+        with self._translated(key, "read"):
+            array: Bits = ray().get(found[0], timeout=self.timeout_s)  # mapped, not copied
+        return array[begin:end].tobytes()
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        check_key(key)
+        self._call("write", key, _sendable(data), False)
+
+    def create(self, key: str, data: bytes) -> None:
+        check_key(key)
+        if not self._call("write", key, _sendable(data), True):
+            raise ConflictError(f"{key} exists already in {self.name} of Ray", key=key)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        check_prefix(prefix)
+        return (Entry(*found) for found in self._call("list", prefix))
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        self._call("delete", key)
+
+    def close(self) -> None:
+        """End the run: everything it holds is gone, for everybody."""
+        kill_actor(self._actor_name)
+
+    @property
+    def _actor_name(self) -> str:
+        return f"store/{self.name}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "timeout_s": self.timeout_s, "_actor": None}
+
+    def _call(self, verb: str, key: str, *rest: Any) -> Any:
+        with self._translated(key, verb):
+            if self._actor is None:
+                self._actor = find_actor(self._actor_name)
+            if self._actor is None:
+                raise StoreError(f"there is no run {self.name} in this Ray cluster, or not any more", key=key)
+            return ray().get(getattr(self._actor, verb).remote(key, *rest), timeout=self.timeout_s)
+
+    @contextmanager
+    def _translated(self, key: str, verb: str) -> Iterator[None]:
+        errors = ray("exceptions")
+        try:
+            yield
+        except PulseError:
+            raise
+        except (errors.GetTimeoutError, errors.ObjectFetchTimedOutError) as e:
+            raise StoreError(f"{verb} {key}: no answer in {self.timeout_s:g} s", key=key, retryable=True) from e
+        except errors.ObjectLostError as e:
+            raise NotFoundError(f"{key} is lost: the node that held it is gone", key=key) from e
+        except errors.RayError as e:
+            passing = (errors.ActorUnavailableError, errors.ObjectStoreFullError, errors.OutOfDiskError)
+            found = getattr(e, "cause", None) if isinstance(e, errors.RayTaskError) else e
+            said = str(e).splitlines()[0][:200]
+            raise StoreError(f"{verb} {key}: {said}", key=key, retryable=isinstance(found, passing)) from e
+
+
+def _sendable(data: bytes | memoryview) -> bytes | Bits:
+    """Small data as it is; large data as an array, which Ray shares instead of copying."""
+    return bytes(data) if len(data) <= INLINE_BYTES else np.frombuffer(data, np.uint8)

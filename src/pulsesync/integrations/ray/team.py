@@ -1,0 +1,152 @@
+"""A team of actors: what trainers without a process group need to publish one version together."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pulsesync.errors import GroupError
+from pulsesync.integrations.ray.cluster import SLACK_S, kill_actor, named_actor, ray
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a call to the meeting came to: a problem, or something."""
+
+    problem: str = ""
+    anew: bool = False  # with a problem: somebody waits already for all to come together anew
+    generation: str = ""
+    notes: tuple[bytes, ...] = ()
+
+
+@dataclass
+class _Generation:
+    """All ranks, from when they have come together until one is missed. One round is open at a time."""
+
+    id: str
+    open: "asyncio.Future[_Answer]"
+    number: int = 0  # of the open round
+    notes: dict[int, bytes] = field(default_factory=dict)
+
+
+class Meeting:
+    """The actor: brings ranks together, and their notes. A round is complete for all of them or for none.
+
+    Whoever joins ends the generation there was: a rank that was restarted joins, and the others find out at once.
+    """
+
+    def __init__(self) -> None:
+        self._size: int | None = None
+        self._coming: dict[int, asyncio.Future[_Answer]] = {}
+        self._live: _Generation | None = None
+        self._ended = "this rank has not joined"
+
+    async def join(self, rank: int, size: int, timeout_s: float) -> _Answer:
+        """Wait until every rank has come; the answer names the generation."""
+        self._size = self._size or size
+        if size != self._size or not 0 <= rank < size:
+            return _Answer(f"rank {rank} of {size} does not belong to this team of {self._size}")
+        self._end(_Answer(f"rank {rank} came anew", anew=True))
+        if rank in self._coming:
+            self._coming.pop(rank).set_result(_Answer(f"another process came as rank {rank}"))
+        mine = self._coming[rank] = asyncio.get_running_loop().create_future()
+        if len(self._coming) == size:
+            self._begin()
+        done, _ = await asyncio.wait([mine], timeout=timeout_s)
+        if not done:
+            del self._coming[rank]
+            missing = sorted(set(range(size)) - self._coming.keys() - {rank})
+            mine.set_result(_Answer(f"waited {timeout_s:g} s for ranks {missing}, which did not come"))
+        answer: _Answer = mine.result()
+        return answer
+
+    async def gather(self, generation: str, rank: int, number: int, note: bytes, timeout_s: float) -> _Answer:
+        """Give a note to a round, and wait for those of the others."""
+        live = self._live
+        if live is None or live.id != generation:
+            return _Answer(f"the team has ended: {self._ended}", anew=bool(self._coming))
+        if number != live.number or rank in live.notes:
+            return self._end(_Answer(f"rank {rank} came to round {number}, the others are in round {live.number}"))
+        live.notes[rank] = note
+        mine = live.open
+        if len(live.notes) == self._size:
+            mine.set_result(_Answer(notes=tuple(live.notes[r] for r in range(self._size))))
+            live.open, live.number, live.notes = asyncio.get_running_loop().create_future(), number + 1, {}
+        done, _ = await asyncio.wait([mine], timeout=timeout_s)
+        if not done:
+            missing = sorted(set(range(self._size or 0)) - live.notes.keys())
+            self._end(_Answer(f"rank {rank} waited {timeout_s:g} s for ranks {missing}"))
+        answer: _Answer = mine.result()
+        return answer
+
+    def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._live = _Generation(secrets.token_hex(8), loop.create_future())
+        for waiting in self._coming.values():
+            waiting.set_result(_Answer(generation=self._live.id))
+        self._coming = {}
+
+    def _end(self, answer: _Answer) -> _Answer:
+        """Give this answer to all who wait in the open round, and have no rounds after it."""
+        if self._live is not None:
+            self._live.open.set_result(answer)
+            self._live, self._ended = None, answer.problem
+        return answer
+
+
+class ActorTeam:
+    """Some processes of a Ray cluster that know the name of their team, numbered from 0. A `collective.Team`.
+
+    They come together at the first `gather`. After a GroupError they come together anew at the next one, in whatever
+    process each rank is by then: every rank then begins again what it did, from its first `gather`. If the error has
+    `anew`, others are waiting for that already.
+
+    Args:
+        name: The team's, in the cluster.
+        rank: This process's.
+        size: How many there are. For as long as the team exists, until `close`, this stays.
+        timeout_s: How long to wait for the others, each time.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"there is no rank {rank} of {size}")
+        self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
+        self._meeting: Any = None
+        self._generation = ""  # none
+        self._number = 0  # of the next round
+
+    def gather(self, note: bytes) -> list[bytes]:
+        try:
+            if not self._generation:
+                joined = self._ask(lambda meeting: meeting.join.remote(self.rank, self.size, self.timeout_s))
+                self._generation, self._number = joined.generation, 0
+            where = self._generation, self.rank, self._number
+            answer = self._ask(lambda meeting: meeting.gather.remote(*where, bytes(note), self.timeout_s))
+        except BaseException:
+            self._generation = ""  # whatever it was, the others are not waiting for the same any more
+            raise
+        self._number += 1
+        return list(answer.notes)
+
+    def close(self) -> None:
+        """End the team, for all its ranks: those that wait get a GroupError."""
+        kill_actor(self._actor_name)
+
+    @property
+    def _actor_name(self) -> str:
+        return f"team/{self.name}"
+
+    def _ask(self, call: Callable[[Any], Any]) -> _Answer:
+        try:
+            if self._meeting is None:
+                self._meeting = named_actor(Meeting, self._actor_name)
+            answer: _Answer = ray().get(call(self._meeting), timeout=self.timeout_s + SLACK_S)
+        except ray("exceptions").RayError as e:
+            self._meeting = None
+            said = str(e).splitlines()[0][:200]
+            raise GroupError(f"{self.name}, rank {self.rank}: {said}", rank=self.rank) from e
+        if answer.problem:
+            raise GroupError(f"{self.name}, rank {self.rank}: {answer.problem}", rank=self.rank, anew=answer.anew)
+        return answer
