@@ -13,7 +13,7 @@ Point = dict[str, Any]
 
 OTHERS = ("dense per tensor", "dense bucketed", "index+value per tensor", "index+value bucketed")
 WORK = tuple(f"source_{what}_s" for what in ("copy", "diff", "encode", "digest")) + tuple(
-    f"receiver_{what}_s" for what in ("copy", "prepare", "digest", "apply")
+    f"receiver_{what}_s" for what in ("copy", "prepare", "undo", "digest", "apply")
 )
 BILLIONS = 7.6
 # Milliseconds for 7.6 B weights on one H200 (results/gpu_layout_h200_2026-11-15.md). Comparing reads what a copy reads
@@ -201,7 +201,8 @@ def checks(points: list[Point]) -> Iterator[Check]:
     yield from worst_check(known, "with everything", ())
     yield from worst_check(known, "with everything, by the least of each instead of the median", (), "least")
     yield from worst_check(known, "without its digest", ("digest_s",))
-    yield from worst_check(known, "without digest and the write that waits for all checks", ("digest_s", "apply_s"))
+    apart = ("digest_s", "undo_s", "apply_s")
+    yield from worst_check(known, "without digest, undo and the write that waits for both", apart)
     yield from choice_check(known)
 
 

@@ -272,7 +272,7 @@ class Ours:
     def sync(self) -> dict[str, Any]:
         report = self.broadcast.push(self.model) if self.source else self.broadcast.pull_(self.model)
         told = {name: getattr(report, name, None) for name in ("method", "changed", "messages", "sent_bytes")}
-        phases = ("diff_s", "encode_s", "wire_s", "prepare_s", "digest_s", "apply_s")
+        phases = ("diff_s", "encode_s", "wire_s", "prepare_s", "undo_s", "digest_s", "apply_s")
         return told | {name: getattr(report, name, 0.0) or 0.0 for name in phases}
 
 

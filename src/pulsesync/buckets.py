@@ -191,7 +191,7 @@ def _read_table(message: Bits, layout: Layout, state: State | None, before: Mapp
     if state is None:
         return Bucket(message, (), {}, promised)
     whole, patches = {}, []
-    with clock.timed("prepare"):
+    with clock.timed("undo"):  # which is why the old weights are looked at
         for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
             if tile.ordinal not in state.places:
                 continue

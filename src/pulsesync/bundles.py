@@ -27,7 +27,7 @@ from pulsesync.slices import Window
 from pulsesync.tensors import Published
 
 SMALL = 1 << 18  # weights below which a piece shares a bundle with others: more are quicker compared where they lie
-DIRECT = 1 << 16  # weights above which a run in a bundle is compared where it lies, not gathered first
+DIRECT = 1 << 17  # weights above which a run in a bundle is compared where it lies, not gathered first
 FEW = 1 << 13  # weights of a run, on average, above which some are picked from each rather than from all gathered
 LARGE = 1 << 24  # weights above which a piece is split, by rows
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 Method = Literal["dense", "plain", "gap", "coded"]
 METHODS: tuple[Method, ...] = get_args(Method)
-SOON_S = 0.005  # within which nobody minds how long it takes
+SOON_S = 0.001  # within which nobody minds how long it takes
 NEW = 0.5  # how much of an estimate the last sync makes up
 
 

@@ -107,17 +107,16 @@ class Stream:
         decoder = ThreadPoolExecutor(1, thread_name_prefix="pulse-decode")
         reading: list[Future[Bucket]] = []
         try:
-            first = self._next_length(ahead)
-            lengths = [int(row[0]) for row in self.team.gather_rows(np.array([first], np.int64))]
             for place, rank in enumerate(self.sources):
+                length = self._tell_length(self._next_length(ahead) if rank == self.team.rank else 0, rank)
                 began = time.perf_counter()
                 with self.clock.timed("wire"):
                     if rank == self.team.rank:
-                        self._send(ahead, lengths[rank])
+                        self._send(ahead, length)
                     else:
                         reading += [
                             decoder.submit(self._read, message, place, before)
-                            for message in self._receive(rank, lengths[rank])
+                            for message in self._receive(rank, length)
                             if not self.faults
                         ]
                 self.waits_s.append(time.perf_counter() - began)
@@ -140,6 +139,12 @@ class Stream:
             return bucket.message.size if bucket else _END
         return _FAULT
 
+    def _tell_length(self, length: int, rank: int) -> int:
+        """Tell the others how long this source's next message is, or be told by one."""
+        number = np.array([length], np.int64)
+        self.team.broadcast_(number.view(np.uint8), rank)
+        return int(number[0])
+
     def _send(self, ahead: "_Ahead", length: int) -> None:
         rank = self.team.rank
         while length > 0:
@@ -154,7 +159,7 @@ class Stream:
                 began = time.perf_counter()
                 following = self._next_length(ahead)
                 self.starved_s += time.perf_counter() - began
-                self.team.broadcast_(np.array([following], np.int64).view(np.uint8), rank)
+                self._tell_length(following, rank)
             length = following
 
     def _receive(self, rank: int, length: int) -> Iterator[Bits]:
@@ -166,9 +171,7 @@ class Stream:
             yield message
             length = int(message[-TRAILER:].copy().view(np.int64)[0])
             if length == _UNKNOWN:
-                size = np.empty(8, np.uint8)
-                self.team.broadcast_(size, rank)
-                length = int(size.view(np.int64)[0])
+                length = self._tell_length(0, rank)
 
     def _read(self, message: Bits, place: int, before: Mapping[int, Sum]) -> Bucket:
         bucket = buckets.read(message, self.wire.layout, None if self.sends else self.state, before, self.clock)

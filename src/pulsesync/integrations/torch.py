@@ -8,7 +8,7 @@ Every rank calls, and all come back with the same weights or all with an error a
 that share a model among them are all sources: `src=[0, 1]`, and each pushes its shards. A rank may hold any part of the
 model (DTensors, `pulsesync.shards.Placed`, or what `pulsesync.integrations.runtime` makes of an engine's tensors).
 
-A sync is a few messages however many tensors there are: who holds what (one), how long the first buckets are (one), the
+A sync is a few messages however many tensors there are: who holds what (one), how long the first bucket is (one), the
 buckets themselves, and whether all went well (one). Buckets are encoded, sent and decoded beside each other. If a rank
 dies or falls behind, the others get a GroupError within `timeout_s`; in a new group they go on with `regroup`.
 """
@@ -38,7 +38,7 @@ from pulsesync.state import State, Transition, check_apart
 from pulsesync.stream import Job, Point, Stream
 from pulsesync.trials import MOST, try_methods
 
-BUCKET_WEIGHTS = 1 << 24
+BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
 NOTE_BYTES = 1024  # of what ranks tell each other at a time, besides a number for each source
 SAMPLE = 1 << 14  # weights of a bundle that are compared to see how much changed
 _NOWHERE: Bits = np.empty(0, np.uint8)
@@ -62,6 +62,7 @@ class BroadcastReport:
     encode_s: float  # source: coding, or copying
     wire_s: float  # sending or receiving, and waiting for it
     prepare_s: float  # receiver: checking and decoding
+    undo_s: float  # receiver: reading what is to be changed, where decoding does not
     digest_s: float  # apart from the rest, but for a source that codes, where it is in encode_s
     apply_s: float  # writing: the only time the weights are not to be used
 
@@ -75,6 +76,7 @@ class Broadcast:
         cast: The dtype that receivers hold, for all FP32 tensors of a source or by name pattern.
         timeout_s: How long to wait for the others, at each message.
         method: How to send; "auto" takes the quickest, by what was measured.
+        bucket_weights: How many weights a bucket covers, at most; the same on every rank.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Broadcast:
             sum(tile.size for tile in tiles), bundles.bytes_of(tiles),
             team.sent_bytes - counts[1], team.received_bytes - counts[2], team.messages - counts[0],
             time.perf_counter() - began,
-            *(stream.clock[what] for what in ("diff", "encode", "wire", "prepare", "digest", "apply")),
+            *(stream.clock[what] for what in ("diff", "encode", "wire", "prepare", "undo", "digest", "apply")),
         )  # fmt: skip
 
     def _plan(self) -> tuple[list[Job], str]:
@@ -225,7 +227,7 @@ class Broadcast:
             "fault": _short(stream.faults[0]) if stream.faults else "",
             "method": method,
             "waits_ms": [round(1e3 * wait_s, 2) for wait_s in stream.waits_s],
-            "work_s": clock["prepare"] + clock["digest"] if not self._pushes else 0.0,
+            "work_s": clock["prepare"] + clock["undo"] + clock["digest"] if not self._pushes else 0.0,
         }
         notes = self._tell(note)
         if stream.faults:
