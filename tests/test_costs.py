@@ -26,6 +26,17 @@ def test_slow_links_pay_for_coding_and_fast_ones_do_not(gbit: float, density: fl
     assert set(costs(gbit * GBIT).choose([load(10_000_000, density)] * 5)) == {method}
 
 
+def test_a_method_in_use_is_left_only_for_one_that_is_clearly_quicker() -> None:
+    there = load(10_000_000, 0.01)
+    by_link = {gbit: costs(gbit * GBIT) for gbit in (0.01, 0.1, 1, 10)}
+    for known in by_link.values():
+        known.last = "gap"
+        chosen = known.choose([there])[0]
+        others = min(known.seconds(method, there) for method in METHODS if method != "gap")
+        assert (chosen == "gap") == (known.seconds("gap", there) <= 1.2 * others)
+    assert {known.choose([there])[0] for known in by_link.values()} > {"gap"}
+
+
 def test_a_tensor_that_changes_everywhere_goes_whole_beside_others_that_are_coded() -> None:
     loads = [load(50_000_000, 0.001)] * 3 + [load(50_000_000, 1.0)]
     assert costs(1.5 * GBIT).choose(loads)[-1] == "dense"

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 Method = Literal["dense", "plain", "gap", "coded"]
 METHODS: tuple[Method, ...] = get_args(Method)
 SOON_S = 0.001  # within which nobody minds how long it takes
+KEPT = 1.2  # times longer that the method of the last sync may take before another is tried
 NEW = 0.5  # how much of an estimate the last sync makes up
 
 
@@ -75,6 +76,7 @@ class Costs:
     ways: dict[Method, Way] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: int = 1 << 24
+    last: Method | None = None  # that a sync went by as a whole
     off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than their stages say
 
     def seconds(self, method: Method, load: Load) -> float:
@@ -92,12 +94,15 @@ class Costs:
     def choose(self, loads: Sequence[Load]) -> list[Method]:
         """The method for each tile: one for all where that is quickest, else each its own.
 
-        Of methods that are as quick as makes no difference, the one with the fewest bytes.
+        Of methods that are as quick as makes no difference, the one with the fewest bytes; and what was last used is
+        left only for one that is clearly quicker, because what is known of one that was not used is less sure.
         """
         total = sum(loads, Load(0, 0, 0.0))
         took = {method: self.seconds(method, total) for method in METHODS}
         near = [method for method in METHODS if took[method] <= max(1.05 * min(took.values()), SOON_S)]
         best = min(near, key=lambda method: self.ways[method].wire_bytes(total))
+        if self.last and took[self.last] <= KEPT * took[best]:
+            best = self.last
         own = [min(METHODS, key=lambda method, load=load: self._sum(method, load)) for load in loads]  # type: ignore[misc]
         mixed = sum(self._sum(method, load) for method, load in zip(own, loads, strict=True))
         together = sum(self._sum(best, load) for load in loads)
@@ -110,7 +115,7 @@ class Costs:
 
     def learn(self, method: Method, load: Load, took: "Took") -> None:
         """Take in what a sync by one method has taken; the load says what really changed."""
-        way = self.ways[method]
+        way, self.last = self.ways[method], method
         self.ways[method] = Way(
             way.source.learnt(load, took.source_s),
             way.receiver.learnt(load, took.receiver_s),
