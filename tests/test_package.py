@@ -21,6 +21,7 @@ def test_the_public_names_are_these() -> None:
         "PublishReport",
         "Publisher",
         "PulseError",
+        "ShardedPublisher",
         "SigningKey",
         "Slice",
         "Subscriber",
@@ -35,7 +36,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(pulsesync, "subscribe")
 
 
-HEAVY = {"torch", "triton", "numba", "llvmlite", "obstore", "cryptography", "ml_dtypes"}
+HEAVY = {"torch", "triton", "numba", "llvmlite", "obstore", "cryptography", "ml_dtypes", "ray"}
 
 
 def loaded_by(program: str) -> set[str]:

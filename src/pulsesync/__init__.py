@@ -22,18 +22,21 @@ if TYPE_CHECKING:
     from pulsesync import loco
     from pulsesync.format.signature import SigningKey
     from pulsesync.publisher import Publisher, PublishReport
+    from pulsesync.sharded import ShardedPublisher
     from pulsesync.slices import Slice
     from pulsesync.subscriber import Subscriber, SyncReport
     from pulsesync.warm import warm_up
 
 __all__ = [
-    "PublishReport", "Publisher", "PulseError", "SigningKey", "Slice", "Subscriber", "SyncReport", "loco", "warm_up",
+    "PublishReport", "Publisher", "PulseError", "ShardedPublisher", "SigningKey", "Slice", "Subscriber", "SyncReport",
+    "loco", "warm_up",
 ]  # fmt: skip
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "PublishReport": "publisher",
     "Publisher": "publisher",
+    "ShardedPublisher": "sharded",
     "SigningKey": "format.signature",
     "Slice": "slices",
     "Subscriber": "subscriber",
