@@ -72,6 +72,6 @@ $(VENV)/.llm: $(VENV)/.core
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made $(PINNED)
-	@echo "Installing pulsesync, the tools to check it and torch into $(VENV): a minute or two, longer where torch comes with CUDA ..."
+	@echo "Installing pulsesync, the tools to check it, torch and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
 	@$(PIP) -e '.[dev,torch,serve]'
 	@touch $(VENV)/.core $(VENV)/.torch $@
