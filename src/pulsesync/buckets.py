@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pulsesync import digest
-from pulsesync.bundles import Bundle, Held
+from pulsesync.bundles import Bundle, Held, Wire
 from pulsesync.costs import Method
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import container, patch
@@ -30,6 +30,7 @@ _COUNT = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<Qq16s")
 _TABLE = b"\x89PulsTab"
 _WHOLE = -1
+NOTHING: Bits = np.empty(0, np.uint8)
 TRAILER = 8  # bytes that a message has room for, behind the bucket
 CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
 
@@ -56,7 +57,7 @@ class Clock:
 class Bucket:
     """A message, and what its tiles will be: what changes in them, or all their weights."""
 
-    message: Bits  # bytes
+    message: Bits  # bytes; nothing, where a receiver needs them no more
     patches: tuple[TilePatch, ...]
     whole: Mapping[int, Bits]
     sums: Mapping[int, Sum]
@@ -70,7 +71,10 @@ class Spare:
 
     def take(self, size: int) -> Bits:
         """Bytes to be written over."""
-        return some.pop() if (some := self._free.get(size)) else np.empty(size, np.uint8)
+        try:
+            return self._free[size].pop()
+        except (KeyError, IndexError):  # two threads may ask at once
+            return np.empty(size, np.uint8)
 
     def replace(self, messages: Iterable[Bits]) -> None:
         """Have these, and none that were there before."""
@@ -79,11 +83,11 @@ class Spare:
             self._free.setdefault(message.size, []).append(message)
 
 
-def cut(tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
-    """Group tiles, in order, until each group has so many weights."""
+def cut(wire: Wire, tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
+    """Group tiles, in order, until each group has so many weights; all of a group are held by the same ranks."""
     some, size = list[Tile](), 0
     for tile in tiles:
-        if some and size + tile.size > most:
+        if some and (size + tile.size > most or wire.holders[tile.ordinal] != wire.holders[some[0].ordinal]):
             yield some
             some, size = [], 0
         some.append(tile)
@@ -172,13 +176,13 @@ def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int
     if state is None:  # a source, which wants to know the digests of others' tiles
         header, sections = container.open_part(data)
         index = patch.open_index(header, sections[0], layout)
-        return Bucket(message, (), {}, {entry.tile: entry.sum for entry in index.entries})
+        return Bucket(NOTHING, (), {}, {entry.tile: entry.sum for entry in index.entries})
     with clock.timed("prepare"):
         body = Body.of(data, layout)
         part = state.decode(body)
     with clock.timed("digest"):
         state.move(part.patches, part.sums, before)
-    return Bucket(message, part.patches, {}, {entry.tile: entry.sum for entry in body.index.entries})
+    return Bucket(NOTHING, part.patches, {}, {entry.tile: entry.sum for entry in body.index.entries})
 
 
 # Tables
@@ -189,7 +193,7 @@ Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
 def _read_table(message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: Clock) -> Bucket:
     shape, promised = _open(message, layout)
     if state is None:
-        return Bucket(message, (), {}, promised)
+        return Bucket(NOTHING, (), {}, promised)
     whole, patches = {}, []
     with clock.timed("undo"):  # which is why the old weights are looked at
         for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
@@ -206,7 +210,7 @@ def _read_table(message: Bits, layout: Layout, state: State | None, before: Mapp
         if sum_ != promised[ordinal]:
             name = layout.tiles[ordinal].tensor.name
             raise VerificationError(f"bundle {name} is not what was sent", tensor=name)
-    return Bucket(message, tuple(patches), whole, promised)
+    return Bucket(message if whole else NOTHING, tuple(patches), whole, promised)
 
 
 def _changes(tile: Tile, places: Bits, values: Bits, state: State) -> TilePatch:

@@ -9,7 +9,7 @@ wherever its pieces lie in memory.
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,7 +71,7 @@ class Wire:
 
     @cached_property
     def id(self) -> str:
-        h = hashlib.sha256(self.layout.id.encode())
+        h = hashlib.sha256(f"{self.layout.id} {sorted(self.ties.items())}".encode())
         for pieces, owner in zip(self.pieces, self.owners, strict=True):
             h.update(repr((owner, [(p.tensor, p.row, p.column, p.rows, p.columns) for p in pieces])).encode())
         return h.hexdigest()
@@ -96,7 +96,7 @@ def agree(told: Sequence[bytes], sources: Sequence[int]) -> Wire:
     """
     read = [windows_from(note[4:]) for note in told]
     ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
-    everyones = [_untied(rank, windows, own, ties) for rank, (windows, own) in enumerate(read)]
+    everyones = [_untied(rank, windows, own, ties, sends=rank in sources) for rank, (windows, own) in enumerate(read)]
     wire = wire_of(everyones, sources, ties)
     names = {piece.tensor for pieces in wire.pieces for piece in pieces}
     for rank, windows in enumerate(everyones):
@@ -108,7 +108,9 @@ def agree(told: Sequence[bytes], sources: Sequence[int]) -> Wire:
     return wire
 
 
-def _untied(rank: int, windows: Windows, own: Mapping[str, str], ties: Mapping[str, str]) -> dict[str, Window]:
+def _untied(
+    rank: int, windows: Windows, own: Mapping[str, str], ties: Mapping[str, str], sends: bool
+) -> dict[str, Window]:
     """What a rank holds, without the names that the sources tie to others."""
     for alias, name in own.items():
         if ties.get(alias) != name:
@@ -117,9 +119,11 @@ def _untied(rank: int, windows: Windows, own: Mapping[str, str], ties: Mapping[s
                 tensor=alias,
             )
     for alias in windows.keys() & ties.keys():
-        tied = windows.get(ties[alias])
-        if tied is None or (windows[alias].rows, windows[alias].columns) != (tied.rows, tied.columns):
+        apart, tied = windows[alias], windows.get(ties[alias])
+        if tied is None or replace(apart, tensor=replace(apart.tensor, name=ties[alias])) != tied:
             raise StateError(f"rank {rank} does not hold {alias!r} as it holds {ties[alias]!r}", tensor=alias)
+        if sends and apart.local.size:
+            raise StateError(f"one source ties {alias!r} to {ties[alias]!r}, and rank {rank} does not", tensor=alias)
     return {name: window for name, window in windows.items() if name not in ties}
 
 
@@ -142,10 +146,9 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
                 )
             if owner is not None:
                 groups.setdefault((tile.tensor.dtype, owner, holders), []).append(piece)
-    rows = []
+    rows = []  # in the order in which what the same ranks hold first appears, whatever numbers these have
     for (dtype, owner, holders), pieces in groups.items():
         rows += [(dtype, owner, holders, bundle) for bundle in _bundles(pieces)]
-    rows.sort(key=lambda row: (row[0], row[1], row[3][0].tensor.encode(), row[3][0].row, row[3][0].column))
     specs = [TensorSpec(f"{n:08d}", row[0], (sum(p.size for p in row[3]),)) for n, row in enumerate(rows)]
     return Wire(
         layouts.make(specs),

@@ -16,6 +16,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SOON_S = 0.001  # within which nobody minds how long it takes
 KEPT = 1.2  # times longer that the method of the last sync may take before another is tried
 NEW = 0.5  # how much of an estimate the last sync makes up
+FORGOTTEN = 0.02  # how much of what is known of a method is lost at each sync by another
+MOST_OFF = 5.0
+ENOUGH, ENOUGH_BYTES = 1000, 1 << 16  # changes, and bytes on the link, below which a sync tells nothing
+FASTEST_S = 1e-11  # a byte, on any link
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Costs:
     ways: dict[Method, Way] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: int = 1 << 24
+    link_known: bool = False
     last: Method | None = None  # that a sync went by as a whole
     off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than their stages say
 
@@ -114,16 +119,24 @@ class Costs:
         return work_s + way.wire_bytes(load) * self.byte_s
 
     def learn(self, method: Method, load: Load, took: "Took") -> None:
-        """Take in what a sync by one method has taken; the load says what really changed."""
+        """Take in what a sync by one method has taken; the load says what really changed.
+
+        So few changes that other things decide tell nothing. What is known of methods that were not used moves back to
+        what is known of all: one odd sync must not decide for ever.
+        """
+        if method != "dense" and load.changed < ENOUGH:
+            return
         way, self.last = self.ways[method], method
-        self.ways[method] = Way(
-            way.source.learnt(load, took.source_s),
-            way.receiver.learnt(load, took.receiver_s),
-            way.apply,
-            None if way.change_bytes is None else took.sent_bytes / max(load.changed, 1.0),
-        )
-        off = took.total_s / max(self._by_stages(method, load), 1e-9)
-        self.off[method] = self.off.get(method, off) + NEW * (off - self.off.get(method, off))
+        change_bytes = way.change_bytes
+        if change_bytes is not None:
+            change_bytes += NEW * (took.sent_bytes / load.changed - change_bytes)
+        source, receiver = way.source.learnt(load, took.source_s), way.receiver.learnt(load, took.receiver_s)
+        self.ways[method] = Way(source, receiver, way.apply, change_bytes)
+        off = min(max(took.total_s / max(self._by_stages(method, load), 1e-9), 1 / MOST_OFF), MOST_OFF)
+        mean = sum(self.off.values(), off) / (1 + len(self.off))
+        self.off = {one: value + FORGOTTEN * (mean - value) for one, value in self.off.items()}
+        before = self.off.get(method, mean)
+        self.off[method] = before + NEW * (off - before)
 
     def learn_link(self, sent_bytes: int, wire_s: float, others_s: float) -> None:
         """Take in how long bytes were on their way; others_s is what the longest other stage took.
@@ -131,13 +144,12 @@ class Costs:
         A link that was not what held the sync up shows only that it is not slower: what was waited for may have been
         anything.
         """
-        if sent_bytes <= 0 or wire_s <= 0:
+        if sent_bytes < ENOUGH_BYTES or wire_s <= 0:
             return
-        took_s = wire_s / sent_bytes
-        if took_s < self.byte_s:
-            self.byte_s = took_s
-        elif wire_s > others_s:
-            self.byte_s += NEW * (took_s - self.byte_s)
+        took_s = max(wire_s / sent_bytes, FASTEST_S)
+        if not self.link_known or took_s < self.byte_s or wire_s > others_s:
+            self.byte_s += (NEW if self.link_known else 1.0) * (took_s - self.byte_s)
+            self.link_known = True
 
     def tried(self, method: Method, trials: Sequence["Trial"]) -> None:
         """Take in what a method took on some weights, changed by little and by more."""

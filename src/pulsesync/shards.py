@@ -147,6 +147,8 @@ def _placed(name: str, value: Any) -> Placed:
     if any(placement.is_partial() for placement in value.placements):
         raise StateError(f"tensor {name!r} is a sum that has not been added up ({value.placements})", tensor=name)
     whole = tuple(int(n) for n in value.shape)
+    if value.device_mesh.get_coordinate() is None:  # not among those who hold it
+        return Placed(value.to_local(), whole, (0, 0) if whole else None)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if shape[2:] != whole[2:]:
         raise StateError(f"tensor {name!r} is split along dimension 2 or later ({value.placements})", tensor=name)

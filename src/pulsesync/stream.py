@@ -17,16 +17,15 @@ import numpy as np
 
 from pulsesync import buckets, digest
 from pulsesync.buckets import TRAILER, Bucket, Clock, Spare
-from pulsesync.bundles import Held, Wire
+from pulsesync.bundles import Held, Wire, bytes_of
 from pulsesync.collective import Collective
 from pulsesync.costs import Method
-from pulsesync.errors import FormatError, GroupError, PulseError, VerificationError
+from pulsesync.errors import FormatError, GroupError, VerificationError
 from pulsesync.model import Bits, Sum, Tile
 from pulsesync.parallel import finish
 from pulsesync.state import State
 
 AHEAD = 2  # buckets that are encoded before they are sent
-MAX_MESSAGE_BYTES = 1 << 36
 _END, _UNKNOWN, _FAULT = 0, -1, -2  # in place of a length: no more, not encoded yet, could not be
 
 Job = tuple[Method, Sequence[Tile]]  # a bucket to be encoded
@@ -57,7 +56,7 @@ class Stream:
     bucket_weights: int
     spare: Spare = field(default_factory=Spare)
     clock: Clock = field(default_factory=Clock)
-    faults: list[PulseError] = field(default_factory=list)
+    faults: list[Exception] = field(default_factory=list)
     made: list[Bucket] = field(default_factory=list)  # what was sent or received
     waits_s: list[float] = field(default_factory=list)  # for the buckets of each source, as it seemed here
     starved_s: float = 0.0  # in which this source had nothing to send
@@ -80,24 +79,37 @@ class Stream:
         Returns that version as this rank now holds it; None if it does not.
         """
         got: list[Bucket] = []
+        sums: dict[int, Sum] = {}
         for place, rank in enumerate(self.sources):
-            for tiles in buckets.cut(self.wire.owned_by(place), self.bucket_weights):
+            for tiles in buckets.cut(self.wire, self.wire.owned_by(place), self.bucket_weights):
+                to = [one for one in late if one in self.wire.holders[tiles[0].ordinal]]
                 if rank == self.team.rank:
-                    self.team.send_(buckets.raw(self.state, tiles, self.clock, base.sums).message, rank, late)
-                elif self.team.rank in late:
+                    self.team.send_(buckets.raw(self.state, tiles, self.clock, base.sums).message, rank, to)
+                elif self.team.rank in to:
                     message = np.empty(buckets.raw_size(tiles), np.uint8)
-                    self.team.send_(message, rank, late)
+                    self.team.send_(message, rank, to)
                     with self._faults():
                         got.append(self._read(message, place, {}))
+                sums |= self._tell_sums(tiles, base.sums, rank)  # to all: nobody waits for longer than one bucket
         if self.team.rank not in late:
             return base
-        sums = {ordinal: sum_ for bucket in got for ordinal, sum_ in bucket.sums.items()}
+        if self.faults:
+            return None
         with self._faults():
             self.check(sums, base.digest)
+            if any(sums[ordinal] != sum_ for bucket in got for ordinal, sum_ in bucket.sums.items()):
+                raise VerificationError("a bundle is not that of the version", version=base.version)
             whole = {ordinal: bits for bucket in got for ordinal, bits in bucket.whole.items()}
             finish(lambda: self.state.load_tiles(whole, {n: sums[n] for n in whole}))
             return Point(base.version, base.digest, sums)
         return None
+
+    def _tell_sums(self, tiles: Sequence[Tile], sums: Mapping[int, Sum], rank: int) -> dict[int, Sum]:
+        data = np.zeros(16 * len(tiles), np.uint8)
+        if rank == self.team.rank:
+            data[:] = np.frombuffer(b"".join(sums[tile.ordinal].to_bytes() for tile in tiles), np.uint8)
+        self.team.broadcast_(data, rank)
+        return {tile.ordinal: Sum.from_bytes(data[16 * n : 16 * n + 16].tobytes()) for n, tile in enumerate(tiles)}
 
     # Buckets
 
@@ -163,8 +175,9 @@ class Stream:
             length = following
 
     def _receive(self, rank: int, length: int) -> Iterator[Bits]:
-        while length > 0:
-            if length > MAX_MESSAGE_BYTES or length <= TRAILER:
+        most = 2 * bytes_of(self.wire.owned_by(self.sources.index(rank))) + (1 << 26)
+        while length not in (_END, _FAULT):
+            if not TRAILER < length <= most:
                 raise GroupError(f"the group is out of step: rank {rank} sends {length} bytes", rank=self.team.rank)
             message = self.spare.take(length)
             self.team.broadcast_(message, rank)
@@ -190,9 +203,8 @@ class Stream:
             raise VerificationError("what came is not the version it should be", expected=expected, actual=actual)
         return actual
 
-    def conclude(self, base: Point | None) -> Point:
+    def conclude(self, base: Point | None, version: int) -> Point:
         """The version that this sync leads to, as far as this rank can tell; what it cannot is among the faults."""
-        version = base.version + 1 if base else 1
         seen: set[int] = set()
         with self._faults():
             for bucket in self.made:
@@ -203,21 +215,21 @@ class Stream:
             return Point(version, self.check(sums), sums)
         return Point(version, "", {})
 
-    def _faults(self) -> "_Catch":
-        return _Catch(self.faults)
+    def _faults(self) -> "Catch":
+        return Catch(self.faults)
 
 
-class _Catch:
-    """Keeps what is wrong with bytes for the verdict; a broken group is not for keeping."""
+class Catch:
+    """Keeps what goes wrong at one rank until all can be told of it; a broken group is not for keeping."""
 
-    def __init__(self, faults: list[PulseError]) -> None:
+    def __init__(self, faults: list[Exception]) -> None:
         self._faults = faults
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, fault: BaseException | None, __: Any) -> bool:
-        if isinstance(fault, PulseError) and not isinstance(fault, GroupError):
+        if isinstance(fault, Exception) and not isinstance(fault, GroupError):
             self._faults.append(fault)
             return True
         return False

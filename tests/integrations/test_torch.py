@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import distributed
 
+from pulsesync.bundles import Bundle
 from pulsesync.collective import Collective
 from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
 from pulsesync.integrations.torch import Broadcast, BroadcastReport
 from pulsesync.shards import Placed, tensor_parallel
+from pulsesync.stream import Stream
 from tests.processes import Fleet, die, fleet, group, join_group
 
 __all__ = ["fleet"]
@@ -710,3 +712,282 @@ def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
     sizes = [int(line.split(", ", 1)[1].split(" ")[0].replace(",", "")) for line in lines]
     assert len(lines) == 3
     assert max(sizes[1:]) < sizes[0] / 50
+
+
+# Roles that change, and what else a review found
+
+
+def takes_over(rank: int, size: int, folder: str, method: Any) -> Any:
+    """The source leaves; a receiver goes on from the weights it holds, with the object it has."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    join_group(folder, "one", rank, size)
+    cast = Broadcast(timeout_s=TIMEOUT_S, method=method)
+    for _ in range(2):
+        if rank == 0:
+            change_(model, rng, 0.01)
+        sync(cast, rank, model)
+    distributed.destroy_process_group()
+    if rank == 0:
+        return None, bits(model)
+    join_group(folder, "two", rank - 1, size - 1)
+    cast.regroup()
+    methods = []
+    for _ in range(3):
+        if rank == 1:
+            change_(model, rng, 0.01)
+        methods.append(sync(cast, rank - 1, model).method)
+        if rank > 1:
+            cast.verify()
+    distributed.destroy_process_group()
+    return methods, bits(model)
+
+
+@pytest.mark.parametrize("method", ["auto", "dense", "plain", "coded"])
+def test_a_receiver_that_becomes_the_source_sends_everything_first_and_then_what_changes(
+    fleet: Fleet, method: str
+) -> None:
+    _, (first, sent), (second, got) = fleet.run(takes_over, 3, method=method)
+    assert first[0] == second[0] == "full"
+    assert "full" not in first[1:]
+    assert same(sent, got)
+
+
+def steps_down(rank: int, size: int, folder: str) -> Any:
+    """Two replicas are sources; then one of them only takes, and then the other has gone and it is the source."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank == 2 else model
+    out = []
+    join_group(folder, "one", rank, size)
+    cast = Broadcast(src=[0, 1], timeout_s=TIMEOUT_S, method="coded")
+    for sources in ([0, 1], [0], [1]):
+        cast.regroup(src=sources)
+        for _ in range(2):
+            if rank in sources:
+                change_(model, rng, 0.01)  # replicas change alike
+            (cast.push if rank in sources else cast.pull_)(model)
+            if rank not in sources:
+                cast.verify()
+        out.append(bits(model))
+    distributed.destroy_process_group()
+    return out
+
+
+def test_sources_that_step_down_and_up_never_leave_wrong_weights(fleet: Fleet) -> None:
+    for first, second, third in zip(*fleet.run(steps_down, 3), strict=True):
+        assert same(second, third)
+        assert same(first, third)
+
+
+def strided(rank: int, size: int, folder: str) -> Any:
+    """A source whose tensor is a view that is not contiguous."""
+    base = torch.arange(12.0).reshape(3, 4)
+    held = {"w": torch.zeros(4, 3)}
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S)
+        for step in range(3):
+            base[0, step] = 100.0 + step
+            sync(cast, rank, held if rank else {"w": base.T})
+    return bits(held if rank else {"w": base.T.contiguous()})
+
+
+def test_a_source_that_is_not_contiguous_is_read_anew_each_time(fleet: Fleet) -> None:
+    sent, got = fleet.run(strided, 2)
+    assert same(sent, got)
+
+
+def tied_otherwise(rank: int, size: int, folder: str) -> str:
+    a = torch.zeros(8, dtype=torch.float16)
+    model = {"a": a, "b": a} if rank == 0 else {"a": a, "b": torch.zeros(8, dtype=torch.float32)}
+    with group(folder, "one", rank, size):
+        with pytest.raises(StateError) as e:
+            sync(Broadcast(timeout_s=TIMEOUT_S), rank, model)
+        return str(e.value)
+
+
+def test_a_tied_name_of_another_dtype_is_refused(fleet: Fleet) -> None:
+    assert all("rank 1 does not hold 'b' as it holds 'a'" in said for said in fleet.run(tied_otherwise, 2))
+
+
+def slow_to_bring(rank: int, size: int, folder: str) -> Any:
+    rng = np.random.default_rng(0)
+    model = {f"w{n}": weights(rng, 600, 500)["large.weight"] for n in range(6)}
+    model = zeros(model) if rank else model
+    if rank < 2:
+        with group(folder, "one", rank, 2):
+            cast = Broadcast(timeout_s=1.5, method="coded", bucket_weights=1 << 18)
+            sync(cast, rank, model)
+    else:
+        time.sleep(0.3)
+    join_group(folder, "two", rank, size)
+    if rank < 2:
+        cast.regroup()
+    else:
+        cast = Broadcast(timeout_s=1.5, method="coded", bucket_weights=1 << 18)
+    plain = Collective.send_
+
+    def send_(self: Collective, *args: Any) -> None:
+        time.sleep(0.4)
+        plain(self, *args)
+
+    Collective.send_ = send_  # type: ignore[method-assign]
+    if rank == 0:
+        change_(model, rng, 0.001)
+    sync(cast, rank, model)
+    distributed.destroy_process_group()
+    return bits(model)
+
+
+def test_bringing_a_late_member_may_take_longer_than_the_timeout_of_a_message(fleet: Fleet) -> None:
+    first, second, third = fleet.run(slow_to_bring, 3)
+    assert same(first, second)
+    assert same(first, third)
+
+
+def trailer(rank: int, size: int, folder: str, value: int) -> str:
+    model = weights(np.random.default_rng(0))
+    join_group(folder, "one", rank, size)
+    plain = Collective.broadcast_
+
+    def broadcast_(self: Collective, buffer: Any, source: int) -> None:
+        plain(self, buffer, source)
+        if rank and buffer.nbytes > 64:
+            buffer[-8:].view(np.int64)[0] = value
+
+    Collective.broadcast_ = broadcast_  # type: ignore[method-assign]
+    before = bits(model)
+    with pytest.raises(GroupError) as e:
+        sync(Broadcast(timeout_s=2), rank, model)
+    assert same(bits(model), before)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("value", [1 << 60, -7, 5])
+def test_a_length_that_cannot_be_is_not_believed(fleet: Fleet, value: int) -> None:
+    said = fleet.run(trailer, 2, value=value)
+    assert f"rank 0 sends {value} bytes" in said[1]
+    assert "lost the others" in said[0]
+
+
+def stumbles(rank: int, size: int, folder: str, where: str) -> Any:
+    """Something of ours goes wrong at one rank that nobody has thought of."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        sync(cast, rank, model)
+        if rank == 0:
+            change_(model, rng, 0.01)
+        before, plain = bits(model), getattr(Broadcast, where)
+        if rank == (1 if where == "_attach" else 0):
+            setattr(Broadcast, where, lambda *_: [].pop())
+        began = time.monotonic()
+        with pytest.raises((GroupError, IndexError)) as e:
+            sync(cast, rank, model)
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert same(bits(model), before)
+        setattr(Broadcast, where, plain)
+        sync(cast, rank, model)
+        return str(e.value), bits(model)
+
+
+@pytest.mark.parametrize("where", ["_attach", "_plan"])
+def test_whatever_goes_wrong_at_one_rank_all_hear_of_at_once(fleet: Fleet, where: str) -> None:
+    (said, sent), (heard, got) = fleet.run(stumbles, 2, where=where)
+    assert "IndexError: pop from empty list" in (said + heard)
+    assert "pop from empty list" in said
+    assert "pop from empty list" in heard
+    assert same(sent, got)
+
+
+def half_written(rank: int, size: int, folder: str) -> Any:
+    """Writing whole tiles fails half-way: that receiver knows that its weights are nobody's."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    join_group(folder, "one", rank, size)
+    cast = Broadcast(timeout_s=TIMEOUT_S, method="dense")
+    sync(cast, rank, model)
+    if rank == 0:
+        change_(model, rng, 0.01)
+    if rank == 1:
+        plain = Bundle.write_block
+
+        def write_block(self: Bundle, flat: Any, number: int, block: Any) -> None:
+            plain(self, flat, number, block)
+            raise MemoryError
+
+        Bundle.write_block = write_block  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            sync(cast, rank, model)
+        Bundle.write_block = plain  # type: ignore[method-assign]
+        assert cast.version is None
+    else:
+        sync(cast, rank, model)
+    method = sync(cast, rank, model).method
+    if rank:
+        cast.verify()
+    distributed.destroy_process_group()
+    return method, bits(model)
+
+
+def test_a_receiver_that_could_not_write_gets_everything_again(fleet: Fleet) -> None:
+    (method, sent), (_, got) = fleet.run(half_written, 2)
+    assert method == "full"
+    assert same(sent, got)
+
+
+def many_syncs(rank: int, size: int, folder: str) -> list[int]:
+    rng = np.random.default_rng(0)
+    model = {f"w{n}": weights(rng, 600, 500)["large.weight"] for n in range(6)}
+    model = zeros(model) if rank else model
+    kept = []
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, bucket_weights=1 << 20)
+        for step in range(12):
+            if rank == 0:
+                change_(model, rng, 0.01)
+                chosen = ["dense" if (n + step) % 3 else "coded" for n in range(6)]
+                cast.costs.choose = lambda loads, chosen=chosen: chosen[: len(loads)]  # type: ignore[method-assign,misc]
+            sync(cast, rank, model)
+            if rank:
+                cast.verify()
+            free = sum(m.nbytes for some in cast._spare._free.values() for m in some)
+            kept.append(free + sum(message.nbytes for message, _ in cast._messages))
+    return kept
+
+
+def test_memory_does_not_grow_with_mixed_syncs(fleet: Fleet) -> None:
+    model = 6 * 600 * 500 * 2
+    for kept in fleet.run(many_syncs, 2):
+        assert max(kept) < 3 * model
+
+
+def gathered(rank: int, size: int, folder: str) -> int:
+    """Four sources of a quarter each, two receivers of half each: nobody holds it all, even for a moment."""
+    whole = np.arange(400 * 4000, dtype=np.int16).reshape(400, 4000)
+    parts = [(100 * rank, 100 * rank + 100)] if rank < 4 else [(200 * (rank - 4), 200 * (rank - 4) + 200)]
+    (a, b), most = parts[0], [0]
+    mine = {"w": Placed(torch.from_numpy(whole[a:b].copy()), (400, 4000), rows=(a, b))}
+    with group(folder, "one", rank, size):
+        cast = Broadcast(src=[0, 1, 2, 3], timeout_s=TIMEOUT_S, bucket_weights=1 << 17)
+        plain = Stream.conclude
+
+        def conclude(self: Stream, *args: Any) -> Any:
+            most[0] = sum(bucket.message.nbytes for bucket in self.made)
+            return plain(self, *args)
+
+        Stream.conclude = conclude  # type: ignore[method-assign]
+        (cast.push if rank < 4 else cast.pull_)(mine)
+    assert np.array_equal(mine["w"].tensor.numpy(), whole[a:b])
+    return most[0]
+
+
+def test_no_rank_holds_the_gathered_model(fleet: Fleet) -> None:
+    held = fleet.run(gathered, 6)
+    whole = 400 * 4000 * 2
+    assert all(n < 0.3 * whole for n in held[:4])
+    assert all(n < 0.6 * whole for n in held[4:])

@@ -16,7 +16,7 @@ dies or falls behind, the others get a GroupError within `timeout_s`; in a new g
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from pulsesync.buckets import Bucket, Spare
 from pulsesync.bundles import Bundle, Held, Wire
 from pulsesync.collective import Collective
 from pulsesync.costs import METHODS, Costs, Load, Method, Took
-from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
+from pulsesync.errors import GroupError, StateError, VerificationError
 from pulsesync.format.history import History
 from pulsesync.format.weights import by_block
 from pulsesync.model import Bits, Tile
@@ -35,7 +35,7 @@ from pulsesync.parallel import finish
 from pulsesync.shards import Placed, Shards, shards_of
 from pulsesync.slices import Place
 from pulsesync.state import State, Transition, check_apart
-from pulsesync.stream import Job, Point, Stream
+from pulsesync.stream import Catch, Job, Point, Stream
 from pulsesync.trials import MOST, try_methods
 
 BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
@@ -96,7 +96,7 @@ class Broadcast:
         self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
         self._shards: Shards | None = None
-        self._addresses: list[tuple[str, int, int]] = []
+        self._addresses: list[tuple[Any, ...]] = []
         self._wire: Wire | None = None
         self._held: Held | None = None  # the live weights, in bundles
         self._state: State | None = None  # a source's copy of what it last sent, or a receiver's live weights
@@ -105,6 +105,8 @@ class Broadcast:
         self._spare = Spare()
         self._messages: list[tuple[Bits, set[int]]] = []  # that a source's copy lies in, and which tiles of it
         self._latency_s = 1.0
+        self._version = 0  # the last of any rank
+        self._team, self._sources = Collective(group, timeout_s), list[int]()
         self.regroup(group, src)
 
     # For people
@@ -128,11 +130,19 @@ class Broadcast:
 
     def regroup(self, group: Any = None, src: int | Sequence[int] = 0) -> None:
         """Go on in another group. Ranks that hold what the sources last sent get patches, others everything."""
-        self._team = Collective(group, self._timeout_s)
-        self._sources = [src] if isinstance(src, int) else list(src)
-        if not self._sources or not all(0 <= rank < self._team.size for rank in self._sources):
-            raise ValueError(f"a group of {self._team.size} has no ranks {self._sources} to be its sources")
+        team, sources = Collective(group, self._timeout_s), [src] if isinstance(src, int) else list(src)
+        if not sources or len(set(sources)) < len(sources) or not all(0 <= rank < team.size for rank in sources):
+            raise ValueError(f"a group of {team.size} has no ranks {sources} to be its sources")
+        if (team.rank in sources) != self._pushes:  # the other end now: nothing that is held is of use to it
+            self._shards, self._addresses = None, []
+            self._forget()
+        self._team, self._sources = team, sources
         self._joined = False
+
+    def _forget(self) -> None:
+        """Hold nothing that was sent or received."""
+        self._at = self._before = self._state = None
+        self._messages, self._spare = [], Spare()
 
     @property
     def version(self) -> int | None:
@@ -172,7 +182,9 @@ class Broadcast:
         if late and base:
             self._at = stream.bring(late, base)
         started = time.perf_counter()
-        jobs, method = self._plan() if self._pushes else ([], "")
+        jobs, method = list[Job](), ""
+        with Catch(stream.faults):
+            jobs, method = self._plan() if self._pushes else ([], "")
         stream.run(jobs, self._at.sums if self._at else {})
         point, notes = self._verdict(stream, method)
         with stream.clock.timed("apply"):
@@ -194,12 +206,12 @@ class Broadcast:
         assert self._wire is not None
         tiles = self._wire.owned_by(self._sources.index(self._team.rank))
         if self._at is None:
-            return [("dense", some) for some in buckets.cut(tiles, self._bucket_weights)], "full"
+            return [("dense", some) for some in buckets.cut(self._wire, tiles, self._bucket_weights)], "full"
         chosen = self.costs.choose(self._sample(tiles)) if self.method == "auto" else [self.method] * len(tiles)
         jobs: list[Job] = []
         for method in METHODS:
             ours = [tile for tile, its in zip(tiles, chosen, strict=True) if its == method]
-            jobs += [(method, some) for some in buckets.cut(ours, self._bucket_weights)]
+            jobs += [(method, some) for some in buckets.cut(self._wire, ours, self._bucket_weights)]
         kinds = {method for method, _ in jobs}
         return jobs, "mixed" if len(kinds) > 1 else next(iter(kinds), "coded")
 
@@ -220,7 +232,7 @@ class Broadcast:
 
     def _verdict(self, stream: Stream, method: str) -> tuple[Point, list[dict[str, Any]]]:
         """Hear whether every rank is ready, and come to the same version. Raises: on all of them, if not."""
-        point = stream.conclude(self._at)
+        point = stream.conclude(self._at, self._version + 1)
         clock = stream.clock
         note = {
             "digest": point.digest,
@@ -244,20 +256,24 @@ class Broadcast:
         whole = {ordinal: bits for bucket in stream.made for ordinal, bits in bucket.whole.items()}
         sums = {ordinal: point.sums[ordinal] for ordinal in state.places}
         back = state.commit(Transition(by_block(patches), sums, History()))
+        before, self._before = self._at, None
         if whole:
+            self._at = None  # should writing them fail, the weights are neither here nor there
             (state.adopt if self._pushes else state.load_tiles)(whole, {n: sums[n] for n in whole})
-        self._keep_memory(stream.made, whole.keys())
-        self._before = (self._at, back) if self._at and not whole else None
-        self._at = point
+        self._keep_memory(stream.made)
+        self._before = (before, back) if before and not whole else None
+        self._at, self._version = point, point.version
 
-    def _keep_memory(self, made: Sequence[Bucket], whole: Collection[int]) -> None:
+    def _keep_memory(self, made: Sequence[Bucket]) -> None:
         """Have the memory of whole tiles for the next sync: a receiver what came, a source what it had before."""
         came = [(bucket.message, set(bucket.whole)) for bucket in made if bucket.whole]
         if not self._pushes:
             self._spare.replace(message for message, _ in came)
             return
-        self._spare.replace(message for message, tiles in self._messages if whole and tiles <= set(whole))
-        self._messages = [(message, tiles) for message, tiles in self._messages if not tiles <= set(whole)] + came
+        new = {ordinal for _, tiles in came for ordinal in tiles}
+        left = [(message, tiles - new) for message, tiles in self._messages]
+        self._spare.replace(message for message, tiles in left if came and not tiles)
+        self._messages = [(message, tiles) for message, tiles in left if tiles] + came
 
     def _learn(self, stream: Stream, jobs: Sequence[Job], notes: Sequence[Mapping[str, Any]], began: float) -> None:
         """Take in what this sync took: the link, and the method if it was one."""
@@ -285,20 +301,19 @@ class Broadcast:
 
         If all of them do, there is none, and everything is sent.
         """
-        fault: PulseError | None = None
-        try:
+        faults: list[Exception] = []
+        with Catch(faults):
             self._attach(source)
-        except PulseError as e:
-            fault = e
-        notes = self._tell({"fault": _short(fault)})
-        if fault:
-            raise fault
+        notes = self._tell({"fault": _short(faults[0]) if faults else ""})
+        if faults:
+            raise faults[0]
         self._end_together(notes, "could not take part")
         if len({note["alike"] for note in notes}) > 1:
             raise StateError("the ranks of this group were not told the same sources and bucket_weights")
         if not all(note["joined"] for note in notes) or len({note["wire"] for note in notes}) > 1:
             self._join()
             notes = self._tell({"fault": ""})
+        self._version = max(int(note["at"].partition(":")[0] or 0) for note in notes)
         receivers = [rank for rank in range(self._team.size) if rank not in self._sources]
         name, late = _choose_base(notes, self._sources, receivers)
         if name is None or late == receivers:
@@ -347,6 +362,7 @@ class Broadcast:
         if self._shards is not None and addresses == self._addresses:
             return
         shards = shards_of(source, self._cast if self._pushes else None)
+        own = all(view.shared for view in shards.published.views.values())  # else what was read is a copy, of now
         if not self._pushes:
             for name, view in shards.published.views.items():
                 if not view.shared:
@@ -354,8 +370,8 @@ class Broadcast:
             check_apart({name: view.flat for name, view in shards.published.views.items()})
             self._at = self._before = None  # other memory: what was pulled is not there
         same = self._shards is not None and (shards.windows, shards.ties) == (self._shards.windows, self._shards.ties)
-        self._shards, self._addresses = shards, addresses
-        if same and self._wire is not None:
+        self._shards, self._addresses = shards, addresses if own else []
+        if same and self._joined and self._wire is not None:
             self._bind(self._wire)
         else:
             self._joined = False
@@ -364,17 +380,21 @@ class Broadcast:
         """Agree on bundles with everybody. Raises: StateError, on all ranks alike."""
         assert self._shards is not None
         wire = bundles.agree(self._team.gather(bundles.tell(self._shards)), self._sources)
-        if self._wire is None or wire.id != self._wire.id or self._state is None:
-            self._at = self._before = self._state = None
-            self._messages = []
+        known = self._wire.id if self._wire else "", sorted(self._held.places) if self._held else []
+        if known != (wire.id, [tile.ordinal for tile in self._mine(wire)]):
+            self._forget()
         self._bind(wire)
         self._joined = True
+
+    def _mine(self, wire: Wire) -> list[Tile]:
+        """The bundles that this rank sends, or those that it takes."""
+        rank = self._team.rank
+        return wire.owned_by(self._sources.index(rank)) if self._pushes else wire.held_by(rank)
 
     def _bind(self, wire: Wire) -> None:
         """Find the bundles in memory; a receiver's are its state, a source keeps a copy of what it last sent."""
         assert self._shards is not None
-        rank = self._team.rank
-        tiles = wire.owned_by(self._sources.index(rank)) if self._pushes else wire.held_by(rank)
+        tiles = self._mine(wire)
         self._wire, self._held = wire, Held(wire, tiles, self._shards)
         nowhere = {spec.name: _NOWHERE for spec in wire.layout.tensors}
         if not self._pushes:
@@ -397,9 +417,13 @@ class Broadcast:
         """Undo the last sync: some ranks did not get to commit it."""
         assert self._state is not None
         assert self._before is not None
-        self._at, back = self._before
-        self._state.commit(back)
-        self._before = None
+        state, (point, back) = self._state, self._before
+
+        def undo() -> None:
+            state.commit(back)
+            self._at, self._before = point, None
+
+        finish(undo)
 
 
 def _choose_base(
@@ -423,9 +447,9 @@ def _choose_base(
     return best, behind[best]
 
 
-def _short(fault: PulseError | None) -> str:
+def _short(fault: Exception) -> str:
     """As much of it as fits into a note, in characters that JSON leaves as they are."""
-    said = f"{type(fault).__name__}: {fault}" if fault else ""
+    said = f"{type(fault).__name__}: {fault}"
     return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in said)[:300]
 
 
@@ -436,11 +460,11 @@ def _state_dict(source: Any) -> Mapping[str, Any]:
     return state
 
 
-def _address(value: Any) -> tuple[int, int]:
-    """Where a tensor lies, and how much of it there is: what changes when it is replaced."""
+def _address(value: Any) -> tuple[Any, ...]:
+    """Where a tensor lies, what it is and which part it is said to be: what changes when it is replaced."""
     if isinstance(value, Placed):
-        return _address(value.tensor)
+        return *_address(value.tensor), value.shape, value.rows, value.columns
     value = getattr(value, "_local_tensor", value)  # a DTensor
     if isinstance(value, np.ndarray):
-        return int(value.__array_interface__["data"][0]), value.size
-    return (int(value.data_ptr()), int(value.numel())) if hasattr(value, "data_ptr") else (id(value), 0)
+        return value.__array_interface__["data"][0], value.shape, value.dtype
+    return (value.data_ptr(), value.shape, value.dtype) if hasattr(value, "data_ptr") else (id(value),)
