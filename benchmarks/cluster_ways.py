@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pulsesync import digest, kernels
 from pulsesync.bundles import Bundle
+from pulsesync.format import patch
 from pulsesync.model import Sum
 from pulsesync.parallel import spread
 
@@ -287,12 +288,13 @@ def without_checks() -> Iterator[None]:
     """Take digests and the reading of old weights out of the library, in this process: both ranks must do it."""
     nothing = Sum(0, 0)
     plain = digest.moved, digest.count_block, Bundle.pick
-    digest.moved, digest.count_block = (lambda *_: nothing), (lambda *_: nothing)  # type: ignore[assignment]
+    digest.moved = patch.moved = digest.count_block = lambda *_: nothing  # type: ignore[assignment]
     Bundle.pick = lambda _, __, positions: np.zeros(positions.size, np.uint16)  # type: ignore[assignment]
     try:
         yield
     finally:
         digest.moved, digest.count_block, Bundle.pick = plain  # type: ignore[method-assign]
+        patch.moved = digest.moved
 
 
 BASELINES: dict[str, Any] = {

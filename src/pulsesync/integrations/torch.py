@@ -96,7 +96,7 @@ class Broadcast:
         self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
         self._shards: Shards | None = None
-        self._addresses: list[tuple[Any, ...]] = []
+        self._addresses: list[int] = []
         self._wire: Wire | None = None
         self._held: Held | None = None  # the live weights, in bundles
         self._state: State | None = None  # a source's copy of what it last sent, or a receiver's live weights
@@ -358,7 +358,7 @@ class Broadcast:
     def _attach(self, source: Any) -> None:
         """Read the source as shards, unless they are the very ones of the last time."""
         source = source if isinstance(source, Mapping) else _state_dict(source)
-        addresses = [(name, *_address(value)) for name, value in source.items()]
+        addresses = [hash((name, *_address(value))) for name, value in source.items()]  # numbers: nothing to collect
         if self._shards is not None and addresses == self._addresses:
             return
         shards = shards_of(source, self._cast if self._pushes else None)
