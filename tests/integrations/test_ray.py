@@ -31,7 +31,7 @@ from pulsesync.testing import StoreTests, mutate, random_bits
 
 ray = pytest.importorskip("ray", reason="pip install 'pulsesync[ray]': the Ray integration is NOT tested")
 
-pytestmark = pytest.mark.timeout(85)  # the first test waits for a cluster, and each actor for its kernels
+pytestmark = pytest.mark.timeout(140)  # the first test waits for a cluster, and each actor for its kernels
 DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations" / "ray.md"
 BIG = 1 << 20  # bytes: beyond what a directory keeps by itself
 

@@ -95,7 +95,7 @@ class World:
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
                 (tip, "time", times),
-                (publisher, "secrets", chance),
+                (tip, "secrets", chance),
                 (pruning, "secrets", chance),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
