@@ -1,5 +1,6 @@
 """What this package asks of a Ray cluster: that it is there, named actors, and answers within a time."""
 
+import time
 from importlib import import_module
 from typing import Any
 
@@ -60,6 +61,15 @@ def find_actor(name: str) -> Any:
 
 
 def kill_actor(name: str) -> None:
-    """End the actor of a name; none is no error."""
-    if (actor := find_actor(name)) is not None:
-        ray().kill(actor)
+    """End the actor of a name, and wait until it answers no more; none is no error."""
+    if (actor := find_actor(name)) is None:
+        return
+    ray().kill(actor)  # which returns before it is done
+    errors, end = ray("exceptions"), time.monotonic() + SLACK_S
+    while time.monotonic() < end:
+        try:
+            ray().get(actor.__ray_ready__.remote(), timeout=1.0)
+        except errors.RayActorError:
+            return
+        except errors.GetTimeoutError:
+            pass
