@@ -280,13 +280,11 @@ class Bundle:
 
     def write_block(self, _: Bits, number: int, bits: Bits) -> None:
         begin, at = number * BLOCK, 0
-        if self._runs is not None:
+        if self._runs is not None and not any(self._copies):
             for run in self._as_they_are(self._runs, begin, begin + bits.size):
                 run[:] = bits[at : at + run.size]
                 at += run.size
-        if self._runs is not None and not any(self._copies):
             return
-        at = 0
         for n, a, b in self._parts(begin, begin + bits.size):
             for flat in self._memory[n]:
                 self._tiles[n].write(flat, a, bits[at : at + b - a])
@@ -342,7 +340,7 @@ class Held:
             local, copies = [], []
             for piece in wire.pieces[tile.ordinal]:
                 local.append(piece.local(shards.windows[piece.tensor]))
-                copies.append(_apart(piece.tensor, aliases.get(piece.tensor, ()), shards))
+                copies.append(_apart(aliases.get(piece.tensor, ()), shards))
             self.places[tile.ordinal] = Bundle(local, shards.published, copies)
 
     def block(self, tile: Tile, number: int) -> Bits:
@@ -363,8 +361,8 @@ class Held:
         return {(tile.ordinal, number): change for (tile, number), change in found if change}
 
 
-def _apart(name: str, aliases: Sequence[str], shards: Shards) -> list[Bits]:
-    """The memory of names that are tied to this one in the run, and are tensors of their own here."""
+def _apart(aliases: Sequence[str], shards: Shards) -> list[Bits]:
+    """The memory of names that are tied to another in the run, and are tensors of their own here."""
     return [shards.published.views[alias].flat for alias in aliases if alias in shards.published.views]
 
 

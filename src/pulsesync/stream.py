@@ -83,7 +83,7 @@ class Stream:
         for place, rank in enumerate(self.sources):
             for tiles in buckets.cut(self.wire, self.wire.owned_by(place), self.bucket_weights):
                 to = [one for one in late if one in self.wire.holders[tiles[0].ordinal]]
-                if rank == self.team.rank:
+                if rank == self.team.rank and to:
                     self.team.send_(buckets.raw(self.state, tiles, self.clock, base.sums).message, rank, to)
                 elif self.team.rank in to:
                     message = np.empty(buckets.raw_size(tiles), np.uint8)
