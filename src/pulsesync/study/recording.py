@@ -1,0 +1,224 @@
+"""What was seen of a run's weights, step by step: a file of JSON lines, the first says what was looked at.
+
+    recording = Recording.read("study.jsonl")
+    for step in recording.steps:
+        print(step.step, 1 - step.all_changed / recording.size)
+
+Counts are kept and no shares, so that the parts of a sharded run add up, and whoever reads them decides what to divide
+by. A line is written whole when its step is done: a run that was killed leaves a file that can be read.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pulsesync.errors import FormatError
+
+FORMAT = 1
+WINDOWS = (1, 2, 4, 8, 16, 32)  # steps
+
+Counts = Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor, and how much of it is looked at."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int  # weights that are compared at every step: all that this process holds, or those in the sample
+    sampled: int  # weights in the sample
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a recording looks at. The sample is a fixed choice of weights, the same at every step."""
+
+    dtype: str  # the one that inference uses
+    tensors: tuple[Seen, ...]
+    windows: tuple[int, ...] = WINDOWS
+    contrast: tuple[str, ...] = ()  # other dtypes, on the sample
+    facts: Mapping[str, Any] = field(default_factory=dict)  # optimizer, betas, seed, and whatever else its writer knows
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def sampled(self) -> int:
+        return sum(tensor.sampled for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """How long a patch is under one codec: by theory from the counts, and in truth where it was made."""
+
+    predicted: int
+    real: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, or whatever lies between two states that were fed. Tuples are by tensor."""
+
+    step: int
+    changed: tuple[int, ...]  # weights whose bits differ from a step before
+    again: int = 0  # of all these, how many changed in the step before as well
+    same_way: int = 0  # of these, how many went the same way
+    up: int = 0  # of all changes, how many went to a larger value
+    units: Counts = field(default_factory=dict)  # by how many units of the last place: 1 to 16, then powers of two
+    by_class: Counts = field(default_factory=dict)  # changes by the exponent bits of the old weight
+    weights_by_class: Counts = field(default_factory=dict)  # the weights compared, by the same; estimated by the sample
+    windows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed since k steps before
+    contrast: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed in another dtype
+    gradients: tuple[int, ...] = ()  # in the sample: not zero
+    moved: Counts = field(default_factory=dict)  # in the sample: updates by floor(2 log2(size / learning rate))
+    hot: float | None = None  # share of the weights that `context` would look at one by one
+    sizes: Mapping[str, Bytes] = field(default_factory=dict)  # by codec
+    lr: float | None = None
+    seconds: float | None = None  # that recording this took
+    facts: Mapping[str, Any] = field(default_factory=dict)  # reward, loss, ...
+
+    @property
+    def all_changed(self) -> int:
+        return sum(self.changed)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A header and the steps in order."""
+
+    header: Header
+    steps: tuple[Step, ...]
+
+    @property
+    def size(self) -> int:
+        return self.header.size
+
+    def density(self) -> list[float]:
+        """The share of weights that changed, step by step."""
+        return [step.all_changed / max(self.size, 1) for step in self.steps]
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Recording":
+        """Read a file; a last line that was cut short is left out.
+
+        Raises:
+            FormatError: it is no recording, or one of a later format.
+        """
+        lines = Path(path).read_text().split("\n")
+        head = _parse(path, lines[0])
+        if not isinstance(head, dict) or head.get("study") != FORMAT:
+            raise FormatError(f"{path} is not a recording that this version can read")
+        complete = lines[1:-1]  # what stands after the last newline was cut short
+        try:
+            return cls(_header(head), tuple(_step(_parse(path, line)) for line in complete if line))
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise FormatError(f"{path} is damaged: {e!r}") from e
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text("".join(f"{line}\n" for line in (header_line(self.header), *map(step_line, self.steps))))
+
+    @staticmethod
+    def join(parts: "Sequence[Recording]") -> "Recording":
+        """Add up what the ranks of a sharded run have recorded; steps that some did not reach are left out."""
+        first = parts[0].header
+        seen: dict[str, Seen] = {}
+        for tensor in (tensor for part in parts for tensor in part.header.tensors):
+            known = seen.get(tensor.name, Seen(tensor.name, tensor.shape, 0, 0))
+            seen[tensor.name] = Seen(
+                tensor.name, known.shape, known.size + tensor.size, known.sampled + tensor.sampled
+            )  # fmt: skip
+        header = Header(first.dtype, tuple(seen.values()), first.windows, first.contrast, first.facts)
+        by_step = [{step.step: step for step in part.steps} for part in parts]
+        common = sorted(set.intersection(*(set(steps) for steps in by_step)))
+        names = [[tensor.name for tensor in part.header.tensors] for part in parts]
+        steps = tuple(_sum(list(seen), names, [steps[number] for steps in by_step], header) for number in common)
+        return Recording(header, steps)
+
+
+def header_line(header: Header) -> str:
+    tensors = [[tensor.name, list(tensor.shape), tensor.size, tensor.sampled] for tensor in header.tensors]
+    return json.dumps(
+        {
+            "study": FORMAT, "dtype": header.dtype, "windows": header.windows, "contrast": header.contrast,
+            "facts": dict(header.facts), "tensors": tensors,
+        }
+    )  # fmt: skip
+
+
+def step_line(step: Step) -> str:
+    told = {name: value for name, value in vars(step).items() if value not in (None, (), {})}
+    told["sizes"] = {codec: [size.predicted, size.real] for codec, size in step.sizes.items()}
+    return json.dumps({name: dict(value) if isinstance(value, Mapping) else value for name, value in told.items()})
+
+
+def _parse(path: str | Path, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as e:
+        raise FormatError(f"{path} is not a recording: {e}") from e
+
+
+def _header(told: Mapping[str, Any]) -> Header:
+    tensors = tuple(Seen(name, tuple(shape), size, sampled) for name, shape, size, sampled in told["tensors"])
+    return Header(told["dtype"], tensors, tuple(told["windows"]), tuple(told["contrast"]), told["facts"])
+
+
+def _step(told: dict[str, Any]) -> Step:
+    for name in ("units", "by_class", "weights_by_class", "moved"):
+        told[name] = {int(key): count for key, count in told.get(name, {}).items()}
+    told["changed"] = tuple(told["changed"])
+    told["gradients"] = tuple(told.get("gradients", ()))
+    told["windows"] = {int(k): tuple(counts) for k, counts in told.get("windows", {}).items()}
+    told["contrast"] = {dtype: tuple(counts) for dtype, counts in told.get("contrast", {}).items()}
+    told["sizes"] = {codec: Bytes(*size) for codec, size in told.get("sizes", {}).items()}
+    return Step(**told)
+
+
+def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[Step], header: Header) -> Step:
+    """One step as all ranks saw it."""
+
+    def by_tensor(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        total: Counter[str] = Counter()
+        for own, some in zip(theirs, counts, strict=True):
+            total.update(dict(zip(own, some, strict=False)))
+        return tuple(total[name] for name in names)
+
+    def added(counts: Iterable[Counts]) -> Counts:
+        total: Counter[int] = Counter()
+        for some in counts:
+            total.update(some)
+        return dict(sorted(total.items()))
+
+    hot = [(step.hot or 0.0) * sum(step.weights_by_class.values()) for step in steps]
+    weighed = sum(sum(step.weights_by_class.values()) for step in steps)
+    seconds = [step.seconds for step in steps if step.seconds is not None]
+    codecs = set.intersection(*(set(step.sizes) for step in steps))
+    return Step(
+        steps[0].step,
+        by_tensor(step.changed for step in steps),
+        sum(step.again for step in steps),
+        sum(step.same_way for step in steps),
+        sum(step.up for step in steps),
+        added(step.units for step in steps),
+        added(step.by_class for step in steps),
+        added(step.weights_by_class for step in steps),
+        {k: by_tensor(s.windows[k] for s in steps) for k in header.windows if all(k in s.windows for s in steps)},
+        {d: by_tensor(s.contrast[d] for s in steps) for d in header.contrast if all(d in s.contrast for s in steps)},
+        by_tensor(step.gradients for step in steps) if all(step.gradients for step in steps) else (),
+        added(step.moved for step in steps),
+        sum(hot) / weighed if weighed else None,
+        {codec: _total([step.sizes[codec] for step in steps]) for codec in sorted(codecs)},
+        steps[0].lr,
+        max(seconds, default=None),
+        steps[0].facts,
+    )
+
+
+def _total(sizes: Sequence[Bytes]) -> Bytes:
+    real = [size.real for size in sizes if size.real is not None]
+    return Bytes(sum(size.predicted for size in sizes), sum(real) if len(real) == len(sizes) else None)
