@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from bench_codec import provenance
 
-from pulsesync.rl.plots import Panel, draw
+from pulsesync.charts import Panel, draw
 from pulsesync.rl.run import Run
 from pulsesync.rl.settings import Settings
 

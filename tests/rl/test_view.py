@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pulsesync.charts import draw
 from pulsesync.rl import plots, view
 from pulsesync.rl.settings import Settings
 from pulsesync.rl.view import Story
@@ -149,15 +150,7 @@ def test_a_trend_goes_from_the_lowest_to_the_highest(values: list[float], bars: 
     "lines", [[], [line(1)], [line(n) for n in range(1, 9)], [line(1, reward=None, changed=None, size_bytes=20_000)]]
 )
 def test_plots_are_four_in_a_file_that_parses(lines: list[dict[str, Any]]) -> None:
-    root = ET.fromstring(plots.draw(plots.panels(told(*lines)), "a <run> & more"))
+    root = ET.fromstring(draw(plots.panels(told(*lines)), "a <run> & more"))
     groups = [child for child in root if child.tag.endswith("}g")]
     titles = [next(iter(group)).text or "" for group in groups]
     assert [title.split()[0] for title in titles] == ["Reward", "Weights", "Bytes", "Staleness"]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.24, 0.61), (5.0, 5.0), (1.0, 100.0), (99.1, 99.4), (-3, 8)])
-def test_ticks_are_a_few_round_numbers_around_the_values(low: float, high: float) -> None:
-    ticks = plots._ticks(low, high)
-    assert ticks[0] <= low
-    assert ticks[-1] >= high
-    assert 2 <= len(ticks) <= 7

@@ -126,6 +126,130 @@ def pretrain(*, seed: Count = 0, out: Path = Path("policy.safetensors"), json: J
     return work(seed, out, as_json=json)
 
 
+# How many weights change, and why
+
+
+studies = App(name="study")
+app.command(studies)
+
+
+@studies.default
+def study(
+    *places: str,
+    out: Path | None = None,
+    csv: Flag = False,
+    parquet: Flag = False,
+    html: Path | None = None,
+    dtype: Literal["BF16", "F16", "F8_E4M3"] = "BF16",
+    lr: Amount | None = None,
+    sample: Natural = 1 << 20,
+    headers: Flag = False,
+    trust: Trust = None,
+    limit: Count = 0,
+    json: Json = False,
+) -> int:
+    """Show how many weights change from step to step, where, by how much, and what it costs to send them.
+
+    PLACES are what a Recorder wrote (*.jsonl; the files of a run's ranks are added up, those of several runs shown side
+    by side), a run, or safetensors checkpoints: files or folders in order, or one folder of checkpoint-100, step_200, …
+    From a run or from checkpoints it is measured now, which reads every version or checkpoint once.
+
+    Args:
+        places: What to look at.
+        out: Folder for the recording, the report and, where asked for, the tables; made if it is not there.
+        csv: Write three tables of it as CSV: steps, tensors, exponents.
+        parquet: The same as Parquet. Needs pyarrow: pip install 'pulsesync[study]'.
+        html: File for the report: one page with plots that needs nothing else.
+        dtype: What inference uses, if checkpoints are in FP32; other weights are taken as they are.
+        lr: Learning rate, for the theory's curve, where the recording does not know it.
+        sample: Weights that are looked at for windows of several steps and other dtypes.
+        headers: Of a run, count by the headers of its patches alone: quick, and without what only weights can tell.
+        trust: Public key of whoever may publish here, or a file of such keys.
+        limit: Look at so many of the newest steps; 0 for all.
+        json: Print one JSON object a recording, for machines.
+    """
+    from pulsesync.cli.study import Wanted
+    from pulsesync.cli.study import study as work
+
+    wanted = Wanted(out, csv, parquet, html, lr)
+    return work(
+        places, wanted, dtype=dtype, sample=sample, headers=headers, trust=trust, limit=limit, as_json=json
+    )  # fmt: skip
+
+
+@app.command
+def plan(
+    *,
+    model: Path,
+    lr: Amount,
+    bandwidth: str,
+    step_time: Amount,
+    betas: str = "0.9,0.999",
+    dtype: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2", "F32"] = "BF16",
+    masters: bool = True,
+    warm_up: Count = 0,
+    every: Natural = 1,
+    json: Json = False,
+) -> int:
+    """Predict what a run will send, before any training: bytes a sync, seconds, utilisation, bandwidth needed.
+
+    From how large the weights are, it simulates what Adam does to some thousand of them, and what patches of that take.
+    The answer says how far it was off on runs that were measured.
+
+    Args:
+        model: A checkpoint (a safetensors file, or a folder with them), or a config.json, or a folder with that.
+        lr: Learning rate.
+        bandwidth: Of the link to a worker, such as 200mbit or 10gbit.
+        step_time: Seconds for an optimizer step with its rollouts, without any sync.
+        betas: Adam's.
+        dtype: What inference uses; weights in another are cast.
+        masters: Whether the optimizer keeps FP32 master weights; --no-masters if the model is trained in its dtype.
+        warm_up: Steps in which the learning rate rises to --lr.
+        every: Steps in a sync.
+        json: Print one JSON object, for machines.
+    """
+    from pulsesync.cli.plan import plan as work
+
+    return work(
+        model, dtype=dtype, lr=lr, betas=betas, warm_up=warm_up, masters=masters, every=every, bandwidth=bandwidth,
+        step_time=step_time, as_json=json,
+    )  # fmt: skip
+
+
+@studies.command
+def experiment(
+    *names: str,
+    out: Path = Path("experiments"),
+    steps: Natural | None = None,
+    seeds: str = "",
+    model: str = "demo",
+    device: str = "cpu",
+    jobs: Natural = 1,
+    quick: Flag = False,
+) -> int:
+    """Run the sweeps of the papers: learning rate, windows, delay, scale, optimizer, masters, warm-up and others.
+
+    Every arm and seed gives a recording, which pulse study shows; every experiment a page that puts the published
+    figures beside these; and results.md is an index of all. What is finished is not run again. Needs torch:
+    pip install 'pulsesync[torch]'.
+
+    Args:
+        names: Of experiments; all; or list, to see them.
+        out: Folder for recordings and pages.
+        steps: Optimizer steps of every arm, instead of its own number.
+        seeds: Such as 0,1,2, which is what is run if not given.
+        model: demo; smollm2, which make smollm2 gets; or a folder with a Hugging Face checkpoint.
+        device: Where policies compute: cpu or cuda.
+        jobs: Arms at a time, each in a process of its own.
+        quick: A few small steps of everything, to see that it works.
+    """
+    from pulsesync.cli.experiment import experiment as work
+
+    return work(
+        names, out=out, steps=steps, seeds=seeds, model=model, device=device, jobs=jobs, quick=quick
+    )  # fmt: skip
+
+
 # Weights in, weights out
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from pulsesync.charts import draw
 from pulsesync.cli.options import UsageError, open_place
 from pulsesync.errors import PulseError
 from pulsesync.rl import plots, view
@@ -180,7 +181,7 @@ def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool)
         for name, left in json.loads((folder / "final.json").read_text())["workers"].items():
             if name in summary["workers"]:
                 summary["workers"][name].update(version=left["version"], recounted=left["version"])
-    (folder / "plots.svg").write_text(plots.draw(plots.panels(story), f"{folder.name}: {summary['steps']} steps"))
+    (folder / "plots.svg").write_text(draw(plots.panels(story), f"{folder.name}: {summary['steps']} steps"))
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")  # last: it says that the run has ended
     if as_json:
         print(json.dumps({"event": "summary", "folder": str(folder), **summary}))

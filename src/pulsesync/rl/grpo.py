@@ -4,6 +4,7 @@ FP32 master weights, AdamW. Completions come from workers that hold the BF16 val
 the ratio between what the policy says now and what the worker's said then is clipped, as in PPO.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from pulsesync.rl.policy import log_probabilities
 
 CLIP = 0.2
 LARGEST_NORM = 1.0
+
+Gain = Callable[[Tensor, Tensor, Tensor], Tensor]  # what is to grow, of log-probabilities now, then, and advantages
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,23 @@ def clipped(now: Tensor, then: Tensor, better: Tensor) -> Tensor:
     return torch.min(ratio * better, ratio.clamp(1 - CLIP, 1 + CLIP) * better)
 
 
-def loss(policy: nn.Module, rollouts: Rollouts, group: int) -> Tensor:
+def loss(policy: nn.Module, rollouts: Rollouts, better: Tensor, gain: Gain = clipped) -> Tensor:
     now = log_probabilities(policy, rollouts.tokens, rollouts.log_probabilities.shape[1])
-    return -clipped(now, rollouts.log_probabilities, advantages(rollouts.rewards, group)[:, None]).mean()
+    return -gain(now, rollouts.log_probabilities, better[:, None]).mean()
 
 
-def step(policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, group: int) -> float:
-    """Take one step on a batch; return the loss before it."""
-    value = loss(policy, rollouts, group)
+def climb(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, better: Tensor, gain: Gain = clipped
+) -> Tensor:
+    """Take one step on a batch; return the loss before it, where it was computed."""
+    value = loss(policy, rollouts, better, gain)
     optimizer.zero_grad()
     value.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(policy.parameters(), LARGEST_NORM)
     optimizer.step()
-    return float(value.detach())
+    return value.detach()
+
+
+def step(policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, group: int) -> float:
+    """Take one step on a batch; return the loss before it."""
+    return float(climb(policy, optimizer, rollouts, advantages(rollouts.rewards, group)))

@@ -78,13 +78,27 @@ class LanguageModel:
         tokens = torch.cat([asked.repeat_interleave(self.group, dim=0), completed], dim=1)
         return Rollouts(tokens.cpu(), likely.cpu(), rewards)
 
-    def learn(self, policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts) -> float:
-        """Take one step; return the loss: the mean over all tokens up to the end token of each completion.
+    def show(self, prompts: int, seed: int) -> Rollouts:
+        """What supervised learning is shown: as many samples as are played, each a prompt of its own, all right."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(SMALLEST, LARGEST + 1, (prompts * self.group, 2), generator=generator).tolist()
+        tokens = torch.tensor([self._prompt(*numbers) + self._right(sum(numbers)) for numbers in drawn])
+        return Rollouts(tokens, torch.zeros(len(tokens), ANSWER), torch.ones(len(tokens)))
 
-        Samples of a group in which all did the same teach nothing, and are left out of the work.
+    def learn(self, policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts) -> float:
+        """Take one step; return the loss: the mean over all tokens up to the end token of each completion."""
+        better = grpo.advantages(rollouts.rewards, self.group)
+        return float(self.climb(policy, optimizer, rollouts, better, grpo.clipped))
+
+    def climb(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, better: Tensor, gain: grpo.Gain
+    ) -> Tensor:
+        """Take one step up some gain, as above.
+
+        Samples of no advantage, as in a group in which all did the same, teach nothing, and are left out of the work.
         """
         tokens, then = rollouts.tokens.to(self.device), rollouts.log_probabilities.to(self.device)
-        better = grpo.advantages(rollouts.rewards, self.group).to(self.device)
+        better = better.to(self.device)
         counted = self.counted(tokens)
         total = counted.sum()
         optimizer.zero_grad()
@@ -93,13 +107,12 @@ class LanguageModel:
         for first in range(0, len(teaching), ROWS):
             rows = teaching[first : first + ROWS]
             now = self.log_probabilities(policy, tokens[rows])
-            gain = grpo.clipped(now, then[rows], better[rows, None])
-            part = -(gain * counted[rows]).sum() / total
+            part = -(gain(now, then[rows], better[rows, None]) * counted[rows]).sum() / total
             part.backward()  # type: ignore[no-untyped-call]
             value += part.detach()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), grpo.LARGEST_NORM)
         optimizer.step()
-        return float(value)
+        return value
 
     def log_probabilities(self, policy: nn.Module, tokens: Tensor) -> Tensor:
         """Of the last ANSWER tokens, each given those before it: (samples, ANSWER). Those after an end mean nothing."""
@@ -160,6 +173,15 @@ class LanguageModel:
         if len(encoded) > self._width or encoded[0] == self._pad:
             raise PulseError(f"the tokenizer in {self.folder} makes prompts that cannot be padded on the left")
         return [self._pad] * (self._width - len(encoded)) + encoded
+
+    def _right(self, total: int) -> list[int]:
+        """The completion that says a sum and ends, padded to ANSWER tokens."""
+        said: list[int] = self._tokenizer(f" {total}", add_special_tokens=False)["input_ids"]
+        if len(said) >= ANSWER:
+            raise PulseError(
+                f"the tokenizer in {self.folder} makes {len(said)} tokens of {total}: too many for an answer"
+            )
+        return [*said, self._end, *[self._pad] * (ANSWER - 1 - len(said))]
 
     def _encode(self, a: int, b: int) -> list[int]:
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION.format(a, b)}]

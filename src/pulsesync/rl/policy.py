@@ -1,9 +1,10 @@
 """The policy: a transformer of 1.2 million weights, as small as one can be that adds.
 
 Master weights and all arithmetic are FP32 (BF16 arithmetic is emulated on most CPUs); what is published, and what a
-worker generates with, are the BF16 values.
+worker generates with, are the BF16 values. Other shapes of it, also with experts, are for studies.
 """
 
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -13,29 +14,52 @@ from torch.nn import functional
 
 from pulsesync.rl import task
 
-WIDTH, LAYERS, HEADS = 160, 4, 4
 CHECKPOINT = "policy.safetensors"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a policy is. With experts, each token of each layer goes to `chosen` of them."""
+
+    width: int = 160
+    layers: int = 4
+    heads: int = 4
+    experts: int = 0
+    chosen: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"{self.width}x{self.layers}" + (f"x{self.experts}e" if self.experts else "")
+
+
+SHIPPED = Shape()
 
 
 class Policy(nn.Module):
     """Causal transformer over the task's symbols; positions are learned."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape = SHIPPED) -> None:
         super().__init__()
-        self.symbols = nn.Embedding(len(task.SYMBOLS), WIDTH)
-        self.places = nn.Embedding(task.LENGTH, WIDTH)
-        self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, len(task.SYMBOLS), bias=False)
+        self.shape = shape
+        self.symbols = nn.Embedding(len(task.SYMBOLS), shape.width)
+        self.places = nn.Embedding(task.LENGTH, shape.width)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, len(task.SYMBOLS), bias=False)
 
     def forward(self, tokens: Tensor, seen: "Seen | None" = None) -> Tensor:
         """Logits for the token after each: (batch, length, symbols). With `seen`, tokens go on from what is in it."""
+        logits: Tensor = self.head(self.thoughts(tokens, seen))
+        return logits
+
+    def thoughts(self, tokens: Tensor, seen: "Seen | None" = None) -> Tensor:
+        """What the logits are read from: (batch, length, width)."""
         begin = seen.length if seen else 0
         x = self.symbols(tokens) + self.places.weight[begin : begin + tokens.shape[1]]
         for number, layer in enumerate(self.layers):
             x = layer(x, seen, number)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 class Seen:
@@ -46,7 +70,8 @@ class Seen:
 
     @property
     def length(self) -> int:
-        return self.layers[-1][0].shape[2] if len(self.layers) == LAYERS else 0
+        """Tokens so far, between two passes through all layers."""
+        return self.layers[-1][0].shape[2] if self.layers else 0
 
     def grow(self, number: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values to its old ones; return all."""
@@ -59,40 +84,69 @@ class Seen:
 
 
 class _Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        width, self.heads = shape.width, shape.heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        if shape.experts:
+            self.router = nn.Linear(width, shape.experts, bias=False)
+            self.experts = nn.ModuleList(_Expert(width, 4 * width // shape.chosen) for _ in range(shape.experts))
+            self.chosen = shape.chosen
+        else:
+            self.up = nn.Linear(width, 4 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, seen: Seen | None, number: int) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if seen is not None:
             k, v = seen.grow(number, k, v)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        y: Tensor = x + self.down(functional.silu(self.up(self.norm2(x))))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        y: Tensor = x + self._think(self.norm2(x))
         return y
 
+    def _think(self, x: Tensor) -> Tensor:
+        if hasattr(self, "experts"):
+            return self._ask_experts(x)
+        thought: Tensor = self.down(functional.silu(self.up(x)))
+        return thought
 
-def fresh(seed: int) -> Policy:
+    def _ask_experts(self, x: Tensor) -> Tensor:
+        """Ask every expert and count the chosen ones: no waiting for the device, and no gradient for the others."""
+        best, who = self.router(x).topk(self.chosen, dim=-1)
+        share = torch.zeros(*x.shape[:-1], len(self.experts), dtype=x.dtype, device=x.device)
+        share = share.scatter(-1, who, best.softmax(dim=-1).to(x.dtype))
+        up = torch.stack([expert.up.weight for expert in self.experts])  # type: ignore[union-attr, misc]
+        down = torch.stack([expert.down.weight for expert in self.experts])  # type: ignore[union-attr, misc]
+        inner = functional.silu(torch.einsum("blw,ehw->bleh", x, up)) * share[..., None]
+        return torch.einsum("bleh,ewh->blw", inner, down)
+
+
+class _Expert(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+
+def fresh(seed: int, shape: Shape = SHIPPED) -> Policy:
     """A policy that knows nothing yet."""
     torch.manual_seed(seed)
-    policy = Policy()
+    policy = Policy(shape)
     for weight in policy.parameters():
         if weight.ndim > 1:
             nn.init.normal_(weight, 0, 0.02)
     return policy
 
 
-def pretrained(path: Path | None = None) -> Policy:
+def pretrained(path: Path | None = None, shape: Shape = SHIPPED) -> Policy:
     """The policy that the package ships, or one that was saved: it gets about one sum in four right."""
     from safetensors.torch import load_file
 
-    policy = Policy()
+    policy = Policy(shape)
     with resources.as_file(resources.files("pulsesync.rl") / CHECKPOINT) as shipped:
         policy.load_state_dict({name: weight.float() for name, weight in load_file(path or shipped).items()})
     return policy
@@ -100,18 +154,21 @@ def pretrained(path: Path | None = None) -> Policy:
 
 def log_probabilities(policy: nn.Module, tokens: Tensor, answer: int) -> Tensor:
     """Of the last `answer` tokens, each given those before it: (batch, answer)."""
-    logits = policy(tokens[:, :-1])[:, -answer:]
+    logits = policy(tokens[:, :-1])[:, -answer:].float()
     chosen: Tensor = logits.log_softmax(dim=-1).gather(-1, tokens[:, -answer:, None])[..., 0]
     return chosen
 
 
 @torch.no_grad()
 def complete(policy: Policy, asked: Tensor, answer: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample completions, token by token, at temperature 1: tokens and their log-probabilities, (batch, answer)."""
+    """Sample completions, token by token, at temperature 1: tokens and their log-probabilities, (batch, answer).
+
+    Prompts, policy and generator are on one device.
+    """
     seen, tokens = Seen(), asked
     chosen, likely = [], []
     for _ in range(answer):
-        scores = policy(tokens, seen)[:, -1].log_softmax(dim=-1)
+        scores = policy(tokens, seen)[:, -1].float().log_softmax(dim=-1)
         tokens = torch.multinomial(scores.exp(), 1, generator=generator)
         chosen.append(tokens)
         likely.append(scores.gather(-1, tokens))

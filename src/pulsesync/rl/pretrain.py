@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from pulsesync.rl import task
-from pulsesync.rl.policy import Policy, complete, fresh
+from pulsesync.rl.game import Sums
+from pulsesync.rl.policy import SHIPPED, Policy, Shape, fresh
 
 BATCH = 256
 RATE, WARM_UP = 1e-3, 100
@@ -15,14 +16,24 @@ CHECK_EVERY, CHECKED = 10, 1024
 MOST_STEPS = 4000
 
 
-def pretrain(seed: int, until: float = 0.25, tell: Callable[[int, float, float], None] = lambda *_: None) -> Policy:
+def pretrain(
+    seed: int,
+    until: float = 0.25,
+    tell: Callable[[int, float, float], None] = lambda *_: None,
+    *,
+    shape: Shape = SHIPPED,
+    device: str = "cpu",
+    most_steps: int = MOST_STEPS,
+) -> Policy:
     """Train from scratch until so many sampled completions are right; tell step, loss and share as it goes."""
-    policy, generator = fresh(seed), torch.Generator().manual_seed(seed + 1)
+    policy, generator = fresh(seed, shape).to(device), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(1, MOST_STEPS + 1):
+    sums = Sums(1, device)
+    for step in range(1, most_steps + 1):
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, step / WARM_UP)
         asked = task.prompts(BATCH, generator)
         right = task.answers(asked)
+        asked, right = asked.to(device), right.to(device)
         logits = policy(torch.cat([asked, right], dim=1)[:, :-1])[:, -task.ANSWER :]
         loss = functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), right.reshape(-1))
         optimizer.zero_grad()
@@ -30,8 +41,7 @@ def pretrain(seed: int, until: float = 0.25, tell: Callable[[int, float, float],
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         if step % CHECK_EVERY == 0:
-            asked = task.prompts(CHECKED, generator)
-            share = float(task.rewards(asked, complete(policy, asked, task.ANSWER, generator)[0]).mean())
+            share = float(sums.sample(policy, CHECKED, generator).rewards.mean())
             tell(step, float(loss.detach()), share)
             if share >= until:
                 break

@@ -1,1 +1,25 @@
-"""How many weights change in a step, which, and why: measure it, explain it, predict it."""
+"""How many weights change in a step, which, and why: measure it, explain it, predict it.
+
+from pulsesync.study import Recorder
+
+with Recorder("study.jsonl").attach(optimizer, model):
+    train()
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pulsesync.study.recorder import Recorder
+    from pulsesync.study.recording import Recording
+
+__all__ = ["Recorder", "Recording"]
+
+_HOMES = {"Recorder": "recorder", "Recording": "recording"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pulsesync.study' has no attribute {name!r}")
+    return getattr(import_module(f"pulsesync.study.{_HOMES[name]}"), name)

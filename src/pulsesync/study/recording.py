@@ -54,10 +54,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Bytes:
-    """How long a patch is under one codec: by theory from the counts, and in truth where it was made."""
+    """How long a patch is under one codec: by theory, where there are counts enough; in truth, where it was made."""
 
-    predicted: int
+    predicted: int | None
     real: int | None = None
+
+    @property
+    def best(self) -> int:
+        """The real one where there is one."""
+        return (self.predicted if self.real is None else self.real) or 0
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,11 @@ class Step:
     again: int = 0  # of all these, how many changed in the step before as well
     same_way: int = 0  # of these, how many went the same way
     up: int = 0  # of all changes, how many went to a larger value
-    units: Counts = field(default_factory=dict)  # by how many units of the last place: 1 to 16, then powers of two
+    units: Counts = field(
+        default_factory=dict
+    )  # by units of the last place: 1 to 15; 16 is 16 to 31, 32 is 32 to 63 ...
     by_class: Counts = field(default_factory=dict)  # changes by the exponent bits of the old weight
-    weights_by_class: Counts = field(default_factory=dict)  # the weights compared, by the same; estimated by the sample
+    weights_by_class: Counts = field(default_factory=dict)  # all weights that are compared, by the same
     windows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed since k steps before
     contrast: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed in another dtype
     gradients: tuple[int, ...] = ()  # in the sample: not zero
@@ -209,7 +216,7 @@ def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[
         added(step.weights_by_class for step in steps),
         {k: by_tensor(s.windows[k] for s in steps) for k in header.windows if all(k in s.windows for s in steps)},
         {d: by_tensor(s.contrast[d] for s in steps) for d in header.contrast if all(d in s.contrast for s in steps)},
-        by_tensor(step.gradients for step in steps) if all(step.gradients for step in steps) else (),
+        by_tensor(step.gradients for step in steps) if any(step.gradients for step in steps) else (),
         added(step.moved for step in steps),
         sum(hot) / weighed if weighed else None,
         {codec: _total([step.sizes[codec] for step in steps]) for codec in sorted(codecs)},
@@ -220,5 +227,10 @@ def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[
 
 
 def _total(sizes: Sequence[Bytes]) -> Bytes:
-    real = [size.real for size in sizes if size.real is not None]
-    return Bytes(sum(size.predicted for size in sizes), sum(real) if len(real) == len(sizes) else None)
+    return Bytes(_all_of([size.predicted for size in sizes]), _all_of([size.real for size in sizes]))
+
+
+def _all_of(numbers: Sequence[int | None]) -> int | None:
+    """Their sum, if all are known."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None

@@ -1,0 +1,132 @@
+"""How far off is `pulse plan`: predicted bytes a sync, beside those of runs that were trained?
+
+    python benchmarks/bench_plan.py --trace DIR --gguf FILE                     # half a minute (see recording.py)
+
+The forecast is given what it is given on the command line: how many start weights have which exponent, how many tensors
+there are, learning rate, betas; nothing of the run. Measured are, first, the recorded run, each of whose steps is
+published as the next version of one chain with the default codec, and all that the version adds to the store counted;
+second, the three runs in results/smollm2_h200_2026-11-15.md, whose start weights come from the GGUF file; third, the
+densities that were published for Qwen2.5-1.5B, trained without masters, for which normal weights are assumed.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import recording
+
+from pulsesync.publisher import Publisher
+from pulsesync.store import MemoryStore
+from pulsesync.study.predict.forecast import Forecast, Training, forecast
+from pulsesync.study.predict.models import classes_of, normal_classes
+
+TENSORS = 272
+TRAINED = Path(__file__).parent / "results" / "smollm2_h200_2026-11-15.md"
+FITTED = {"recorded 3e-06": "NOISE, EPSILON", "3e-06": "nothing; prompts as in the recorded run", "1e-05": "FADE"}
+# Mean share of weights that change over k steps, in 400 steps; Qwen2.5-1.5B without masters, by learning rate.
+PUBLISHED = {
+    5e-7: {1: 0.00197, 2: 0.00209, 4: 0.00225, 8: 0.00245, 16: 0.00272, 32: 0.00304},
+    1e-6: {1: 0.00266, 2: 0.00292, 4: 0.00324, 8: 0.00365, 16: 0.00417, 32: 0.00475},
+    3e-6: {1: 0.00574, 2: 0.00658, 4: 0.00765, 8: 0.00899, 16: 0.01061, 32: 0.01232},
+    5e-6: {1: 0.00942, 2: 0.01093, 4: 0.01288, 8: 0.01531, 16: 0.01818, 32: 0.02137},
+}
+
+
+def histogram(tensors: Sequence[recording.Bits]) -> dict[int, int]:
+    total = sum(np.bincount(classes_of(bits.reshape(-1).view(ml_dtypes.bfloat16)), minlength=256) for bits in tensors)
+    return {c: int(total[c]) for c in np.flatnonzero(total)}
+
+
+def publish_recorded(run: recording.RecordedRun) -> tuple[dict[int, int], list[float], list[int]]:
+    """The start's histogram; and of each step, the share that changed and the bytes that its version added."""
+    first: dict[int, int] = {}
+    changed, sent = [], []
+    with Publisher(MemoryStore(), anchor_every=1e9) as publisher:
+        for step, old, new in run.steps():
+            if not first:
+                first = histogram(list(old.values()))
+                publisher.publish({name: bits.view(ml_dtypes.bfloat16) for name, bits in old.items()})
+            report = publisher.publish({name: bits.view(ml_dtypes.bfloat16) for name, bits in new.items()}, step=step)
+            changed.append(report.density)
+            sent.append(report.payload_bytes)
+    return first, changed, sent
+
+
+def compare(name: str, told: Forecast, changed: Sequence[float], sent: Sequence[int]) -> dict[str, Any]:
+    densities, sizes = [sync.density for sync in told.syncs], [sync.sizes["history"] for sync in told.syncs]
+    singly = [abs(a / b - 1) for a, b in zip(sizes, sent, strict=True)]
+    return {
+        "run": name, "steps": len(sent), "fitted": FITTED.get(name, "nothing"),
+        "changed": statistics.mean(changed), "predicted_changed": statistics.mean(densities),
+        "bytes": statistics.mean(sent), "predicted_bytes": statistics.mean(sizes),
+        "error": statistics.mean(sizes) / statistics.mean(sent) - 1, "mean_step_error": statistics.mean(singly),
+        "worst_step_error": max(singly), "by_step": [list(sent), sizes],
+    }  # fmt: skip
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("| run | steps | constants fitted on it | changed, measured / predicted | bytes a sync, measured / predicted "
+          "| error of the mean | error of a single sync, mean / most |")  # fmt: skip
+    print("|---|--:|---|--:|--:|--:|--:|")
+    for row in rows:
+        print(f"| {row['run']} | {row['steps']} | {row['fitted']} "
+              f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} "
+              f"| {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} | {row['error']:+.1%} "
+              f"| {row['mean_step_error']:.1%} / {row['worst_step_error']:.1%} |")  # fmt: skip
+
+
+def show_steps(row: dict[str, Any]) -> None:
+    print("| step | measured | predicted | error |\n|--:|--:|--:|--:|")
+    for step, (real, told) in enumerate(zip(*row["by_step"], strict=True)):
+        print(f"| {step} | {real:,} | {told:,} | {told / real - 1:+.1%} |")
+
+
+def show_published() -> dict[str, dict[int, float]]:
+    print("| learning rate | " + " | ".join(f"k = {k}" for k in PUBLISHED[1e-6]) + " |")
+    print("|---|" + "--:|" * len(PUBLISHED[1e-6]))
+    out = {}
+    for lr, measured in PUBLISHED.items():
+        told = forecast(normal_classes(0.02, 1_543_714_304), 338, Training(lr, warm_up=20, masters=False)).windows
+        print(f"| {lr:g} | " + " | ".join(f"{measured[k]:.2%} / {told[k]:.2%}" for k in measured) + " |")
+        out[f"{lr:g}"] = told
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recording.add_arguments(parser, required=True)
+    asked = parser.parse_args()
+    start, changed, sent = publish_recorded(recording.load(asked.trace, asked.gguf))
+    began = time.perf_counter()
+    told = forecast(start, TENSORS, Training(3e-6), steps=len(sent))
+    rows = [compare("recorded 3e-06", told, changed, sent)]
+    if asked.gguf:
+        dequantised = recording.read_gguf(Path(asked.gguf)).values()
+        weights = histogram([recording.round_to_bf16(values) for values in dequantised])
+        trained = json.loads(TRAINED.read_text().strip().splitlines()[-1])["runs"]
+        for lr, run in trained.items():
+            began = time.perf_counter()
+            told = forecast(weights, TENSORS, Training(float(lr)), steps=len(run["bytes"]))
+            rows.append(compare(lr, told, run["changed"], run["bytes"]))
+    seconds = time.perf_counter() - began
+    show(rows)
+    print(
+        f"\nA forecast of {rows[-1]['steps']} steps took {seconds:.2f} s.\n\nThe recorded run, bytes of each version:\n"
+    )
+    show_steps(rows[0])
+    print("\nQwen2.5-1.5B without masters, warm-up 20: share that changes over k steps, published / predicted\n")
+    published = show_published()
+    versions = {name: version(name) for name in ("pulsesync", "numpy", "numba")} | {"python": platform.python_version()}
+    print("\n" + json.dumps({"bench": "plan", "runs": rows, "published": published, "versions": versions}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What `pulse plan` prints: what a run would ask of its links."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from pulsesync.cli.options import NothingThereError, Printer, UsageError
+from pulsesync.errors import NotFoundError
+from pulsesync.study.predict.forecast import Training
+from pulsesync.study.predict.models import Model, read_model
+from pulsesync.study.predict.plan import CODECS, CORES, GOAL, LITTLE, MEASURED, Plan, make_plan
+
+_RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(bit|bit/s|bps)", re.IGNORECASE)
+_NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
+
+
+def plan(
+    model: Path, *, dtype: str, lr: float, betas: str, warm_up: int, masters: bool, every: int, bandwidth: str,
+    step_time: float, as_json: bool,
+) -> int:  # fmt: skip
+    """Print the plan; exit code 0. Raises: PulseError; UsageError, NothingThereError."""
+    training = Training(_positive(lr, "--lr"), read_betas(betas), warm_up, masters, every)
+    link, step_s = read_bandwidth(bandwidth), _positive(step_time, "--step-time")
+    made = make_plan(_look(model, dtype), training, link, step_s, dtype)
+    if as_json:
+        print(json.dumps(facts(made)))
+        return 0
+    for line in _sentences(made):
+        print(line)
+    print()
+    Printer(False).table(_rows(made))
+    print()
+    for line in _advice(made):
+        print(line)
+    return 0
+
+
+def read_bandwidth(text: str) -> float:
+    """Bits a second of a link such as 200mbit. Raises: UsageError."""
+    match = _RATE.fullmatch(text.strip())
+    try:
+        rate = float(match[1]) * 1000.0 ** " kmgt".index(match[2].lower() or " ") if match else 0.0
+    except ValueError:
+        rate = 0.0
+    if not rate:
+        raise UsageError(f"--bandwidth {text}: give it as 200mbit or 10gbit")
+    return rate
+
+
+def read_betas(text: str) -> tuple[float, float]:
+    """Adam's betas from text such as 0.9,0.999. Raises: UsageError."""
+    try:
+        first, second = (float(beta) for beta in text.split(","))
+    except ValueError:
+        first = second = -1.0
+    if not (0 <= first < 1 and 0 < second < 1):
+        raise UsageError(f"--betas {text}: give two numbers from 0 to 1, such as 0.9,0.999")
+    return first, second
+
+
+def _positive(number: float, option: str) -> float:
+    if not number > 0:
+        raise UsageError(f"{option} {number:g}: give a number above 0")
+    return number
+
+
+def _look(path: Path, dtype: str) -> Model:
+    try:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(f"reading {path}", total=1.0)
+            return read_model(path, dtype, lambda share: bar.update(task, completed=share))
+    except NotFoundError as e:
+        raise NothingThereError(str(e), key=str(path)) from e
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """All that a plan says, for machines: bytes, bits a second, seconds, and shares."""
+    told = plan.told
+    average, most = plan.joiner_bytes
+    return {
+        "model": plan.model.name, "source": plan.model.source, "weights": plan.model.size,
+        "tensors": plan.model.tensors, "dtype": plan.dtype, "full_bytes": plan.full_bytes,
+        "lr": plan.training.lr, "betas": plan.training.betas, "masters": plan.training.masters,
+        "every": plan.training.every, "bandwidth": plan.bandwidth, "between_s": plan.step_s,
+        "changed": {"first": told.first.density, "highest": told.highest.density, "plateau": told.plateau.density},
+        "windows": told.windows,
+        "ways": {codec: vars(way) | {"bandwidth_for_90": plan.needed_bandwidth(codec), "sync_s": plan.took.get(codec)}
+                 for codec, way in plan.ways.items()},
+        "best": plan.best, "enough": plan.enough, "anchor_syncs": plan.anchor_syncs,
+        "joiner_bytes": average, "joiner_most_bytes": most, "error": plan.error,
+    }  # fmt: skip
+
+
+def _sentences(plan: Plan) -> list[str]:
+    told, every = plan.told, plan.training.every
+    windows = ", ".join(f"{share:.2%} over {k}" for k, share in told.windows.items() if k > 1)
+    return [
+        f"model     {plan.model.name}: {plan.model.size:,} weights in {plan.model.tensors:,} tensors, "
+        f"{size(plan.full_bytes)} in {plan.dtype}; {plan.model.source}",
+        f"changes   {told.first.density:.2%} at the first sync, {told.highest.density:.2%} at the highest, "
+        f"{told.plateau.density:.2%} later" + (f" (syncs of {every} steps)" if every > 1 else ""),
+        f"windows   later, {windows} steps",
+    ]
+
+
+def _rows(plan: Plan) -> list[dict[str, str]]:
+    return [
+        {
+            "send": _NAMES.get(codec, codec),
+            "a sync": size(way.size_bytes),
+            "at most": size(way.most_bytes),
+            "on the link": f"{way.seconds:,.2f} s",
+            "utilisation": f"{way.utilisation:.1%}",
+            f"for {GOAL:.0%}": rate(plan.needed_bandwidth(codec)),
+        }
+        for codec, way in ((codec, plan.ways[codec]) for codec in CODECS)
+    ]
+
+
+def _advice(plan: Plan) -> list[str]:
+    average, most = plan.joiner_bytes
+    low, high = (plan.ways["history"].size_bytes * (1 + sign * plan.error) for sign in (-1, 1))
+    lines = [
+        f"codec     {_codec(plan)}",
+        f"anchors   every {plan.anchor_syncs:,} syncs, when the patches since add up to one state; "
+        f"a late joiner fetches {size(average)} on average, {size(most)} at most, less with pulse squash",
+        f"expect    ± {plan.error:.0%}, {size(low)} to {size(high)} a sync of history: measured on {MEASURED}",
+    ]
+    if plan.model.assumed:
+        lines.append("          magnitudes were assumed: a checkpoint in place of its config.json gives a better plan")
+    if plan.enough:
+        share = plan.ways["full"].utilisation
+        lines.append(f"hint      do not bother: full weights leave {share:.1%} utilisation on this link")
+    return lines
+
+
+def _codec(plan: Plan) -> str:
+    took = ", ".join(f"{codec} {seconds:,.2f} s" for codec, seconds in plan.took.items())
+    name = "auto, which is history" if plan.best == "history" else plan.best
+    return (
+        f"{name}: the fewest bytes of what is quickest, or under {LITTLE:.0%} of a step, with encoding and decoding on "
+        f"{CORES} cores counted ({took})"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: 352 kB, 1.20 GB."""
+    return f"{_scaled(count)}B"
+
+
+def rate(bits: float) -> str:
+    """Bits a second as people read them: 1.2 gbit/s."""
+    return f"{_scaled(bits).lower()}bit/s"
+
+
+def _scaled(number: float) -> str:
+    power = min(max(0, (len(str(round(number))) - 1) // 3), 4)
+    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}"

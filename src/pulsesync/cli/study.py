@@ -1,0 +1,115 @@
+"""What `pulse study` shows and writes: tables in the terminal, a recording, CSV, Parquet, a page with plots."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from pulsesync.cli.options import NothingThereError, UsageError, open_place, read_trust
+from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.study.recording import Recording
+from pulsesync.study.report import rows, tables
+from pulsesync.study.report.page import write_report
+from pulsesync.study.sources import Measuring, open_recordings, quietly
+from pulsesync.study.sources import Progress as Told
+
+WIDTH = 120  # of tables that do not go to a terminal
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to write, and the learning rate where the recording does not know it."""
+
+    out: Path | None = None
+    csv: bool = False
+    parquet: bool = False
+    html: Path | None = None
+    lr: float | None = None
+
+
+def study(
+    places: Sequence[str], wanted: Wanted, *, dtype: str, sample: int, headers: bool, trust: str | None, limit: int,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Show recordings and write what is wanted of them; exit code 0.
+
+    Raises:
+        UsageError: nothing to look at, or not together; NothingThereError; PulseError: it cannot be read or written.
+    """
+    if (wanted.csv or wanted.parquet) and wanted.out is None:
+        raise UsageError("--csv and --parquet write several files: say where, with --out")
+    with _progress() as told:
+        how = Measuring(dtype, sample, headers, limit, read_trust(trust), open_place, told)
+        try:
+            found = open_recordings(places, how)
+        except ValueError as e:
+            raise UsageError(str(e)) from e
+        except NotFoundError as e:
+            raise NothingThereError(str(e)) from e
+    if wanted.html and len(found) > 1:
+        raise UsageError(f"these are {len(found)} runs: --out writes a report of each")
+    written = {name: _write(name, recording, wanted, several=len(found) > 1) for name, recording in found.items()}
+    if as_json:
+        for name, recording in found.items():
+            print(json.dumps({"name": name, **tables.facts(recording), "files": [str(f) for f in written[name]]}))
+        return 0
+    _show(found, wanted.lr)
+    for files in written.values():
+        print(*(f"wrote {file}" for file in files), sep="\n", end="\n" if files else "")
+    return 0
+
+
+def _show(found: dict[str, Recording], lr: float | None) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    if len(found) > 1:
+        console.print(tables.compare(found))
+    else:
+        for name, recording in found.items():
+            console.print(tables.show(recording, name, lr))
+
+
+def _write(name: str, recording: Recording, wanted: Wanted, *, several: bool) -> list[Path]:
+    """Write what is wanted of one recording: into the folder, or into one of its own there if there are several."""
+    files: list[Path] = []
+    with _writing():
+        if wanted.html:
+            write_report(recording, wanted.html, name, wanted.lr)
+            files.append(wanted.html)
+        if wanted.out is None:
+            return files
+        folder = wanted.out / re.sub(r"[^\w.-]+", "_", name).strip("._") if several else wanted.out
+        folder.mkdir(parents=True, exist_ok=True)
+        files += [folder / "study.jsonl", folder / "study.html"]
+        recording.write(files[-2])
+        write_report(recording, files[-1], name, wanted.lr)
+        files += rows.write_csv(recording, folder) if wanted.csv else []
+        files += rows.write_parquet(recording, folder) if wanted.parquet else []
+    return files
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise StoreError(f"cannot write {e.filename}: {e.strerror}") from e
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """A bar on stderr, where somebody watches."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield quietly
+        return
+    with Progress(console=console, transient=True) as bar:
+        task: Any = bar.add_task("looking", total=None)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)

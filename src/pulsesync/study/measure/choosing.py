@@ -1,0 +1,16 @@
+"""Where weights are counted: on the host as fast as it can, elsewhere in torch."""
+
+from importlib import import_module
+from typing import Any
+
+from pulsesync import kernels
+from pulsesync.study.measure.buffers import Buffers, NumpyBuffers, TorchBuffers
+
+
+def buffers_and_counting(device: str) -> tuple[Buffers, Any]:
+    """For tensors of a device: "" is numpy's, on the host."""
+    if device not in ("", "cpu"):
+        return TorchBuffers(device, on_host=False), import_module("pulsesync.study.measure.counting_torch")
+    slow = kernels.active().__name__.endswith("reference")  # no numba, or told to do without
+    counting = import_module("pulsesync.study.measure.counting" if slow else "pulsesync.study.measure.counting_numba")
+    return (NumpyBuffers() if device == "" else TorchBuffers(device, on_host=True)), counting

@@ -1,0 +1,269 @@
+"""What a run will send, before it is trained: some thousand weights of every class, moved by Adam in a simulation.
+
+    told = forecast(weights_by_class, tensors=272, training=Training(lr=3e-6))
+    told.plateau.density, told.highest.sizes["history"]
+
+A run begins at values of the dtype, in the middle between the borders where rounding turns. While gradients keep their
+sign all weights of a class come to a border at about the same step, the class above it twice as late: hence the peaks
+of the first steps. What a gradient is made of is assumed:
+
+    g(t) = mean x exp(-way / FADE) + NOISE x normal,    way = sum of learning rates so far / root mean square of weights
+
+where the mean is a product of three normal numbers and Adam's epsilon is EPSILON. The product and NOISE are those of
+`testing.AdamUpdates`, fitted to 15 recorded steps (SmolLM2-135M, GRPO, 3e-6), as was EPSILON here. FADE was fitted to
+33 steps at 1e-5 on the same model: as a policy learns, its gradients lose their common direction. On these two runs the
+mean bytes of `history` are 0 and 1 % too low. On two that nothing was fitted to, 40 steps at 1e-6 and at 3e-6, they are
+12 and 6 % too low, and the mean density 6 % and 0 %; see benchmarks/bench_plan.py.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.chain import EPOCH_PATCHES
+from pulsesync.model import DTYPES
+from pulsesync.study.predict import sizes, theory
+from pulsesync.study.recording import WINDOWS, Counts
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+NOISE = 0.2
+EPSILON = 0.03
+FADE = 5e-4
+PATHS = 2048  # weights of each class
+STEPS = 128
+ROWS = 24  # classes that the coder tells apart
+
+
+@dataclass(frozen=True)
+class Training:
+    """How weights are trained, and how often they are sent."""
+
+    lr: float
+    betas: theory.Betas = theory.ADAM
+    warm_up: int = 0  # steps in which the learning rate rises to lr, evenly
+    masters: bool = True  # in FP32; without, weights are rounded at every step
+    every: int = 1  # steps in a sync
+
+    def rate(self, step: int) -> float:
+        return self.lr * min(1.0, (step + 1) / max(self.warm_up, 1))
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What is expected of one sync."""
+
+    density: float
+    sizes: dict[str, int]  # bytes by codec
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The syncs of a run's beginning, in order, and what changes over windows of k steps at the end of them."""
+
+    syncs: tuple[Sync, ...]
+    windows: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Sync:
+        return self.syncs[0]
+
+    @property
+    def highest(self) -> Sync:
+        return max(self.syncs, key=lambda sync: sync.density)
+
+    @property
+    def plateau(self) -> Sync:
+        """The mean of the last half."""
+        return self.mean(len(self.syncs) // 2)
+
+    def mean(self, begin: int = 0, end: int | None = None) -> Sync:
+        """The mean over some of the syncs."""
+        some = self.syncs[begin:end]
+        codecs = {codec: round(sum(sync.sizes[codec] for sync in some) / len(some)) for codec in some[0].sizes}
+        return Sync(sum(sync.density for sync in some) / len(some), codecs)
+
+
+def forecast(
+    weights_by_class: Counts,
+    tensors: int,
+    training: Training,
+    dtype: str = "BF16",
+    *,
+    rounded: bool = True,
+    steps: int | None = None,
+) -> Forecast:
+    """Predict what a run sends. Always the same for the same arguments; takes under a second.
+
+    Args:
+        weights_by_class: how many weights of the model have which exponent bits, in that dtype.
+        tensors: how many it has.
+        training: learning rate and so on.
+        dtype: the one that inference uses; weights in FP8 are taken to have no scales that change.
+        rounded: whether masters begin at values of the dtype, as from a checkpoint in it, and not between them.
+        steps: optimizer steps to look ahead; a few hundred at most, 128 if not given, or 32 syncs.
+    """
+    steps = steps or max(STEPS, min(EPOCH_PATCHES * training.every, 4 * STEPS))
+    moves = adam_moves(training, steps, _root_mean_square(weights_by_class, dtype))
+    sample = _Sample(weights_by_class, moves, training.masters, dtype, rounded or not training.masters)
+    watcher = _Watcher(sample, tensors, dtype)
+    syncs = []
+    kept: dict[int, NDArray[Any]] = {}
+    for step in range(steps):
+        kept |= {k: sample.bits for k in WINDOWS if step == steps - k}
+        sample.move(moves[step])
+        if (step + 1) % training.every == 0:
+            syncs.append(watcher.look())
+    windows = {k: watcher.share(sample.bits != before) for k, before in sorted(kept.items())}
+    return Forecast(tuple(syncs), windows)
+
+
+def adam_moves(training: Training, steps: int, scale: float) -> Floats:  # (steps, PATHS)
+    """What Adam adds to weights, step by step, for gradients as the module's docstring has them."""
+    words = np.random.Generator(np.random.PCG64(0))
+    mean = words.standard_normal((3, PATHS)).prod(axis=0)
+    first, second = np.zeros(PATHS), np.zeros(PATHS)
+    keep1, keep2 = training.betas
+    moves = np.empty((steps, PATHS), np.float32)
+    way = 0.0
+    for step in range(steps):
+        gradient = mean * np.exp(-way / (FADE * scale)) + NOISE * words.standard_normal(PATHS)
+        first = keep1 * first + (1 - keep1) * gradient
+        second = keep2 * second + (1 - keep2) * gradient**2
+        size = np.sqrt(second / (1 - keep2 ** (step + 1))) + EPSILON
+        moves[step] = -training.rate(step) * first / (1 - keep1 ** (step + 1)) / size
+        way += training.rate(step)
+    return moves
+
+
+def _root_mean_square(weights_by_class: Counts, dtype: str) -> float:
+    classes = np.array(list(weights_by_class), np.int64)
+    counts = np.array(list(weights_by_class.values()), np.float64)
+    typical = 1.5 * theory.unit(classes, dtype) * 2.0 ** (DTYPES[dtype].exponent_shift or 0) * (classes > 0)
+    return float(np.sqrt((counts * typical**2).sum() / max(counts.sum(), 1))) or 1.0
+
+
+class _Sample:
+    """Weights of every class that moves can reach, and the bits they are published as."""
+
+    def __init__(self, weights_by_class: Counts, moves: Floats, masters: bool, dtype: str, rounded: bool) -> None:
+        self.kind, self.type, self.masters = DTYPES[dtype], theory.numpy_dtype(dtype), masters
+        furthest = float(np.abs(np.cumsum(moves, axis=0)).max())
+        populated = np.array(sorted(c for c, count in weights_by_class.items() if count), np.int64)
+        units = theory.unit(populated, dtype)
+        reached = (units / 4 <= furthest) | (not rounded)  # below a power of two the border is this near
+        self.classes = populated[reached]
+        self.still = {int(c): weights_by_class[int(c)] for c in populated[~reached]}
+        self.each = np.array([weights_by_class[int(c)] / PATHS for c in self.classes])  # weights that one stands for
+        self.bits = self._start()
+        self.values = self.bits.view(self.type).astype(np.float32)
+        if not rounded:
+            anywhere = np.random.Generator(np.random.PCG64(2)).random(self.bits.shape) - 0.5
+            self.move((anywhere * units[reached][:, None]).astype(np.float32))
+
+    def _start(self) -> NDArray[Any]:
+        """Every mantissa as often as any other, both signs, in an order of chance."""
+        words = np.random.Generator(np.random.PCG64(1))
+        shift = self.kind.exponent_shift or 0
+        mantissas = words.permutation((np.arange(PATHS) << shift) // PATHS)
+        sign = words.integers(0, 2, PATHS) << (8 * self.kind.itemsize - 1)
+        return np.asarray((self.classes[:, None] << shift) | mantissas | sign, self.kind.bits)
+
+    def move(self, by: Floats) -> None:
+        self.values = self.values + by
+        rounded = self.values.astype(self.type)
+        self.bits = rounded.view(self.kind.bits)
+        if not self.masters:
+            self.values = rounded.astype(np.float32)
+
+
+class _Watcher:
+    """Compares a sample with how it was at the last sync, and says what a patch between them takes."""
+
+    def __init__(self, sample: _Sample, tensors: int, dtype: str) -> None:
+        self.sample, self.tensors, self.dtype = sample, tensors, dtype
+        self.before = sample.bits
+        self.each = np.broadcast_to(sample.each[:, None], sample.bits.shape)
+        self.size = round(float(self.each.sum())) + sum(sample.still.values())
+        self.seen = 0  # syncs
+        self.last = np.zeros(sample.bits.shape, np.int64)  # the patch of this epoch that changed it
+        self.went_up = np.zeros(sample.bits.shape, bool)
+        self.changed = np.zeros(sample.bits.shape, bool)  # by the last patch
+
+    def share(self, changed: NDArray[np.bool_]) -> float:
+        return float(self.each[changed].sum()) / max(self.size, 1)
+
+    def look(self) -> Sync:
+        shift = self.sample.kind.exponent_shift or 0
+        if self.seen % EPOCH_PATCHES == 0:
+            self.last[:] = 0
+        distance = self._ordered(self.sample.bits) - self._ordered(self.before)
+        changed, up = distance != 0, distance > 0
+        again = changed & self.changed
+        classes = (self.before & ((1 << (8 * self.sample.kind.itemsize - 1)) - 1)).astype(np.int64) >> shift
+        counts = self._counts(distance, classes)
+        found = sizes.predict_sizes(
+            self.size, self.tensors, self.dtype, **counts, up=self._count(up), again=self._count(again),
+            same_way=self._count(again & (up == self.went_up)),
+        )  # fmt: skip
+        if changed.any():
+            found |= self._coded(distance, classes, counts)
+        self.last = np.where(changed, self.seen % EPOCH_PATCHES + 1, self.last)
+        self.went_up = np.where(changed, up, self.went_up)
+        self.changed, self.before, self.seen = changed, self.sample.bits, self.seen + 1
+        return Sync(self.share(changed), found)
+
+    def _ordered(self, bits: NDArray[Any]) -> Ints:
+        """Bits as whole numbers in the order of the values."""
+        sign = 1 << (8 * self.sample.kind.itemsize - 1)
+        wide = bits.astype(np.int64)
+        return np.where(wide >= sign, sign - wide, wide)
+
+    def _count(self, which: NDArray[np.bool_]) -> int:
+        return round(float(self.each[which].sum()))
+
+    def _counts(self, distance: Ints, classes: Ints) -> dict[str, Counts]:
+        changed = distance != 0
+        far = np.abs(distance[changed])
+        power = np.frexp(far.astype(np.float64))[1].astype(np.int64) - 1
+        binned = _by(np.where(far <= 16, far, 16 + power), self.each[changed])
+        weights = Counter(_by(classes, self.each))
+        weights.update(self.sample.still)
+        return {
+            "by_class": _by(classes[changed], self.each[changed]),
+            "weights_by_class": weights,
+            "units": {key if key <= 16 else 1 << key - 16: count for key, count in binned.items()},
+        }
+
+    def _coded(self, distance: Ints, classes: Ints, counts: dict[str, Counts]) -> dict[str, int]:
+        """Bytes of `context` and `history`, from what their coders' tables would hold."""
+        size = sizes.symbol_of(np.abs(distance))
+        plain = np.where(distance == 0, 0, 2 * size - (distance > 0))
+        turned = np.where(distance == 0, 0, 2 * size - ((distance > 0) ^ (self.went_up & (self.last > 0))))
+        rows = np.clip(classes - (int(self.sample.classes[-1]) - ROWS + 1), 0, ROWS - 1)
+        tiles = min(self.tensors, sum(counts["by_class"].values()))
+        raw = sizes.extra_bits(counts["units"]) / 8
+        context = self._table_bytes(rows, plain, tiles)
+        history = self._table_bytes(rows * (EPOCH_PATCHES + 1) + self.last, turned, tiles)
+        return {"context": round(context + raw), "history": round(history + raw)}
+
+    def _table_bytes(self, contexts: Ints, symbols: Ints, tiles: int) -> float:
+        """The bytes for these decisions. A sample's entropy is too low by half a nat for each free entry of a table."""
+        width = int(symbols.max()) + 1
+        cells = (contexts * width + symbols).ravel()
+        count = (int(contexts.max()) + 1) * width
+        joint = np.bincount(cells, self.each.ravel(), count).reshape(-1, width).astype(np.float64)
+        drawn = np.bincount(cells, minlength=count).reshape(-1, width)
+        free = np.maximum((drawn > 0).sum(axis=1) - 1, 0)
+        missing = free * joint.sum(axis=1) / np.maximum(drawn.sum(axis=1), 1) / (2 * np.log(2))
+        return sizes.of_contexts(joint, self.size, tiles) + float(missing.sum()) / 8
+
+
+def _by(keys: Ints, weights: NDArray[np.float64]) -> Counts:
+    """Sums of weights by key."""
+    totals = np.bincount(keys.ravel(), weights.ravel())
+    return {int(key): round(float(totals[key])) for key in np.flatnonzero(totals)}

@@ -1,0 +1,122 @@
+"""What a run would ask of its links: bytes a sync, seconds, utilisation, which codec, how many anchors.
+
+    plan = make_plan(read_model("checkpoint"), Training(lr=1e-6), bandwidth=200e6, step_s=50)
+    plan.ways["history"].size_bytes, plan.needed_bandwidth(plan.best)
+
+Utilisation is U = step / (step + sync), where a sync is what its bytes take on the link and a step is all that happens
+between two of them. The forecast behind it is a mean: single syncs differ by more, the first ones by most.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pulsesync.costs import ASSUMED, Costs, Load, Method, Work
+from pulsesync.costs import Way as Assumed
+from pulsesync.model import DTYPES
+from pulsesync.study.predict.forecast import Forecast, Sync, Training, forecast
+from pulsesync.study.predict.models import Model
+
+GOAL = 0.9  # utilisation that is asked for
+ENOUGH = 0.98  # utilisation with full weights beyond which patches gain little
+CODECS = ("history", "context", "gap", "plain", "full")  # the fewest bytes first
+# Mean bytes a sync of `history`, predicted against measured; benchmarks/results/plan_*.md has them step by step.
+MEASURED = "four runs of SmolLM2-135M, 1e-6 to 1e-5: means 0 to 12 % too low, single syncs 5 to 13 % off on average"
+ERROR, ASSUMED_ERROR = 0.25, 0.6  # as a share, with counted and with assumed magnitudes
+CORES = 16  # at each end, for encoding and decoding; `costs.ASSUMED` is of two
+LITTLE = 0.02  # of a step: a sync that takes less is quick enough, so that bytes decide
+_METHODS: Mapping[Method, str] = {"coded": "history", "gap": "gap", "dense": "full"}  # what a publisher can do
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to send a version: the bytes of a sync on the plateau and at the highest, and what follows from them."""
+
+    size_bytes: int
+    most_bytes: int
+    seconds: float  # on the link
+    utilisation: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. Bytes are means over the look-ahead but where they are called the most."""
+
+    model: Model
+    dtype: str
+    training: Training
+    bandwidth: float  # bits a second
+    step_s: float  # between two syncs
+    told: Forecast
+    ways: Mapping[str, Way]  # by codec, and "full"
+    best: str  # of the ways
+    took: Mapping[str, float]  # seconds of a sync, by way, with encoding and decoding
+
+    @property
+    def full_bytes(self) -> int:
+        return self.model.size * DTYPES[self.dtype].itemsize
+
+    @property
+    def error(self) -> float:
+        """By how much the bytes of a sync may be off, as a share."""
+        return ASSUMED_ERROR if self.model.assumed else ERROR
+
+    @property
+    def enough(self) -> bool:
+        """Whether the link is fast enough for full weights."""
+        return self.ways["full"].utilisation >= ENOUGH
+
+    def needed_bandwidth(self, way: str, goal: float = GOAL) -> float:
+        """Bits a second at which a way reaches a utilisation."""
+        return 8 * self.ways[way].size_bytes / (self.step_s * (1 / goal - 1))
+
+    @property
+    def anchor_syncs(self) -> int:
+        """Syncs between two anchors, by the publisher's rule: when the patches since add up to one state."""
+        return max(1, round(self.full_bytes / max(self.ways["history"].size_bytes, 1)))
+
+    @property
+    def joiner_bytes(self) -> tuple[int, int]:
+        """What a late joiner fetches on average and at most, where nobody squashes: an anchor, the patches since."""
+        anchor = self.told.plateau.sizes["dense"]
+        return anchor + self.full_bytes // 2, anchor + self.full_bytes
+
+
+def make_plan(model: Model, training: Training, bandwidth: float, step_s: float, dtype: str = "BF16") -> Plan:
+    """Plan a run: bandwidth in bits a second, step_s seconds for an optimizer step with its rollouts."""
+    told = forecast(model.weights_by_class, model.tensors, training, dtype, rounded=model.rounded)
+    full = model.size * DTYPES[dtype].itemsize
+    between_s = step_s * training.every
+    mean = told.mean()
+    ways = {codec: _way(codec, mean, told.highest, full, bandwidth, between_s) for codec in CODECS}
+    took = _seconds(model.size, full, mean, bandwidth)
+    return Plan(model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took)
+
+
+def _way(codec: str, mean: Sync, highest: Sync, full: int, bandwidth: float, between_s: float) -> Way:
+    size, most = (full, full) if codec == "full" else (mean.sizes[codec], highest.sizes[codec])
+    seconds = 8 * size / bandwidth
+    return Way(size, most, seconds, between_s / (between_s + seconds))
+
+
+def _seconds(size: int, full: int, mean: Sync, bandwidth: float) -> dict[str, float]:
+    """How long a sync by each method takes: `costs` adds up link and work, with bytes as they are forecast."""
+    load = Load(size, full, mean.density * size)
+    ways = {method: _on_cores(way) for method, way in ASSUMED.items()}
+    for method, codec in _METHODS.items():
+        if method != "dense":
+            ways[method] = replace(ways[method], change_bytes=mean.sizes[codec] / max(load.changed, 1.0))
+    costs = Costs(ways, byte_s=8 / bandwidth, link_known=True)
+    return {codec: costs.seconds(method, load) for method, codec in _METHODS.items()}
+
+
+def _on_cores(way: Assumed) -> Assumed:
+    def work(of: Work) -> Work:
+        return Work(of.per_weight * 2 / CORES, of.per_change * 2 / CORES)
+
+    return Assumed(work(way.source), work(way.receiver), work(way.apply), way.change_bytes)
+
+
+def _choose(took: Mapping[str, float], ways: Mapping[str, Way], between_s: float) -> str:
+    """Of the ways that are quick enough, or else within a twentieth of the quickest, the one with the fewest bytes."""
+    near = [way for way, seconds in took.items() if seconds <= max(1.05 * min(took.values()), LITTLE * between_s)]
+    return min(near, key=lambda way: ways[way].size_bytes)

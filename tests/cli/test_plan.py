@@ -1,0 +1,77 @@
+"""`pulse plan`: what it says, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pulsesync.cli.plan import rate, read_bandwidth, size
+from tests.commands import pulse
+
+ASKED = ("--lr", "1e-6", "--bandwidth", "200mbit", "--step-time", "50")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    matrix = (np.random.default_rng(0).standard_normal((512, 512)) * 0.02).astype(np.float16)
+    save_file({"matrix": matrix}, folder / "model.safetensors")
+    return folder
+
+
+def test_it_answers_in_a_few_lines(checkpoint: Path) -> None:
+    done = pulse("plan", "--model", checkpoint, *ASKED)
+    assert done.code == 0
+    assert not done.err
+    for line in ("model", "changes", "windows", "codec", "anchors", "expect"):
+        assert sum(text.startswith(f"{line} ") for text in done.out.splitlines()) == 1
+    for row in ("history", "context", "gap", "plain (4-byte index and value)", "full weights"):
+        assert sum(text.strip().startswith(f"{row} ") for text in done.out.splitlines()) == 1
+    assert "262,144 weights in 1 tensors, 524 kB" in done.out
+    assert "measured on four runs" in done.out
+    assert "do not bother" in done.out  # half a megabyte goes over any link
+
+
+def test_machines_get_the_same_as_one_object(checkpoint: Path) -> None:
+    (told,) = pulse("plan", "--model", checkpoint, *ASKED, "--every", 2, "--no-masters", "--json").events
+    assert (told["weights"], told["full_bytes"], told["masters"], told["between_s"]) == (262144, 524288, False, 100)
+    assert told["ways"]["full"]["seconds"] == pytest.approx(524288 * 8 / 200e6)
+    assert told["changed"]["first"] <= told["changed"]["highest"]
+    assert told["enough"]
+
+
+def test_a_config_is_enough_and_the_answer_says_what_was_assumed(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "vocab_size": 32000, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "intermediate_size": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = pulse("plan", "--model", tmp_path, *ASKED)
+    assert done.code == 0
+    assert "magnitudes are assumed: normal with a standard deviation of 0.02" in done.out
+    assert "do not bother" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "saying"),
+    [
+        ({"--bandwidth": "200"}, 2, "give it as 200mbit"),
+        ({"--bandwidth": "0mbit"}, 2, "give it as 200mbit"),
+        ({"--betas": "0.9"}, 2, "such as 0.9,0.999"),
+        ({"--betas": "0.9,1.5"}, 2, "such as 0.9,0.999"),
+        ({"--lr": "0"}, 2, "--lr 0"),
+        ({"--step-time": "0"}, 2, "--step-time 0"),
+        ({"--model": "/no/such/folder"}, 3, "give a folder with a checkpoint"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(checkpoint: Path, changed: dict[str, str], code: int, saying: str) -> None:
+    options = {"--model": str(checkpoint), **dict(zip(ASKED[::2], ASKED[1::2], strict=True)), **changed}
+    assert pulse("plan", *(word for pair in options.items() for word in pair)).refused(code, saying)
+
+
+def test_links_and_sizes_are_read_and_written_as_people_do() -> None:
+    assert [read_bandwidth(text) for text in ("200mbit", "1.5 Gbit/s", "64kbps")] == [200e6, 1.5e9, 64e3]
+    assert [size(999), size(1200), size(15_231_233_024)] == ["999 B", "1.2 kB", "15.2 GB"]
+    assert [rate(506_000), rate(21.9e9)] == ["506 kbit/s", "21.9 gbit/s"]

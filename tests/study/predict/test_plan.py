@@ -1,0 +1,62 @@
+"""The answers of a plan follow from its forecast."""
+
+import pytest
+
+from pulsesync.study.predict.forecast import Training
+from pulsesync.study.predict.models import Model, normal_classes
+from pulsesync.study.predict.plan import ENOUGH, Plan, make_plan
+
+SEVEN = Model("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
+
+
+def plan(bandwidth: float = 200e6, step_s: float = 50.0, **training: object) -> Plan:
+    return make_plan(SEVEN, Training(1e-6, **training), bandwidth, step_s)  # type: ignore[arg-type]
+
+
+def test_full_weights_need_what_the_paper_says_for_90_per_cent() -> None:
+    """14 GB and 50 s a step: 20 Gbit/s, and for patches a hundredth of it."""
+    told = plan()
+    assert told.needed_bandwidth("full") == pytest.approx(20e9, rel=0.15)
+    assert told.needed_bandwidth("history") < 0.01 * told.needed_bandwidth("full")
+
+
+def test_at_the_bandwidth_that_is_needed_the_utilisation_is_the_goal() -> None:
+    needed = plan().needed_bandwidth("history")
+    assert plan(bandwidth=needed).ways["history"].utilisation == pytest.approx(0.9)
+
+
+def test_on_a_slow_link_the_fewest_bytes_win_and_nothing_is_enough() -> None:
+    told = plan()
+    assert told.best == "history"
+    assert not told.enough
+    assert [told.ways[way].size_bytes for way in told.ways] == sorted(way.size_bytes for way in told.ways.values())
+
+
+def test_on_a_link_of_no_cost_full_weights_are_the_quickest_and_enough() -> None:
+    told = plan(bandwidth=1e14, step_s=1.0)
+    assert told.best == "full"
+    assert told.enough
+    assert told.ways["full"].utilisation > ENOUGH
+
+
+def test_where_time_is_long_bytes_decide_even_if_the_link_is_quick() -> None:
+    assert plan(bandwidth=1e14, step_s=1000.0).best == "history"
+
+
+def test_a_sync_of_several_steps_has_their_time() -> None:
+    one, four = plan(), plan(every=4)
+    assert four.step_s == 4 * one.step_s
+    assert four.ways["history"].size_bytes > one.ways["history"].size_bytes
+    assert four.ways["history"].utilisation > one.ways["history"].utilisation
+
+
+def test_anchors_come_when_patches_add_up_to_a_state_and_a_joiner_pays_for_both() -> None:
+    told = plan()
+    assert told.anchor_syncs * told.ways["history"].size_bytes == pytest.approx(told.full_bytes, rel=0.01)
+    average, most = told.joiner_bytes
+    assert told.full_bytes < average < most < 2 * told.full_bytes
+
+
+def test_a_plan_from_assumed_magnitudes_promises_less() -> None:
+    seen = make_plan(Model("seen", 1, SEVEN.weights_by_class, ""), Training(1e-6), 200e6, 50.0)
+    assert seen.error == 0.25 < plan().error

@@ -1,0 +1,41 @@
+"""Weights by magnitude, recorded and by theory."""
+
+import pytest
+
+from pulsesync.study.predict.theory import expected_density
+from pulsesync.study.recording import Recording
+from pulsesync.study.report.exponents import by_exponent, learning_rate, magnitude
+from tests.recordings import header, made, step
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "least"), [("BF16", 127, 1.0), ("F16", 15, 1.0), ("F8_E4M3", 8, 2.0), ("BF16", 0, 2.0**-126)]
+)
+def test_a_class_begins_at_a_power_of_two(dtype: str, number: int, least: float) -> None:
+    assert magnitude(dtype, number) == least
+
+
+def test_bands_hold_what_all_steps_changed() -> None:
+    low, high = by_exponent(made())
+    assert (low.weights, low.changed, high.changed) == (1200, 140, 140)
+    assert low.density == pytest.approx(140 / 1200)
+
+
+def test_the_theory_is_for_the_rate_that_was_recorded() -> None:
+    rate = learning_rate(made())
+    assert rate == pytest.approx(2e-6)
+    low, high = by_exponent(made())
+    assert [low.noise, high.noise] == pytest.approx(list(expected_density([110, 115], 2e-6)))
+    assert [low.steady, high.steady] == pytest.approx(list(expected_density([110, 115], 2e-6, std=1.0)))
+
+
+def test_without_masters_the_theory_is_another() -> None:
+    facts = {"lr": 2e-6, "masters": "BF16"}
+    pure = Recording(header(facts=facts), (step(0, 1, 1, 1, 1, lr=None),))
+    assert by_exponent(pure)[0].noise == pytest.approx(float(expected_density([110], 2e-6, masters=False)[0]))
+
+
+def test_without_a_rate_there_is_no_theory_unless_one_is_given() -> None:
+    unknown = Recording(header(facts={}), (step(0, 1, 1, 1, 1, lr=None),))
+    assert by_exponent(unknown)[0].noise is None
+    assert by_exponent(unknown, 1e-6)[0].noise is not None
