@@ -84,8 +84,8 @@ def test_a_page_has_a_row_for_every_arm_and_every_published_figure(experiment, t
     assert page.startswith("# test: Why?\n")
     windows = rows(page, "Weights unchanged")
     assert list(windows) == ["", "one", "one, critic", "*a paper: theirs*", "two"]
-    assert windows["one"] == {"k = 1": "92.500 ± 0.7", "min": "88.000 ± 0", "2": "90.000 ± 0"}
-    assert windows["one, critic"]["k = 1"] == "99.000 ± 0"
+    assert windows["one"] == {"k = 1": "92.500 ± 0.707", "min": "88.000 ± 0.000", "2": "90.000 ± 0.000"}
+    assert windows["one, critic"]["k = 1"] == "99.000 ± 0.000"
     assert windows["*a paper: theirs*"] == {"k = 1": "*99.500*", "min": "", "2": ""}
     assert windows["two"]["k = 1"] == "97.000"
     assert rows(page, "Over the run")["*a paper: theirs*"]["first step"] == "*99.900*"
@@ -100,7 +100,7 @@ def test_the_index_has_every_arm_of_every_experiment(experiment, tmp_path):
     results.write_index(tmp_path)
     page = (tmp_path / "results.md").read_text()
     assert "## [test](test/results.md): Why?" in page
-    assert "| one | 92.500 ± 0.7 |  |  | 0.100 ± 0 |" in page
+    assert "| one | 92.500 ± 0.707 |  |  | 0.100 ± 0.000 |" in page
     assert "| *a paper: theirs* | *99.500* |  |  |  |" in page
 
 

@@ -9,6 +9,7 @@ from pulsesync.study.recording import Recording, Step
 
 TROUGH = 10  # steps, whose mean is the trough if no ten in a row are lower
 EARLY = 10  # steps, in which an expert may never have changed
+SMALLEST = -100  # half powers of two: an update that is as good as none
 
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
 
@@ -66,6 +67,7 @@ def _changes(recording: Recording) -> dict[str, float]:
         "same way": _share(sum(step.same_way for step in half), sum(step.again for step in half)),
         "inactive": 100 * fmean(sum(count == 0 for count in step.changed) / len(step.changed) for step in steps),
         "bits": _bits(steps),
+        "moved": _moved(half),
         "median": recording.header.facts.get("median"),
     }
     counted = [sum(step.gradients) for step in steps if step.gradients]
@@ -91,6 +93,15 @@ def _bits(steps: Iterable[Step]) -> float | None:
         for codec in codecs:
             total[codec] += step.sizes[codec].best
     return 8 * min(total.values()) / sum(step.all_changed for step in steps)
+
+
+def _moved(steps: Iterable[Step]) -> float | None:
+    """The mean size of an update over the learning rate; sizes are known to the root of two."""
+    total: Counter[int] = Counter()
+    for step in steps:
+        total.update(step.moved)
+    sizes = {place: 2 ** ((place + 0.5) / 2) if place > SMALLEST else 0.0 for place in total}
+    return sum(count * sizes[place] for place, count in total.items()) / total.total() if total else None
 
 
 def _experts(recording: Recording) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -18,6 +18,7 @@ class Table:
     title: str
     columns: Mapping[str, str]
     form: str = ".2f"
+    own: Mapping[str, str] = field(default_factory=dict)  # of columns that are written otherwise
 
 
 TABLES = {
@@ -28,26 +29,29 @@ TABLES = {
     "profile": Table(
         "Over the run: weights unchanged in a step, % (trough: the lowest ten in a row; plateau: the second half)",
         {"first": "first step", "trough": "trough", "trough step": "at step", "plateau": "plateau"}, ".3f",
+        {"trough step": ".0f"},
     ),
     "dtypes": Table(
         "Unchanged in a step by dtype, %",
         {"F32": "FP32", "F16": "FP16", "BF16": "BF16", "F8_E4M3": "FP8 e4m3"}, ".3f",
     ),
     "changes": Table(
-        "What changes (overlap: of the changes, those that changed a step before as well; bits: of the shortest codec)",
+        "What changes (overlap: of the changes, those of a step before; later: the second half; bits: shortest codec)",
         {
             "one unit": "by one unit, %", "overlap early": "overlap, steps 2–3, %", "overlap late": "overlap, later, %",
             "same way": "same way again, %", "gradients": "gradients ≠ 0, %", "inactive": "tensors unchanged, %",
-            "bits": "bits a change", "median": "median weight", "reward first": "reward, begin",
-            "reward last": "reward, end",
-        }, ".3g",
+            "moved": "mean update ÷ rate", "bits": "bits a change", "median": "median weight",
+            "reward first": "reward, begin", "reward last": "reward, end",
+        },
+        ".1f", dict.fromkeys(("moved", "bits", "median", "reward first", "reward last"), ".3f"),
     ),
     "experts": Table(
         "Experts",
         {
             "experts": "experts", "experts changed": "changed in a step, %", "experts never": "never in ten steps, %",
             "least expert": "least changed, % a step", "most expert": "most changed, % a step",
-        }, ".3g",
+        },
+        ".2f", {"experts": ".0f"},
     ),
 }  # fmt: skip
 
@@ -66,7 +70,7 @@ class Line:
             return ""
         told = f"{fmean(values):{form}}"
         if len(values) > 1:
-            told += f" ± {stdev(values):.1g}"
+            told += f" ± {stdev(values):{form}}"
         return f"*{told}*" if self.published else told
 
 
@@ -151,7 +155,7 @@ def _table(table: Table, lines: Sequence[Line]) -> list[str]:
     out = [f"## {table.title}", "", f"| | {' | '.join(table.columns[column] for column in columns)} |"]
     out.append("|---" * (len(columns) + 1) + "|")
     for line in lines:
-        cells = [line.cell(column, table.form) for column in columns]
+        cells = [line.cell(column, table.own.get(column, table.form)) for column in columns]
         if any(cells) or not line.published:
             out.append(f"| {_name(line)} | {' | '.join(cells)} |")
     return [*out, ""]

@@ -60,7 +60,8 @@ def delay_sweep() -> Experiment:
     ]
     differs = (
         f"{_MASTERS} Old rollouts change the gradient and not Adam's bound on the step, so delay alone does little. "
-        "Updates on one batch go the same way, so that averages of the gradient stay large, and more weights change."
+        "Updates on one batch go the same way, so that averages of the gradient stay large, and more weights change: "
+        "see the mean update."
     )
     return Experiment(
         "delay", "Do older rollouts, or more updates on one batch, change more weights?", (*late, *many), tuple(rows),
@@ -97,7 +98,8 @@ def optimizer_sweep() -> Experiment:
         f"{_MASTERS} The papers have AdamW alone. SGD has no bound on its step: its rate is the largest of 0.03, 0.01, "
         "0.003, … at which the mean size of its updates over 25 steps is not above AdamW's at 3e-6 (1.2e-6; at "
         "0.01 the policy forgets), so that both move weights as far. Lion moves every weight by the rate at each step. "
-        "Muon's steps are scaled to a root mean square of a fifth of the rate, as AdamW's have."
+        "Without a first average (beta 0.0) AdamW nearly does too. Muon's update of a matrix of full rank has a root "
+        "mean square of a fifth of the rate; here it was smaller. So the order is that of the mean update."
     )
     return Experiment(
         "optimizer", "What do betas and optimizers do to sparsity?", tuple(arms), tuple(rows), differs
@@ -117,9 +119,10 @@ def masters_sweep() -> Experiment:
     ]  # fmt: skip
     rows = [sparsity(f"Qwen2.5 1.5B, {rate}", beside=f"{kinds[-1][1]}, {rate}") for rate in ("1e-6", "3e-6", "5e-6")]
     differs = (
-        "Like is beside like here: the published runs held weights and Adam's averages in BF16. In BF16 an average "
-        "with beta 0.999 loses what is less than four thousandths of it to rounding: it cannot fall, and stops rising "
-        f"early. {_SCALE}"
+        "Like is beside like here: the published runs held weights in BF16. Then what is under half a unit is lost, "
+        "the same few weights change again and again, and density grows little with k; with masters the rest adds up "
+        "and comes out later, so that over k steps many more change, and the policy learns faster. Whether Adam's "
+        f"averages are BF16 or FP32 makes no difference in so few steps. {_SCALE}"
     )
     return Experiment(
         "masters", "Where does a small update go: into FP32 masters, or is it lost?", tuple(arms), tuple(rows), differs
@@ -130,9 +133,10 @@ def warm_up_sweep() -> Experiment:
     arms = [replace(_BASE, name=f"warm-up {steps}", warm_up=steps) for steps in (0, 20)]
     arms.append(replace(_BASE, name="warm-up 20, BF16 weights", masters="bf16"))
     differs = (
-        f"{_MASTERS} The dip has two causes: the rate reaches its top at the end of warm-up, and Adam's two averages, "
-        "young and nearly equal, make its steps longest at the start. Without warm-up the first step, in which every "
-        "weight moves by the whole rate, is the dip."
+        f"{_MASTERS} The dip is where the rate is high already and Adam's averages are young, which makes its updates "
+        "longest: after the end of warm-up, and without one soon after the start. Masters add to it: they begin in the "
+        "middle between two borders, and many of one magnitude come to a border in the same steps. Of a short run the "
+        "lowest ten steps may be its last."
     )
     return Experiment(
         "warm-up", "Is there a dip at the end of warm-up?", tuple(arms),
@@ -152,9 +156,8 @@ def algorithm_sweep() -> Experiment:
     ]
     differs = (
         f"{_MASTERS} What algorithms share is the optimizer, and with it the bound on a step. TD3 (pendulum swing-up, "
-        "actor and critic from scratch, replay buffer, target networks) is usually run at 1e-3, where most weights "
-        "change; at 3e-6 a few per cent do, more than of the others, as its FP32 weights do not begin at BF16 values, "
-        "and it learns little in this time."
+        "actor and critic from scratch, replay buffer, target networks) is usually run at 1e-3; its FP32 weights do "
+        "not begin at BF16 values."
     )
     return Experiment(
         "algorithm", "Is it GRPO, or does any algorithm change so few?", tuple(arms), published.ALGORITHMS, differs
@@ -171,8 +174,8 @@ def sft_sweep() -> Experiment:
     rows += [sparsity(f"Qwen2.5 1.5B, {arm.name}", beside=arm.name) for arm in arms[1:]]
     differs = (
         f"{_MASTERS} Published, SFT changes {published.SFT_TO_GRPO} times as many weights as GRPO at the same rate. A "
-        "gradient that keeps its direction from batch to batch makes Adam's steps longer; that of rewards is mostly "
-        "noise."
+        "gradient that keeps its direction from batch to batch makes Adam's updates longer (see the mean update); that "
+        "of rewards is more noise."
     )
     return Experiment(
         "sft", "Does supervised learning change more at the same rate?", tuple(arms), (*rows, published.PROFILE_SFT),
