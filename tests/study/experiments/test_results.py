@@ -90,7 +90,7 @@ def test_a_page_has_a_row_for_every_arm_and_every_published_figure(experiment, t
     assert windows["two"]["k = 1"] == "97.000"
     assert rows(page, "Over the run")["*a paper: theirs*"]["first step"] == "*99.900*"
     assert rows(page, "Unchanged in a step by dtype")["*a book: other*"]["FP32"] == "*0.500*"
-    assert rows(page, "Experts")["*a book: other*"]["changed in a step, %"] == "*98*"
+    assert rows(page, "Experts")["*a book: other*"]["changed in a step, %"] == "*98.00*"
     assert "Because." in page
     assert "Published: a book; a paper." in page
 
