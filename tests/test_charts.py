@@ -139,3 +139,22 @@ def test_several_charts_share_a_picture() -> None:
     root = ET.fromstring(draw(shown, "all"))
     groups = [child for child in root if child.tag == f"{SVG}g"]
     assert [next(iter(group)).text for group in groups] == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("value", [99.3, 1e17, -4e-9])
+def test_values_that_are_next_to_each_other_have_ticks_as_if_equal(value: float) -> None:
+    near = math.nextafter(value, math.inf)
+    for high in (value, near):
+        chosen = ticks(value, high)
+        assert chosen[0] < value <= high < chosen[-1]
+    assert circles(parsed(Panel("p", {"a": [(value, value), (near, near)]})))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_left_out(odd: float) -> None:
+    curve = [(0, odd), (odd, 1.0), (1, 1.0), (2, 3.0)]
+    root = parsed(Panel("p", {"a": curve}, marks=[Mark(1, odd, "m")], verticals={"v": odd}, dots=True))
+    assert len(circles(root)) == 2
+    assert "not measured in this run" in words(parsed(Panel("p", {"a": [(0, odd)]})))
+    for chart in (Bars("b", ["x", "y"], {"s": [odd, 1.0]}), HeatMap("h", ["r"], ["x", "y"], [[odd, 1.0]])):
+        assert "nan" not in figure(chart, "")

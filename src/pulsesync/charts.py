@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import TypeGuard
 
 WIDTH, HEIGHT = 460, 260  # of one chart
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 40, 36
@@ -36,7 +37,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves by name. On a logarithmic axis what is not above zero is left out."""
+    """Curves by name. What is not finite is left out, on a logarithmic axis what is not above zero too."""
 
     title: str
     curves: Mapping[str, Points]
@@ -112,7 +113,7 @@ class _Axis:
         """From the lowest value to the highest, with round numbers between."""
         low, high = min(values), max(values)
         chosen = ticks(low, high)
-        if low == high:
+        if _alike(low, high):
             return cls(chosen[0], chosen[-1], chosen, False)
         return cls(low, high, [tick for tick in chosen if low <= tick <= high], False)
 
@@ -156,13 +157,19 @@ def short(value: float) -> str:
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers from below the lowest value to above the highest, a few of them."""
-    if low == high:
-        low, high = low - 0.5, high + 0.5
+    if _alike(low, high):
+        room = max(0.5, 1e-6 * abs(low))
+        low, high = low - room, high + room
     rough = (high - low) / TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * n for n in (1, 2, 2.5, 5, 10) if unit * n >= rough * (1 - 1e-9))
     places = max(0, 2 - math.floor(math.log10(step)))
     return [round(n * step, places) for n in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
+def _alike(low: float, high: float) -> bool:
+    """Whether two values are too near to each other for round numbers between them."""
+    return high - low <= 1e-12 * max(abs(low), abs(high))
 
 
 def powers(low: float, high: float) -> list[float]:
@@ -197,11 +204,12 @@ def _missing(box: _Box) -> list[str]:
 
 
 def _lines(panel: Panel, box: _Box) -> list[str]:
-    curves = {name: _positive(panel, curve) for name, curve in panel.curves.items()}
+    curves = {name: _drawable(panel, curve) for name, curve in panel.curves.items()}
+    verticals = {name: x for name, x in panel.verticals.items() if math.isfinite(x) and (x > 0 or not panel.log_x)}
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return _missing(box)
-    xs, ys = [*(x for x, _ in points), *panel.verticals.values()], [y for _, y in points]
+    xs, ys = [*(x for x, _ in points), *verticals.values()], [y for _, y in points]
     x_axis = _Axis.around(xs, True) if panel.log_x else _Axis.along(xs)
     if panel.x_ticks:
         x_axis = _Axis(panel.x_ticks[0], panel.x_ticks[-1], panel.x_ticks, panel.log_x)
@@ -217,15 +225,17 @@ def _lines(panel: Panel, box: _Box) -> list[str]:
     out += [text(place(tick, ys[0])[0], box.bottom + 15, short(tick), middle) for tick in x_axis.ticks]
     for n, curve in enumerate(curves.values()):
         out += _curve([place(*point) for point in curve], n, panel.dots)
-    for n, (name, x) in enumerate(panel.verticals.items()):
+    for n, (name, x) in enumerate(verticals.items()):
         out += _vertical(place(x, ys[0])[0], box.top + 10 + 13 * n, name, box)
     for mark in panel.marks:
-        out += _mark(*place(mark.x, mark.y), mark.text, box)
+        if _drawable(panel, [(mark.x, mark.y)]):
+            out += _mark(*place(mark.x, mark.y), mark.text, box)
     return out
 
 
-def _positive(panel: Panel, curve: Points) -> Points:
-    return [(x, y) for x, y in curve if (x > 0 or not panel.log_x) and (y > 0 or not panel.logarithmic)]
+def _drawable(panel: Panel, curve: Points) -> Points:
+    finite = [(x, y) for x, y in curve if math.isfinite(x) and math.isfinite(y)]
+    return [(x, y) for x, y in finite if (x > 0 or not panel.log_x) and (y > 0 or not panel.logarithmic)]
 
 
 def _curve(places: Points, number: int, dots: bool) -> list[str]:
@@ -311,7 +321,7 @@ def _legend(names: Sequence[str], box: _Box, *, filled: bool = False) -> list[st
 
 
 def _bars(bars: Bars, box: _Box) -> list[str]:
-    there = [v for row in bars.series.values() for v in row if v is not None and (v > 0 or not bars.logarithmic)]
+    there = [v for row in bars.series.values() for v in row if _has_bar(v, bars)]
     if not there:
         return _missing(box)
     low = min(there) if bars.logarithmic else min(0.0, *there)
@@ -326,13 +336,17 @@ def _bars(bars: Bars, box: _Box) -> list[str]:
             out.append(text(left + room / 2, box.bottom + 15, category, 'text-anchor="middle"'))
         for m, values in enumerate(bars.series.values()):
             wide = 0.8 * room / len(bars.series)
-            if (value := values[n]) is not None and (value > 0 or not bars.logarithmic):
+            if _has_bar(value := values[n], bars):
                 out += _bar(left + 0.1 * room + m * wide, wide, value, axis, box, COLOURS[m % len(COLOURS)])
                 if bars.numbers:
                     y = box.bottom - axis.share(value) * (box.bottom - box.top)
                     middle = left + 0.1 * room + (m + 0.5) * wide
                     out.append(text(middle, y - 4, short(float(f"{value:.3g}")), 'text-anchor="middle" font-size="10"'))
     return out
+
+
+def _has_bar(value: float | None, bars: Bars) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value) and (value > 0 or not bars.logarithmic)
 
 
 def _bar(x: float, width: float, value: float, axis: _Axis, box: _Box, colour: str) -> list[str]:
@@ -345,7 +359,7 @@ def _bar(x: float, width: float, value: float, axis: _Axis, box: _Box, colour: s
 
 
 def _heat_map(chart: HeatMap, box: _Box) -> list[str]:
-    there = [value for row in chart.values for value in row if value is not None]
+    there = [value for row in chart.values for value in row if value is not None and math.isfinite(value)]
     if not there:
         return _missing(box)
     low, high = min(there), max(there)
@@ -361,7 +375,7 @@ def _heat_map(chart: HeatMap, box: _Box) -> list[str]:
             out.append(text(box.left - 5, y + tall / 2 + 4, name, 'text-anchor="end" font-size="10"'))
         for m, value in enumerate(row):
             size = f'width="{wide + 0.3:.1f}" height="{tall + 0.3:.1f}"'
-            fill = NONE if value is None else colour(value)
+            fill = NONE if value is None or not math.isfinite(value) else colour(value)
             out.append(f'<rect x="{box.left + m * wide:.1f}" y="{y:.1f}" {size} fill="{fill}"/>')
     longest = max(len(column) for column in chart.columns)
     apart = max(1, math.ceil((8 + 6.2 * longest) / wide))

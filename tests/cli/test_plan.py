@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -16,7 +17,7 @@ ASKED = ("--lr", "1e-6", "--bandwidth", "200mbit", "--step-time", "50")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    matrix = (np.random.default_rng(0).standard_normal((512, 512)) * 0.02).astype(np.float16)
+    matrix = (np.random.default_rng(0).standard_normal((512, 512)) * 0.02).astype(ml_dtypes.bfloat16)
     save_file({"matrix": matrix}, folder / "model.safetensors")
     return folder
 
@@ -25,12 +26,16 @@ def test_it_answers_in_a_few_lines(checkpoint: Path) -> None:
     done = pulse("plan", "--model", checkpoint, *ASKED)
     assert done.code == 0
     assert not done.err
-    for line in ("model", "changes", "windows", "codec", "anchors", "expect"):
+    for line in ("model", "changes", "windows", "critical", "codec", "anchors", "expect"):
         assert sum(text.startswith(f"{line} ") for text in done.out.splitlines()) == 1
     for row in ("history", "context", "gap", "plain (4-byte index and value)", "full weights"):
         assert sum(text.strip().startswith(f"{row} ") for text in done.out.splitlines()) == 1
     assert "262,144 weights in 1 tensors, 524 kB" in done.out
+    assert "± 25%" in done.out
     assert "measured on four runs" in done.out
+    assert (
+        "fresh from BF16, weights below 0.00026 change at a step of one learning rate; none above 0.00051" in done.out
+    )
     assert "do not bother" in done.out  # half a megabyte goes over any link
 
 
@@ -40,6 +45,34 @@ def test_machines_get_the_same_as_one_object(checkpoint: Path) -> None:
     assert told["ways"]["full"]["seconds"] == pytest.approx(524288 * 8 / 200e6)
     assert told["changed"]["first"] <= told["changed"]["highest"]
     assert told["enough"]
+    assert told["critical_magnitude"] == pytest.approx([256e-6, 512e-6])
+    assert told["error"] is None
+    assert told["unlike_measured"] == ["no masters", "syncs of 2 steps"]
+
+
+@pytest.mark.parametrize(
+    ("options", "saying"),
+    [
+        (("--no-masters",), "not measured for no masters; only on four runs"),
+        (("--no-masters",), "53 % too low to 17 % too high"),
+        (("--dtype", "F8_E4M3"), "not measured for F8_E4M3; only on four runs"),
+        (("--every", 4, "--warm-up", 9), "not measured for syncs of 4 steps, a warm-up; only"),
+        (("--every", 1000), "not measured for syncs of 1000 steps; only"),
+    ],
+)
+def test_of_runs_unlike_those_measured_it_says_so_and_promises_nothing(
+    checkpoint: Path, options: tuple[object, ...], saying: str
+) -> None:
+    done = pulse("plan", "--model", checkpoint, *ASKED, *options)
+    assert done.code == 0
+    assert saying in done.out
+    assert "±" not in done.out
+
+
+def test_where_the_rate_is_below_the_least_of_fp8_no_weight_is_sure_to_change(checkpoint: Path) -> None:
+    asked = ("--lr", "1e-7", *ASKED[2:])
+    done = pulse("plan", "--model", checkpoint, *asked, "--dtype", "F8_E4M3", "--no-masters")
+    assert "fresh from F8_E4M3, no weight above 3.2e-06 changes at a step of one learning rate\n" in done.out
 
 
 def test_a_config_is_enough_and_the_answer_says_what_was_assumed(tmp_path: Path) -> None:
@@ -52,6 +85,7 @@ def test_a_config_is_enough_and_the_answer_says_what_was_assumed(tmp_path: Path)
     assert done.code == 0
     assert "magnitudes are assumed: normal with a standard deviation of 0.02" in done.out
     assert "do not bother" not in done.out
+    assert "a judgement; measured, from checkpoints, on four runs" in done.out
 
 
 @pytest.mark.parametrize(
@@ -63,6 +97,7 @@ def test_a_config_is_enough_and_the_answer_says_what_was_assumed(tmp_path: Path)
         ({"--betas": "0.9,1.5"}, 2, "such as 0.9,0.999"),
         ({"--lr": "0"}, 2, "--lr 0"),
         ({"--step-time": "0"}, 2, "--step-time 0"),
+        ({"--every": "2049"}, 2, "give 2048 at most"),
         ({"--model": "/no/such/folder"}, 3, "give a folder with a checkpoint"),
     ],
 )

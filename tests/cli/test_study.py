@@ -86,6 +86,24 @@ def test_what_cannot_be_written_is_said_in_one_line(recorded: Path) -> None:
     assert pulse("study", recorded, "--out", recorded / "below").refused(1, "cannot write")
 
 
+@pytest.mark.parametrize("place", [".", "study.jsonl"])
+def test_what_is_looked_at_is_not_written_over(recorded: Path, tmp_path: Path, place: str) -> None:
+    before = recorded.read_bytes()
+    for more in (("--out", tmp_path), ("--html", recorded)):
+        assert pulse("study", tmp_path / place, "--limit", 1, *more).refused(2, "would be written over")
+    assert [file.name for file in tmp_path.iterdir()] == ["study.jsonl"]
+    assert recorded.read_bytes() == before
+
+
+def test_what_was_written_before_stays_whole_if_writing_fails(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert pulse("study", recorded, "--out", out).code == 0
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    with mock.patch("pulsesync.cli.study.write_report", side_effect=OSError(28, "No space left", "study.html")):
+        assert pulse("study", recorded, "--limit", 1, "--out", out).refused(1, "cannot write")
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
 def test_without_pyarrow_the_extra_is_named(recorded: Path, tmp_path: Path) -> None:
     with mock.patch.dict(sys.modules, {"pyarrow": None}):
         assert pulse("study", recorded, "--out", tmp_path / "o", "--parquet").refused(1, "pulsesync[study]")

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from pulsesync import kernels
-from pulsesync.errors import PulseError, StateError
+from pulsesync.errors import FormatError, PulseError, StateError
 from pulsesync.shards import Placed
 from pulsesync.study import Recorder, Recording
 from pulsesync.study.measure import choosing, counting_torch
 from pulsesync.study.measure.buffers import TorchBuffers
+from pulsesync.study.measure.holdings import FLOATS
 from pulsesync.study.recording import Step
 from tests.processes import Fleet, fleet, group
 from tests.study import oracle
@@ -42,6 +43,13 @@ def as_torch(states: list[oracle.State]) -> list[Any]:
     return [{name: torch.from_numpy(np.array(w)) for name, w in state.items()} for state in states]
 
 
+def held_in(dtype: str, states: list[oracle.State], way: str) -> list[Any]:
+    if way != "torch":
+        return [{name: w.astype(oracle.FLOATS[dtype]) for name, w in state.items()} for state in states]
+    kind = getattr(torch, FLOATS[dtype])
+    return [{name: w.to(kind) for name, w in state.items()} for state in as_torch(states)]
+
+
 def told(step: Step) -> dict[str, Any]:
     return {name: getattr(step, name) for name in EXACT}
 
@@ -51,11 +59,14 @@ def told(step: Step) -> dict[str, Any]:
 def test_every_count_of_every_step_is_what_the_oracle_says(
     way: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = oracle.adam_like(1, 6, SHAPES)
+    states = oracle.adam_like(1, 6, SHAPES, lr=3e-2 if dtype in oracle.LARGEST else 3e-5)
     contrast = tuple(oracle.FLOATS)
+    if dtype in oracle.LARGEST:  # held in it: nothing finer is known
+        states = [{n: w.astype(oracle.FLOATS[dtype]).astype(np.float32) for n, w in one.items()} for one in states]
+        contrast = tuple(d for d in contrast if oracle.MANTISSA[d] <= oracle.MANTISSA[dtype])
     with counted_by(way, monkeypatch):
-        recorder = Recorder(dtype=dtype, contrast=contrast, windows=(1, 2, 4))
-        fed = as_torch(states) if way == "torch" else states
+        recorder = Recorder(dtype=dtype, contrast=tuple(oracle.FLOATS), windows=(1, 2, 4))
+        fed = held_in(dtype, states, way) if dtype in oracle.LARGEST else as_torch(states) if way == "torch" else states
         steps = [recorder.feed(state) for state in fed]
     assert steps[0] is None
     for n, step in enumerate(steps[1:], start=1):
@@ -167,10 +178,13 @@ def test_hooks_see_what_the_optimizer_did(way: str, monkeypatch: pytest.MonkeyPa
         assert step.contrast == by_hand.contrast
         assert step.gradients == tuple(int((g != 0).sum()) for g in slopes[n - 1].values())
         assert step.lr == 1e-4
-        moves = np.concatenate([(state[name] - states[n - 1][name]).reshape(-1) for name in state])
-        keys = np.floor(2 * np.log2(np.abs(moves[moves != 0]) / np.float32(1e-4)).astype(np.float64))
-        assert sum(step.moved.values()) == keys.size
-        assert abs(sum(k * c for k, c in step.moved.items()) - keys.sum()) <= 3  # a rounded logarithm at an edge
+        rates = {name: np.float32(1e-4 if name == "up.weight" else 1e-3) for name in state}  # of its group
+        moves = np.concatenate([((state[name] - states[n - 1][name]) / rates[name]).reshape(-1) for name in state])
+        keys = np.floor(2 * np.log2(np.abs(moves[moves != 0])).astype(np.float64))
+        assert sum(step.moved.values()) == moves.size == recording.header.sampled
+        assert step.moved[-254] == moves.size - keys.size > 0
+        far = sum(k * c for k, c in step.moved.items() if k != -254)
+        assert abs(far - keys.sum()) <= 3  # a rounded logarithm at an edge
     facts = recording.header.facts
     assert facts["optimizer"] == "AdamW"
     assert facts["betas"] == [0.9, 0.999]
@@ -227,13 +241,109 @@ def test_weights_held_in_bf16_have_no_masters() -> None:
     weight.grad *= 2
     optimizer.step()
     assert [step.changed for step in recorder.recording.steps] == [(100,), (100,)]
-    assert recorder.recording.steps[1].contrast["F32"] == (100,)
+    assert recorder.recording.header.contrast == ("F8_E4M3",)  # what finer ones would have done nobody knows
+    assert set(recorder.recording.steps[1].contrast) == {"F8_E4M3"}
     assert recorder.recording.steps[1].moved == {}
     assert recorder.recording.header.facts["masters"] == "BF16"
 
 
+def test_weights_that_are_rounded_after_each_step_have_no_masters_if_so_told() -> None:
+    recorder = Recorder(facts={"masters": "BF16"})
+    train(2, recorder)
+    header = recorder.recording.header
+    assert header.facts["masters"] == "BF16"
+    assert header.contrast == ("F8_E4M3",)
+    assert recorder.recording.steps[1].moved == {}
+
+
+def test_of_f16_weights_nothing_finer_is_told_and_of_a_mixture_everything() -> None:
+    for kinds, expected in (((np.float16,), ("F16", "F8_E4M3")), ((np.float16, np.float32), ("F16", "F8_E4M3", "F32"))):
+        recorder = Recorder()
+        for n in range(2):
+            recorder.feed({kind.__name__: np.full(4, n, kind) for kind in kinds})
+        assert recorder.recording.header.contrast == expected
+
+
+def test_updates_over_several_steps_are_not_told_in_learning_rates() -> None:
+    recorder = Recorder(every=2)
+    train(4, recorder)
+    assert [step.moved for step in recorder.recording.steps] == [{}, {}]
+
+
+def test_a_group_that_stands_still_has_no_updates_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("numba", "numpy", "torch"):
+        one, two = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5))
+        optimizer = torch.optim.SGD([{"params": [one], "lr": 0.0}, {"params": [two]}], lr=0.5)
+        with counted_by(way, monkeypatch):
+            recorder = Recorder().attach(optimizer)
+            one.grad, two.grad = torch.ones(3), torch.ones(5)
+            optimizer.step()
+        assert recorder.recording.steps[0].moved == {0: 5}
+
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight -= weight.grad
+
+
+def test_an_optimizer_without_a_learning_rate_is_recorded() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = NoRate([weight])
+    recorder = Recorder().attach(optimizer)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    (step,) = recorder.recording.steps
+    assert (recorder.fault, step.changed, step.lr, step.moved) == (None, (4,), None, {})
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_parameters_that_come_later_are_a_fault(how: str) -> None:
+    one, two = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = torch.optim.SGD([one] if how == "added" else [one, two], lr=0.5)
+    recorder = Recorder().attach(optimizer)
+    one.grad = torch.ones(3)
+    optimizer.step()
+    two.requires_grad_(True)
+    if how == "added":
+        optimizer.add_param_group({"params": [two]})
+    with pytest.warns(RuntimeWarning, match="1 parameters were added or unfrozen"):
+        optimizer.step()
+    assert isinstance(recorder.fault, StateError)
+    assert len(recorder.close().steps) == 1
+
+
+def test_a_note_that_is_no_number_does_not_end_a_run() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    recorder = Recorder().attach(torch.optim.SGD([weight], lr=1.0))
+    with pytest.warns(RuntimeWarning, match="a note is left out"):
+        recorder.note(loss=torch.ones(3))
+    assert recorder.fault is None
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut"])
+def test_a_file_that_was_lost_does_not_end_a_run(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with Recorder(path).attach(optimizer) as recorder:
+        weight.grad = torch.ones(4)
+        optimizer.step()
+        if how == "deleted":
+            path.unlink()
+        else:
+            path.write_text("")
+    with pytest.raises((FormatError, FileNotFoundError)):
+        recorder.close()
+
+
 def test_sparse_gradients_are_read() -> None:
     table = torch.nn.Embedding(10, 4, sparse=True)
+    torch.nn.init.constant_(table.weight, 0.1)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=1e-2)
     recorder = Recorder().attach(optimizer, table)
     table(torch.tensor([1, 3])).sum().backward()
@@ -242,18 +352,22 @@ def test_sparse_gradients_are_read() -> None:
     assert recorder.recording.steps[0].changed == (8,)
 
 
-def test_a_fault_in_a_hook_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_fault_in_a_hook_is_a_warning_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.up.parameters(), lr=0.1)
     recorder = Recorder(tmp_path / "a" / "study.jsonl").attach(optimizer, net)
-    (tmp_path / "a").rmdir()
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pulsesync.study.measure.writing.Lines.add", full)
     before = net.up.weight.detach().clone()
     net(torch.arange(9)).backward()
-    with pytest.warns(RuntimeWarning, match="nothing more is recorded: FileNotFoundError"):
+    with pytest.warns(RuntimeWarning, match="nothing more is recorded: OSError: no space left"):
         optimizer.step()
     optimizer.step()
     assert not torch.equal(before, net.up.weight)
-    assert isinstance(recorder.fault, FileNotFoundError)
+    assert isinstance(recorder.fault, OSError)
     assert recorder.close().steps == ()
 
 
@@ -361,6 +475,24 @@ def test_a_file_says_the_same_and_can_be_read_at_any_time(tmp_path: Path) -> Non
         Recorder(path / "below.jsonl")
 
 
+def test_a_second_recorder_on_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    first = Recorder(path)
+    with pytest.raises(PulseError, match="is there already"):
+        Recorder(path)
+    assert first.close().steps == ()
+    assert not path.exists()  # nothing was recorded
+    Recorder(path).close()
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_fp8_takes_weights_that_are_held_in_it(dtype: str) -> None:
+    with pytest.raises(StateError, match=r"'a' is F32 and would need a scale .* use contrast="):
+        Recorder(dtype=dtype).feed({"a": np.ones(4, np.float32)})
+    mixed = {"w": np.ones(40, oracle.FLOATS[dtype]), "norm": np.ones(4, np.float32)}
+    assert Recorder(dtype=dtype).feed(mixed) is None
+
+
 def test_what_cannot_be_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="not 'I8'"):
         Recorder(contrast=("I8",))
@@ -441,9 +573,15 @@ def held_in_copies(rank: int, size: int, folder: str, out: str) -> list[str]:
         return [tensor.name for tensor in recorder.recording.header.tensors]
 
 
-def test_a_rank_that_holds_nothing_but_copies_writes_no_file(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_rank_that_holds_nothing_but_copies_writes_its_header_alone(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.run(held_in_copies, 2, out=str(tmp_path / "study.jsonl")) == [["group0.0"], []]
-    assert [path.name for path in tmp_path.iterdir()] == ["study-rank0.jsonl"]
+    parts = [Recording.read(tmp_path / f"study-rank{rank}.jsonl") for rank in range(2)]
+    assert [(part.header.facts["rank"], part.header.facts["ranks"]) for part in parts] == [(0, 2), (1, 2)]
+    assert parts[1].steps == ()
+    joined = Recording.join(parts)
+    assert (joined.header.tensors, joined.steps) == (parts[0].header.tensors, parts[0].steps)
+    with pytest.raises(FormatError, match="rank 1 of 2 ranks is missing"):
+        Recording.join(parts[:1])
 
 
 def test_other_devices_are_counted_in_torch() -> None:

@@ -1,5 +1,6 @@
 """The record: what is written is what is read, whatever became of its writer, and ranks add up."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,26 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "study.jsonl").write_text(text)
     with pytest.raises(FormatError):
         Recording.read(tmp_path / "study.jsonl")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "study.jsonl").write_bytes(b'{"study": 1}\n\xff\xfe\n')
+    with pytest.raises(FormatError, match="not a recording"):
+        Recording.read(tmp_path / "study.jsonl")
+
+
+def test_a_rank_that_is_missing_is_named() -> None:
+    ranks = [
+        Recording(
+            replace(HEADER, facts={"rank": n, "ranks": 4}, contrast=("F16",) if n else ("F16", "F32")), (step(0),)
+        )
+        for n in range(4)
+    ]
+    with pytest.raises(FormatError, match="rank 1, 3 of 4 ranks is missing"):
+        Recording.join([ranks[0], ranks[2]])
+    joined = Recording.join(ranks)
+    assert (joined.header.facts, joined.header.contrast) == ({"ranks": 4}, ("F16",))
+    assert Recording.join([joined]) == joined
 
 
 def test_a_damaged_line_in_the_middle_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from safetensors.numpy import save_file
 
 from pulsesync import chain
 from pulsesync.errors import FormatError, MissingLinkError, NotFoundError, StateError
+from pulsesync.publisher import Publisher
 from pulsesync.store import MemoryStore
 from pulsesync.study.recording import Header, Recording, Seen
+from pulsesync.study.report.findings import full_bytes
 from pulsesync.study.sources import Measuring, kind_of, open_recording, open_recordings
 from pulsesync.study.versions import Versions
 from tests.recordings import made
@@ -74,6 +76,28 @@ def test_headers_say_which_counts_are_only_bounds(store: MemoryStore) -> None:
     train(store, codec="dense")
     step = measure(store, headers=True).steps[0]
     assert step.facts["dense"] == step.all_changed > 0
+
+
+def test_headers_predict_nothing(store: MemoryStore) -> None:
+    train(store)
+    assert {size.predicted for step in measure(store, headers=True).steps for size in step.sizes.values()} == {None}
+
+
+def mixed(factor: float = 1.0) -> dict[str, Any]:
+    """Mostly BF16, and some weights in FP32 whose change BF16 does not see."""
+    fine = np.full(2000, factor, np.float32)
+    return {"big": np.ones(5000, ml_dtypes.bfloat16), "fine": fine, "counts": np.arange(3)}
+
+
+def test_of_a_run_in_several_dtypes_it_is_told_what_is_cast(store: MemoryStore) -> None:
+    with Publisher(store) as publisher:
+        for n in range(2):
+            publisher.publish(mixed(1 + n * 2.0**-20), step=n)
+    replayed, counted = measure(store), measure(store, headers=True)
+    assert ([step.all_changed for step in replayed.steps], counted.steps[0].all_changed) == ([0], 2000)
+    assert (replayed.header.dtype, replayed.header.facts["cast"]) == ("BF16", {"fine": "F32"})
+    assert counted.header.facts["dtypes"] == {"fine": "F32", "counts": "I64"}
+    assert [full_bytes(one) for one in (replayed, counted)] == [18_000, 18_024]
 
 
 def test_headers_need_no_anchor(store: MemoryStore) -> None:
@@ -171,6 +195,21 @@ def test_checkpoints_of_other_tensors_are_refused(saved: tuple[Path, list[tuple[
         open_recording([str(folder)])
 
 
+def test_of_checkpoints_in_several_dtypes_it_is_told_what_is_cast(tmp_path: Path) -> None:
+    for n in range(2):
+        save_file(mixed(1 + n * 2.0**-20), tmp_path / f"step_{n}.safetensors")
+    recording = open_recording([str(tmp_path)])
+    assert recording.header.facts["cast"] == {"fine": "F32"}
+    assert full_bytes(recording) == 18_000
+
+
+def test_checkpoints_without_tensors_are_refused(tmp_path: Path) -> None:
+    for n in range(2):
+        save_file({}, tmp_path / f"step_{n}.safetensors")
+    with pytest.raises(StateError, match=r"step_0\.safetensors has no tensors"):
+        open_recording([str(tmp_path)])
+
+
 def test_one_checkpoint_is_not_enough(saved: tuple[Path, list[tuple[int, ...]]]) -> None:
     with pytest.raises(NotFoundError, match="takes two"):
         open_recording([str(saved[0] / "checkpoint-1")])
@@ -208,6 +247,19 @@ def test_the_files_of_ranks_are_added_up(tmp_path: Path) -> None:
     joined = open_recording(places)
     assert [step.changed for step in joined.steps] == [step.changed for step in whole.steps]
     assert joined.size == whole.size
+
+
+def test_the_sum_of_ranks_beside_them_is_not_added_to_it(tmp_path: Path) -> None:
+    for name in ("study", "study-rank0", "study-rank1"):
+        made().write(tmp_path / f"{name}.jsonl")
+    found = open_recordings([str(tmp_path)])
+    whole = str(tmp_path / "study.jsonl")
+    assert {name: recording.size for name, recording in found.items()} == {whole: 4000, f"{whole}, ranks": 8000}
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    made().write(tmp_path / "study.jsonl")
+    assert open_recording([str(tmp_path), str(tmp_path / "study.jsonl")]) == made()
 
 
 def test_files_of_different_runs_stay_apart(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def study(
     csv: Flag = False,
     parquet: Flag = False,
     html: Path | None = None,
-    dtype: Literal["BF16", "F16", "F8_E4M3"] = "BF16",
+    dtype: Literal["BF16", "F16"] = "BF16",
     lr: Amount | None = None,
     sample: Natural = 1 << 20,
     headers: Flag = False,
@@ -156,12 +156,12 @@ def study(
 
     Args:
         places: What to look at.
-        out: Folder for the recording, the report and, where asked for, the tables; made if it is not there.
+        out: Folder for the recording, the report and, where asked for, the tables; not one that PLACES are read from.
         csv: Write three tables of it as CSV: steps, tensors, exponents.
         parquet: The same as Parquet. Needs pyarrow: pip install 'pulsesync[study]'.
         html: File for the report: one page with plots that needs nothing else.
-        dtype: What inference uses, if checkpoints are in FP32; other weights are taken as they are.
-        lr: Learning rate, for the theory's curve, where the recording does not know it.
+        dtype: What inference uses, if checkpoints are in FP32; others are compared in the dtype that most weights have.
+        lr: Learning rate, for the theory's curve of Adam, where the recording does not know it.
         sample: Weights that are looked at for windows of several steps and other dtypes.
         headers: Of a run, count by the headers of its patches alone: quick, and without what only weights can tell.
         trust: Public key of whoever may publish here, or a file of such keys.
@@ -219,7 +219,7 @@ def plan(
 @studies.command
 def experiment(
     *names: str,
-    out: Path = Path("experiments"),
+    out: Path | None = None,
     steps: Natural | None = None,
     seeds: str = "",
     model: str = "demo",
@@ -230,12 +230,12 @@ def experiment(
     """Run the sweeps of the papers: learning rate, windows, delay, scale, optimizer, masters, warm-up and others.
 
     Every arm and seed gives a recording, which pulse study shows; every experiment a page that puts the published
-    figures beside these; and results.md is an index of all. What is finished is not run again. Needs torch:
-    pip install 'pulsesync[torch]'.
+    figures beside these; and results.md is an index of all. What is finished is not run again, and not replaced by
+    what has fewer steps. Needs torch: pip install 'pulsesync[torch]'.
 
     Args:
         names: Of experiments; all; or list, to see them.
-        out: Folder for recordings and pages.
+        out: Folder for recordings and pages; experiments if not given, with --quick experiments-quick.
         steps: Optimizer steps of every arm, instead of its own number.
         seeds: Such as 0,1,2, which is what is run if not given.
         model: demo; smollm2, which make smollm2 gets; or a folder with a Hugging Face checkpoint.

@@ -10,9 +10,9 @@ from rich.progress import Progress
 
 from pulsesync.cli.options import NothingThereError, Printer, UsageError
 from pulsesync.errors import NotFoundError
-from pulsesync.study.predict.forecast import Training
+from pulsesync.study.predict.forecast import MOST_STEPS, Training
 from pulsesync.study.predict.models import Model, read_model
-from pulsesync.study.predict.plan import CODECS, CORES, GOAL, LITTLE, MEASURED, Plan, make_plan
+from pulsesync.study.predict.plan import CODECS, CORES, GOAL, LITTLE, MEASURED, NO_MASTERS, Plan, make_plan
 
 _RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(bit|bit/s|bps)", re.IGNORECASE)
 _NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
@@ -24,6 +24,10 @@ def plan(
 ) -> int:  # fmt: skip
     """Print the plan; exit code 0. Raises: PulseError; UsageError, NothingThereError."""
     training = Training(_positive(lr, "--lr"), read_betas(betas), warm_up, masters, every)
+    if 2 * every > MOST_STEPS:
+        raise UsageError(
+            f"--every {every}: give {MOST_STEPS // 2} at most, a plan looks no further than two such syncs"
+        )
     link, step_s = read_bandwidth(bandwidth), _positive(step_time, "--step-time")
     made = make_plan(_look(model, dtype), training, link, step_s, dtype)
     if as_json:
@@ -88,11 +92,11 @@ def facts(plan: Plan) -> dict[str, Any]:
         "lr": plan.training.lr, "betas": plan.training.betas, "masters": plan.training.masters,
         "every": plan.training.every, "bandwidth": plan.bandwidth, "between_s": plan.step_s,
         "changed": {"first": told.first.density, "highest": told.highest.density, "plateau": told.plateau.density},
-        "windows": told.windows,
+        "windows": told.windows, "critical_magnitude": plan.critical,
         "ways": {codec: vars(way) | {"bandwidth_for_90": plan.needed_bandwidth(codec), "sync_s": plan.took.get(codec)}
                  for codec, way in plan.ways.items()},
         "best": plan.best, "enough": plan.enough, "anchor_syncs": plan.anchor_syncs,
-        "joiner_bytes": average, "joiner_most_bytes": most, "error": plan.error,
+        "joiner_bytes": average, "joiner_most_bytes": most, "error": plan.error, "unlike_measured": plan.unlike,
     }  # fmt: skip
 
 
@@ -105,7 +109,17 @@ def _sentences(plan: Plan) -> list[str]:
         f"changes   {told.first.density:.2%} at the first sync, {told.highest.density:.2%} at the highest, "
         f"{told.plateau.density:.2%} later" + (f" (syncs of {every} steps)" if every > 1 else ""),
         f"windows   later, {windows} steps",
+        f"critical  {_critical(plan)}",
     ]
+
+
+def _critical(plan: Plan) -> str:
+    sure, never = plan.critical
+    below = f"weights below {sure:.2g} change at a step of one learning rate; none" if sure else "no weight"
+    above = f"above {never:.2g}" + ("" if sure else " changes at a step of one learning rate")
+    return f"fresh from {plan.dtype}, {below} {above}" + (
+        "; with masters, steps add up" if plan.training.masters else ""
+    )
 
 
 def _rows(plan: Plan) -> list[dict[str, str]]:
@@ -124,12 +138,11 @@ def _rows(plan: Plan) -> list[dict[str, str]]:
 
 def _advice(plan: Plan) -> list[str]:
     average, most = plan.joiner_bytes
-    low, high = (plan.ways["history"].size_bytes * (1 + sign * plan.error) for sign in (-1, 1))
     lines = [
         f"codec     {_codec(plan)}",
         f"anchors   every {plan.anchor_syncs:,} syncs, when the patches since add up to one state; "
         f"a late joiner fetches {size(average)} on average, {size(most)} at most, less with pulse squash",
-        f"expect    ± {plan.error:.0%}, {size(low)} to {size(high)} a sync of history: measured on {MEASURED}",
+        f"expect    {_expect(plan)}",
     ]
     if plan.model.assumed:
         lines.append("          magnitudes were assumed: a checkpoint in place of its config.json gives a better plan")
@@ -137,6 +150,15 @@ def _advice(plan: Plan) -> list[str]:
         share = plan.ways["full"].utilisation
         lines.append(f"hint      do not bother: full weights leave {share:.1%} utilisation on this link")
     return lines
+
+
+def _expect(plan: Plan) -> str:
+    if plan.error is None:
+        bare = "" if plan.training.masters else f". Without masters: {NO_MASTERS}"
+        return f"how far this is off was not measured for {', '.join(plan.unlike)}; only on {MEASURED}{bare}"
+    low, high = (plan.ways["history"].size_bytes * (1 + sign * plan.error) for sign in (-1, 1))
+    why = f"a judgement; measured, from checkpoints, on {MEASURED}" if plan.model.assumed else f"measured on {MEASURED}"
+    return f"± {plan.error:.0%}, {size(low)} to {size(high)} a sync of history: {why}"
 
 
 def _codec(plan: Plan) -> str:

@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from pulsesync.cli.options import NothingThereError, UsageError, open_place, read_trust
@@ -16,7 +18,7 @@ from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.study.recording import Recording
 from pulsesync.study.report import rows, tables
 from pulsesync.study.report.page import write_report
-from pulsesync.study.sources import Measuring, open_recordings, quietly
+from pulsesync.study.sources import Measuring, files_at, open_recordings, quietly
 from pulsesync.study.sources import Progress as Told
 
 WIDTH = 120  # of tables that do not go to a terminal
@@ -54,6 +56,7 @@ def study(
             raise NothingThereError(str(e)) from e
     if wanted.html and len(found) > 1:
         raise UsageError(f"these are {len(found)} runs: --out writes a report of each")
+    _spare_inputs(places, found, wanted)
     written = {name: _write(name, recording, wanted, several=len(found) > 1) for name, recording in found.items()}
     if as_json:
         for name, recording in found.items():
@@ -76,6 +79,21 @@ def _show(found: dict[str, Recording], lr: float | None) -> None:
             console.print(tables.show(recording, name, lr))
 
 
+def _spare_inputs(places: Sequence[str], found: Collection[str], wanted: Wanted) -> None:
+    """Raises: UsageError, if something would be written over what is looked at."""
+    inputs = {file.resolve() for place in places if "://" not in place for file in files_at(place)}
+    several = len(found) > 1
+    folders = [] if wanted.out is None else [_folder(wanted.out, name, several=several) for name in found]
+    targets = [folder / name for folder in folders for name in ("study.jsonl", "study.html")]
+    for target in [*targets, *([wanted.html] if wanted.html else [])]:
+        if target.resolve() in inputs:
+            raise UsageError(f"{target} is what is looked at, and would be written over: write to somewhere else")
+
+
+def _folder(out: Path, name: str, *, several: bool) -> Path:
+    return out / re.sub(r"[^\w.-]+", "_", name).strip("._") if several else out
+
+
 def _write(name: str, recording: Recording, wanted: Wanted, *, several: bool) -> list[Path]:
     """Write what is wanted of one recording: into the folder, or into one of its own there if there are several."""
     files: list[Path] = []
@@ -85,13 +103,20 @@ def _write(name: str, recording: Recording, wanted: Wanted, *, several: bool) ->
             files.append(wanted.html)
         if wanted.out is None:
             return files
-        folder = wanted.out / re.sub(r"[^\w.-]+", "_", name).strip("._") if several else wanted.out
+        folder = _folder(wanted.out, name, several=several)
         folder.mkdir(parents=True, exist_ok=True)
-        files += [folder / "study.jsonl", folder / "study.html"]
-        recording.write(files[-2])
-        write_report(recording, files[-1], name, wanted.lr)
-        files += rows.write_csv(recording, folder) if wanted.csv else []
-        files += rows.write_parquet(recording, folder) if wanted.parquet else []
+        with TemporaryDirectory(prefix=".study-", dir=folder) as beside:
+            made = _make(name, recording, wanted, Path(beside))
+            files += [file.replace(folder / file.name) for file in made]
+    return files
+
+
+def _make(name: str, recording: Recording, wanted: Wanted, folder: Path) -> list[Path]:
+    files = [folder / "study.jsonl", folder / "study.html"]
+    recording.write(files[0])
+    write_report(recording, files[1], name, wanted.lr)
+    files += rows.write_csv(recording, folder) if wanted.csv else []
+    files += rows.write_parquet(recording, folder) if wanted.parquet else []
     return files
 
 
@@ -112,4 +137,4 @@ def _progress() -> Iterator[Told]:
         return
     with Progress(console=console, transient=True) as bar:
         task: Any = bar.add_task("looking", total=None)
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=escape(what))

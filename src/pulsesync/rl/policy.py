@@ -29,7 +29,11 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.width}x{self.layers}" + (f"x{self.experts}e" if self.experts else "")
+        """No two shapes share one."""
+        told = f"{self.width}x{self.layers}" + (f"x{self.heads}h" if self.heads != 4 else "")
+        if self.experts:
+            told += f"x{self.experts}e" + (f"x{self.chosen}c" if self.chosen != 2 else "")
+        return told
 
 
 SHIPPED = Shape()

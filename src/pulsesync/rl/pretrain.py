@@ -14,6 +14,7 @@ BATCH = 256
 RATE, WARM_UP = 1e-3, 100
 CHECK_EVERY, CHECKED = 10, 1024
 MOST_STEPS = 4000
+SHARE = "share"  # in a saved policy's metadata
 
 
 def pretrain(
@@ -25,7 +26,10 @@ def pretrain(
     device: str = "cpu",
     most_steps: int = MOST_STEPS,
 ) -> Policy:
-    """Train from scratch until so many sampled completions are right; tell step, loss and share as it goes."""
+    """Train from scratch until so many sampled completions are right; tell step, loss and share as it goes.
+
+    It may end before, after `most_steps`: the share that was told last says how far it came.
+    """
     policy, generator = fresh(seed, shape).to(device), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     sums = Sums(1, device)
@@ -48,8 +52,19 @@ def pretrain(
     return policy
 
 
-def save(policy: Policy, path: Path) -> None:
-    """Write the BF16 values, as an inference checkpoint has them."""
+def save(policy: Policy, path: Path, share: float | None = None) -> None:
+    """Write the BF16 values, as an inference checkpoint has them, and the share that it got right, if it is known."""
     from safetensors.torch import save_file
 
-    save_file({name: weight.to(torch.bfloat16).contiguous() for name, weight in policy.state_dict().items()}, path)
+    told = None if share is None else {SHARE: str(share)}
+    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in policy.state_dict().items()}
+    save_file(weights, path, told)
+
+
+def share_of(path: Path) -> float | None:
+    """The share that was saved with a policy."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        told = (file.metadata() or {}).get(SHARE)
+    return None if told is None else float(told)

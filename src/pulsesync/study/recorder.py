@@ -13,8 +13,8 @@ each; `whole=False` compares a sample instead, and then everything is told of th
 of several steps, other dtypes, gradients and sizes of updates are told of the sample either way.
 
 With several ranks each writes a file of its own, "study-rank0.jsonl" and so on, of the shards that it holds;
-`Recording.join` adds them up. What all ranks hold alike is counted by the first; one that holds nothing of its own
-writes no file.
+`Recording.join` adds them up, and says if one was lost. Shards are known as such where they are DTensors, as those
+of FSDP2, or `Placed`; any other tensor is taken for whole, and counted by the first rank alone.
 """
 
 import time
@@ -29,8 +29,9 @@ import pulsesync
 from pulsesync.errors import PulseError, StateError
 from pulsesync.model import TensorSpec
 from pulsesync.study.measure import holdings
+from pulsesync.study.measure.buffers import LARGEST
 from pulsesync.study.measure.encoded import Encoder
-from pulsesync.study.measure.holdings import FLOATS, Holding
+from pulsesync.study.measure.holdings import FLOATS, MANTISSAS, Holding
 from pulsesync.study.measure.meter import Meter, Plan, Sight
 from pulsesync.study.measure.telling import plain, tell
 from pulsesync.study.measure.writing import Lines
@@ -48,14 +49,17 @@ class Recorder:
 
     Args:
         out: the file, which must not be there yet; None keeps the recording in memory.
-        dtype: the one that inference uses.
-        contrast: others to compare with, on the sample; FP8 with a fixed scale for each tensor.
+        dtype: the one that inference uses. FP8 only of weights that are held in it: others would take scales.
+        contrast: others to compare with, on the sample; FP8 with a fixed scale for each tensor. Those finer than all
+            that is held are left out: of BF16 weights nobody knows what FP32 ones would have done.
         windows: steps, to compare with the state so many looks before, on the sample.
-        sample: weights in it, at most. Of 2^18, a density of 1 % is told to within 2 % of itself, one of 0.1 % to 6 %.
+        sample: weights in it, at most; all, where this is more than half of them. Of 2^18, a density of 1 % is told to
+            within 2 % of itself, one of 0.1 % to 6 %.
         whole: compare all weights, and not only the sample.
         every: look after every so many steps; what changed in between is told as one.
         encode_every: make real patches at every so many looks, to tell their sizes: a publisher's work for each codec.
-        facts: what else is worth knowing of the run: goes into the first line.
+        facts: what else is worth knowing of the run: goes into the first line. They go before what is seen: `masters`
+            is "BF16" where FP32 tensors are rounded after each step, and then sizes of updates are not told.
 
     Raises:
         PulseError: the file is there, or cannot be.
@@ -89,7 +93,7 @@ class Recorder:
         self._holding: Holding | None = None
         self._encoder: Encoder | None = None
         self._number, self._since, self._looks = -1, 0, 0
-        self._closed = False
+        self._closed = self._attached = False
         self.fault: Exception | None = None
 
     # Where states come from
@@ -101,7 +105,9 @@ class Recorder:
             StateError: it trains nothing that can be compared.
             PulseError: this recorder looks at something else already.
         """
-        tensors = self._hold(_trained(optimizer, model))
+        trained = _trained(optimizer, model)
+        tensors = self._hold(trained)
+        known = {id(parameter) for _, parameter in trained}
         group = optimizer.param_groups[0]
         told = plain({name: group[name] for name in _TOLD if name in group})
         self._facts = {"optimizer": type(optimizer).__name__, **told, **self._facts}
@@ -114,9 +120,13 @@ class Recorder:
             self._number += 1
             self._since += 1
             if self._since == self._every:
-                lr = optimizer.param_groups[0]["lr"]
-                self._guarded(lambda: self._step(tensors, self._number, float(lr), gradients=True))
+                self._guarded(step)
 
+        def step() -> None:
+            _check_known(optimizer, known)
+            self._step(tensors, self._number, _rates(optimizer, tensors), _rate(optimizer.param_groups[0]), True)
+
+        self._attached = True
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         return self
 
@@ -148,8 +158,17 @@ class Recorder:
         return self._step(tensors, self._number) if self._since == self._every else None
 
     def note(self, **facts: Any) -> None:
-        """Tell something with the step that is recorded next: reward, loss."""
-        self._notes |= plain(facts)
+        """Tell something with the step that is recorded next: reward, loss.
+
+        Raises:
+            TypeError: it cannot be written. Once attached this is a warning.
+        """
+        try:
+            self._notes |= plain(facts)
+        except Exception as e:
+            if not self._attached:
+                raise
+            warnings.warn(f"a note is left out: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=2)
 
     # What becomes of them
 
@@ -159,18 +178,28 @@ class Recorder:
         return self._lines.recording(self._plan.dtype)
 
     def close(self) -> Recording:
-        """Let go of the optimizer, and return what was recorded. May be called again."""
+        """Let go of the optimizer, and return what was recorded. May be called again.
+
+        Raises:
+            FormatError, OSError: its file is no longer what was written.
+        """
+        self._let_go()
+        return self.recording
+
+    def _let_go(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._meters, self._closed = [], [], True
-        self._lines.close()
-        return self.recording
+        try:
+            self._lines.close()
+        except OSError as e:
+            warnings.warn(f"the end of the recording may be lost: {e}", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self._let_go()
 
     def _guarded(self, look: Any) -> None:
         """Run in a hook: a training run is worth more than its recording."""
@@ -191,10 +220,14 @@ class Recorder:
             raise StateError("there is nothing to compare: no tensor of floats")
         if len({tensor.device == "" for tensor in self._holding.tensors}) > 1:
             raise StateError("some tensors are of numpy and some of torch")
+        _check_fp8(self._holding, self._plan.dtype)
         self._facts = {
             "pulsesync": pulsesync.__version__, **_torch_version(self._holding), "masters": self._holding.masters,
-            "every": self._every, **self._facts,
+            "every": self._every, **self._facts, **_ranks(),
         }  # fmt: skip
+        finest = min(self._holding.mantissa, MANTISSAS.get(str(self._facts["masters"]), MANTISSAS["F64"]))
+        contrast = tuple(dtype for dtype in self._plan.contrast if MANTISSAS[dtype] <= finest)
+        self._plan = replace(self._plan, contrast=contrast)
         return tensors
 
     def _look(self, tensors: Sequence[Any], given: Mapping[str, Any]) -> list[Sight]:
@@ -207,17 +240,23 @@ class Recorder:
         for meter, numbers in zip(self._meters, self._holding.devices.values(), strict=True):
             slopes = given.get("gradients")
             mine = None if slopes is None else [slopes[n] for n in numbers]
-            found.append(meter.look([flats[n] for n in numbers], mine, given.get("lr")))
+            rates = given.get("rates")
+            own = None if rates is None else [rates[n] for n in numbers]
+            found.append(meter.look([flats[n] for n in numbers], mine, own))
         self._looks += 1
         self._since = 0
         return [sight for sight in found if sight is not None]
 
-    def _step(self, tensors: Sequence[Any], number: int, lr: float | None = None, gradients: bool = False) -> Step:
+    def _step(
+        self, tensors: Sequence[Any], number: int, rates: Sequence[float] | None = None, lr: float | None = None,
+        gradients: bool = False,
+    ) -> Step:  # fmt: skip
         for meter in self._meters:
             meter.buffers.settle()
         began = time.perf_counter()
         assert self._holding is not None
-        given: dict[str, Any] = {"lr": lr if self._holding.masters == "F32" else None}
+        exact = self._every == 1 and self._holding.masters == "F32" and self._facts["masters"] in ("F32", True)
+        given: dict[str, Any] = {"rates": rates if exact else None}
         if gradients:
             given["gradients"] = holdings.flats([tensor.grad for tensor in tensors])
         encodes = self._encode_every and self._looks % self._encode_every == 0
@@ -265,6 +304,41 @@ def _trained(optimizer: Any, model: Any) -> list[tuple[str, Any]]:
             if parameter.requires_grad:
                 out.append((names.get(id(parameter), name), parameter))
     return out
+
+
+def _check_known(optimizer: Any, known: set[int]) -> None:
+    there = (p for group in optimizer.param_groups for p in group["params"])
+    new = sum(id(p) not in known for p in there if p.requires_grad)
+    if new:
+        raise StateError(f"{new} parameters were added or unfrozen since the recorder was attached")
+
+
+def _rate(group: Mapping[str, Any]) -> float | None:
+    return float(group["lr"]) if group.get("lr") is not None else None
+
+
+def _rates(optimizer: Any, tensors: Sequence[Any]) -> list[float] | None:
+    """The learning rate of each tensor; None where an optimizer has none."""
+    by_group = [_rate(group) for group in optimizer.param_groups]
+    pairs = zip(by_group, optimizer.param_groups, strict=True)
+    own = {id(p): rate for rate, group in pairs if rate is not None for p in group["params"]}
+    return None if None in by_group else [own.get(id(tensor), 0.0) for tensor in tensors]
+
+
+def _check_fp8(holding: Holding, dtype: str) -> None:
+    """A few wider tensors among those of FP8, such as norms, are let pass."""
+    wider = [tensor for tensor in holding.tensors if tensor.dtype not in LARGEST]
+    if dtype in LARGEST and 2 * sum(t.size for t in wider) > sum(t.size for t in holding.tensors):
+        raise StateError(
+            f"tensor {wider[0].name!r} is {wider[0].dtype} and would need a scale in {dtype}: compare in another "
+            f"dtype, and use contrast=({dtype!r},)",
+            tensor=wider[0].name,
+        )
+
+
+def _ranks() -> dict[str, int]:
+    rank, ranks = holdings.rank_and_size()
+    return {"rank": rank, "ranks": ranks} if ranks > 1 else {}
 
 
 def _meters(holding: Holding, plan: Plan) -> list[Meter]:

@@ -82,7 +82,9 @@ class Step:
     windows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed since k steps before
     contrast: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed in another dtype
     gradients: tuple[int, ...] = ()  # in the sample: not zero
-    moved: Counts = field(default_factory=dict)  # in the sample: updates by floor(2 log2(size / learning rate))
+    # In the sample: updates by floor(2 log2(size / learning rate)), of each weight its own group's; the smallest, -254,
+    # is no update at all. They add up to the sample, but for weights that became infinite or NaN or whose rate is 0.
+    moved: Counts = field(default_factory=dict)
     hot: float | None = None  # share of the weights that `context` would look at one by one
     sizes: Mapping[str, Bytes] = field(default_factory=dict)  # by codec
     lr: float | None = None
@@ -116,7 +118,10 @@ class Recording:
         Raises:
             FormatError: it is no recording, or one of a later format.
         """
-        lines = Path(path).read_text().split("\n")
+        try:
+            lines = Path(path).read_text("utf-8").split("\n")
+        except UnicodeDecodeError as e:
+            raise FormatError(f"{path} is not a recording: {e}") from e
         head = _parse(path, lines[0])
         if not isinstance(head, dict) or head.get("study") != FORMAT:
             raise FormatError(f"{path} is not a recording that this version can read")
@@ -131,7 +136,13 @@ class Recording:
 
     @staticmethod
     def join(parts: "Sequence[Recording]") -> "Recording":
-        """Add up what the ranks of a sharded run have recorded; steps that some did not reach are left out."""
+        """Add up what the ranks of a sharded run have recorded; steps that some did not reach are left out.
+
+        Raises:
+            FormatError: a rank is missing.
+        """
+        _check_ranks([part.header.facts for part in parts])
+        parts = [part for part in parts if part.header.tensors] or parts  # others hold nothing but copies
         first = parts[0].header
         seen: dict[str, Seen] = {}
         for tensor in (tensor for part in parts for tensor in part.header.tensors):
@@ -139,12 +150,22 @@ class Recording:
             seen[tensor.name] = Seen(
                 tensor.name, known.shape, known.size + tensor.size, known.sampled + tensor.sampled
             )  # fmt: skip
-        header = Header(first.dtype, tuple(seen.values()), first.windows, first.contrast, first.facts)
+        contrast = tuple(d for d in first.contrast if all(d in part.header.contrast for part in parts))
+        facts = {name: fact for name, fact in first.facts.items() if name != "rank" or "ranks" not in first.facts}
+        header = Header(first.dtype, tuple(seen.values()), first.windows, contrast, facts)
         by_step = [{step.step: step for step in part.steps} for part in parts]
         common = sorted(set.intersection(*(set(steps) for steps in by_step)))
         names = [[tensor.name for tensor in part.header.tensors] for part in parts]
         steps = tuple(_sum(list(seen), names, [steps[number] for steps in by_step], header) for number in common)
         return Recording(header, steps)
+
+
+def _check_ranks(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Every rank writes a file, so one that is not there was lost."""
+    told = [(one["rank"], one["ranks"]) for one in facts if "rank" in one and "ranks" in one]
+    missing = sorted(set(range(max((ranks for _, ranks in told), default=0))) - {rank for rank, _ in told})
+    if missing:
+        raise FormatError(f"the recording of rank {', '.join(map(str, missing))} of {told[0][1]} ranks is missing")
 
 
 def header_line(header: Header) -> str:

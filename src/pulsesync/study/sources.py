@@ -9,7 +9,6 @@ weight.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from pulsesync.store import Store, open_store
 from pulsesync.study.checkpoints import find_checkpoints
 from pulsesync.study.recorder import Recorder
 from pulsesync.study.recording import FORMAT, Bytes, Recording, Step
-from pulsesync.study.versions import Reached, Versions
+from pulsesync.study.versions import Reached, Versions, main_dtype, other_dtypes
 from pulsesync.tensors import view_bits
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
@@ -102,13 +101,23 @@ def run_at(place: str) -> str | None:
 
 
 def _read_files(places: Sequence[str]) -> dict[str, Recording]:
-    files = [file for place in places for file in (_recordings_in(Path(place)) or [Path(place)])]
-    groups: dict[str, list[Recording]] = {}
-    for file in files:
+    files = [file for place in places for file in files_at(place)]
+    groups: dict[tuple[str, bool], list[Recording]] = {}
+    for file in {file.resolve(): file for file in files}.values():  # each once
         if not file.exists():
             raise NotFoundError(f"there is no {file}", key=str(file))
-        groups.setdefault(_RANK.sub("", str(file)), []).append(Recording.read(file))
-    return {run: Recording.join(parts) if len(parts) > 1 else parts[0] for run, parts in groups.items()}
+        run = _RANK.sub("", str(file))
+        groups.setdefault((run, run != str(file)), []).append(Recording.read(file))
+    return {
+        f"{run}, ranks" if of_ranks and (run, False) in groups else run:  # beside their sum, which is no rank
+        Recording.join(parts) if len(parts) > 1 else parts[0]
+        for (run, of_ranks), parts in groups.items()
+    }  # fmt: skip
+
+
+def files_at(place: str) -> list[Path]:
+    """The recordings in a folder, or the file itself."""
+    return _recordings_in(Path(place)) or [Path(place)]
 
 
 def _recordings_in(folder: Path) -> list[Path]:
@@ -139,7 +148,8 @@ def _measure_run(store: Store, how: Measuring) -> Recording:
     if how.headers:
         return versions.counted()
     recorder = _plain(versions.dtype, how.sample)
-    return _recorded(recorder, (_look(recorder, reached, how.progress) for reached in versions.replay()))
+    steps = (_look(recorder, reached, how.progress) for reached in versions.replay())
+    return _recorded(recorder, steps, versions.others)
 
 
 def _look(recorder: Recorder, reached: Reached, progress: Progress) -> Step | None:
@@ -162,11 +172,13 @@ def _measure_checkpoints(places: Sequence[str], how: Measuring) -> Recording:
     if len(found) < 2:
         raise NotFoundError(f"{found[0][1]} is the only checkpoint: what changed takes two", key=str(found[0][1]))
     first = open_checkpoint(found[0][1]).tensors
-    dtype = _dtype(first)
+    specs = [view.spec for view in view_bits(first)[0].values()]
+    dtype = main_dtype(specs, found[0][1])
     others = [other for other in CONTRAST if other != how.dtype]
     exact = Recorder(dtype=how.dtype, contrast=others, sample=how.sample) if dtype == "F32" else None
     recorder = exact or _plain(dtype, how.sample)
-    return _recorded(recorder, (_feed(recorder, first, step, path) for step, path in _told(found, how.progress)))
+    steps = (_feed(recorder, first, step, path) for step, path in _told(found, how.progress))
+    return _recorded(recorder, steps, {} if exact else other_dtypes(specs, dtype))
 
 
 def _told(found: Sequence[tuple[int, Path]], progress: Progress) -> Iterator[tuple[int, Path]]:
@@ -187,22 +199,18 @@ def _form(tensors: Mapping[str, Any], name: str) -> object:
     return (tensors[name].dtype, tensors[name].shape) if name in tensors else None
 
 
-def _dtype(tensors: Mapping[str, Any]) -> str:
-    """The dtype that most weights have."""
-    sizes: Counter[str] = Counter()
-    for view in view_bits(tensors)[0].values():
-        sizes[view.spec.dtype] += view.spec.size
-    return sizes.most_common(1)[0][0]
-
-
 def _plain(dtype: str, sample: int) -> Recorder:
     """For weights as they are published: what they would be in other dtypes, nobody knows any more."""
     return Recorder(dtype=dtype, contrast=(), sample=sample)
 
 
-def _recorded(recorder: Recorder, steps: Iterable[Step | None]) -> Recording:
-    """What was looked at. Whether the trainer has masters cannot be seen from what it published."""
+def _recorded(recorder: Recorder, steps: Iterable[Step | None], others: Mapping[str, str]) -> Recording:
+    """What was looked at, and which tensors after a cast, from what dtypes.
+
+    Whether the trainer has masters cannot be seen from what it published.
+    """
     looked = tuple(step for step in steps if step is not None)
     header = recorder.close().header
     facts = {name: fact for name, fact in header.facts.items() if name != "masters" or fact == "F32"}
-    return Recording(replace(header, facts=facts), looked)
+    cast = {tensor.name: others[tensor.name] for tensor in header.tensors if tensor.name in others}
+    return Recording(replace(header, facts=facts | ({"cast": cast} if cast else {})), looked)

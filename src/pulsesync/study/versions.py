@@ -5,18 +5,18 @@ of each tensor changed and the real bytes: no anchor is read, nothing is decoded
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pulsesync.audit import find_records
-from pulsesync.errors import MissingLinkError, NotFoundError, UnsupportedError
+from pulsesync.errors import MissingLinkError, NotFoundError, StateError, UnsupportedError
 from pulsesync.format import wire
 from pulsesync.format.codecs import context
 from pulsesync.format.index import Entry
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
-from pulsesync.model import Codec
+from pulsesync.model import Codec, TensorSpec
 from pulsesync.records import Records, fetch_body
 from pulsesync.state import Body
 from pulsesync.store import Store
@@ -56,11 +56,13 @@ class Versions:
 
     @property
     def dtype(self) -> str:
-        """The dtype that most weights have."""
-        sizes: Counter[str] = Counter()
-        for spec in self.layout.tensors:
-            sizes[spec.dtype] += spec.size
-        return sizes.most_common(1)[0][0]
+        """The dtype that most weights have. Raises: StateError, if there are no tensors."""
+        return main_dtype(self.layout.tensors, "this run")
+
+    @property
+    def others(self) -> dict[str, str]:
+        """By name, the dtypes of the tensors that have another one."""
+        return other_dtypes(self.layout.tensors, self.dtype)
 
     def replay(self) -> Iterator[Reached]:
         """Bring weights from the oldest version that can be reached to the newest, and yield them at each.
@@ -100,14 +102,30 @@ class Versions:
                     tile = self.layout.tiles[entry.tile]
                     changed[numbers[tile.tensor.name]] += changes(entry, payload, self.layout)
                     dense += tile.size if entry.codec == Codec.DENSE else 0
-            sizes = {codec: Bytes(0, size) for codec, size in _real(self.store, record, self.layout).items()}
+            sizes = {codec: Bytes(None, size) for codec, size in _real(self.store, record, self.layout).items()}
             facts = {"version": record.version, **({"dense": dense} if dense else {})}
             yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
 
     def counted(self) -> Recording:
         """All of that as a recording without a sample."""
         seen = tuple(Seen(spec.name, spec.shape, spec.size, 0) for spec in self.layout.tensors)
-        return Recording(Header(self.dtype, seen, (), (), {"source": "headers"}), tuple(self.count()))
+        facts = {"source": "headers", **({"dtypes": self.others} if self.others else {})}
+        return Recording(Header(self.dtype, seen, (), (), facts), tuple(self.count()))
+
+
+def main_dtype(tensors: Iterable[TensorSpec], where: object) -> str:
+    """The dtype that most weights have. Raises: StateError, if there are no tensors."""
+    sizes: Counter[str] = Counter()
+    for spec in tensors:
+        sizes[spec.dtype] += spec.size
+    if not sizes:
+        raise StateError(f"{where} has no tensors: there is nothing to compare")
+    return sizes.most_common(1)[0][0]
+
+
+def other_dtypes(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, str]:
+    """By name, the dtypes of the tensors that have another one."""
+    return {spec.name: spec.dtype for spec in tensors if spec.dtype != dtype}
 
 
 def changes(entry: Entry, payload: memoryview, layout: Layout) -> int:

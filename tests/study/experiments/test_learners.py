@@ -9,7 +9,7 @@ from pulsesync.rl.game import Sums
 from pulsesync.rl.grpo import Rollouts
 from pulsesync.rl.policy import fresh
 from pulsesync.study.experiments import learners
-from pulsesync.study.experiments.learners import DISCOUNT, PPO, make_learner
+from pulsesync.study.experiments.learners import LAMBDA, PPO, make_learner
 from tests.study.experiments.arms import TINY, tiny
 
 
@@ -29,8 +29,8 @@ def test_advantages_are_sums_of_discounted_surprises():
     values, rewards = torch.tensor([[0.5, 0.25, 0.75], [0.0, 0.0, 0.0]]), torch.tensor([1.0, 0.0])
     surprises = [-0.25, 0.5, 0.25]
     expected = [
-        surprises[0] + DISCOUNT * surprises[1] + DISCOUNT**2 * surprises[2],
-        surprises[1] + DISCOUNT * surprises[2],
+        surprises[0] + LAMBDA * surprises[1] + LAMBDA**2 * surprises[2],
+        surprises[1] + LAMBDA * surprises[2],
         surprises[2],
     ]
     better = learners.advantages(values, rewards)
@@ -53,11 +53,11 @@ def test_a_policy_learns_what_is_rewarded(algorithm):
 def test_ppo_learns_the_value_of_what_it_did():
     learner = learner_of("ppo")
     rollouts = learner.game.show(2, 0)  # all right: the value is 1
-    for _ in range(60):
+    for _ in range(300):
         learner.prepare(rollouts)()
     with torch.no_grad():
         _, values = learner._look(rollouts)
-    assert values.mean() > 0.02
+    assert values.mean() > 0.8
 
 
 def test_ppo_reads_the_same_log_probabilities_as_grpo():

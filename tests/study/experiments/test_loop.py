@@ -18,6 +18,17 @@ def record(arm, tmp_path, seed=0):
     return Recording.read(out)
 
 
+def reward_some(monkeypatch):
+    """As if every other completion were right: a policy so small gets none."""
+    real = loop.Sums.play
+
+    def play(*args):
+        rollouts = real(*args)
+        return loop.Rollouts(rollouts.tokens, rollouts.log_probabilities, torch.arange(len(rollouts.tokens)) % 2.0)
+
+    monkeypatch.setattr(loop.Sums, "play", play)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -37,16 +48,17 @@ def record(arm, tmp_path, seed=0):
     ],
     ids=str,
 )
-def test_an_arm_is_recorded_step_by_step(changes, tmp_path):
+def test_an_arm_is_recorded_step_by_step(changes, tmp_path, monkeypatch):
+    reward_some(monkeypatch)
     arm = tiny(**changes)
     recording = record(arm, tmp_path)
     assert recording.header.facts["arm"] == arm.to_json()
     assert recording.header.facts["seed"] == 0
     assert {tensor.name for tensor in recording.header.tensors} == {n for n, _ in Policy(TINY).named_parameters()}
     assert len(recording.steps) == arm.steps
-    if arm.algorithm == "sft":
-        assert all(step.all_changed for step in recording.steps)
-    assert "reward" in recording.steps[0].facts
+    assert all(step.all_changed for step in recording.steps)
+    assert recording.steps[0].facts["reward"] == 0.5
+    assert recording.header.facts["masters"] == ("F32" if arm.masters == "fp32" else "BF16")
     rising = [arm.lr * min(1.0, (n + 1) / max(arm.warm_up, 1)) for n in range(arm.steps)]
     assert [step.lr for step in recording.steps] == pytest.approx(rising)
 
@@ -158,7 +170,18 @@ def test_a_policy_is_pretrained_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "pretrain", None)
     second = loop.begin(tiny(), tmp_path)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
-    assert [path.name for path in tmp_path.iterdir()] == ["16x1-2.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["16x1x2h-2.safetensors"]
+
+
+def test_the_share_that_pretraining_came_to_is_told(tmp_path):
+    told = [record(tiny(f"{steps}", pretraining=steps), tmp_path).header.facts for steps in (2, 10)]
+    assert "pretrained" not in told[0]  # nobody has looked
+    assert 0 <= told[1]["pretrained"] < 0.25
+
+
+def test_no_two_shapes_share_a_name():
+    shapes = [Shape(), Shape(heads=2), Shape(experts=8), Shape(experts=8, chosen=4), Shape(experts=8, heads=2)]
+    assert [shape.name for shape in shapes] == ["160x4", "160x4x2h", "160x4x8e", "160x4x8ex4c", "160x4x2hx8e"]
 
 
 def test_a_recording_that_ended_early_is_an_error(tmp_path, monkeypatch):

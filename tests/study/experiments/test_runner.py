@@ -1,13 +1,16 @@
 """Arms × seeds: what is run, what is kept, what is told."""
 
 import json
+import os
+import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
 from pulsesync.errors import PulseError
 from pulsesync.study.experiments import __main__ as module
-from pulsesync.study.experiments import loop, runner, sweeps
+from pulsesync.study.experiments import loop, results, runner, sweeps
 from pulsesync.study.experiments.arm import Arm, Experiment, Row
 from pulsesync.study.experiments.results import path_of
 from pulsesync.study.recording import Recording
@@ -73,6 +76,67 @@ def test_an_arm_that_fails_is_told_and_the_others_are_run(tmp_path):
         runner.run([experiment], tmp_path)
     assert path_of(tmp_path / "small", experiment.arms[1], 0).exists()
     assert "| good |" in (tmp_path / "small" / "results.md").read_text()
+
+
+def test_a_policy_that_cannot_be_made_stops_only_arms_that_need_it(tmp_path, monkeypatch):
+    real = loop.begin
+
+    def begin(arm, policies):
+        if arm.shape.width == 32:
+            raise PulseError("no luck")
+        return real(arm, policies)
+
+    monkeypatch.setattr(loop, "begin", begin)
+    experiment = experiment_of(tiny("bad", shape=sweeps.TINY), tiny("good"), seeds=(0,))
+    with pytest.raises(PulseError, match=r"2 failed: pretrained 32x2x2h: .*; small: bad, seed 0: "):
+        runner.run([experiment], tmp_path)
+    assert path_of(tmp_path / "small", experiment.arms[1], 0).exists()
+
+
+def test_a_recording_is_not_replaced_by_one_of_fewer_steps(tmp_path):
+    experiment = experiment_of(tiny("one"), seeds=(0,))
+    runner.run([experiment], tmp_path)
+    path = path_of(tmp_path / "small", experiment.arms[0], 0)
+    before = [file.read_bytes() for file in (path, tmp_path / "small" / "config.json")]
+    with pytest.raises(PulseError, match=r"one-seed0.jsonl has 3 steps, and 2 are asked for: give another --out"):
+        runner.run([experiment.with_arms(steps=2)], tmp_path)
+    assert [file.read_bytes() for file in (path, tmp_path / "small" / "config.json")] == before
+    runner.run([experiment.with_arms(steps=4)], tmp_path)
+    assert len(Recording.read(path).steps) == 4
+
+
+def test_pages_show_seeds_that_were_run_before(tmp_path, monkeypatch):
+    experiment = experiment_of(tiny("one"))
+    runner.run([experiment], tmp_path)
+    pages = [tmp_path / "results.md", tmp_path / "small" / "results.md"]
+    before = [page.read_text() for page in pages]
+    monkeypatch.setattr(runner, "_train", None)  # nothing is run
+    runner.run([replace(experiment, seeds=(0,))], tmp_path)
+    assert [page.read_text() for page in pages] == before
+    assert Experiment.load(tmp_path / "small").seeds == (0, 1)
+
+
+def test_an_interrupt_does_not_leave_pages_unwritten(tmp_path, monkeypatch):
+    real = results.write_results
+
+    def write(*args):
+        signal.raise_signal(signal.SIGINT)
+        real(*args)
+
+    monkeypatch.setattr(results, "write_results", write)
+    runner.run([experiment_of(tiny("one"), seeds=(0,))], tmp_path)
+    assert "| one |" in (tmp_path / "results.md").read_text()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def interrupt_itself():
+    os.kill(os.getpid(), signal.SIGINT)
+    return 0.0
+
+
+@pytest.mark.slow
+def test_a_child_is_not_interrupted():
+    assert runner._work([(interrupt_itself, (), "one"), (interrupt_itself, (), "two")], 2, print) == []
 
 
 @pytest.mark.slow
@@ -144,6 +208,14 @@ def test_the_module_runs_and_lists(small, tmp_path, capsys):
     assert module.main(["small", "--seeds", "x"]) == 1
     assert module.main(["large"]) == 1
     assert "no experiment large" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "folder"), [([], "experiments"), (["--quick"], "experiments-quick")])
+def test_quick_runs_have_a_folder_of_their_own(options, folder, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_train", lambda *_: 0.0)
+    assert module.main(["small", *options]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
 
 
 def test_the_command_runs_and_lists(small, tmp_path):

@@ -1,6 +1,7 @@
 """Counting: the reference against what the counts mean, the others against the reference, bit for bit."""
 
 import math
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from pulsesync.study.measure import counting, counting_numba, counting_torch
+from pulsesync.study.measure.buffers import NumpyBuffers
 from pulsesync.study.measure.counting import CLASSES, DOWN, UNITS, UP, Tally
 
 SHIFTS = {1: 3, 2: 7, 4: 23}
@@ -113,6 +115,27 @@ def test_moves_are_counted_by_half_powers_of_two_of_the_learning_rate() -> None:
     for row in rows:
         assert {n - 254: int(row[n]) for n in range(2, 510) if row[n]} == expected
         assert (row[:2].sum(), row[510:].sum()) == (1, 2)
+
+
+def test_moves_may_have_a_unit_each() -> None:
+    old, new = np.zeros(5, np.float32), np.array([1, 2, -4, 0, 1], np.float32)
+    unit = np.array([1, 2, 1, 0, 0], np.float32)
+    rows = [module.ratios(old, new, unit) for module in (counting, counting_numba)]
+    rows.append(counting_torch.ratios(torch.from_numpy(old), torch.from_numpy(new), unit).numpy())
+    for row in rows:
+        assert {int(n): int(row[n]) for n in np.flatnonzero(row)} == {254: 2, 258: 1, 510: 1, 511: 1}
+
+
+def test_the_first_look_takes_little_memory() -> None:
+    weights = np.random.default_rng(0).standard_normal(1 << 24).astype(np.float32)
+    bits = weights.view(np.uint16)
+    for work in (lambda: counting.classes(bits, 7), lambda: NumpyBuffers().scales([weights], [1], "F8_E4M3")):
+        tracemalloc.start()
+        work()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < weights.size  # a byte for each would be that
+    assert NumpyBuffers().scales([weights], [1], "F8_E4M3")[0] == np.float32(448) / np.abs(weights).max()
 
 
 def test_values_that_are_not_zero_are_counted_by_tensor() -> None:

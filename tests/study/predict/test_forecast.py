@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync.study.predict.forecast import STEPS, Training, adam_moves, forecast
-from pulsesync.study.predict.models import classes_of, normal_classes
+from pulsesync.study.predict.forecast import MOST_STEPS, STEPS, Training, _Sample, adam_moves, forecast
+from pulsesync.study.predict.models import classes_of, largest_normal, normal_classes, scale_of
 from pulsesync.testing import AdamUpdates
 
 LR = 3e-6
@@ -50,6 +50,47 @@ def test_dtypes_are_in_the_order_that_theory_asks_for() -> None:
             weights, 10, Training(LR), dtype, rounded=dtype != "F8_E4M3", steps=40
         ).plateau.density
     assert plateau["F32"] > 0.95 > plateau["F16"] > 2 * plateau["BF16"] > 2 * plateau["F8_E4M3"] > 0
+
+
+def test_in_fp8_under_a_scale_it_is_near_the_published_density() -> None:
+    """0.0655 % at 1e-6; without a scale most weights would be subnormal, and an eighth of that."""
+    size, dtype = 4_000_000, "F8_E4M3"
+    scale = scale_of(np.array([0.02 * largest_normal(size)]), dtype)
+    counts = normal_classes(0.02 * scale, size, dtype)
+    told = forecast(counts, 10, Training(1e-6), dtype, by_scale={scale: counts}, rounded=False)
+    assert told.plateau.density == pytest.approx(0.000655, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_the_largest_values_of_fp8_are_neither_nan_nor_go_beyond(dtype: str) -> None:
+    counts = {{"F8_E4M3": 15, "F8_E5M2": 30}[dtype]: 1000}
+    sample = _Sample({1.0: counts}, adam_moves(Training(1.0), 2, 1.0), True, dtype, rounded=False)
+    for by in (0.0, 1e5, -2e5):
+        sample.move(np.array([by], np.float32))
+        assert np.isfinite(sample.values).all()
+        assert np.isfinite(sample.bits.view(sample.type).astype(np.float32)).all()
+
+
+def test_a_scale_is_the_same_as_larger_moves_of_larger_weights() -> None:
+    plain = dict.fromkeys(range(110, 120), 1000)
+    scaled = {c + 3: count for c, count in plain.items()}
+    one = forecast(plain, 1, Training(LR), steps=8)
+    other = forecast(scaled, 1, Training(LR), by_scale={8.0: scaled}, steps=8)
+    assert [sync.density for sync in other.syncs] == [sync.density for sync in one.syncs]
+    both = forecast(plain, 2, Training(LR), by_scale={1.0: plain, 8.0: scaled}, steps=8)
+    assert [sync.density for sync in both.syncs] == pytest.approx([sync.density for sync in one.syncs])
+
+
+@pytest.mark.parametrize("every", [513, 1000])
+def test_syncs_of_many_steps_are_looked_at_twice(every: int) -> None:
+    assert len(forecast({118: 1000}, 1, Training(LR, every=every)).syncs) == 2
+
+
+def test_what_is_less_than_a_sync_or_too_far_is_refused() -> None:
+    with pytest.raises(ValueError, match="look one sync ahead"):
+        forecast(QWEN, 338, Training(LR, every=4), steps=3)
+    with pytest.raises(ValueError, match=f"at most {MOST_STEPS}"):
+        forecast(QWEN, 338, Training(LR, every=MOST_STEPS))
 
 
 def test_more_learning_rate_changes_more_and_masters_lose_nothing() -> None:

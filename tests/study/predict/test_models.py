@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from pulsesync.errors import FormatError, NotFoundError, UnsupportedError
+from pulsesync.study.measure.buffers import LARGEST
 from pulsesync.study.predict import models
-from pulsesync.study.predict.models import normal_classes, read_model, shapes_of
+from pulsesync.study.predict.models import largest_normal, normal_classes, read_model, scale_of, shapes_of
 
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "vocab_size": 152064, "num_hidden_layers": 28,
@@ -103,6 +105,51 @@ def test_a_sample_gives_nearly_the_same(checkpoint: Path, monkeypatch: pytest.Mo
     assert "one in 4" in some.source
     assert some.size == whole.size
     assert some.weights_by_class[121] == pytest.approx(whole.weights_by_class[121], rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_for_fp8_each_tensor_is_scaled_to_the_largest_value(checkpoint: Path, dtype: str) -> None:
+    model = read_model(checkpoint, dtype)
+    words = np.random.default_rng(0)
+    matrix = (words.standard_normal((512, 512)) * 0.02).astype(np.float32)
+    scale = LARGEST[dtype] / np.abs(matrix).max()
+    found = np.bincount(models.classes_of((matrix * np.float32(scale)).ravel(), dtype))
+    norms, matrices = sorted(model.by_scale)
+    assert (norms, matrices) == pytest.approx((LARGEST[dtype], scale))
+    assert model.by_scale[matrices] == {c: found[c] for c in np.flatnonzero(found)}
+    assert list(model.by_scale[norms].values()) == [512]
+    assert sum(model.weights_by_class.values()) == model.size == 512 * 512 + 512
+
+
+def test_other_dtypes_have_no_scales(checkpoint: Path) -> None:
+    assert read_model(checkpoint).by_scale == {}
+    assert scale_of(np.array([0.1]), "BF16") == 1
+
+
+def test_a_config_for_fp8_is_scaled_too(tmp_path: Path) -> None:
+    model = read_model(write_config(tmp_path, LLAMA_1B), "F8_E4M3")
+    assert model.size == 1_235_814_400
+    assert min(model.by_scale) == 448  # norms of one
+    assert max(model.by_scale) == pytest.approx(448 / (0.02 * 5.5), rel=0.1)
+    assert model.weights_by_class[0] < 0.001 * model.size  # hardly any are subnormal
+
+
+def test_the_largest_of_normal_weights_is_as_large_as_drawn_ones() -> None:
+    drawn = [np.abs(np.random.default_rng(seed).standard_normal(10_000)).max() for seed in range(101)]
+    assert largest_normal(10_000) == pytest.approx(float(np.median(drawn)), rel=0.03)
+
+
+def test_tensors_of_about_one_scale_are_counted_together_under_their_mean(tmp_path: Path) -> None:
+    tensors = {"a": np.full(300, 0.1, np.float32), "b": np.full(100, 0.09, np.float32), "c": np.zeros(7, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = sorted(read_model(tmp_path, "F8_E4M3").by_scale)
+    assert found == pytest.approx([1.0, 0.75 * 4480 + 0.25 * 448 / 0.09], rel=1e-5)
+
+
+def test_a_checkpoint_in_fp8_already_is_refused(tmp_path: Path) -> None:
+    save_file({"a": np.ones(8, ml_dtypes.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="scales are not known"):
+        read_model(tmp_path, "F8_E4M3")
 
 
 def test_what_cannot_be_read_is_refused_with_a_hint(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The answers of a plan follow from its forecast."""
 
+import numpy as np
 import pytest
 
 from pulsesync.study.predict.forecast import Training
-from pulsesync.study.predict.models import Model, normal_classes
+from pulsesync.study.predict.models import Model, largest_normal, normal_classes, scale_of
 from pulsesync.study.predict.plan import ENOUGH, Plan, make_plan
 
 SEVEN = Model("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
@@ -59,4 +60,44 @@ def test_anchors_come_when_patches_add_up_to_a_state_and_a_joiner_pays_for_both(
 
 def test_a_plan_from_assumed_magnitudes_promises_less() -> None:
     seen = make_plan(Model("seen", 1, SEVEN.weights_by_class, ""), Training(1e-6), 200e6, 50.0)
-    assert seen.error == 0.25 < plan().error
+    assert (seen.error, plan().error) == (0.25, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "saying"),
+    [
+        ({"masters": False}, "no masters"),
+        ({"every": 4}, "syncs of 4 steps"),
+        ({"warm_up": 20}, "a warm-up"),
+        ({"betas": (0.9, 0.95)}, "betas of 0.9 and 0.95"),
+    ],
+)
+def test_nothing_is_promised_of_runs_unlike_those_that_were_measured(changed: dict[str, object], saying: str) -> None:
+    told = plan(**changed)  # type: ignore[arg-type]
+    assert told.unlike == (saying,)
+    assert told.error is None
+
+
+def test_other_dtypes_rates_and_finer_starts_are_unlike_them_too() -> None:
+    asked = Training(1e-6), 200e6, 50.0
+    assert make_plan(Model("half", 1, normal_classes(0.02, 1000, "F16"), ""), *asked, "F16").unlike == ("F16",)
+    assert make_plan(SEVEN, Training(5e-7), 200e6, 50.0).unlike == ("a learning rate of 5e-07",)
+    fine = Model("fine", 1, SEVEN.weights_by_class, "", rounded=False)
+    assert make_plan(fine, *asked).unlike == ("start weights finer than the dtype",)
+
+
+def test_the_most_is_the_largest_sync_of_each_codec_and_not_that_of_the_highest_density() -> None:
+    counted = {100: 1_000_000, **normal_classes(0.02, 50_000_000)}  # small weights, which move far and cost more
+    told = make_plan(Model("skewed", 300, counted, ""), Training(1e-6), 200e6, 50.0)
+    for codec in ("history", "context", "gap", "plain"):
+        assert told.ways[codec].most_bytes == max(sync.sizes[codec] for sync in told.told.syncs)
+    assert told.ways["history"].most_bytes > told.told.highest.sizes["history"]
+
+
+def test_the_critical_magnitude_is_for_the_rate_and_the_dtype() -> None:
+    assert plan().critical == pytest.approx((256e-6, 512e-6))
+    scale = scale_of(np.array([0.02 * largest_normal(1_000_000)]), "F8_E4M3")
+    counts = normal_classes(0.02 * scale, 1_000_000, "F8_E4M3")
+    for lr, sure in ((1e-6, 16e-6), (1e-7, 0)):  # half of the least FP8 value is 2.3e-7 under this scale
+        model = Model("eight", 1, counts, "", rounded=False, by_scale={scale: counts})
+        assert make_plan(model, Training(lr), 200e6, 50.0, "F8_E4M3").critical == pytest.approx((sure, 32 * lr))

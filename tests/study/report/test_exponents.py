@@ -4,7 +4,7 @@ import pytest
 
 from pulsesync.study.predict.theory import expected_density
 from pulsesync.study.recording import Recording
-from pulsesync.study.report.exponents import by_exponent, learning_rate, magnitude
+from pulsesync.study.report.exponents import betas, by_exponent, learning_rate, magnitude
 from tests.recordings import header, made, step
 
 
@@ -39,3 +39,21 @@ def test_without_a_rate_there_is_no_theory_unless_one_is_given() -> None:
     unknown = Recording(header(facts={}), (step(0, 1, 1, 1, 1, lr=None),))
     assert by_exponent(unknown)[0].noise is None
     assert by_exponent(unknown, 1e-6)[0].noise is not None
+
+
+@pytest.mark.parametrize(
+    ("facts", "drawn"),
+    [
+        ({"optimizer": "AdamW", "every": 1}, True), ({"optimizer": "Adam"}, True), ({}, True),
+        ({"optimizer": "SGD"}, False), ({"optimizer": "AdamW", "every": 8}, False),
+    ],
+)  # fmt: skip
+def test_the_theory_is_that_of_one_step_of_adam(facts: dict[str, object], drawn: bool) -> None:
+    assert (by_exponent(Recording(header(facts=facts), made().steps))[0].noise is not None) == drawn
+
+
+@pytest.mark.parametrize(
+    ("told", "known"), [([0, 0.999], (0.0, 0.999)), ([0.9, 1], None), ([0.9, 0], None), ([-1, 0.9], None)]
+)
+def test_betas_may_be_whole_numbers(told: list[float], known: tuple[float, float] | None) -> None:
+    assert betas(Recording(header(facts={"betas": told}), ())) == known

@@ -5,7 +5,7 @@ import pytest
 from pulsesync.study.recording import Bytes, Recording
 from pulsesync.study.report import findings
 from pulsesync.study.report.findings import Place, Spread, place
-from tests.recordings import header, made, step
+from tests.recordings import NAMES, header, made, step
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,22 @@ def test_shares_add_up_to_one() -> None:
 def test_a_spread_of_nothing_is_none() -> None:
     assert Spread.of([]) is None
     assert Spread.of([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 1.0)
+
+
+def test_predicted_and_real_bytes_are_of_the_same_steps() -> None:
+    sizes = (Bytes(100, 90), Bytes(1000), Bytes(1000))
+    steps = tuple(step(n, 1, 1, 1, 1, sizes={"gap": size, "plain": Bytes(n)}) for n, size in enumerate(sizes))
+    found = findings.sizes(Recording(header(), steps))
+    assert (found["gap"].predicted, found["gap"].real) == (100, 90)
+    assert (found["plain"].predicted, found["plain"].real) == (1, None)
+
+
+def test_full_bytes_are_those_of_each_tensor() -> None:
+    told = {"cast": {NAMES[0]: "F32"}, "dtypes": {NAMES[1]: "I8", NAMES[2]: "of no kind"}}
+    assert findings.full_bytes(Recording(header(facts=told), ())) == 4000 + 1000 + 2000 + 2000
+    assert findings.full_bytes(Recording(header(facts={"cast": 3, "dtypes": "x"}), ())) == 8000
+
+
+def test_updates_are_shares_of_the_sample() -> None:
+    bare = step(3, 1, 1, 1, 1, moved={})
+    assert findings.moved(Recording(header(), (*made().steps, bare))) == {-4: 0.075, 0: 0.15, 2: 0.025}

@@ -112,3 +112,31 @@ def test_adams_bound_is_drawn_for_betas_that_have_one() -> None:
     for told, bound in (([0.9, 0.999], "7.27"), ([0.9, 0.8], None), (None, None), ("ab", None), ([0.9], None)):
         text = page(Recording(header(facts={"betas": told}), made().steps), "a run")
         assert ("bound, " + str(bound) in text) == (bound is not None)
+
+
+def test_of_another_optimizer_nothing_of_adam_is_drawn() -> None:
+    facts = {"optimizer": "SGD", "betas": [0.9, 0.999], "lr": 3e-6}
+    text = page(Recording(header(facts=facts), made().steps), "a run")
+    for words in ("Adam", "theory", "256 ×"):
+        assert words not in text
+
+
+def test_the_critical_size_is_that_of_the_dtype() -> None:
+    half = replace(header(), dtype="F16")
+    steps = [replace(one, by_class={1: 9, 20: 9}, weights_by_class={1: 99, 20: 99}, lr=3e-6) for one in made().steps]
+    text = page(Recording(half, tuple(steps)), "a run")
+    assert "2,048 × learning rate" in text
+    assert "256 ×" not in text
+
+
+def test_windows_are_told_in_steps() -> None:
+    wide = Recording(header(facts={"every": 5}), made().steps)
+    chart = next(plot.chart for plot in plots(wide) if plot.anchor == "k")
+    assert chart.x_ticks == [5, 10]  # type: ignore[union-attr]
+
+
+def test_updates_of_nothing_are_told_and_not_drawn() -> None:
+    steps = tuple(replace(one, moved={-254: 300, 0: 100}) for one in made().steps)
+    plot = next(plot for plot in plots(Recording(header(), steps)) if plot.anchor == "moved")
+    assert plot.chart.curves["updates"] == [(2**0.25, 25.0)]  # type: ignore[union-attr]
+    assert "75.00% of the weights in the sample" in plot.about

@@ -74,3 +74,17 @@ def test_a_recording_without_steps_has_empty_tables(tmp_path: Path) -> None:
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
     with mock.patch.dict(sys.modules, {"pyarrow": None}), pytest.raises(PulseError, match=r"pulsesync\[study\]"):
         rows.write_parquet(made(), tmp_path)
+
+
+def test_how_weights_changed_is_not_known_from_their_number() -> None:
+    counted = [replace(made().steps[0], units={}, again=0), replace(made().steps[0], units={}, changed=(0, 0, 0, 0))]
+    known, still = rows.step_rows(Recording(header(), tuple(counted)))
+    names = ("again", "same_way", "up", "by_one_unit", "by_two_units", "by_more")
+    assert {known[name] for name in names} == {None}
+    assert still["by_one_unit"] == 0
+
+
+def test_k_is_in_steps() -> None:
+    wide = Recording(header(facts={"every": 5}), made().steps)
+    assert {row["k"] for row in rows.tensor_rows(wide)} == {5, 10}
+    assert "sparsity_k10" in next(rows.step_rows(wide))

@@ -1,6 +1,7 @@
 """Tables for the terminal."""
 
 import json
+from dataclasses import replace
 
 from rich.console import Console, RenderableType
 
@@ -64,3 +65,26 @@ def test_the_figures_for_machines_are_json() -> None:
     assert facts["by_k"]["2"] == 0.98
     assert facts["bytes"]["history"] == {"predicted": 100, "real": 80}
     assert facts["by_step"][1] == [1, 0.96]
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
+    odd = "x[/red] :smile:"
+    told = header(tensors=tuple(replace(tensor, name=f"{odd}{n}") for n, tensor in enumerate(header().tensors)))
+    recording = Recording(told, made().steps)
+    text = drawn(tables.show(recording, odd))
+    assert text.count(odd) > 4
+    assert odd in drawn(tables.compare({odd: recording, "b": recording}))
+
+
+def test_windows_are_told_in_steps() -> None:
+    wide = Recording(header(facts={"every": 5}), made().steps)
+    text = drawn(tables.show(wide, "a run"))
+    assert row(text, "after 10 steps")[0] == "98.000%"
+    assert row(text, "unchanged after 5 steps, BF16") == ["97.667%"]
+    assert set(tables.facts(wide)["by_k"]) == {"5", "10"}
+
+
+def test_what_was_cast_is_named() -> None:
+    told = header(facts={"cast": {f"t{n}": "F32" for n in range(5)}})
+    text = drawn(tables.show(Recording(told, made().steps), "a run"))
+    assert "5: t0 (F32), t1 (F32), t2 (F32), …" in text

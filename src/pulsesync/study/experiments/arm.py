@@ -54,7 +54,7 @@ class Row:
 
     name: str
     source: str
-    figures: Mapping[str, float]
+    figures: Mapping[str, float | str]  # a range is told as text
     beside: str = ""  # the arm that it is to stand under
 
 

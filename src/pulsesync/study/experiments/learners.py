@@ -15,7 +15,7 @@ from pulsesync.rl.grpo import Rollouts
 from pulsesync.rl.policy import Policy
 from pulsesync.study.experiments.arm import Arm
 
-DISCOUNT = 0.95  # λ of generalized advantage estimation; rewards are not discounted
+LAMBDA = 0.95  # of generalized advantage estimation; rewards are not discounted
 VALUE_SHARE = 0.1  # of the value's loss in what the policy's weights learn from
 VALUE_RATE = 1e-3  # of the value head, which begins at zero; the policy's own rate would leave it there
 MEMORY = 0.9  # of REINFORCE's baseline
@@ -127,7 +127,7 @@ def advantages(values: Tensor, rewards: Tensor) -> Tensor:
     better = torch.zeros_like(values)
     last = torch.zeros_like(values[:, 0])
     for token in reversed(range(values.shape[1])):
-        last = surprise[:, token] + DISCOUNT * last
+        last = surprise[:, token] + LAMBDA * last
         better[:, token] = last
     return better
 

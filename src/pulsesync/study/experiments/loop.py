@@ -10,7 +10,7 @@ from pulsesync.errors import PulseError
 from pulsesync.rl.game import Sums
 from pulsesync.rl.grpo import Rollouts
 from pulsesync.rl.policy import SHIPPED, Policy, pretrained
-from pulsesync.rl.pretrain import pretrain, save
+from pulsesync.rl.pretrain import pretrain, save, share_of
 from pulsesync.study.experiments import control
 from pulsesync.study.experiments.arm import Arm
 from pulsesync.study.experiments.follower import Follower
@@ -41,7 +41,8 @@ def train(arm: Arm, seed: int, out: Path, policies: Path) -> None:
         policy.to(torch.bfloat16)
     optimizer = warm_up(make_optimizer(arm, policy), arm.warm_up)
     learner, follower = make_learner(arm, game, policy, optimizer), Follower(policy, arm.delay)
-    with open_recorder(arm, seed, out, median=median(policy)) as recorder:
+    facts = {"median": median(policy), **_reached(arm, policies)}
+    with open_recorder(arm, seed, out, **facts) as recorder:
         recorder.attach(optimizer, policy)
         for batch in range(-(-arm.steps // arm.updates)):
             rollouts, told = _gather(arm, game, follower, batch, seed * SEED_STRIDE + batch)
@@ -84,7 +85,8 @@ def _gather(arm: Arm, game: Game, follower: Follower, batch: int, seed: int) -> 
 def open_recorder(arm: Arm, seed: int, out: Path, **facts: float) -> Recorder:
     """A recorder of an arm; what an earlier try left in the file is gone."""
     out.unlink(missing_ok=True)
-    return Recorder(out, sample=SAMPLE, facts={"arm": arm.to_json(), "seed": seed, **facts})
+    held = {"masters": "BF16"} if arm.masters == "rounded" else {}  # which the tensors, of FP32, do not show
+    return Recorder(out, sample=SAMPLE, facts={"arm": arm.to_json(), "seed": seed, **held, **facts})
 
 
 def critic_of(out: Path) -> Path:
@@ -126,9 +128,22 @@ def begin(arm: Arm, policies: Path) -> Policy:
     if not path.exists():
         policies.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}")
-        save(pretrain(0, shape=arm.shape, device=arm.device, most_steps=arm.pretraining), made)
+        shares: list[float | None] = [None]
+        policy = pretrain(
+            0, tell=lambda *told: shares.append(told[2]), shape=arm.shape, device=arm.device,
+            most_steps=arm.pretraining,
+        )  # fmt: skip
+        save(policy, made, shares[-1])
         made.replace(path)
     return pretrained(path, arm.shape)
+
+
+def _reached(arm: Arm, policies: Path) -> dict[str, float]:
+    """The share of sums that pretraining came to, where it is known: it may have ended before its goal."""
+    if arm.game != "sums" or arm.shape == SHIPPED:
+        return {}
+    share = share_of(kept(arm, policies))
+    return {} if share is None else {"pretrained": share}
 
 
 def median(policy: nn.Module) -> float:

@@ -1,17 +1,17 @@
 """What one recording comes to: a number for each column of the results."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
 from pulsesync.study.recording import Recording, Step
+from pulsesync.study.report import findings
 
 TROUGH = 10  # steps, whose mean is the trough if no ten in a row are lower
 EARLY = 10  # steps, in which an expert may never have changed
 SMALLEST = -100  # half powers of two: an update that is as good as none
-
-_EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
+MILLIONTH = 1e-6
+WIDER = ("F32", "F16")  # than BF16: more bits of the fraction
 
 
 def measure(recording: Recording) -> dict[str, float]:
@@ -25,18 +25,17 @@ def measure(recording: Recording) -> dict[str, float]:
 
 
 def _windows(recording: Recording) -> dict[str, float]:
-    unchanged = [100 - 100 * share for share in recording.density()]
-    found = {"k1": fmean(unchanged), "min": min(unchanged)}
+    unchanged = findings.sparsity(recording)
+    found = {"k1": 100 * fmean(unchanged), "min": 100 * min(unchanged)}
     for k in recording.header.windows:
-        counts = [sum(step.windows[k]) for step in recording.steps if k in step.windows]
-        if k > 1 and counts:
-            found[f"k{k}"] = 100 - 100 * fmean(counts) / max(recording.header.sampled, 1)
+        if k > 1:
+            found |= _mean(f"k{k}", findings.window_sparsity(recording, k))
     return found
 
 
 def _profile(recording: Recording) -> dict[str, float]:
     """First step, the lowest ten in a row, and the second half of the run."""
-    unchanged = [100 - 100 * share for share in recording.density()]
+    unchanged = [100 * share for share in findings.sparsity(recording)]
     span = min(TROUGH, len(unchanged))
     means = [fmean(unchanged[begin : begin + span]) for begin in range(len(unchanged) - span + 1)]
     lowest = min(range(len(means)), key=means.__getitem__)
@@ -48,38 +47,37 @@ def _profile(recording: Recording) -> dict[str, float]:
 
 
 def _dtypes(recording: Recording) -> dict[str, float]:
-    found = {recording.header.dtype: 100 - 100 * fmean(recording.density())}
-    for dtype in recording.header.contrast:
-        counts = [sum(step.contrast[dtype]) for step in recording.steps if dtype in step.contrast]
-        if counts:
-            found[dtype] = 100 - 100 * fmean(counts) / max(recording.header.sampled, 1)
+    """All of the sample; without those that hold more than the weights do, which would tell of lost updates."""
+    header = recording.header
+    found = _mean(header.dtype, findings.window_sparsity(recording, 1))
+    for dtype in header.contrast:
+        if _has_masters(recording) or dtype not in WIDER:
+            found |= _mean(dtype, findings.dtype_sparsity(recording, dtype))
     return found
 
 
 def _changes(recording: Recording) -> dict[str, float]:
     steps, half = recording.steps, recording.steps[len(recording.steps) // 2 :]
-    found = {
-        "one unit": _share(
-            sum(step.units.get(1, 0) for step in steps), sum(sum(step.units.values()) for step in steps)
-        ),
-        "overlap early": _overlap(steps[1:3]),
-        "overlap late": _overlap(half),
-        "same way": _share(sum(step.same_way for step in half), sum(step.again for step in half)),
-        "inactive": 100 * fmean(sum(count == 0 for count in step.changed) / len(step.changed) for step in steps),
+    shares = {
+        "one unit": findings.shares(step.units for step in steps).get(1),
+        "overlap early": findings.share(steps[1:3], "again", "all_changed"),
+        "overlap late": findings.share(half, "again", "all_changed"),
+        "same way": findings.share(half, "same_way", "again"),
+        "inactive": fmean(sum(count == 0 for count in step.changed) / len(step.changed) for step in steps),
+    }
+    found = {name: 100 * share for name, share in shares.items() if share is not None}
+    others = {
         "bits": _bits(steps),
-        "moved": _moved(half),
+        "moved": _moved(half, recording.header.sampled) if _has_masters(recording) else None,
         "median": recording.header.facts.get("median"),
     }
-    counted = [sum(step.gradients) for step in steps if step.gradients]
-    if counted:
-        found["gradients"] = 100 * fmean(counted) / max(recording.header.sampled, 1)
-    return {name: float(value) for name, value in found.items() if value is not None}
+    found |= {name: float(value) for name, value in others.items() if value is not None}
+    return found | _mean("gradients", findings.gradient_density(recording))
 
 
-def _overlap(steps: Iterable[Step]) -> float | None:
-    """Of the weights that changed, how many had changed in the step before."""
-    steps = list(steps)
-    return _share(sum(step.again for step in steps), sum(step.all_changed for step in steps))
+def _has_masters(recording: Recording) -> bool:
+    """Whether updates too small for BF16 are kept; recorders did not always know of rounding after each step."""
+    return bool(recording.header.facts.get("arm", {}).get("masters", "fp32") == "fp32")
 
 
 def _bits(steps: Iterable[Step]) -> float | None:
@@ -95,38 +93,28 @@ def _bits(steps: Iterable[Step]) -> float | None:
     return 8 * min(total.values()) / sum(step.all_changed for step in steps)
 
 
-def _moved(steps: Iterable[Step]) -> float | None:
-    """The mean size of an update over the learning rate; sizes are known to the root of two."""
-    total: Counter[int] = Counter()
-    for step in steps:
-        total.update(step.moved)
-    sizes = {place: 2 ** ((place + 0.5) / 2) if place > SMALLEST else 0.0 for place in total}
-    return sum(count * sizes[place] for place, count in total.items()) / total.total() if total else None
+def _moved(steps: Iterable[Step], sampled: int) -> float | None:
+    """The mean size of an update in millionths, over all weights of the sample; sizes are known to the root of two."""
+    means = [step.lr * _sizes(step) / max(sampled, 1) for step in steps if step.lr is not None and step.moved]
+    return fmean(means) / MILLIONTH if means else None
+
+
+def _sizes(step: Step) -> float:
+    """Of all updates together, over the learning rate."""
+    return sum(count * 2 ** ((place + 0.5) / 2) for place, count in step.moved.items() if place > SMALLEST)
 
 
 def _experts(recording: Recording) -> dict[str, float]:
     """How many experts change in a step, how many never do early on, and how uneven it is."""
-    own = [_EXPERT.match(tensor.name) for tensor in recording.header.tensors]
-    sizes: Counter[str] = Counter()
-    for found, tensor in zip(own, recording.header.tensors, strict=True):
-        if found:
-            sizes[found[1]] += tensor.size
-    if not sizes:
+    experts = list(findings.by_expert(recording).values())
+    if not experts:
         return {}
-    by_step = []
-    for step in recording.steps:
-        counts: Counter[str] = Counter()
-        for found, count in zip(own, step.changed, strict=True):
-            if found:
-                counts[found[1]] += count
-        by_step.append(counts)
-    early = sum((+counts for counts in by_step[:EARLY]), Counter[str]())
-    shares = sorted(sum(counts[name] for counts in by_step) / sizes[name] / len(by_step) for name in sizes)
+    means = [fmean(densities) for densities in experts]
     return {
-        "experts": float(len(sizes)),
-        "experts changed": 100 * fmean(len(+counts) / len(sizes) for counts in by_step),
-        "experts never": 100 - 100 * len(early) / len(sizes),
-        "least expert": 100 * shares[0], "most expert": 100 * shares[-1],
+        "experts": float(len(experts)),
+        "experts changed": 100 * fmean(density > 0 for densities in experts for density in densities),
+        "experts never": 100 * fmean(not any(densities[:EARLY]) for densities in experts),
+        "least expert": 100 * min(means), "most expert": 100 * max(means),
     }  # fmt: skip
 
 
@@ -138,5 +126,7 @@ def _reward(recording: Recording) -> dict[str, float]:
     return {"reward first": fmean(rewards[:span]), "reward last": fmean(rewards[-span:])}
 
 
-def _share(part: float, whole: float) -> float | None:
-    return 100 * part / whole if whole else None
+def _mean(name: str, shares: Iterable[tuple[int, float]]) -> dict[str, float]:
+    """In per cent, over the steps that have one; nothing if none has."""
+    values = [share for _, share in shares]
+    return {name: 100 * fmean(values)} if values else {}

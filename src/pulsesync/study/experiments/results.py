@@ -1,14 +1,18 @@
 """The pages: what the seeds of every arm came to, with the published figures in the same columns."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import floor, log10
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
+from pulsesync.errors import FormatError
 from pulsesync.study.experiments.arm import CONFIG, Arm, Experiment, Row
 from pulsesync.study.experiments.measures import measure
 from pulsesync.study.recording import Recording
+
+TWO_DIGITS = "two digits that count"  # a form, for figures from 0.01 to 1000 in one column
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,10 @@ TABLES = {
         {
             "one unit": "by one unit, %", "overlap early": "overlap, steps 2–3, %", "overlap late": "overlap, later, %",
             "same way": "same way again, %", "gradients": "gradients ≠ 0, %", "inactive": "tensors unchanged, %",
-            "moved": "mean update ÷ rate", "bits": "bits a change", "median": "median weight",
+            "moved": "mean update, 1e-6", "bits": "bits a change", "median": "median weight",
             "reward first": "reward, begin", "reward last": "reward, end",
         },
-        ".1f", dict.fromkeys(("moved", "bits", "median", "reward first", "reward last"), ".3f"),
+        ".1f", {"moved": TWO_DIGITS, **dict.fromkeys(("bits", "median", "reward first", "reward last"), ".3f")},
     ),
     "experts": Table(
         "Experts",
@@ -61,17 +65,22 @@ class Line:
     """One row of a table: ours, from several seeds, or published."""
 
     name: str
-    figures: Mapping[str, Sequence[float]]
+    figures: Mapping[str, Sequence[float] | str]  # text is shown as it is
     published: bool = False
 
     def cell(self, column: str, form: str) -> str:
         values = self.figures.get(column, ())
         if not values:
             return ""
-        told = f"{fmean(values):{form}}"
-        if len(values) > 1:
-            told += f" ± {stdev(values):{form}}"
+        told = values if isinstance(values, str) else _mean(values, form)
         return f"*{told}*" if self.published else told
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    mean = fmean(values)
+    if form == TWO_DIGITS:
+        form = f".{max(0, 1 - floor(log10(abs(mean))))}f" if mean else ".1f"
+    return f"{mean:{form}} ± {stdev(values):{form}}" if len(values) > 1 else f"{mean:{form}}"
 
 
 def path_of(folder: Path, arm: Arm, seed: int) -> Path:
@@ -79,14 +88,33 @@ def path_of(folder: Path, arm: Arm, seed: int) -> Path:
     return folder / f"{arm.file_name}-seed{seed}.jsonl"
 
 
+def read(path: Path, arm: Arm, seed: int) -> Recording | None:
+    """The recording of this arm with this seed, on whichever device it was made; None if it is not there."""
+    recording = read_any(path)
+    if recording is None:
+        return None
+    facts = recording.header.facts
+    made = dict(facts.get("arm", {}), device="")
+    return recording if made == replace(arm, device="").to_json() and facts.get("seed") == seed else None
+
+
+def read_any(path: Path) -> Recording | None:
+    """Whatever recording is there, of this configuration or another."""
+    try:
+        return Recording.read(path)
+    except (FileNotFoundError, FormatError):
+        return None
+
+
 def write_results(experiment: Experiment, folder: Path) -> None:
     """Write results.md of an experiment, from the recordings in its folder."""
-    lines = _lines(experiment, folder)
+    lines, made = _lines(experiment, folder), _made(experiment, folder)
     steps = sorted({arm.steps for arm in experiment.arms})
-    devices = _devices(experiment, folder)
+    devices = sorted({str(facts["arm"]["device"]) for facts in made}) or ["nothing yet"]
+    seeds = len({facts["seed"] for facts in made})
     page = [
         f"# {experiment.name}: {experiment.question}", "",
-        f"{len(experiment.arms)} arms × {len(experiment.seeds)} seeds, {' or '.join(map(str, steps))} optimizer steps, "
+        f"{len(experiment.arms)} arms × {seeds} seeds, {' or '.join(map(str, steps))} optimizer steps, "
         f"on {' and '.join(devices)}. Mean ± standard deviation over seeds; *published figures in italics*. What was "
         "run is in config.json; every recording here can be shown with `pulse study`.", "",
     ]  # fmt: skip
@@ -119,8 +147,7 @@ def _lines(experiment: Experiment, folder: Path) -> list[Line]:
     lines: list[Line] = []
     for arm in experiment.arms:
         for prefix, told in (("", ""), ("critic-", ", critic")):
-            paths = [path_of(folder, arm, seed) for seed in experiment.seeds]
-            found = _measured([path.with_name(prefix + path.name) for path in paths])
+            found = _measured(arm, experiment.seeds, folder, prefix)
             if found or not prefix:
                 lines.append(Line(arm.name + told, found))
         lines += [_published(row) for row in experiment.published if row.beside == arm.name]
@@ -128,25 +155,27 @@ def _lines(experiment: Experiment, folder: Path) -> list[Line]:
     return lines + [_published(row) for row in experiment.published if row.beside not in known]
 
 
-def _devices(experiment: Experiment, folder: Path) -> list[str]:
-    """Where the recordings that are there were made."""
-    paths = [path_of(folder, arm, seed) for arm in experiment.arms for seed in experiment.seeds]
-    told = [json.loads(path.read_text().partition("\n")[0])["facts"] for path in paths if path.exists()]
-    return sorted({str(facts.get("arm", {}).get("device", "?")) for facts in told})
+def _made(experiment: Experiment, folder: Path) -> list[Mapping[str, Any]]:
+    """What the recordings that are there say of how they were made."""
+    each = [(arm, seed) for arm in experiment.arms for seed in experiment.seeds]
+    found = [read(path_of(folder, arm, seed), arm, seed) for arm, seed in each]
+    return [recording.header.facts for recording in found if recording is not None]
 
 
-def _measured(paths: Sequence[Path]) -> dict[str, list[float]]:
-    """Column by column, a number for each recording that is there."""
+def _measured(arm: Arm, seeds: Sequence[int], folder: Path, prefix: str) -> dict[str, list[float]]:
+    """Column by column, a number for each recording of the arm that is there."""
     columns: dict[str, list[float]] = {}
-    for path in paths:
-        if path.exists():
-            for name, value in measure(Recording.read(path)).items():
-                columns.setdefault(name, []).append(value)
+    for seed in seeds:
+        path = path_of(folder, arm, seed)
+        recording = read(path.with_name(prefix + path.name), arm, seed)
+        for name, value in (measure(recording) if recording is not None else {}).items():
+            columns.setdefault(name, []).append(value)
     return columns
 
 
 def _published(row: Row) -> Line:
-    return Line(f"{row.source}: {row.name}", {name: (value,) for name, value in row.figures.items()}, published=True)
+    figures = {name: value if isinstance(value, str) else (value,) for name, value in row.figures.items()}
+    return Line(f"{row.source}: {row.name}", figures, published=True)
 
 
 def _table(table: Table, lines: Sequence[Line]) -> list[str]:

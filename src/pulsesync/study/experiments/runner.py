@@ -2,20 +2,22 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from pulsesync.errors import FormatError, PulseError
+from pulsesync.errors import PulseError
 from pulsesync.rl.policy import SHIPPED
 from pulsesync.study.experiments import loop, results, sweeps
 from pulsesync.study.experiments.arm import Arm, Experiment
-from pulsesync.study.recording import Recording
 
 Tell = Callable[[str], None]
 
@@ -42,32 +44,57 @@ def run(experiments: Sequence[Experiment], out: Path, *, jobs: int = 1, tell: Te
     """Run what is not finished, and write all pages, also if some arms failed or it was interrupted.
 
     Raises:
-        PulseError: some arms failed; it says which, and why the first did.
+        PulseError: some arms failed; it says which, and why. Or it would replace recordings by shorter ones.
     """
-    for experiment in experiments:
+    _refuse(experiments, out)
+    shown = [_with_earlier_seeds(experiment, out / experiment.name) for experiment in experiments]
+    for experiment in shown:
         folder = out / experiment.name
         folder.mkdir(parents=True, exist_ok=True)
         experiment.save(folder)
     try:
-        failed = _pretrain(experiments, out, jobs, tell) or _work(_todo(experiments, out), jobs, tell)
+        failed = _pretrain(experiments, out, jobs, tell)
+        failed += _work(_todo(experiments, out), jobs, tell)
     finally:
-        for experiment in experiments:
-            results.write_results(experiment, out / experiment.name)
-        results.write_index(out)
+        with _undisturbed():
+            for experiment in shown:
+                results.write_results(experiment, out / experiment.name)
+            results.write_index(out)
     if failed:
         raise PulseError(f"{len(failed)} failed: {'; '.join(failed)}")
 
 
-def finished(path: Path, arm: Arm, seed: int) -> bool:
-    """Whether a recording of this arm is there; on whichever device it was made."""
-    if not path.exists():
-        return False
+def _refuse(experiments: Sequence[Experiment], out: Path) -> None:
+    """Raises: PulseError, if a recording would be replaced by one of fewer steps."""
+    each = [(one, arm, seed) for one in experiments for arm in one.arms for seed in one.seeds]
+    for experiment, arm, seed in each:
+        path = results.path_of(out / experiment.name, arm, seed)
+        there = results.read_any(path)
+        steps = there.header.facts.get("arm", {}).get("steps", 0) if there else 0
+        if steps > arm.steps:
+            raise PulseError(f"{path} has {steps} steps, and {arm.steps} are asked for: give another --out")
+
+
+def _with_earlier_seeds(experiment: Experiment, folder: Path) -> Experiment:
+    """For the pages: recordings of seeds that are not asked for this time are shown as well."""
     try:
-        facts = Recording.read(path).header.facts
-    except FormatError:
-        return False
-    made = dict(facts.get("arm", {}), device="")
-    return made == replace(arm, device="").to_json() and facts.get("seed") == seed
+        earlier = Experiment.load(folder).seeds
+    except (OSError, ValueError, TypeError, KeyError):  # there is none, or of another version
+        earlier = ()
+    return replace(experiment, seeds=tuple(sorted({*earlier, *experiment.seeds})))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without interrupts: a second one often follows the first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 Task = tuple[Callable[..., float], tuple[object, ...], str]
@@ -81,7 +108,7 @@ def _todo(experiments: Sequence[Experiment], out: Path) -> list[Task]:
         for experiment in experiments
         if seed in experiment.seeds
         for arm in experiment.arms
-        if not finished(path := results.path_of(out / experiment.name, arm, seed), arm, seed)
+        if results.read(path := results.path_of(out / experiment.name, arm, seed), arm, seed) is None
     ]
 
 
@@ -100,7 +127,7 @@ def _work(tasks: Sequence[Task], jobs: int, tell: Tell) -> list[str]:
         return [why for why in done if why]
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_child, initargs=(threads,)) as pool:
         futures = _submit(pool, tasks)
         try:
             done = [_one(futures[future], future.result, tell) for future in as_completed(futures)]
@@ -108,6 +135,12 @@ def _work(tasks: Sequence[Task], jobs: int, tell: Tell) -> list[str]:
             pool.shutdown(wait=False, cancel_futures=True)  # what has begun is finished, and kept
             raise
     return [why for why in done if why]
+
+
+def _begin_child(threads: int) -> None:
+    """An interrupt is for the parent: it starts no more, and what has begun is finished."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
 
 
 def _submit(pool: Executor, tasks: Sequence[Task]) -> "dict[Future[float], Task]":

@@ -29,7 +29,7 @@ _SCALE = (
 def lr_sweep() -> Experiment:
     arms = [replace(_BASE, name=f"{rate:.0e}".replace("e-0", "e-"), lr=rate) for rate in (*RATES, 6e-5)]
     rows = [sparsity(f"Qwen2.5 1.5B, {arm.name}", beside=arm.name) for arm in arms[:-1]]
-    rows += [replace(published.DTYPES, beside="1e-6"), replace(published.OVERLAP, beside="1e-6")]
+    rows += [published.DTYPES, published.OVERLAP]
     return Experiment(
         "lr", "How does sparsity depend on the learning rate?", tuple(arms), tuple(rows),
         f"{_MASTERS} {_SCALE}",
@@ -97,9 +97,11 @@ def optimizer_sweep() -> Experiment:
     differs = (
         f"{_MASTERS} The papers have AdamW alone. SGD has no bound on its step: its rate is the largest of 0.03, 0.01, "
         "0.003, … at which the mean size of its updates over 25 steps is not above AdamW's at 3e-6 (1.2e-6; at "
-        "0.01 the policy forgets), so that both move weights as far. Lion moves every weight by the rate at each step. "
-        "Without a first average (beta 0.0) AdamW nearly does too. Muon's update of a matrix of full rank has a root "
-        "mean square of a fifth of the rate; here it was smaller. So the order is that of the mean update."
+        "0.01 the policy forgets), so that both move weights as far then; later AdamW's updates become shorter. Lion "
+        "moves every weight by the rate at each step. Without a first average (beta 0.0) AdamW nearly does too. Muon's "
+        "update of a matrix of full rank has a root mean square of a fifth of the rate; here it was smaller. So the "
+        "order is that of the mean update, but for SGD: its updates are of very unequal size, and fewer weights change "
+        "for the same mean."
     )
     return Experiment(
         "optimizer", "What do betas and optimizers do to sparsity?", tuple(arms), tuple(rows), differs
@@ -190,9 +192,10 @@ def moe_sweep() -> Experiment:
         replace(_BASE, name="32 experts", shape=Shape(64, experts=32)),
     ]
     differs = (
-        "A batch here has some thousand tokens for few experts, so hardly any expert goes without a token; the "
-        "published model has 128 experts in each of 48 layers. An expert without tokens has no gradient, but Adam "
-        "goes on moving it by the average of past ones. Routing was trained without a loss for balance."
+        "A batch here has some thousand tokens, so that of 8 experts hardly any goes without one; of 32 many do, "
+        "since routing was trained without a loss for balance. The published model has 128 experts in each of 48 "
+        "layers. An expert without tokens has no gradient, but Adam "
+        "goes on moving it by the average of past ones."
     )
     return Experiment(
         "moe", "Which experts change, and how often?", tuple(arms), (published.EXPERTS,), differs,

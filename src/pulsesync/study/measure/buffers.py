@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.study.measure.counting import PIECE
 from pulsesync.study.measure.holdings import FLOATS
 
 LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # what the largest weight of a tensor becomes under its scale
-_HOST_CHUNK, _DEVICE_CHUNK = 1 << 22, 1 << 26  # weights cast at a time: little memory, and few launches
+_HOST_CHUNK, _DEVICE_CHUNK = 1 << 22, 1 << 24  # weights cast at a time: little memory, and few launches
 _ALONE = 1 << 14  # weights that torch casts without asking other threads for help
 
 
@@ -54,7 +55,7 @@ class NumpyBuffers:
     def scales(self, flats: Sequence[Any], counts: Sequence[int], dtype: str) -> Any:
         """For each weight of a sample, what makes the largest of its tensor the largest of a dtype."""
         with np.errstate(all="ignore"):
-            largest = [np.abs(flat.astype(np.float32)).max() if flat.size else 0 for flat in flats]
+            largest = [_largest(flat) for flat in flats]
         return np.repeat(_factors(np.array(largest, np.float32), dtype), counts)
 
     def scale(self, values: Any, factors: Any, dtype: str) -> Any:
@@ -129,7 +130,9 @@ class TorchBuffers:
         import torch
 
         none = torch.zeros((), device=self.device)
-        largest = torch.stack([flat.float().abs().amax() if flat.numel() else none for flat in flats])
+        parts = [[part.float().abs().amax() for part in flat.split(PIECE if self.on_host else self.chunk) if len(part)]
+                 for flat in flats]  # fmt: skip
+        largest = torch.stack([torch.stack(found).amax() if found else none for found in parts])
         factors = torch.from_numpy(_factors(largest.cpu().numpy(), dtype)).to(self.device)
         return factors.repeat_interleave(torch.tensor(counts, device=self.device))
 
@@ -156,6 +159,11 @@ class TorchBuffers:
 
 
 Buffers = NumpyBuffers | TorchBuffers
+
+
+def _largest(flat: Any) -> Any:
+    parts = (flat[begin : begin + PIECE].astype(np.float32) for begin in range(0, flat.size, PIECE))
+    return np.max([np.abs(part).max() for part in parts], initial=0)
 
 
 def _factors(largest: Any, dtype: str) -> Any:

@@ -17,6 +17,7 @@ Numbers = NDArray[np.int64]
 # Steps of 1 to 15 units of the last place have a count each; then 16 stands for 16 to 31, 32 for 32 to 63, and so on.
 UNITS = (*range(1, 16), *(1 << k for k in range(4, 32)))
 CLASSES = 256
+PIECE = 1 << 20  # weights
 UP, DOWN = 1, 2  # how a weight went when it last changed; 0: it did not change in the step before
 RATIOS = 512  # of `ratios`: two for each power of two
 ROOT_2 = 0x3504F4  # the mantissa from which a float is at least the root of two times its power
@@ -70,9 +71,12 @@ def ordered(bits: Bits) -> NDArray[np.int64]:
 
 
 def classes(bits: Bits, shift: int) -> Numbers:
-    """Weights by exponent bits."""
-    magnitude = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
-    return np.bincount((magnitude >> bits.dtype.type(shift)).astype(np.int64), minlength=CLASSES)
+    """Weights by exponent bits; in pieces, which takes little memory."""
+    total: Numbers = np.zeros(CLASSES, np.int64)
+    mask, down = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1), bits.dtype.type(shift)
+    for begin in range(0, bits.size, PIECE):
+        total += np.bincount((bits[begin : begin + PIECE] & mask) >> down, minlength=CLASSES)
+    return total
 
 
 def differ(old: Bits, new: Bits, ends: Numbers) -> Numbers:
@@ -85,10 +89,13 @@ def nonzero(values: NDArray[np.float32], ends: Numbers) -> Numbers:
     return np.diff(np.searchsorted(np.flatnonzero(values), ends), prepend=0)
 
 
-def ratios(old: NDArray[np.float32], new: NDArray[np.float32], unit: float) -> Numbers:
-    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart."""
+def ratios(old: NDArray[np.float32], new: NDArray[np.float32], unit: Any) -> Numbers:
+    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart.
+
+    The unit is one number, or one for each.
+    """
     with np.errstate(all="ignore"):  # NaN and infinities are values here
-        bits = (np.abs(new - old) / np.float32(unit)).view(np.uint32)
+        bits = np.abs((new - old) / np.asarray(unit, np.float32)).view(np.uint32)
     places = 2 * (bits >> np.uint32(23)).astype(np.int64) + ((bits & np.uint32(0x7FFFFF)) >= ROOT_2)
     return np.bincount(places, minlength=RATIOS)
 

@@ -39,12 +39,12 @@ def nonzero(values: Any, ends: Numbers) -> Numbers:
     return out
 
 
-def ratios(old: Any, new: Any, unit: float) -> Numbers:
+def ratios(old: Any, new: Any, unit: Any) -> Numbers:
     """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart."""
     with np.errstate(all="ignore"):  # NaN and infinities are values here
         ratio = new - old
-        np.abs(ratio, out=ratio)
-        ratio /= np.float32(unit)
+        ratio /= np.asarray(unit, np.float32)
+        np.abs(ratio, out=ratio)  # of NaN too: it must have no sign
     out: Numbers = _ratios(ratio.view(np.uint32))
     return out
 

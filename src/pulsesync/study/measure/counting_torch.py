@@ -21,7 +21,8 @@ def compare(old: Any, new: Any, last: Any, ends: Any, shift: int) -> Any:
     last.zero_()
     last[at] = way
     three = torch.stack([(before != 0).sum(), (before == way).sum(), went_up.sum()])
-    edges = torch.tensor(UNITS, dtype=torch.int64, device=old.device)
+    most = torch.iinfo(moved.dtype).max
+    edges = torch.tensor([min(unit, most) for unit in UNITS], dtype=moved.dtype, device=old.device)
     units = torch.bincount(torch.searchsorted(edges, moved.abs(), right=True) - 1, minlength=len(UNITS))
     by_tensor = _between(torch.searchsorted(at, ends))
     of_class = [_by_class(bits, old.itemsize, shift) for bits in (a, b)]
@@ -32,7 +33,7 @@ def _wide(bits: Any) -> Any:
     """Bits as the unsigned numbers they are, in more room."""
     import torch
 
-    return bits.to(torch.int64) & ((1 << 8 * bits.itemsize) - 1)
+    return bits.to(torch.int64 if bits.itemsize == 4 else torch.int32) & ((1 << 8 * bits.itemsize) - 1)
 
 
 def _ordered(wide: Any, itemsize: int) -> Any:
@@ -57,7 +58,7 @@ def _between(upto: Any) -> Any:
 
 def classes(bits: Any, shift: int) -> Any:
     """Weights by exponent bits."""
-    return sum(_by_class(_wide(part), bits.itemsize, shift) for part in bits.split(1 << 26))
+    return sum(_by_class(_wide(part), bits.itemsize, shift) for part in bits.split(1 << 24))
 
 
 def differ(old: Any, new: Any, ends: Any) -> Any:
@@ -77,12 +78,12 @@ def _in_each(mask: Any, ends: Any) -> Any:
     return _between(upto[ends])
 
 
-def ratios(old: Any, new: Any, unit: float) -> Any:
+def ratios(old: Any, new: Any, unit: Any) -> Any:
     """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart."""
     import torch
 
-    one = torch.tensor(unit, dtype=torch.float32, device=old.device)
-    bits = ((new - old).abs() / one).view(torch.int32)
+    one = torch.as_tensor(unit, dtype=torch.float32, device=old.device)
+    bits = ((new - old) / one).abs().view(torch.int32)
     places = 2 * (bits >> 23).to(torch.int64) + ((bits & 0x7FFFFF) >= ROOT_2)
     return torch.bincount(places & (RATIOS - 1), minlength=RATIOS)
 

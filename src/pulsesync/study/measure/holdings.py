@@ -1,7 +1,7 @@
 """What a process holds of a model, as a recorder sees it: tensors with names, flat, each weight counted by one process.
 
 A DTensor is counted shard by shard, and where ranks hold copies of it by the first of them. A `Placed` says itself that
-it is a part. Everything else is held whole, so with several ranks the first counts it alone.
+it is a part. Everything else is taken for whole, so with several ranks the first counts it alone.
 """
 
 import math
@@ -24,6 +24,7 @@ FLOATS = {
     "F32": "float32",
     "F64": "float64",
 }
+MANTISSAS = {"F8_E5M2": 2, "F8_E4M3": 3, "BF16": 7, "F16": 10, "F32": 23, "F64": 52}
 _LABELS = {label: name for name, label in FLOATS.items()}
 
 
@@ -65,6 +66,11 @@ class Holding:
     def masters(self) -> str:
         """The dtypes of the tensors as they are held."""
         return ", ".join(sorted({tensor.dtype for tensor in self.tensors}))
+
+    @property
+    def mantissa(self) -> int:
+        """Bits of the finest tensor."""
+        return max((MANTISSAS[tensor.dtype] for tensor in self.tensors), default=MANTISSAS["F64"])
 
     def pick(self, state: Mapping[str, Any]) -> list[Any]:
         """The tensors of a later state. Raises: StateError, if it has others."""

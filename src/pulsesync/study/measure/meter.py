@@ -2,7 +2,7 @@
 
     meter = Meter(sizes, columns, plan, buffers, counting)
     meter.look(flats)                # the first state: nothing to count yet
-    sight = meter.look(flats, gradients, lr)
+    sight = meter.look(flats, gradients, rates)
 
 It keeps one copy of what it compares in the inference dtype and a byte for each (how it last went); of a sample the
 values in FP32, in each dtype of contrast, and the states of as many steps as the longest window has.
@@ -62,7 +62,7 @@ class Meter:
         self.seen = _Seen(sampled, self)
 
     def look(
-        self, flats: Sequence[Any], gradients: Sequence[Any] | None = None, lr: float | None = None
+        self, flats: Sequence[Any], gradients: Sequence[Any] | None = None, rates: Sequence[float] | None = None
     ) -> Sight | None:  # fmt: skip
         """Count what changed since the last look; None for the first one."""
         sampled = [stride.of(flat) for stride, flat in zip(self.strides, flats, strict=True)]
@@ -81,8 +81,8 @@ class Meter:
                     for stride, flat in zip(self.strides, gradients, strict=True)
                 ]
             )
-        if lr:
-            named["ratios"] = self.seen.ratios(lr)
+        if rates is not None and any(rates):
+            named["ratios"] = self.seen.ratios(rates)
         row, *found = self.counting.home(rows + list(named.values()))
         tally, by_name = Tally.of(row), dict(zip(named, found, strict=True))
         self.kept.weights = weights - tally.leaving + tally.entering
@@ -207,9 +207,11 @@ class _Seen:
         bits = self.meter.buffers.bits
         return self.meter.counting.differ(bits(old), bits(new), self.ends)
 
-    def ratios(self, lr: float) -> Any:
+    def ratios(self, rates: Sequence[float]) -> Any:
+        """Moves in learning rates, which are given by tensor."""
         floats = self.meter.buffers.floats
-        return self.meter.counting.ratios(floats(self.before), floats(self.values), lr)
+        unit = rates[0] if len(set(rates)) == 1 else np.repeat(np.array(rates, np.float32), self.counts)
+        return self.meter.counting.ratios(floats(self.before), floats(self.values), unit)
 
     def slopes(self, sampled: Sequence[Any]) -> Any:
         """Gradients that are not zero; those of a tensor that has none are."""

@@ -1,6 +1,6 @@
 """Which weights a sample holds: of every tensor the same share, in even strides, so that it is a view and no list.
 
-A stride has no factor in common with the length of a row, so it meets every column alike.
+The stride is one for all, and has no factor in common with the length of any row, so it meets every column alike.
 """
 
 import math
@@ -25,15 +25,22 @@ class Stride:
 
 
 def choose(sizes: Sequence[int], columns: Sequence[int], most: int, seed: int = SEED) -> list[Stride]:
-    """Choose at most so many weights, rounded up for each tensor: of one that has any, one at least."""
-    share = min(1.0, most / max(sum(sizes), 1))
+    """Choose at most so many weights, rounded up for each tensor: of one that has any, one at least.
+
+    Where that would be more than half of them, all are.
+    """
+    step = 1 if 2 * most > sum(sizes) else _step(math.ceil(sum(sizes) / most), set(columns))
     random_ = random.Random(seed)
-    return [_stride(size, width, share, random_) for size, width in zip(sizes, columns, strict=True)]
+    return [_stride(size, step, random_) for size in sizes]
 
 
-def _stride(size: int, width: int, share: float, random_: random.Random) -> Stride:
-    step = min(math.ceil(1 / share), max(size, 1)) if share > 0 else max(size, 1)
-    while step > 1 and math.gcd(step, width) > 1:
-        step += 1
+def _step(least: int, widths: set[int]) -> int:
+    """The smallest step that has no factor in common with any width; where that is far off, the best one near."""
+    near = range(least, 4 * least + 8)
+    apart = (step for step in near if all(math.gcd(step, width) == 1 for width in widths))
+    return next(apart, None) or min(near, key=lambda step: max(math.gcd(step, width) for width in widths))
+
+
+def _stride(size: int, step: int, random_: random.Random) -> Stride:
     start = random_.randrange(min(step, size)) if size else 0
     return Stride(start, step, len(range(start, size, step)))

@@ -74,8 +74,11 @@ def _counts(row: Numbers, keys: Sequence[int] | None = None) -> Counts:
 
 
 def _moved(row: Numbers) -> Counts:
-    """Without what did not move, or to nowhere."""
-    return {} if row.ndim == 0 else {n - 254: int(row[n]) for n in range(2, RATIOS - 2) if row[n]}
+    """What did not move has the smallest key; without what moved to nowhere."""
+    if row.ndim == 0:
+        return {}
+    still = {-254: int(row[:2].sum())} if row[:2].any() else {}
+    return still | {n - 254: int(row[n]) for n in range(2, RATIOS - 2) if row[n]}
 
 
 def _hot(leaving: Numbers, weights: Numbers) -> float | None:

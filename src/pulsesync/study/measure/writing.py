@@ -9,7 +9,7 @@ from pulsesync.study.recording import Header, Recording, Step, header_line, step
 
 
 class Lines:
-    """A recording that grows. With a file nothing is kept in memory.
+    """A recording that grows. With a file nothing is kept in memory; it is there, and empty, from the first.
 
     Raises:
         PulseError: the file is there, or cannot be.
@@ -21,23 +21,25 @@ class Lines:
         self._header: Header | None = None
         self._steps: list[Step] = []
         if self._out is not None:
-            _check(_of_rank(self._out))
+            self._file = _create(_of_rank(self._out))
 
     @property
     def begun(self) -> bool:
         return self._header is not None
 
     def begin(self, header: Header) -> None:
-        """Write the first line; of nothing there is no file."""
-        self._header = header
-        if self._out is not None and header.tensors:
-            self._file = _of_rank(self._out).open("x")
+        """Write the first line. A rank that counts nothing does so too: else its file would seem lost."""
+        if self._out is not None and self._file is not None:
+            if Path(self._file.name) != (place := _of_rank(self._out)):  # ranks have met since
+                self.close()
+                self._file = _create(place)
             self._write(header_line(header))
+        self._header = header
 
     def add(self, step: Step) -> None:
         if self._file is None:
             self._steps.append(step)
-        else:
+        elif self._header is not None and self._header.tensors:
             self._write(step_line(step))
 
     def _write(self, line: str) -> None:
@@ -47,13 +49,17 @@ class Lines:
 
     def recording(self, dtype: str) -> Recording:
         """All of it so far."""
-        if self._file is not None:
+        if self._file is not None and self.begun:
             return Recording.read(self._file.name)
         return Recording(self._header or Header(dtype, ()), tuple(self._steps))
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Of nothing there is no file."""
+        if self._file is None or self._file.closed:
+            return
+        self._file.close()
+        if not self.begun:
+            Path(self._file.name).unlink(missing_ok=True)
 
 
 def _of_rank(out: Path) -> Path:
@@ -61,12 +67,11 @@ def _of_rank(out: Path) -> Path:
     return out.with_name(f"{out.stem}-rank{rank}{out.suffix}") if size > 1 else out
 
 
-def _check(place: Path) -> None:
+def _create(place: Path) -> TextIO:
     if place.exists():
         raise PulseError(f"{place} is there already: record to another file, or move it away")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.open("x").close()
-        place.unlink()
+        return place.open("x", encoding="utf-8")
     except OSError as e:
         raise PulseError(f"{place} cannot be written: {e}") from e

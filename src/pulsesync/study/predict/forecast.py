@@ -17,6 +17,7 @@ mean bytes of `history` are 0 and 1 % too low. On two that nothing was fitted to
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,17 +26,20 @@ from numpy.typing import NDArray
 
 from pulsesync.chain import EPOCH_PATCHES
 from pulsesync.model import DTYPES
+from pulsesync.study.measure.buffers import LARGEST
 from pulsesync.study.predict import sizes, theory
 from pulsesync.study.recording import WINDOWS, Counts
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+ByScale = Mapping[float, Counts]  # weights by what their tensor is multiplied with before the cast, and by class
 
 NOISE = 0.2
 EPSILON = 0.03
 FADE = 5e-4
 PATHS = 2048  # weights of each class
 STEPS = 128
+MOST_STEPS = 4096  # two syncs of half as many: some seconds
 ROWS = 24  # classes that the coder tells apart
 
 
@@ -94,28 +98,38 @@ def forecast(
     training: Training,
     dtype: str = "BF16",
     *,
+    by_scale: ByScale | None = None,
     rounded: bool = True,
     steps: int | None = None,
 ) -> Forecast:
-    """Predict what a run sends. Always the same for the same arguments; takes under a second.
+    """Predict what a run sends. Always the same for the same arguments; takes under a second, but for long syncs.
 
     Args:
         weights_by_class: how many weights of the model have which exponent bits, in that dtype.
         tensors: how many it has.
         training: learning rate and so on.
-        dtype: the one that inference uses; weights in FP8 are taken to have no scales that change.
+        dtype: the one that inference uses.
+        by_scale: the same weights by the scale of their tensor, for FP8; scales are taken not to change in the run.
         rounded: whether masters begin at values of the dtype, as from a checkpoint in it, and not between them.
-        steps: optimizer steps to look ahead; a few hundred at most, 128 if not given, or 32 syncs.
+        steps: optimizer steps to look ahead; if not given 128, or 32 syncs up to 512, and two syncs at least.
+
+    Raises:
+        ValueError: the steps are fewer than those of one sync, or too many.
     """
-    steps = steps or max(STEPS, min(EPOCH_PATCHES * training.every, 4 * STEPS))
-    moves = adam_moves(training, steps, _root_mean_square(weights_by_class, dtype))
-    sample = _Sample(weights_by_class, moves, training.masters, dtype, rounded or not training.masters)
+    steps = steps or max(STEPS, min(EPOCH_PATCHES * training.every, 4 * STEPS), 2 * training.every)
+    if not training.every <= steps <= MOST_STEPS:
+        raise ValueError(
+            f"{steps} steps, {training.every} in a sync: look one sync ahead, and at most {MOST_STEPS} steps"
+        )
+    groups = by_scale or {1.0: weights_by_class}
+    moves = adam_moves(training, steps, _root_mean_square(groups, dtype))
+    sample = _Sample(groups, moves, training.masters, dtype, rounded or not training.masters)
     watcher = _Watcher(sample, tensors, dtype)
     syncs = []
     kept: dict[int, NDArray[Any]] = {}
     for step in range(steps):
         kept |= {k: sample.bits for k in WINDOWS if step == steps - k}
-        sample.move(moves[step])
+        sample.move(moves[step] * sample.scales)
         if (step + 1) % training.every == 0:
             syncs.append(watcher.look())
     windows = {k: watcher.share(sample.bits != before) for k, before in sorted(kept.items())}
@@ -140,25 +154,35 @@ def adam_moves(training: Training, steps: int, scale: float) -> Floats:  # (step
     return moves
 
 
-def _root_mean_square(weights_by_class: Counts, dtype: str) -> float:
-    classes = np.array(list(weights_by_class), np.int64)
-    counts = np.array(list(weights_by_class.values()), np.float64)
-    typical = 1.5 * theory.unit(classes, dtype) * 2.0 ** (DTYPES[dtype].exponent_shift or 0) * (classes > 0)
+def _root_mean_square(groups: ByScale, dtype: str) -> float:
+    """Of weights as the optimizer has them, without scales."""
+    classes, scales, counts = _columns(groups)
+    typical = 1.5 * theory.unit(classes, dtype) * 2.0 ** (DTYPES[dtype].exponent_shift or 0) * (classes > 0) / scales
     return float(np.sqrt((counts * typical**2).sum() / max(counts.sum(), 1))) or 1.0
 
 
-class _Sample:
-    """Weights of every class that moves can reach, and the bits they are published as."""
+def _columns(groups: ByScale) -> tuple[Ints, NDArray[np.float64], Ints]:
+    """Class, scale and number of the weights that have both, the least class first."""
+    rows = sorted((c, scale, count) for scale, counts in groups.items() for c, count in counts.items() if count)
+    classes, scales, counts = zip(*rows, strict=True) if rows else ((), (), ())
+    return np.array(classes, np.int64), np.array(scales, np.float64), np.array(counts, np.int64)
 
-    def __init__(self, weights_by_class: Counts, moves: Floats, masters: bool, dtype: str, rounded: bool) -> None:
+
+class _Sample:
+    """Weights of every class and scale that moves can reach, scaled, and the bits they are published as."""
+
+    def __init__(self, groups: ByScale, moves: Floats, masters: bool, dtype: str, rounded: bool) -> None:
         self.kind, self.type, self.masters = DTYPES[dtype], theory.numpy_dtype(dtype), masters
+        self.limit = np.float32(LARGEST.get(dtype, np.inf))
         furthest = float(np.abs(np.cumsum(moves, axis=0)).max())
-        populated = np.array(sorted(c for c, count in weights_by_class.items() if count), np.int64)
+        populated, scales, counts = _columns(groups)
         units = theory.unit(populated, dtype)
-        reached = (units / 4 <= furthest) | (not rounded)  # below a power of two the border is this near
-        self.classes = populated[reached]
-        self.still = {int(c): weights_by_class[int(c)] for c in populated[~reached]}
-        self.each = np.array([weights_by_class[int(c)] / PATHS for c in self.classes])  # weights that one stands for
+        reached = (units / 4 <= furthest * scales) | (not rounded)  # below a power of two the border is this near
+        self.classes, self.scales = populated[reached], scales[reached][:, None].astype(np.float32)
+        self.still = Counter[int]()
+        for c, count in zip(populated[~reached].tolist(), counts[~reached].tolist(), strict=True):
+            self.still[c] += count
+        self.each = counts[reached] / PATHS  # weights that one stands for
         self.bits = self._start()
         self.values = self.bits.view(self.type).astype(np.float32)
         if not rounded:
@@ -166,16 +190,17 @@ class _Sample:
             self.move((anywhere * units[reached][:, None]).astype(np.float32))
 
     def _start(self) -> NDArray[Any]:
-        """Every mantissa as often as any other, both signs, in an order of chance."""
+        """Every mantissa as often as any other, both signs, in an order of chance; no NaN."""
         words = np.random.Generator(np.random.PCG64(1))
         shift = self.kind.exponent_shift or 0
         mantissas = words.permutation((np.arange(PATHS) << shift) // PATHS)
         sign = words.integers(0, 2, PATHS) << (8 * self.kind.itemsize - 1)
-        return np.asarray((self.classes[:, None] << shift) | mantissas | sign, self.kind.bits)
+        largest = int(np.array([self.limit]).astype(self.type).view(self.kind.bits)[0])
+        return np.asarray(np.minimum((self.classes[:, None] << shift) | mantissas, largest) | sign, self.kind.bits)
 
     def move(self, by: Floats) -> None:
         self.values = self.values + by
-        rounded = self.values.astype(self.type)
+        rounded = np.clip(self.values, -self.limit, self.limit).astype(self.type)
         self.bits = rounded.view(self.kind.bits)
         if not self.masters:
             self.values = rounded.astype(np.float32)

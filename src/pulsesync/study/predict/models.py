@@ -3,14 +3,17 @@
 From a checkpoint the magnitudes are counted, on a sample of large ones. From a config.json alone shapes follow, and
 magnitudes are assumed: normal around zero, as the model was initialised. Trained weights are spread more widely, with
 more of them near zero, so that such a plan is rough.
+
+In FP8 every tensor is scaled so that its largest weight is the largest of the dtype, as inference does.
 """
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 
 from pulsesync.errors import FormatError, NotFoundError, UnsupportedError
 from pulsesync.model import DTYPES
+from pulsesync.study.measure.buffers import LARGEST, NumpyBuffers
 from pulsesync.study.predict import theory
 from pulsesync.study.recording import Counts
 
@@ -45,6 +49,7 @@ class Model:
     source: str  # how that is known, for people
     assumed: bool = False  # whether magnitudes were
     rounded: bool = True  # whether its weights are values of that dtype already
+    by_scale: Mapping[float, Counts] = field(default_factory=dict)  # the same by the scale of their tensor, if in FP8
 
     @property
     def size(self) -> int:
@@ -69,6 +74,31 @@ def read_model(path: str | Path, dtype: str = "BF16", progress: Callable[[float]
     return _of_config(config, dtype)
 
 
+class _Scaled:
+    """Counts of tensors by their scales, together where these are within a factor of two; the mean stands for them."""
+
+    def __init__(self) -> None:
+        self.counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self.sums: defaultdict[int, float] = defaultdict(float)
+
+    def add(self, scale: float, counts: Counts) -> None:
+        if size := sum(counts.values()):
+            octave = math.floor(math.log2(scale))
+            self.counts[octave].update(counts)
+            self.sums[octave] += scale * size
+
+    def by_scale(self) -> dict[float, Counts]:
+        return {self.sums[key] / counts.total(): dict(sorted(counts.items())) for key, counts in self.counts.items()}
+
+    def by_class(self) -> Counts:
+        return dict(sorted(sum(self.counts.values(), Counter[int]()).items()))
+
+
+def scale_of(weights: NDArray[Any], dtype: str) -> float:
+    """What a tensor is multiplied with before it is cast: 1, but for FP8, for which all of it is read."""
+    return float(NumpyBuffers().scales([weights], [1], dtype)[0]) if dtype in LARGEST else 1.0
+
+
 # Checkpoints
 
 
@@ -80,17 +110,23 @@ def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) ->
     total = sum(array.size for array in floats.values())
     if not total:
         raise UnsupportedError(f"{path} holds no weights in floating point: a quantised model cannot be planned")
+    if any(array.itemsize == 1 for array in floats.values()):
+        raise UnsupportedError(f"{path} holds weights in FP8, whose scales are not known: give what it was made from")
     every = max(1, round(total / SAMPLE))
-    counts: Counter[int] = Counter()
+    scaled = _Scaled()
     done = 0
     for array in floats.values():
-        counts.update(_classes(array.reshape(-1), dtype, every))
+        flat = array.reshape(-1)
+        scale = scale_of(flat, dtype)
+        scaled.add(scale, _classes(flat, dtype, every, scale))
         done += array.size
         progress(done / total)
     looked = "all" if every == 1 else f"one in {every}"
     rounded = all(_holds(array.dtype, dtype) for array in floats.values())
-    name = path.resolve().name
-    return Model(name, len(floats), dict(sorted(counts.items())), f"{looked} of its weights looked at", rounded=rounded)
+    return Model(
+        path.resolve().name, len(floats), scaled.by_class(), f"{looked} of its weights looked at", rounded=rounded,
+        by_scale=scaled.by_scale() if dtype in LARGEST else {},
+    )  # fmt: skip
 
 
 def _is_float(array: NDArray[Any]) -> bool:
@@ -103,12 +139,15 @@ def _holds(stored: np.dtype[Any], dtype: str) -> bool:
     return stored_bits <= (DTYPES[dtype].exponent_shift or 0)
 
 
-def _classes(flat: NDArray[Any], dtype: str, every: int) -> Counts:
+def _classes(flat: NDArray[Any], dtype: str, every: int, scale: float) -> Counts:
     """How many weights of a tensor have which class, from one run of weights in so many."""
     counts = np.zeros(256, np.int64)
     seen = 0
     for begin in range(0, flat.size, RUN * every):
-        some = classes_of(flat[begin : begin + RUN], dtype)
+        run = flat[begin : begin + RUN]
+        if dtype in LARGEST:
+            run = NumpyBuffers().scale(run.astype(np.float32), np.float32(scale), dtype)
+        some = classes_of(run, dtype)
         counts += np.bincount(some, minlength=256)
         seen += some.size
     scaled = {int(c): round(int(counts[c]) * flat.size / seen) for c in np.flatnonzero(counts)}
@@ -139,19 +178,30 @@ def _of_config(path: Path, dtype: str) -> Model:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise FormatError(f"{path} does not describe a model as transformers does: {e!r}") from e
-    matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+    scaled = _Scaled()
+    for size, times in Counter(math.prod(shape) for shape in shapes if len(shape) > 1).items():
+        by = scale_of(np.array([scale * largest_normal(size)]), dtype)
+        scaled.add(by, normal_classes(scale * by, size * times, dtype))
+    one = scale_of(np.ones(1), dtype)  # norms begin at one
     vectors = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
-    counts = Counter(normal_classes(scale, matrices, dtype))
-    counts[int(classes_of(np.ones(1, np.float32), dtype)[0])] += vectors  # norms begin at one
+    scaled.add(one, {int(classes_of(np.array([one], np.float32), dtype)[0]): vectors})
     source = f"magnitudes are assumed: normal with a standard deviation of {scale:g} (initializer_range)"
     rounded = dtype in ("BF16", "F16", "F32")  # as it is published, in BF16 most likely
-    name = path.resolve().parent.name
-    return Model(name, len(shapes), dict(sorted(counts.items())), source, assumed=True, rounded=rounded)
+    return Model(
+        path.resolve().parent.name, len(shapes), scaled.by_class(), source, assumed=True, rounded=rounded,
+        by_scale=scaled.by_scale() if dtype in LARGEST else {},
+    )  # fmt: skip
+
+
+def largest_normal(count: int) -> float:
+    """The largest magnitude of so many normal weights, in standard deviations: the median of it."""
+    return -NormalDist().inv_cdf(min(math.log(2) / (2 * max(count, 1)), 0.25))
 
 
 def normal_classes(scale: float, count: int, dtype: str = "BF16") -> Counts:
     """How weights that are normal around zero spread over the classes of a dtype; the counts add up."""
-    bias, highest = theory.exponent_bias(dtype), 2 * theory.exponent_bias(dtype)
+    bias = theory.exponent_bias(dtype)
+    highest = 2 * bias + (dtype == "F8_E4M3")  # which has no infinity, so that one class more is finite
     below = [math.erf(2.0 ** (c - bias) / scale / math.sqrt(2)) for c in range(1, highest + 1)]
     ends = [round(count * share) for share in (*below, 1.0)]
     shares = np.diff(ends, prepend=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pulsesync.study.predict import theory
 from pulsesync.study.recording import Recording
+from pulsesync.study.report.findings import looks_apart
 
 FLOATS = ("BF16", "F16", "F8_E4M3", "F8_E5M2", "F32")
 
@@ -60,9 +61,16 @@ def by_exponent(recording: Recording, lr: float | None = None) -> list[Band]:
 def betas(recording: Recording) -> tuple[float, float] | None:
     """Adam's, if the recording tells them."""
     told = recording.header.facts.get("betas")
-    if not isinstance(told, list | tuple) or len(told) != 2 or not all(isinstance(b, float) and b < 1 for b in told):
+    if not isinstance(told, list | tuple) or len(told) != 2 or not all(isinstance(b, int | float) for b in told):
         return None
-    return told[0], told[1]
+    first, second = map(float, told)
+    return (first, second) if 0 <= first < 1 and 0 < second < 1 else None
+
+
+def is_adam(recording: Recording) -> bool:
+    """Whether the theory is of this run: one step of Adam from look to look, as far as the recording knows."""
+    optimizer = recording.header.facts.get("optimizer")
+    return (optimizer is None or str(optimizer).startswith("Adam")) and looks_apart(recording) == 1
 
 
 def masters(recording: Recording) -> bool:
@@ -71,7 +79,7 @@ def masters(recording: Recording) -> bool:
 
 
 def _expected(recording: Recording, classes: list[int], lr: float | None, std: float | None) -> dict[int, float]:
-    if lr is None or not classes:
+    if lr is None or not classes or not is_adam(recording):
         return {}
     dtype, kept = recording.header.dtype, masters(recording)
     shares = theory.expected_density(classes, lr, dtype, masters=kept, betas=betas(recording) or theory.ADAM, std=std)

@@ -8,9 +8,10 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pulsesync.model import DTYPES
-from pulsesync.study.recording import Recording, Step
+from pulsesync.study.recording import Bytes, Recording, Step
 
 _NUMBER = re.compile(r"(?:^|\.)(?P<what>\w+)\.(?P<number>\d+)(?=\.|$)")
 OUTSIDE = "–"  # the layer of a tensor that is in none
@@ -70,8 +71,23 @@ def place(name: str) -> Place:
 
 
 def full_bytes(recording: Recording) -> int:
-    """Of all weights that are looked at, in the dtype that inference uses."""
-    return recording.size * DTYPES[recording.header.dtype].itemsize
+    """Of all weights that are looked at, in the dtype that inference uses, or that they are told to have."""
+    own, told = recording.header.dtype, recording.header.facts.get("dtypes")
+    others = cast_from(recording) | (told if isinstance(told, dict) else {})
+    dtypes = ((tensor.size, others.get(tensor.name)) for tensor in recording.header.tensors)
+    return sum(size * DTYPES[dtype if dtype in DTYPES else own].itemsize for size, dtype in dtypes)
+
+
+def cast_from(recording: Recording) -> dict[str, Any]:
+    """The tensors that were published in another dtype than the one they were compared in, and which."""
+    told = recording.header.facts.get("cast")
+    return dict(told) if isinstance(told, dict) else {}
+
+
+def looks_apart(recording: Recording) -> int:
+    """Steps from one look to the next, as a recorder tells it; windows are counted in looks."""
+    every = recording.header.facts.get("every")
+    return every if isinstance(every, int) and every > 0 else 1
 
 
 # Over time
@@ -83,7 +99,7 @@ def sparsity(recording: Recording) -> list[float]:
 
 
 def window_sparsity(recording: Recording, k: int) -> list[tuple[int, float]]:
-    """(step, share of the sample that is as it was k steps before), for the steps that have as many before them."""
+    """(step, share of the sample that is as it was k looks before), for the steps that have as many before them."""
     return _of_sample(recording, {step.step: step.windows[k] for step in recording.steps if k in step.windows})
 
 
@@ -97,6 +113,15 @@ def gradient_density(recording: Recording) -> list[tuple[int, float]]:
     """(step, share of the sample whose gradient was not zero)."""
     told = {step.step: step.gradients for step in recording.steps if step.gradients}
     return [(step, 1 - share) for step, share in _of_sample(recording, told)]
+
+
+def moved(recording: Recording) -> dict[int, float]:
+    """Updates by size, as shares of the sample in the steps that tell them."""
+    told = [step.moved for step in recording.steps if step.moved]
+    total: Counter[int] = Counter()
+    for some in told:
+        total.update(some)
+    return {size: count / (max(recording.header.sampled, 1) * len(told)) for size, count in sorted(total.items())}
 
 
 def _of_sample(recording: Recording, counts: Mapping[int, Sequence[int]]) -> list[tuple[int, float]]:
@@ -156,18 +181,15 @@ def share(steps: Iterable[Step], part: str, whole: str) -> float | None:
 
 
 def sizes(recording: Recording) -> dict[str, Size]:
-    """Mean bytes of a patch by codec, over the steps that tell them; codecs in the order of their length."""
-    predicted: defaultdict[str, list[int]] = defaultdict(list)
-    real: defaultdict[str, list[int]] = defaultdict(list)
+    """Mean bytes of a patch by codec; codecs in the order of their length.
+
+    Of a codec that some patches were made with, both means are of these steps; else of all.
+    """
+    told: defaultdict[str, list[Bytes]] = defaultdict(list)
     for step in recording.steps:
         for codec, size in step.sizes.items():
-            if size.predicted is not None:
-                predicted[codec].append(size.predicted)
-            if size.real is not None:
-                real[codec].append(size.real)
-    found = {
-        codec: Size(_mean(predicted[codec]), _mean(real[codec])) for codec in sorted({*predicted, *real})
-    }  # fmt: skip
+            told[codec].append(size)
+    found = {codec: _mean_size(told[codec]) for codec in sorted(told)}
     return dict(sorted(found.items(), key=lambda item: -(item[1].predicted or item[1].real or 0)))
 
 
@@ -177,8 +199,15 @@ def prediction_error(recording: Recording, codec: str) -> float | None:
     return sum(s.predicted or 0 for s in both) / sum(s.real or 0 for s in both) - 1 if both else None
 
 
-def _mean(values: Sequence[int]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean_size(told: Sequence[Bytes]) -> Size:
+    made = [size for size in told if size.real is not None] or told
+    predicted, real = [size.predicted for size in made], [size.real for size in made]
+    return Size(_mean(predicted), _mean(real))
+
+
+def _mean(values: Sequence[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 # By place

@@ -26,6 +26,7 @@ p { margin: .4rem 0 .8rem; } a { color: #1d4ed8; } svg { width: 100%; height: au
 nav ul { columns: 2; padding-left: 1.2rem; } table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #e5e7eb; vertical-align: top;
   overflow-wrap: anywhere; }
+th { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 footer { margin-top: 3rem; color: #6b7280; font-size: .85rem; }
 @media print { h2, figure { break-inside: avoid; } } figure { margin: 0; }

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pulsesync.charts import Bars, Chart, HeatMap, Mark, Panel
-from pulsesync.study.predict.theory import adam_bound
+from pulsesync.study.predict.theory import adam_bound, critical_magnitude
 from pulsesync.study.recording import Recording
 from pulsesync.study.report import findings
-from pulsesync.study.report.exponents import Band, betas, by_exponent, learning_rate, masters
+from pulsesync.study.report.exponents import Band, betas, by_exponent, is_adam, learning_rate, masters
 
 FEW = 1e-3  # share of all changes
+STILL = -250  # updates in a class this low or lower are none
 COLUMNS = 60  # of a heat map over time: more steps are put together
 
 
@@ -71,7 +72,7 @@ def _over_time(recording: Recording) -> Plot | None:
 
 def _by_k(recording: Recording) -> Plot | None:
     rows = {k: [value for _, value in findings.window_sparsity(recording, k)] for k in recording.header.windows}
-    rows = {k: values for k, values in rows.items() if values}
+    rows = {k * findings.looks_apart(recording): values for k, values in rows.items() if values}
     if len(rows) < 2:
         return None
     curves = {
@@ -159,7 +160,8 @@ def _experts(recording: Recording) -> Plot | None:
 
 
 def _exponents(recording: Recording, lr: float | None) -> Plot | None:
-    bands = _worth_showing(by_exponent(recording, lr))
+    all_bands = by_exponent(recording, lr)
+    bands = _worth_showing([band for band in all_bands if band.number])  # zero has no place on a logarithmic axis
     measured = [(band.magnitude, 100 * band.density) for band in bands if band.changed]
     if not measured:
         return None
@@ -169,24 +171,40 @@ def _exponents(recording: Recording, lr: float | None) -> Plot | None:
         told = [(band.magnitude, 100 * share) for band in bands if (share := getattr(band, what)) is not None]
         if told := [(x, y) for x, y in told if y >= lowest]:
             curves[name] = told
-    rate = learning_rate(recording, lr)
     shown = [x for curve in curves.values() for x, _ in curve]
-    critical = {} if rate is None or not min(shown) <= 256 * rate <= max(shown) else {"256 × learning rate": 256 * rate}
+    rate = learning_rate(recording, lr) if is_adam(recording) else None
+    dtype = recording.header.dtype
+    factor, at = f"{critical_magnitude(1.0, dtype=dtype)[0]:,.0f} ×", critical_magnitude(rate or 0.0, dtype=dtype)[0]
+    critical = {f"{factor} learning rate": at} if rate and min(shown) <= at <= max(shown) else {}
     panel = Panel(
         "Weights changed by a step, by magnitude, %", curves, logarithmic=True, log_x=True,
         x_label="size of the weight", verticals=critical, dots=True,
     )  # fmt: skip
-    about = (
-        "The share of weights of each size that change in a step. Small weights change almost always; above 256 × the "
-        "learning rate a step is less than half the distance to the next value, and a change is a matter of many steps."
-    )
+    about = "The share of weights of each size that change in a step: small weights change most."
+    if is_adam(recording):
+        about += (
+            f" Above {factor} the learning rate a step is less than half the distance to the next value, and a change "
+            "is a matter of many steps."
+        )
     if len(curves) > 1:
         about += (
             " Adam's steps lie between the theory's two curves: shorter in noise, about a learning rate long where "
             f"gradients keep their sign. Both are for {'' if masters(recording) else 'no '}FP32 master weights, long "
             "after the start: in the first steps, weights that begin on a value have not come half-way to the next."
         )
-    return Plot("exponents", panel, about)
+    return Plot("exponents", panel, about + _zeros(all_bands))
+
+
+def _zeros(bands: Sequence[Band]) -> str:
+    """What is not in the plot, if it matters."""
+    zero = next((band for band in bands if not band.number), None)
+    changed, weights = sum(band.changed for band in bands), sum(band.weights for band in bands)
+    if zero is None or zero.changed < changed / 100:
+        return ""
+    return (
+        f" Not shown: weights that are zero or subnormal, {100 * zero.weights / weights:.2f} % of all, which have "
+        f"{100 * zero.changed / changed:.0f} % of the changes."
+    )
 
 
 def _worth_showing(bands: Sequence[Band]) -> list[Band]:
@@ -207,7 +225,7 @@ def _units(recording: Recording) -> Plot | None:
     names = [str(unit) for unit in found]
     chart = Bars(
         "How far weights move, % of changes", names, {"changes": [100 * share for share in found.values()]},
-        x_label="units of the last place; beyond 16 the power of two below", numbers=len(found) <= 20,
+        x_label="units of the last place; from 16 on the power of two below", numbers=len(found) <= 20,
     )  # fmt: skip
     return Plot(
         "units",
@@ -218,24 +236,27 @@ def _units(recording: Recording) -> Plot | None:
 
 
 def _moved(recording: Recording) -> Plot | None:
-    found = findings.shares(step.moved for step in recording.steps)
+    found = findings.moved(recording)
     if not found:
         return None
-    points = [(2.0 ** ((key + 0.5) / 2), 100 * share) for key, share in found.items()]
+    points = [(2.0 ** ((key + 0.5) / 2), 100 * share) for key, share in found.items() if key > STILL]
+    still = sum(share for key, share in found.items() if key <= STILL)
     verticals = {"the learning rate": 1.0}
-    told = betas(recording)
+    told = betas(recording) if is_adam(recording) else None
     if told is not None and math.isfinite(bound := adam_bound(told)):
         verticals[f"Adam's bound, {bound:.2f} ×"] = bound
     panel = Panel(
         "Updates by size, % of the sample", {"updates": points}, log_x=True, x_label="|update| / learning rate",
         verticals=verticals, dots=True,
     )  # fmt: skip
-    return Plot(
-        "moved",
-        panel,
-        "How large the optimizer's updates are before rounding, in learning rates, in classes of half a power of two. "
-        "Adam's are about one learning rate at first and smaller later; its betas bound them.",
+    about = (
+        "How large the optimizer's updates are before rounding, in learning rates, in classes of half a power of two."
     )
+    if is_adam(recording):
+        about += " Adam's are about one learning rate at first and smaller later; its betas bound them."
+    if still:
+        about += f" Not drawn: {still:.2%} of the weights in the sample, which did not move at all."
+    return Plot("moved", panel, about)
 
 
 def _overlap(recording: Recording) -> Plot | None:
@@ -270,7 +291,8 @@ def _bytes(recording: Recording) -> Plot | None:
         Bars("Bytes of a patch by codec, mean", list(found), series, logarithmic=True, numbers=True),
         f"What has to travel for a step: all weights are {full:,} bytes. `plain` writes index and value, `gap` "
         "distances and values, `context` codes against the old weights, `history` against what changed before as well. "
-        "Predicted from the counts; real where a patch was made.",
+        "Predicted from the counts, with a manifest of some hundred bytes; real where a patch was made, without. Of a "
+        "codec that has both, both are of the same steps.",
     )
 
 
@@ -282,7 +304,9 @@ def _bytes_over_time(recording: Recording) -> Plot | None:
         if all(size.real is not None for _, size in told):
             curves[f"{codec}, real"] = [(step, size.real or 0) for step, size in told]
         else:
-            curves[f"{codec}, predicted"] = [(step, size.predicted or 0) for step, size in told]
+            curves[f"{codec}, predicted"] = [
+                (step, size.predicted) for step, size in told if size.predicted is not None
+            ]
     if len(recording.steps) < 2 or not curves:
         return None
     panel = Panel("Bytes of a patch over time", curves, logarithmic=True, x_label="step")

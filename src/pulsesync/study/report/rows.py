@@ -9,7 +9,7 @@ from typing import Any
 from pulsesync.errors import PulseError
 from pulsesync.study.recording import Counts, Recording, Step
 from pulsesync.study.report.exponents import FLOATS, magnitude
-from pulsesync.study.report.findings import OUTSIDE, place
+from pulsesync.study.report.findings import OUTSIDE, looks_apart, place
 
 Row = dict[str, Any]
 
@@ -21,16 +21,16 @@ def step_rows(recording: Recording) -> Iterator[Row]:
     header = recording.header
     codecs = list(dict.fromkeys(codec for step in recording.steps for codec in step.sizes))
     facts = _fact_columns(recording.steps)
+    every = looks_apart(recording)
     for step in recording.steps:
         row: Row = {
             "step": step.step, "lr": step.lr, "weights": recording.size, "changed": step.all_changed,
             "sparsity": 1 - step.all_changed / max(recording.size, 1),
-            "again": step.again, "same_way": step.same_way, "up": step.up,
-            "by_one_unit": step.units.get(1, 0), "by_two_units": step.units.get(2, 0), "by_more": _more(step.units),
+            **_ways(step),
             "gradients": _share(step.gradients, header.sampled), "hot": step.hot, "seconds": step.seconds,
         }  # fmt: skip
         for k in header.windows:
-            row[f"sparsity_k{k}"] = _unchanged(step.windows.get(k), header.sampled)
+            row[f"sparsity_k{k * every}"] = _unchanged(step.windows.get(k), header.sampled)
         for dtype in header.contrast:
             row[f"sparsity_{dtype}"] = _unchanged(step.contrast.get(dtype), header.sampled)
         for codec in codecs:
@@ -41,8 +41,9 @@ def step_rows(recording: Recording) -> Iterator[Row]:
 
 
 def tensor_rows(recording: Recording) -> Iterator[Row]:
-    """One row for each tensor and each window, by step: k = 1 of all weights, the others of the sample."""
+    """One row for each tensor and each window of k steps, by step: the first of all weights, others of the sample."""
     places = [place(tensor.name) for tensor in recording.header.tensors]
+    every = looks_apart(recording)
     for step in recording.steps:
         for k, counts, sampled in _windows(step):
             for tensor, where, changed in zip(recording.header.tensors, places, counts, strict=True):
@@ -51,7 +52,7 @@ def tensor_rows(recording: Recording) -> Iterator[Row]:
                     layer = None if where.layer == OUTSIDE else int(where.layer)
                     yield {
                         "step": step.step, "tensor": tensor.name, "layer": layer, "kind": where.kind,
-                        "expert": where.expert, "k": k, "weights": weights, "changed": changed,
+                        "expert": where.expert, "k": k * every, "weights": weights, "changed": changed,
                         "sparsity": 1 - changed / weights,
                     }  # fmt: skip
 
@@ -126,8 +127,15 @@ def _fact_columns(steps: Sequence[Step]) -> list[tuple[str, Callable[[Any], Any]
     return [(name, float if number else str) for name, number in kinds.items()]
 
 
-def _more(units: Counts) -> int:
-    return sum(count for unit, count in units.items() if unit > 2)
+def _ways(step: Step) -> Row:
+    """How weights changed: not known where only their number is."""
+    units: Counts = step.units
+    more = sum(count for unit, count in units.items() if unit > 2)
+    told = {
+        "again": step.again, "same_way": step.same_way, "up": step.up,
+        "by_one_unit": units.get(1, 0), "by_two_units": units.get(2, 0), "by_more": more,
+    }  # fmt: skip
+    return dict.fromkeys(told) if step.all_changed and not units else dict(told)
 
 
 def _unchanged(counts: tuple[int, ...] | None, sampled: int) -> float | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pulsesync.study.recording import Recording
 from pulsesync.study.report import findings
@@ -13,6 +14,7 @@ from pulsesync.study.report.exponents import Band, by_exponent
 from pulsesync.study.report.findings import Spread
 
 SHOWN = 8  # tensors at either end
+CAST = 3  # tensors that were cast
 FEW = 1e-3  # share of all changes below which an exponent is not shown
 
 
@@ -39,7 +41,7 @@ def compare(recordings: Mapping[str, Recording]) -> RenderableType:
     told = {name: figures(recording) | _means(recording) for name, recording in recordings.items()}
     table = _table("", *told)
     for key in dict.fromkeys(key for figures_ in told.values() for key in figures_):
-        table.add_row(key, *(figures_.get(key, "–") for figures_ in told.values()))
+        _add(table, key, *(figures_.get(key, "–") for figures_ in told.values()))
     return table
 
 
@@ -57,20 +59,29 @@ def figures(recording: Recording) -> dict[str, str]:
     """What happened in sum, for people: a name and a figure each."""
     steps, values = recording.steps, findings.sparsity(recording)
     out = {"steps": f"{len(steps)}", "tensors": f"{len(recording.header.tensors)}", "weights": f"{recording.size:,}"}
+    every = findings.looks_apart(recording)
+    between = "in a step" if every == 1 else _after(every)
     if spread := Spread.of(values):
         lowest = min(range(len(values)), key=values.__getitem__)
         out |= {
-            f"unchanged in a step, {recording.header.dtype}": f"{spread.mean:.3%}",
+            f"unchanged {between}, {recording.header.dtype}": f"{spread.mean:.3%}",
             "  lowest, highest": f"{spread.least:.3%}, {spread.most:.3%}",
             "  standard deviation": f"{100 * spread.deviation:.3f} points",
             "  first step": f"{values[0]:.3%}",
             "  trough": f"{values[lowest]:.3%} at step {steps[lowest].step}",
         }
+    if cast := findings.cast_from(recording):
+        named = _some([f"{name} ({dtype})" for name, dtype in cast.items()])
+        out[f"tensors compared after a cast to {recording.header.dtype}"] = named
     if (level := findings.plateau(recording)) is not None:
         out["  second half"] = f"{level:.3%}"
     if (end := findings.warm_up(recording)) is not None:
         out["learning rate is at its highest from"] = f"step {end}"
     return out | _more(recording)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)}: " + ", ".join(names[:CAST]) + (", …" if len(names) > CAST else "")
 
 
 def _more(recording: Recording) -> dict[str, str]:
@@ -99,7 +110,7 @@ def _more(recording: Recording) -> dict[str, str]:
 def facts(recording: Recording) -> dict[str, Any]:
     """The same as numbers, for --json."""
     values = findings.sparsity(recording)
-    spread = Spread.of(values)
+    spread, every = Spread.of(values), findings.looks_apart(recording)
     return {
         "steps": len(recording.steps),
         "tensors": len(recording.header.tensors),
@@ -110,7 +121,7 @@ def facts(recording: Recording) -> dict[str, Any]:
         "plateau": findings.plateau(recording),
         "warm_up": findings.warm_up(recording),
         "by_step": [[step.step, value] for step, value in zip(recording.steps, values, strict=True)],
-        "by_k": {str(k): _mean(findings.window_sparsity(recording, k)) for k in recording.header.windows},
+        "by_k": {str(k * every): _mean(findings.window_sparsity(recording, k)) for k in recording.header.windows},
         "by_dtype": {dtype: _mean(findings.dtype_sparsity(recording, dtype)) for dtype in recording.header.contrast},
         "units": {str(unit): share for unit, share in findings.shares(s.units for s in recording.steps).items()},
         "overlap": _mean(findings.overlap(recording)),
@@ -127,43 +138,55 @@ def _mean(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def _table(*headings: str, title: str = "") -> Table:
-    table = Table(box=None, pad_edge=False, title=title or None, title_justify="left", header_style="dim")
+    said = Text(title, "table.title") if title else None
+    table = Table(box=None, pad_edge=False, title=said, title_justify="left", header_style="dim")
     for n, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if n else "left", no_wrap=True)
+        table.add_column(Text(heading), justify="right" if n else "left", no_wrap=True)
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """A row of plain text: a name may look like markup."""
+    table.add_row(*map(Text, cells))
 
 
 def _summary(recording: Recording, title: str) -> Table:
     table = _table("", "", title=title)
     table.show_header = False
     for key, value in figures(recording).items():
-        table.add_row(key, value)
+        _add(table, key, value)
     return table
 
 
 def _windows(recording: Recording) -> Table:
     table = _table("unchanged", "mean", "lowest", "highest", title="In the sample")
     for name, spread in _in_sample(recording).items():
-        table.add_row(name, f"{spread.mean:.3%}", f"{spread.least:.3%}", f"{spread.most:.3%}")
+        _add(table, name, f"{spread.mean:.3%}", f"{spread.least:.3%}", f"{spread.most:.3%}")
     return table
 
 
 def _in_sample(recording: Recording) -> dict[str, Spread]:
     """What is unchanged, by how many steps lie between, and by dtype."""
-    windows, dtypes = recording.header.windows, recording.header.contrast
-    rows = {f"after {k} step{'s' if k > 1 else ''}": findings.window_sparsity(recording, k) for k in windows}
+    windows, dtypes, every = recording.header.windows, recording.header.contrast, findings.looks_apart(recording)
+    rows = {_after(k * every): findings.window_sparsity(recording, k) for k in windows}
     rows |= {f"in {dtype}": findings.dtype_sparsity(recording, dtype) for dtype in dtypes}
     spreads = {name: Spread.of([value for _, value in points]) for name, points in rows.items()}
     return {name: spread for name, spread in spreads.items() if spread is not None}
 
 
+def _after(steps: int) -> str:
+    return f"after {steps} step{'s' if steps > 1 else ''}"
+
+
 def _sizes(recording: Recording) -> Table:
     table = _table(
-        "codec", "bytes predicted", "real", "prediction off by", "× smaller", title="A patch, mean of all steps"
-    )
+        "codec", "bytes predicted", "real", "prediction off by", "× smaller",
+        title="A patch, mean of the steps where it was made, else of all; predicted with its manifest, real without",
+    )  # fmt: skip
     for codec, size in findings.sizes(recording).items():
         error, smaller = findings.prediction_error(recording, codec), size.smaller(findings.full_bytes(recording))
-        table.add_row(
+        _add(
+            table,
             codec,
             *("–" if value is None else f"{value:,.0f}" for value in (size.predicted, size.real)),
             "–" if error is None else f"{error:+.1%}",
@@ -187,7 +210,7 @@ def _exponents(found: Sequence[Band]) -> Table:
         if changed and one.changed / changed >= FEW:
             theory = ("–" if share is None else f"{share:.3%}" for share in (one.noise, one.steady))
             row = (f"{one.weights / max(weights, 1):.2%}", f"{one.changed / changed:.1%}", f"{one.density:.3%}")
-            table.add_row(f"{one.magnitude:.2g}", *row, *theory)
+            _add(table, f"{one.magnitude:.2g}", *row, *theory)
     return table
 
 
@@ -195,7 +218,7 @@ def _layers(recording: Recording) -> Table:
     table = _table("layer", "changed, mean", "lowest", "highest", title="By layer")
     for name, densities in findings.by_layer(recording).items():
         if spread := Spread.of(densities):
-            table.add_row(name, *(f"{value:.3%}" for value in (spread.mean, spread.least, spread.most)))
+            _add(table, name, *(f"{value:.3%}" for value in (spread.mean, spread.least, spread.most)))
     return table
 
 
@@ -205,8 +228,8 @@ def _tensors(recording: Recording) -> Table:
     short = len(rows) <= 2 * SHOWN
     for name, size, density in rows if short else [*rows[:SHOWN], *rows[-SHOWN:]]:
         if not short and name == rows[-SHOWN][0]:
-            table.add_row("…", "", "")
-        table.add_row(name, f"{size:,}", f"{density:.4%}")
+            _add(table, "…", "", "")
+        _add(table, name, f"{size:,}", f"{density:.4%}")
     return table
 
 
@@ -215,5 +238,5 @@ def _experts(recording: Recording) -> Table:
     for (layer, expert), densities in findings.by_expert(recording).items():
         if densities:
             still = sum(not density for density in densities)
-            table.add_row(layer, f"{expert}", f"{statistics.fmean(densities):.4%}", f"{still} of {len(densities)}")
+            _add(table, layer, f"{expert}", f"{statistics.fmean(densities):.4%}", f"{still} of {len(densities)}")
     return table
