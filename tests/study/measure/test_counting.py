@@ -147,3 +147,17 @@ def test_values_that_are_not_zero_are_counted_by_tensor() -> None:
         counting_torch.nonzero(torch.from_numpy(values), torch.from_numpy(ends)).numpy(),
     ):
         assert found.tolist() == [0, 0, 2, 1]
+
+
+def test_fp32_is_rounded_as_torch_rounds_it() -> None:
+    generator = np.random.default_rng(3)
+    bits = generator.integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    bits = np.concatenate([bits, np.arange(1 << 18, dtype=np.uint32) << 14])  # ties, subnormals, both zeros, infinities
+    rounded = np.empty(bits.size, np.uint16)
+    counting_numba.to_bf16(bits, rounded)
+    values = torch.from_numpy(bits.view(np.float32))
+    expected = values.bfloat16().view(torch.uint16).numpy()
+    nan = np.isnan(bits.view(np.float32))
+    assert (rounded[~nan] == expected[~nan]).all()
+    assert (rounded[nan] == 0x7FC0).all()
+    assert nan.any()

@@ -72,10 +72,13 @@ class NumpyBuffers:
 
 
 class TorchBuffers:
-    """For tensors of torch on one device. Counted on the host, buffers are seen as arrays; else as they are."""
+    """For tensors of torch on one device. Counted on the host, buffers are seen as arrays; else as they are.
 
-    def __init__(self, device: str, on_host: bool) -> None:
-        self.device, self.on_host = device, on_host
+    to_bf16: a quicker way than torch's to cast FP32 on a host, from bits to bits.
+    """
+
+    def __init__(self, device: str, on_host: bool, to_bf16: Any = None) -> None:
+        self.device, self.on_host, self._to_bf16 = device, on_host, to_bf16
         self.chunk = _HOST_CHUNK if on_host else _DEVICE_CHUNK
 
     def empty(self, size: int, dtype: str) -> Any:
@@ -99,6 +102,8 @@ class TorchBuffers:
         for place, source in zip(places, sources, strict=True):
             if place.dtype == source.dtype:
                 self.bits(place)[:] = self.bits(source)
+            elif self._to_bf16 and (place.dtype, source.dtype) == (torch.bfloat16, torch.float32):
+                self._to_bf16(self.bits(source), self.bits(place))
             elif len(source):
                 torch._foreach_copy_(list(place.split(_ALONE)), list(source.split(_ALONE)))
 

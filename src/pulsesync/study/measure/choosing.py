@@ -13,4 +13,6 @@ def buffers_and_counting(device: str) -> tuple[Buffers, Any]:
         return TorchBuffers(device, on_host=False), import_module("pulsesync.study.measure.counting_torch")
     slow = kernels.active().__name__.endswith("reference")  # no numba, or told to do without
     counting = import_module("pulsesync.study.measure.counting" if slow else "pulsesync.study.measure.counting_numba")
-    return (NumpyBuffers() if device == "" else TorchBuffers(device, on_host=True)), counting
+    if device == "":
+        return NumpyBuffers(), counting
+    return TorchBuffers(device, on_host=True, to_bf16=None if slow else counting.to_bf16), counting

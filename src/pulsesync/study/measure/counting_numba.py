@@ -8,7 +8,7 @@ from pulsesync.kernels.jit import ONE, U, compiled, inner
 from pulsesync.parallel import default_threads, spread
 from pulsesync.study.measure.counting import CLASSES, DOWN, RATIOS, ROOT_2, UNITS, Numbers, classes, home, row_size
 
-__all__ = ["classes", "compare", "differ", "home", "nonzero", "ratios"]
+__all__ = ["classes", "compare", "differ", "home", "nonzero", "ratios", "to_bf16"]
 
 _LEAST = 1 << 20  # weights for which a thread is worth starting
 _UNITS = len(UNITS)
@@ -25,6 +25,17 @@ def compare(old: Any, new: Any, last: Any, ends: Numbers, shift: int) -> Numbers
 
     found = spread(piece, _pieces(old.size))
     return np.sum(found, axis=0, dtype=np.int64) if found else np.zeros(row_size(ends.size), np.int64)
+
+
+def _to_bf16(bits: Any, out: Any) -> None:
+    """Round FP32 to BF16, both as bits: to the nearest, ties to even. NaN is 0x7FC0, one of those that torch writes."""
+    for i in range(bits.size):
+        x = bits[i]
+        rounded = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        out[i] = np.uint32(0x7FC0) if (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else rounded
+
+
+to_bf16 = compiled(_to_bf16)
 
 
 def differ(old: Any, new: Any, ends: Numbers) -> Numbers:
