@@ -59,7 +59,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def record(run: trace.RecordedRun, log: Sequence[dict[str, Any]], steps: int, encode_every: int) -> Recording:
     """What a recorder sees of the run. It is fed BF16 weights; that they were rounded from FP32 is told."""
-    recorder = Recorder(contrast=(), encode_every=encode_every, facts={**FACTS, "masters": "F32"})
+    recorder = Recorder(contrast=(), sample=1 << 20, encode_every=encode_every, facts={**FACTS, "masters": "F32"})
     for step, old, new in run.steps():
         if step == 0:
             recorder.feed(as_bf16(old), -1)
