@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pulsesync.cli.plan import rate, read_bandwidth, size
+from pulsesync.cli.options import read_rate
+from pulsesync.cli.plan import rate, size
 from tests.commands import pulse
 
 ASKED = ("--lr", "1e-6", "--bandwidth", "200mbit", "--step-time", "50")
@@ -107,6 +108,6 @@ def test_what_makes_no_sense_is_refused(checkpoint: Path, changed: dict[str, str
 
 
 def test_links_and_sizes_are_read_and_written_as_people_do() -> None:
-    assert [read_bandwidth(text) for text in ("200mbit", "1.5 Gbit/s", "64kbps")] == [200e6, 1.5e9, 64e3]
+    assert [read_rate(text, "--bandwidth") for text in ("200mbit", "1.5 Gbit/s", "64kbps")] == [200e6, 1.5e9, 64e3]
     assert [size(999), size(1200), size(15_231_233_024)] == ["999 B", "1.2 kB", "15.2 GB"]
     assert [rate(506_000), rate(21.9e9)] == ["506 kbit/s", "21.9 gbit/s"]

@@ -249,6 +249,14 @@ def test_the_files_of_ranks_are_added_up(tmp_path: Path) -> None:
     assert joined.size == whole.size
 
 
+def test_one_rank_alone_is_not_taken_for_the_run(tmp_path: Path) -> None:
+    whole = made()
+    facts = {**whole.header.facts, "rank": 0, "ranks": 2}
+    Recording(replace(whole.header, facts=facts), whole.steps).write(tmp_path / "study-rank0.jsonl")
+    with pytest.raises(FormatError, match="1"):
+        open_recording([str(tmp_path / "study-rank0.jsonl")])
+
+
 def test_the_sum_of_ranks_beside_them_is_not_added_to_it(tmp_path: Path) -> None:
     for name in ("study", "study-rank0", "study-rank1"):
         made().write(tmp_path / f"{name}.jsonl")

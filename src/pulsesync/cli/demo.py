@@ -1,7 +1,6 @@
 """What `pulse demo` does: start a run across processes, show it while it goes, sum it up, and keep it in a folder."""
 
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from pulsesync.charts import draw
-from pulsesync.cli.options import UsageError, open_place
+from pulsesync.cli.options import UsageError, open_place, read_rate
 from pulsesync.errors import PulseError
 from pulsesync.rl import plots, view
 from pulsesync.rl.run import Run
@@ -24,8 +23,6 @@ from pulsesync.rl.view import Line, Story
 
 SMOLLM2 = Path(".models", "smollm2")  # where make smollm2 puts it
 OWN = ("port", "secret")  # of every start of a run anew
-
-_LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?", re.IGNORECASE)
 
 
 def run(settings: Settings, out: Path | None, *, as_json: bool) -> int:
@@ -96,10 +93,7 @@ def read_link(text: str | None) -> float | None:
     """Bytes a second of a link such as 50mbit. Raises: UsageError."""
     if text is None:
         return None
-    match = _LINK.fullmatch(text.strip())
-    if match is None or not float(match[1]):
-        raise UsageError(f"--link {text}: give it as 50mbit or 1gbit")
-    return float(match[1]) * float(1000 ** " kmg".index(match[2].lower() or " ")) / 8
+    return read_rate(text, "--link") / 8
 
 
 def find_model(name: str) -> str:

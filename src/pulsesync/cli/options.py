@@ -13,6 +13,7 @@ from pulsesync.format.signature import Delegation, SigningKey
 from pulsesync.store import RetryStore, Store, open_store
 
 _HEX = re.compile("[0-9a-f]{64}")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:bit(?:/s)?|bps)", re.IGNORECASE)
 
 
 class UsageError(PulseError):
@@ -100,6 +101,14 @@ class Printer:
         print("  ".join(f"{key:>{width}}" for key, width in widths.items()))
         for row in shown:
             print("  ".join(f"{row[key]:>{width}}" for key, width in widths.items()).rstrip())
+
+
+def read_rate(text: str, option: str) -> float:
+    """Bits a second of a link such as 200mbit. Raises: UsageError."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise UsageError(f"{option} {text}: give it as 200mbit or 10gbit")
+    return float(match[1]) * float(1000 ** " kmgt".index(match[2].lower() or " "))
 
 
 def size(count: int) -> str:

@@ -1,20 +1,18 @@
 """What `pulse plan` prints: what a run would ask of its links."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from pulsesync.cli.options import NothingThereError, Printer, UsageError
+from pulsesync.cli.options import NothingThereError, Printer, UsageError, read_rate
 from pulsesync.errors import NotFoundError
 from pulsesync.study.predict.forecast import MOST_STEPS, Training
 from pulsesync.study.predict.models import Model, read_model
 from pulsesync.study.predict.plan import CODECS, CORES, GOAL, LITTLE, MEASURED, NO_MASTERS, Plan, make_plan
 
-_RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(bit|bit/s|bps)", re.IGNORECASE)
 _NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
 
 
@@ -28,7 +26,7 @@ def plan(
         raise UsageError(
             f"--every {every}: give {MOST_STEPS // 2} at most, a plan looks no further than two such syncs"
         )
-    link, step_s = read_bandwidth(bandwidth), _positive(step_time, "--step-time")
+    link, step_s = read_rate(bandwidth, "--bandwidth"), _positive(step_time, "--step-time")
     made = make_plan(_look(model, dtype), training, link, step_s, dtype)
     if as_json:
         print(json.dumps(facts(made)))
@@ -41,18 +39,6 @@ def plan(
     for line in _advice(made):
         print(line)
     return 0
-
-
-def read_bandwidth(text: str) -> float:
-    """Bits a second of a link such as 200mbit. Raises: UsageError."""
-    match = _RATE.fullmatch(text.strip())
-    try:
-        rate = float(match[1]) * 1000.0 ** " kmgt".index(match[2].lower() or " ") if match else 0.0
-    except ValueError:
-        rate = 0.0
-    if not rate:
-        raise UsageError(f"--bandwidth {text}: give it as 200mbit or 10gbit")
-    return rate
 
 
 def read_betas(text: str) -> tuple[float, float]:

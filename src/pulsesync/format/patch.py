@@ -258,7 +258,7 @@ def decode_tiles(
     weights = as_weights(old)
     jobs: list[list[_Job]] = []  # of each tile
     entries = []
-    for entry, body in _payloads(opened, sections, wanted):
+    for entry, body in payloads(opened, sections, wanted):
         jobs.append(_open_tile(entry, layout.tiles[entry.tile], body, opened.tables, history))
         entries.append(entry)
     if all(entry.codec == Codec.GAP for entry in entries):
@@ -273,8 +273,8 @@ def decode_tiles(
     return DecodedPart(tuple(patches), {e.tile: e.sum for e in entries})
 
 
-def _payloads(
-    opened: OpenedIndex, sections: Mapping[int, memoryview], wanted: Collection[int] | None
+def payloads(
+    opened: OpenedIndex, sections: Mapping[int, memoryview], wanted: Collection[int] | None = None
 ) -> Iterable[tuple[Entry, memoryview]]:
     """The tiles that are wanted with their payloads, which stand in their section one after the other."""
     places = [0] * len(opened.header.sections)
@@ -364,7 +364,7 @@ def dense_blocks(
     Raises:
         FormatError: a payload is of another codec or length.
     """
-    for entry, body in _payloads(opened, sections, wanted):
+    for entry, body in payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
         if entry.codec != Codec.DENSE or tile.size == 0:
             raise FormatError("an anchor holds whole tiles, and nothing else", tensor=tile.tensor.name)

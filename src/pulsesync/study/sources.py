@@ -110,7 +110,7 @@ def _read_files(places: Sequence[str]) -> dict[str, Recording]:
         groups.setdefault((run, run != str(file)), []).append(Recording.read(file))
     return {
         f"{run}, ranks" if of_ranks and (run, False) in groups else run:  # beside their sum, which is no rank
-        Recording.join(parts) if len(parts) > 1 else parts[0]
+        Recording.join(parts) if of_ranks else parts[0]
         for (run, of_ranks), parts in groups.items()
     }  # fmt: skip
 

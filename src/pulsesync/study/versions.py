@@ -11,7 +11,7 @@ from typing import Any
 
 from pulsesync.audit import find_records
 from pulsesync.errors import MissingLinkError, NotFoundError, StateError, UnsupportedError
-from pulsesync.format import wire
+from pulsesync.format import patch, wire
 from pulsesync.format.codecs import context
 from pulsesync.format.index import Entry
 from pulsesync.format.layout import Layout
@@ -80,7 +80,7 @@ class Versions:
                     continue  # what led here was pruned: an anchor comes later
                 raise
             if report.version == record.version:
-                real = _real(self.store, record, self.layout) if report.path == ("patch",) else {}
+                real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
                 yield Reached(number, len(self.records), record.step, tensors, {"version": record.version}, real)
         if follower.version is None:
             raise MissingLinkError("no version of this run can be reached: there is no anchor")
@@ -96,15 +96,19 @@ class Versions:
             if record.base is None:
                 continue
             changed, dense = [0] * len(numbers), 0
-            for ref in record.parts:
-                body, _ = fetch_body(self.store, ref, self.layout, None)
-                for entry, payload in _payloads(body):
+            bodies = self._bodies(record, None)
+            for body in bodies:
+                for entry, payload in patch.payloads(body.index, body.sections):
                     tile = self.layout.tiles[entry.tile]
                     changed[numbers[tile.tensor.name]] += changes(entry, payload, self.layout)
                     dense += tile.size if entry.codec == Codec.DENSE else 0
-            sizes = {codec: Bytes(None, size) for codec, size in _real(self.store, record, self.layout).items()}
+            sizes = {codec: Bytes(None, size) for codec, size in _real(record, bodies).items()}
             facts = {"version": record.version, **({"dense": dense} if dense else {})}
             yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
+
+    def _bodies(self, record: Manifest, wanted: Collection[int] | None) -> list[Body]:
+        """The parts of a version: all of them, or the index and these tiles."""
+        return [fetch_body(self.store, ref, self.layout, wanted)[0] for ref in record.parts]
 
     def counted(self) -> Recording:
         """All of that as a recording without a sample."""
@@ -145,20 +149,10 @@ def changes(entry: Entry, payload: memoryview, layout: Layout) -> int:
     raise UnsupportedError(f"codec {entry.codec.name} says nowhere how many weights it changes")
 
 
-def _payloads(body: Body) -> Iterator[tuple[Entry, memoryview]]:
-    """Payloads stand in their section one after the other."""
-    at: Counter[int] = Counter()
-    for entry in body.index.entries:
-        begin = at[entry.section]
-        at[entry.section] += entry.size
-        yield entry, body.sections[entry.section][begin : begin + entry.size]
-
-
-def _real(store: Store, record: Manifest, layout: Layout) -> dict[str, int]:
+def _real(record: Manifest, bodies: Iterable[Body]) -> dict[str, int]:
     """All bytes of a version, under the codec that wrote most of them."""
     written: Counter[str] = Counter()
-    for ref in record.parts:
-        body, _ = fetch_body(store, ref, layout, ())  # the index is enough
+    for body in bodies:
         for entry in body.index.entries:
             written[entry.codec.name.lower()] += entry.size
     return {written.most_common(1)[0][0]: record.size_bytes} if written else {}
