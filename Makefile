@@ -6,14 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
+# The GPU targets make and install nothing: they take this machine's own Python, with its torch and Triton.
+OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test lint format bench golden fuzz clean
+.PHONY: help demo smollm2 test gpu-test gpu-bench lint format bench golden fuzz clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follow its weights in others
 	@$(BIN)/pulse demo
@@ -23,6 +25,14 @@ smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smol
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
+
+gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
+	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
+	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device $(wildcard tests/kernels/test_cuda*.py)
+
+gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton
+	@$(call has,torch triton numpy zstandard ml-dtypes)
+	$(OWN) benchmarks/bench_gpu.py
 
 lint: $(VENV)/.dev  ## check style, types and the direction of imports
 	$(BIN)/ruff check
@@ -46,6 +56,14 @@ fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 clean:  ## remove .venv and everything that can be made again
 	rm -rf $(VENV) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.
+define has
+$(OWN) -c 'import importlib.util, sys; \
+  lacks = " ".join(p for p in sys.argv[1:] if not importlib.util.find_spec(p.replace("-", "_"))); \
+  lacks and sys.exit(f"$(PYTHON) lacks packages. To install them: $(PYTHON) -m pip install {lacks}"); \
+  import torch; torch.cuda.is_available() or sys.exit("torch sees no CUDA device here; make test needs none")' $(1)
+endef
 
 # Stamps, so that a second run starts at once. A stamp is written last: what was interrupted is done again.
 
@@ -72,6 +90,6 @@ $(VENV)/.llm: $(VENV)/.core
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made $(PINNED)
-	@echo "Installing pulsesync, the tools to check it, torch and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
+	@echo "Installing pulsesync, the tools to check it, torch, Triton and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
 	@$(PIP) -e '.[dev,torch,serve]'
 	@touch $(VENV)/.core $(VENV)/.torch $@

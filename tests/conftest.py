@@ -1,8 +1,37 @@
-"""Settings that hold for every test."""
+"""Settings that hold for every test, and where the tests of the GPU path keep their tensors."""
 
+import ctypes
+import os
+
+import pytest
 from hypothesis import settings
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=2000)  # pytest --hypothesis-profile=thorough
 settings.load_profile("default")
+
+
+def _sees_gpu() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver: without it nobody need wait for torch, which takes a second to import
+        import torch
+    except (OSError, ImportError):
+        return False
+    return torch.cuda.is_available()
+
+
+GPU = _sees_gpu()
+if not GPU:  # here, because Triton looks when it is first imported, and torch may import it in any test
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tensors are for Triton: on the GPU, or on the CPU, where its interpreter runs the same kernels."""
+    return "cuda" if GPU else "cpu"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not GPU:
+        pytest.skip("needs a CUDA device: run make gpu-test on a machine that has one")

@@ -239,7 +239,7 @@ class Large:
         state = {f"t{i}": random_bits(rng, np.uint16, (500,)) for i in range(8)}
         sums = count_sums(self.layout, state)
         part = patch.encode_whole(self.layout, self.layout.tiles, state, sums)
-        self.ref, self.data, self.store = PartRef(part.id, len(part.data)), part.data, Watched()
+        self.ref, self.data, self.store = PartRef(part.id, len(part.data)), bytes(part.data), Watched()
         self.key = chain.part_key(part.id)
         self.store.store.put(self.key, part.data)
 

@@ -44,7 +44,7 @@ class AnchorWriter:
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
-    def begin(self, snapshot: Snapshot, version: Manifest) -> None:
+    def begin(self, snapshot: Snapshot | State, version: Manifest) -> None:
         """Write the anchor of a version, of which this is the state, unless one is being written."""
         if not self.busy:
             self.owed = True
@@ -60,7 +60,7 @@ class AnchorWriter:
         if self._current is not None:
             self._current.result(timeout_s)
 
-    def _write(self, snapshot: Snapshot, version: Manifest) -> None:
+    def _write(self, snapshot: Snapshot | State, version: Manifest) -> None:
         epoch = version.starts
         refs = self.outbox.stage(epoch, encode_parts(snapshot.layout.tiles, snapshot))
         record = anchor_record(version, refs, self.newest)

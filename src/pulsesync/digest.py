@@ -7,7 +7,7 @@ sequential read. It tells accident, not attack: who knows the keys can make two 
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,10 +101,13 @@ def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
     for tile in tiles:
         tensor, before = by_name.get(tile.tensor.name, (tile.tensor, Sum(0, 0)))
         by_name[tensor.name] = tensor, before + sums[tile.ordinal]
-    h = hashlib.sha256(b"pulse state 1\n")
-    for encoded, (tensor, total) in sorted((name.encode(), found) for name, found in by_name.items()):
-        h.update(len(encoded).to_bytes(4, "little") + encoded)
-        h.update(bytes([tensor.kind.code, len(tensor.shape)]))
-        h.update(b"".join(n.to_bytes(8, "little") for n in tensor.shape))
-        h.update(total.to_bytes())
-    return h.hexdigest()
+    parts = [(name.encode(), _named(tensor) + total.to_bytes()) for name, (tensor, total) in by_name.items()]
+    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in sorted(parts))))).hexdigest()
+
+
+@lru_cache(1 << 16)
+def _named(tensor: TensorSpec) -> bytes:
+    """Name, dtype and shape of a tensor, as they are hashed."""
+    encoded = tensor.name.encode()
+    shape = b"".join(n.to_bytes(8, "little") for n in tensor.shape)
+    return len(encoded).to_bytes(4, "little") + encoded + bytes([tensor.kind.code, len(tensor.shape)]) + shape

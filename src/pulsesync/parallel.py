@@ -6,6 +6,8 @@ The kernels release the GIL; nothing else here is parallel.
 import os
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -15,6 +17,16 @@ Result = TypeVar("Result")
 def default_threads() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that wait for work: to start some takes as long as hashing a megabyte."""
+    return ThreadPoolExecutor(default_threads(), thread_name_prefix="pulse")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not come along
 
 
 def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None) -> list[Result]:
@@ -42,12 +54,11 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
         except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
             faults.append(e)
 
-    helpers = [threading.Thread(target=take, name="pulse", daemon=True) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers = [_pool().submit(take) for _ in range(count - 1)]
     take()
     for helper in helpers:
-        helper.join()
+        if not helper.cancel():  # what has not begun by now is not needed: nothing is left to take
+            helper.result()
     if faults:
         raise faults[0]
     return out

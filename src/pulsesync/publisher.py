@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
-import numpy as np
-
 from pulsesync import chain
 from pulsesync.anchors import AnchorWriter, way_since_anchor
+from pulsesync.bases import Bases, Difference, Keep, Shown, bases_for
 from pulsesync.chain import Held
 from pulsesync.errors import (
     AnotherPublisherError,
@@ -42,19 +41,16 @@ from pulsesync.errors import (
 )
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature
-from pulsesync.format.diff import Diff
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Manifest
 from pulsesync.format.signature import SigningKey
-from pulsesync.format.weights import Changes, rebase
 from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
 from pulsesync.records import CACHE_BYTES, Records
 from pulsesync.spool import Outbox
-from pulsesync.state import State, copy_weights
+from pulsesync.state import State
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
-from pulsesync.tensors import Published, as_published, new_tensors, view_bits
 from pulsesync.tip import Draft, Tip, create, root_record
 
 
@@ -84,8 +80,7 @@ class _Job:
 
     step: int
     base: int  # version
-    diffs: Sequence[Diff] | None  # None once it was rebased: to be found again from the changes
-    changes: Changes
+    difference: Difference
     folded: int
     blocked_s: float = 0.0
     futures: list[Future[PublishReport]] = field(default_factory=list)
@@ -101,6 +96,8 @@ class Publisher:
     files that belong to the model. publish_every: steps in a version, or "auto", at most max_behind. anchor_every: a
     whole state is written when the patches since the last one add up to so many of it. spool: a folder of the trainer's
     own in which bodies are kept for a restart, and anchors until they are uploaded; a temporary one if not given.
+    keep: where the copy of the last version is, for tensors on a GPU: there as well ("device", the default), in pinned
+    host memory ("host"), or nowhere: then it is handed over at every publish ("hook", see `device.hook`).
     """
 
     def __init__(
@@ -117,8 +114,13 @@ class Publisher:
         max_behind: int = 16,
         anchor_every: float = 1.0,
         spool: str | Path | None = None,
+        keep: Keep | None = None,
         executor: Executor | None = None,
     ) -> None:
+        if keep not in (None, *get_args(Keep)):
+            raise ValueError(f"no keep={keep!r}; there are {', '.join(get_args(Keep))}")
+        if keep == "hook" and publish_every != 1:
+            raise ValueError("keep='hook' publishes every step: there is no base that could wait for more")
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
         self.store = open_store(location) if isinstance(location, str) else location
@@ -143,6 +145,8 @@ class Publisher:
         self._quiet.set()
         self._anchors = AnchorWriter(self.store, Outbox(self._spool / "outbox"), self._sign, self._behind, self._quiet)
         self._lock = threading.RLock()  # over all that follows
+        self.keep: Keep | None = keep
+        self._bases: Bases | None = None  # how the base is kept, once a source was seen
         self._tip: Tip | None = None  # the end of the run, once it is known
         self._refs: tuple[FileRef, ...] = ()
         self._way_bytes = 0.0  # patches since the newest anchor
@@ -153,20 +157,22 @@ class Publisher:
     # For people
 
     @overload
-    def publish(self, source: Any, *, step: int = ..., wait: Literal[True] = ..., now: bool = ...) -> PublishReport: ...
+    def publish(
+        self, source: Any, *, step: int = ..., wait: Literal[True] = ..., now: bool = ..., old: Any = ...
+    ) -> PublishReport: ...
     @overload
     def publish(
-        self, source: Any, *, step: int = ..., wait: Literal[False], now: bool = ...
+        self, source: Any, *, step: int = ..., wait: Literal[False], now: bool = ..., old: Any = ...
     ) -> "Future[PublishReport]": ...
     def publish(
-        self, source: Any, *, step: int = 0, wait: bool = True, now: bool = False
+        self, source: Any, *, step: int = 0, wait: bool = True, now: bool = False, old: Any = None
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         With wait=False it returns as soon as source has been compared and may change again; encoding and sending go on
         behind, and the future gives the report. A version that is under way is not disturbed; one that has not been
         begun is replaced, and its future gives the report of the version it went into. now: do not wait for more steps,
-        whatever publish_every says.
+        whatever publish_every says. old: the weights of the last version, where none are kept (keep="hook").
 
         Raises:
             StateError: tensors came, went, changed shape or tie; AnotherPublisherError: somebody else publishes here;
@@ -174,22 +180,37 @@ class Publisher:
         """
         began = time.perf_counter()
         step = checked_step(step)
+        if self.keep == "hook":
+            self._wait_for_last()
         with self._lock:
             if self._lost:
                 raise self._lost
             due = self._pace.step(time.monotonic()) or now
             if self._tip is not None and not due:
                 return self._skipped(self._tip, step, wait, began)
-            views, ties = view_bits(source)
-            published = as_published(views, self.cast)
-            specs = [published.spec(name) for name in views]
+            bases = self._bases or bases_for(source, self.keep)
+            shown, ties = bases.read(source, self.cast)
+            specs = [shown.spec(name) for name in shown.views]
             if self._tip is None:
-                last = self._open(published, specs, ties)
+                last = self._open(bases, shown, specs, ties)
+                self._bases = bases
                 if self._tip is None:
-                    return self._publish_root(last, published, specs, ties, step, wait, began)
+                    return self._publish_root(last, shown, specs, ties, step, wait, began)
             same_tensors(self._tip.state.layout, specs, ties)
-            future = self._enqueue(self._tip, published, step, began)
+            tip = self._tip
+            difference = bases.compare(tip.state, shown, self.codec, tip.last, old)
+            future = self._enqueue(tip, difference, step, began)
+            at_start = chain.position(tip.last)[1] == chain.EPOCH_PATCHES
+        if self.keep == "hook" and at_start:
+            wait_for([future])  # an anchor may be due, which reads the source
         return future.result() if wait else future
+
+    def _wait_for_last(self) -> None:
+        """Without a base there is no folding: the last version goes first; if it failed, a new root comes next."""
+        if self._latest is not None:
+            wait_for([self._latest])
+            if self._latest.exception() is not None:
+                self._tip, self._latest = None, None
 
     @property
     def version(self) -> int | None:
@@ -239,7 +260,7 @@ class Publisher:
 
     # Taking up a run
 
-    def _open(self, published: Published, specs: list[TensorSpec], ties: Mapping[str, str]) -> Manifest | None:
+    def _open(self, bases: Bases, shown: Shown, specs: list[TensorSpec], ties: Mapping[str, str]) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
         self._refs = put_files(self.store, self._files)
         last = find_last(self.store, self.signing_key)
@@ -250,22 +271,22 @@ class Publisher:
         self._refs = self._refs or last.files
         self._anchors.newest = last.anchor
         self._anchors.finish(last.run)
-        state = self._rebuild(last, layout, published)
+        state = self._rebuild(last, layout, bases, shown)
         if state is None and self._anchors.busy:
             with suppress(StoreError):
                 self._anchors.wait()  # the way may begin at an anchor that was still in the outbox
-                state = self._rebuild(last, layout, published)
+                state = self._rebuild(last, layout, bases, shown)
         if state is not None:
             self._tip = Tip(self.store, self._sign, last, state)
             self._way_bytes = self._way_since_anchor(last)
             self._maybe_anchor()
         return last
 
-    def _rebuild(self, last: Manifest, layout: Layout, published: Published) -> State | None:
+    def _rebuild(self, last: Manifest, layout: Layout, bases: Bases, shown: Shown) -> State | None:
         """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
-        tensors = new_tensors(layout.tensors)
-        flats = {spec.name: tensors[spec.name].reshape(-1).view(spec.kind.bits) for spec in layout.tensors}
-        copy_weights(layout, published, flats)
+        tensors = bases.tensors(layout, shown)
+        if tensors is None:
+            return None
         reader = Subscriber(self.store, trust=self.signing_key.public if self.signing_key else None, undo=0)
         try:
             reader.sync(tensors, version=last.version)
@@ -287,7 +308,7 @@ class Publisher:
     def _publish_root(
         self,
         after: Manifest | None,
-        published: Published,
+        shown: Shown,
         specs: list[TensorSpec],
         ties: Mapping[str, str],
         step: int,
@@ -296,9 +317,8 @@ class Publisher:
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a state that has no base. Its anchor is written behind, and waited for if that is asked."""
         layout = layouts.make((layouts.cut(spec, self.grid, self.min_tile) for spec in specs), ties)
-        flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
-        copy_weights(layout, published, flats)
-        state = State(layout, flats)
+        assert self._bases is not None
+        state = self._bases.copy(layout, shown)
         copied = time.perf_counter()
         manifest = root_record(after, step, layout.id, state.digest, self._anchors.newest, self._refs)
         self.store.put(chain.layout_key(layout.id), layout.data)
@@ -327,11 +347,9 @@ class Publisher:
         blocked_s = time.perf_counter() - began
         return _answer(PublishReport(None, step, 0, total, 0, full, 0, blocked_s, 0.0, 0.0), wait=wait)
 
-    def _enqueue(self, tip: Tip, published: Published, step: int, began: float) -> "Future[PublishReport]":
-        """Compare with the base, and have the difference sent; it takes the place of one that has not been begun."""
-        diffs = patch.find_diff(tip.state.layout.tiles, tip.state, published, self.codec)
-        changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
-        job = _Job(step, tip.last.version, diffs, changes, self._pace.published())
+    def _enqueue(self, tip: Tip, difference: Difference, step: int, began: float) -> "Future[PublishReport]":
+        """Have a difference from the base sent; it takes the place of one that has not been begun."""
+        job = _Job(step, tip.last.version, difference, self._pace.published())
         if self._pending:
             job.folded += 1 + self._pending.folded
             job.futures += self._pending.futures
@@ -400,10 +418,8 @@ class Publisher:
     def _send(self, tip: Tip, job: _Job) -> PublishReport:
         """Encode a job against the base, commit it, and move the base."""
         began = time.perf_counter()
-        diffs = job.diffs
-        if diffs is None:
-            diffs = patch.diff_of(tip.state.layout.tiles, tip.state, job.changes, self.codec)
-        draft = tip.draft(diffs, self.codec, job.step, self._anchors.newest, self._refs)
+        encoded_next = job.difference.encode(tip.last, self.codec)
+        draft = tip.draft(encoded_next, job.step, self._anchors.newest, self._refs)
         encoded = time.perf_counter()
         written = tip.commit(draft)
         with self._lock:
@@ -417,12 +433,9 @@ class Publisher:
 
     def _advance(self, tip: Tip, draft: Draft) -> None:
         """Move the base to a version that was committed; what is pending was compared with the base before."""
-        pending, done = self._pending, draft.transition.changes
+        pending = self._pending
         if pending is not None and pending.base == tip.last.version:
-            keys = pending.changes.keys() | done.keys()
-            found = {key: rebase(pending.changes.get(key), done.get(key)) for key in keys}
-            pending.changes = {key: change for key, change in found.items() if change}
-            pending.diffs, pending.base = None, draft.manifest.version
+            pending.difference, pending.base = pending.difference.after(draft.transition), draft.manifest.version
         tip.advance(draft)
         self._way_bytes += draft.manifest.size_bytes
 

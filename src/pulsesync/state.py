@@ -8,7 +8,7 @@ brought in block by block.
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 from pulsesync.slices import Memory, Place, Slices, windows
-from pulsesync.tensors import BitView, view_bits
+from pulsesync.tensors import view_bits
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class State:
     is in use; `recount` finds out.
     """
 
+    stacks = True  # patches can be prepared one over the other, and committed at once
+
     def __init__(
         self,
         layout: Layout,
@@ -75,7 +77,7 @@ class State:
         self.layout = layout
         self.flats = dict(flats)  # canonical name -> weights
         self.copies = dict(copies or {})  # canonical name -> tied tensors that have memory of their own
-        self.places: Mapping[int, Memory] = _places(layout, slices or {}) if places is None else places
+        self.places: Mapping[int, Memory] = find_places(layout, slices or {}) if places is None else places
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )
@@ -99,7 +101,7 @@ class State:
         Raises:
             StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
         """
-        everything = _by_name(source)
+        everything = cls.views(source)
         specs = {name: held.local for name, held in windows(layout.tensors, slices or {}).items()}
         wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
         for name, spec in wanted.items():
@@ -110,16 +112,28 @@ class State:
         copies: dict[str, list[Bits]] = {}
         for alias, name in layout.ties.items():
             known = [flats[name], *copies.get(name, ())] if name in flats else []
-            if alias in everything and all(everything[alias].address != flat.ctypes.data for flat in known):
+            if alias in everything and all(everything[alias].address != cls.span(flat)[0] for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
-        check_apart(flats, copies)
+        check_apart(flats, copies, cls.span)
         state = cls(layout, flats, copies, slices)
         state._addresses = {name: view.address for name, view in everything.items()}
         return state
 
     def holds(self, source: Any) -> bool:
         """Whether a source still has the very memory that was attached: tensors can be replaced behind their names."""
-        return {name: view.address for name, view in _by_name(source).items()} == self._addresses
+        return {name: view.address for name, view in self.views(source).items()} == self._addresses
+
+    @staticmethod
+    def views(source: Any) -> Mapping[str, Any]:
+        """The tensors of a source under all their names, tied ones too."""
+        views, ties = view_bits(source)
+        return {**views, **{alias: views[name] for alias, name in ties.items()}}
+
+    @staticmethod
+    def span(flat: Any) -> tuple[int, int]:
+        """The addresses at which weights begin and end."""
+        begin: int = flat.ctypes.data
+        return begin, begin + flat.nbytes
 
     # Reading
 
@@ -331,6 +345,10 @@ class State:
                 raise
         return back
 
+    def join(self, first: Transition, then: Transition) -> Transition:
+        """Two transitions as one."""
+        return Transition(_compose_all(first.changes, then.changes), then.sums, then.history)
+
     def _write(self, ordinal: int, change: BlockChange) -> None:
         for flat in self._memory(self.layout.tiles[ordinal]):
             self.places[ordinal].write(flat, change)
@@ -360,7 +378,7 @@ class State:
             seen |= promised.keys()
             counted = dict.fromkeys(promised, Sum(0, 0))
             for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                counted[tile.ordinal] += digest.count_block(tile, number, bits)
+                counted[tile.ordinal] += self._count_block(tile, number, bits)
             if counted != promised:
                 raise VerificationError("a tile of the anchor is not the publisher's", version=manifest.version)
             sums.update((ordinal, total) for ordinal, total in promised.items() if self.places[ordinal].whole)
@@ -375,19 +393,23 @@ class State:
         with self.lock:
             for body in parts:
                 for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                    for flat in self._memory(tile):
-                        self.places[tile.ordinal].write_block(flat, number, bits)
+                    self._write_block(tile, number, bits)
             self.sums, self.history, self.untied = dict(sums), History(), None
+
+    def _count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
+        return digest.count_block(tile, number, bits)
+
+    def _write_block(self, tile: Tile, number: int, bits: Bits) -> None:
+        for flat in self._memory(tile):
+            self.places[tile.ordinal].write_block(flat, number, bits)
 
     def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
         """Bring whole tiles that were checked into the weights. If this fails they are neither here nor there."""
         with self.lock:
             for ordinal, bits in tiles.items():
                 tile = self.layout.tiles[ordinal]
-                for flat in self._memory(tile):
-                    for number in range(tile.block_count):
-                        place = self.places[ordinal]
-                        place.write_block(flat, number, bits[number * BLOCK : (number + 1) * BLOCK])
+                for number in range(tile.block_count):
+                    self._write_block(tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
             self.sums, self.history = {**self.sums, **sums}, History()
 
     def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
@@ -438,7 +460,8 @@ def _composed(changes: Changes, patches: Iterable[TilePatch]) -> dict[tuple[int,
     return _compose_all(changes, later) if changes else later
 
 
-def _places(layout: Layout, slices: Slices) -> dict[int, Place]:
+def find_places(layout: Layout, slices: Slices) -> dict[int, Place]:
+    """Where the tiles of a run lie in what is held of its tensors, by ordinal."""
     if not slices:
         return {tile.ordinal: Place(tile, True) for tile in layout.tiles if tile.size}
     held = windows(layout.tensors, slices)
@@ -446,23 +469,21 @@ def _places(layout: Layout, slices: Slices) -> dict[int, Place]:
     return {ordinal: place for ordinal, place in found.items() if place}
 
 
-def _by_name(source: Any) -> dict[str, BitView]:
-    """The tensors of a source under all their names, tied ones too."""
-    views, ties = view_bits(source)
-    return {**views, **{alias: views[name] for alias, name in ties.items()}}
-
-
-def check_apart(flats: Mapping[str, Bits], copies: Mapping[str, Sequence[Bits]] | None = None) -> None:
+def check_apart(
+    flats: Mapping[str, Any],
+    copies: Mapping[str, Sequence[Any]] | None = None,
+    span: Callable[[Any], tuple[int, int]] = State.span,
+) -> None:
     """Refuse tensors that overlap in memory: writing one would change the other. Raises: StateError."""
     copies = copies or {}
     named = [*flats.items(), *((name, other) for name, others in copies.items() for other in others)]
-    spans = sorted((flat.ctypes.data, flat.ctypes.data + flat.nbytes, name) for name, flat in named if flat.size)
+    spans = sorted((*span(flat), name) for name, flat in named if len(flat))
     for (_, end, name), (begin, _, other) in pairwise(spans):
         if begin < end:
             raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=other)
 
 
-def _fits(name: str, view: BitView | None, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
+def _fits(name: str, view: Any | None, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
     if view is None:
         if optional:
             return

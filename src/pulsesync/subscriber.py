@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pulsesync import chain
+from pulsesync import chain, device
 from pulsesync.chain import Held
 from pulsesync.errors import (
     BaseMismatchError,
@@ -32,6 +32,7 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.format.history import History
+from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.parallel import finish
@@ -195,7 +196,7 @@ class Subscriber:
             with progress.timed("fetch"):
                 layout = records.layout(goal.layout)
             with progress.timed("prepare"):
-                self._attach(State.attach(source, layout, self.slices), records, progress)
+                self._attach(attach(source, layout, self.slices), records, progress)
         if self._go_back(goal, progress):
             return
         with progress.timed("fetch"):
@@ -239,23 +240,24 @@ class Subscriber:
         return goal.anchor is not None or bool(records.avoid)
 
     def _walk(self, way: Sequence[Manifest], records: Records, progress: _Progress) -> None:
-        """Apply records in order: an anchor, if there is one, first; then all patches in one commit."""
+        """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
         assert self._state is not None
         if way and way[0].kind == Kind.ANCHOR:
             with _about(records, way[0]):
                 self._load(way[0], progress)
             way = way[1:]
         transition: Transition | None = None
-        for record, fetching in self._ahead(way):
+        for n, (record, fetching) in enumerate(self._ahead(way), 1):
             with _about(records, record):
                 with progress.timed("fetch"):
                     got = [future.result() for future in fetching]
                 progress.fetched_bytes += sum(size for _, size in got)
                 with progress.timed("prepare"):
                     transition = self._state.prepare(record, [body for body, _ in got], after=transition)
-        if transition is not None:
-            self._commit(transition, way[-1], progress)
-            progress.path += ["squash" if record.kind == Kind.SQUASH else "patch" for record in way]
+            if n == len(way) or not self._state.stacks:
+                self._commit(transition, record, progress, goes_on=n > 1 and not self._state.stacks)
+                transition = None
+            progress.path.append("squash" if record.kind == Kind.SQUASH else "patch")
 
     def _ahead(self, way: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
         """Yield records with their bodies under way, some of them further along than the one that is wanted."""
@@ -279,7 +281,8 @@ class Subscriber:
             if executor is not self._executor:
                 executor.shutdown()
 
-    def _commit(self, transition: Transition, record: Manifest, progress: _Progress) -> None:
+    def _commit(self, transition: Transition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
+        """Bring a transition into the weights; goes_on: it is taken back together with the one before."""
         assert self._state is not None
         before = (self._held, self._step)
         with progress.timed("apply"):
@@ -289,7 +292,10 @@ class Subscriber:
                 if self._state.history is transition.history:
                     self._hold(record)
         progress.changed += transition.changed
-        if before[0] is not None:
+        if goes_on and self._undo:
+            held, step, earlier = self._undo.pop()
+            self._undo.append((held, step, self._state.join(back, earlier)))
+        elif before[0] is not None:
             self._undo.append((before[0], before[1] or 0, back))
 
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
@@ -358,7 +364,7 @@ class Subscriber:
         record = records.version(version)
         if record is None:
             return False
-        state = State.attach(source, records.layout(record.layout), self.slices)
+        state = attach(source, records.layout(record.layout), self.slices)
         if not state.whole or state.untied or state.digest != record.digest:
             return False
         known = History(record.index)
@@ -421,6 +427,15 @@ class Subscriber:
             damage, self._damage = self._damage, None
             self._forget()
             raise VerificationError(damage, expected=expected, actual=actual)
+
+
+def attach(source: Any, layout: Layout, slices: Slices | None) -> State:
+    """Take hold of tensors where they are: in host memory, or on a GPU. Raises: StateError."""
+    if device.find(source) is None:
+        return State.attach(source, layout, slices)
+    from pulsesync.device.state import DeviceState
+
+    return DeviceState.attach(source, layout, slices)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ memory is a tie: one of them is canonical, the other an alias.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -55,16 +55,12 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
     Raises:
         StateError: something that is not a tensor, of a dtype the format does not have, or not in host memory.
     """
-    if not isinstance(source, Mapping):
-        if not hasattr(source, "state_dict"):
-            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
-        source = source.state_dict()
     views: dict[str, BitView] = {}
     ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    for name in sorted(source, key=_encoded):
-        array = _as_numpy(name, source[name])
-        view = _view(name, array, of_torch=not isinstance(source[name], np.ndarray))
+    for name, tensor in named(source):
+        array = _as_numpy(name, tensor)
+        view = _view(name, array, of_torch=not isinstance(tensor, np.ndarray))
         place = (array.__array_interface__["data"][0], view.spec.dtype, view.spec.shape, array.strides)
         if view.spec.size and place in seen:
             ties[name] = seen[place]
@@ -72,6 +68,24 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
         seen[place] = name
         views[name] = view
     return views, ties
+
+
+def named(source: Any) -> Iterator[tuple[str, Any]]:
+    """What a module, a state dict or a mapping holds, in the order of the names. Raises: StateError."""
+    if not isinstance(source, Mapping):
+        if not hasattr(source, "state_dict"):
+            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
+        source = source.state_dict()
+    for name in sorted(source, key=_encoded):
+        yield name, source[name]
+
+
+def dtype_name(name: str, tensor: Any) -> str:
+    """The format's name for the dtype of a torch tensor. Raises: StateError, if it has none."""
+    dtype = _NUMPY_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -101,34 +115,39 @@ class Published:
 
 
 def as_published(views: Mapping[str, BitView], cast: Mapping[str, str]) -> Published:
-    """Cast FP32 tensors whose names fit a pattern, the first that does; an empty dtype leaves them as they are.
+    """Tensors as they are published. Raises: ValueError, as `find_casts`."""
+    return Published(views, find_casts((view.spec for view in views.values()), cast))
+
+
+def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:
+    """The dtypes of FP32 tensors whose names fit a pattern, the first that does; an empty one leaves them as they are.
 
     Raises:
         ValueError: a dtype that FP32 is not cast to.
     """
     for dtype in cast.values():
-        if dtype and dtype not in _CASTS:
-            raise ValueError(f"FP32 is cast to one of {', '.join(_CASTS)}, not {dtype!r}")
+        if dtype and dtype not in CASTS:
+            raise ValueError(f"FP32 is cast to one of {', '.join(CASTS)}, not {dtype!r}")
     dtypes = {}
-    for name, view in views.items():
-        fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(name, pattern)), "")
-        if fits and view.spec.dtype == "F32":
-            dtypes[name] = fits
-    return Published(views, dtypes)
+    for spec in specs:
+        fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(spec.name, pattern)), "")
+        if fits and spec.dtype == "F32":
+            dtypes[spec.name] = fits
+    return dtypes
 
 
-_CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:
     if of_torch:
         import torch
 
-        cast = torch.from_numpy(bits.view(np.float32)).to(getattr(torch, _CASTS[dtype]))
+        cast = torch.from_numpy(bits.view(np.float32)).to(getattr(torch, CASTS[dtype]))
         out: Bits = cast.view(getattr(torch, f"uint{8 * DTYPES[dtype].itemsize}")).numpy()
         return out
     with np.errstate(all="ignore"):  # NaN and overflow are values here
-        return bits.view(np.float32).astype(_numpy_dtype(_CASTS[dtype])).view(DTYPES[dtype].bits)
+        return bits.view(np.float32).astype(_numpy_dtype(CASTS[dtype])).view(DTYPES[dtype].bits)
 
 
 def new_tensors(specs: Iterable[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
@@ -149,12 +168,12 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     if torch is not None and isinstance(tensor, torch.Tensor):
         if tensor.device.type != "cpu":
             raise StateError(
-                f"tensor {name!r} is on {tensor.device}; only host memory is supported so far", tensor=name
+                f"tensor {name!r} is on {tensor.device}, and this works in host memory alone: bring a copy there",
+                tensor=name,
             )
         tensor = tensor.detach()
+        dtype_name(name, tensor)
         label = str(tensor.dtype).removeprefix("torch.")
-        if label not in _NUMPY_NAMES:
-            raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
         try:
             bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
         except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory

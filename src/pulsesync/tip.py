@@ -43,10 +43,10 @@ class Tip:
         self._unsure: Draft | None = None  # sent, and perhaps committed
 
     def draft(
-        self, diffs: Sequence[Diff], codec: CodecName, step: int, anchor: int | None, files: tuple[FileRef, ...]
+        self, encoded: tuple[EncodedPart, Transition], step: int, anchor: int | None, files: tuple[FileRef, ...]
     ) -> Draft:
-        """Encode what takes the base to the next version. Changes nothing."""
-        part, transition = encode_next(self.state, self.last, diffs, codec)
+        """The record of what takes the base to the next version. Changes nothing."""
+        part, transition = encoded
         manifest = next_record(
             self.last,
             step,

@@ -12,28 +12,59 @@ LAYOUT = "ab" * 32
 sections_of_bytes = st.lists(st.binary(max_size=50), min_size=1, max_size=6)
 
 
+def whole(sections: list[bytes]) -> list[list[bytes]]:
+    """Sections that are one piece each."""
+    return [[section] for section in sections]
+
+
 def small() -> tuple[str, bytearray]:
-    id_, data = container.build(LAYOUT, [b"index", b"payload"])
+    id_, data = container.build(LAYOUT, [[b"index"], [b"pay", b"load"]])
     return id_, bytearray(data)
 
 
 @given(sections_of_bytes)
 def test_sections_come_back(sections: list[bytes]) -> None:
-    id_, data = container.build(LAYOUT, sections)
+    id_, data = container.build(LAYOUT, whole(sections))
     header, found = container.open_part(data, id_)
     assert [bytes(s) for s in found] == sections
     assert (header.layout, header.id, header.file_size) == (LAYOUT, id_, len(data))
 
 
+@given(st.lists(st.lists(st.binary(max_size=9), max_size=4), min_size=1, max_size=4))
+def test_sections_in_pieces_give_the_same_file(sections: list[list[bytes]]) -> None:
+    views = [[memoryview(piece) for piece in pieces] for pieces in sections]
+    joined = container.build(LAYOUT, [[b"".join(pieces)] for pieces in sections])
+    assert container.build(LAYOUT, views) == container.build(LAYOUT, sections) == joined
+
+
+def test_a_large_part_is_the_same_from_any_number_of_threads_and_cannot_be_written() -> None:
+    pieces = [[bytes([n]) * container.ALONE, b"end"] for n in range(5)]
+    alone, together = (container.build(LAYOUT, pieces, threads) for threads in (1, 4))
+    assert alone == together
+    assert together[1].readonly
+    for threads in (1, 4):
+        assert container.open_part(together[1], together[0], threads)[1] == [b"".join(some) for some in pieces]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_damage_in_a_large_part_is_found_by_any_number_of_threads(threads: int) -> None:
+    id_, data = container.build(LAYOUT, [[bytes(container.ALONE)] for _ in range(5)])
+    damaged = bytearray(data)
+    damaged[-container.ALONE - 1] ^= 1
+    with pytest.raises(ChecksumError) as caught:
+        container.open_part(damaged, id_, threads)
+    assert caught.value.section == 3
+
+
 @given(sections_of_bytes)
 def test_the_id_is_the_hash_of_the_header(sections: list[bytes]) -> None:
-    id_, data = container.build(LAYOUT, sections)
+    id_, data = container.build(LAYOUT, whole(sections))
     assert hashlib.sha256(data[: 64 + 40 * len(sections)]).hexdigest() == id_
 
 
 @given(sections_of_bytes, st.data())
 def test_every_changed_bit_is_found(sections: list[bytes], draw: st.DataObject) -> None:
-    id_, data = container.build(LAYOUT, sections)
+    id_, data = container.build(LAYOUT, whole(sections))
     damaged = bytearray(data)
     damaged[draw.draw(st.integers(0, len(data) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
     with pytest.raises(FormatError):
@@ -42,7 +73,7 @@ def test_every_changed_bit_is_found(sections: list[bytes], draw: st.DataObject) 
 
 @given(sections_of_bytes, st.data())
 def test_every_missing_end_is_found(sections: list[bytes], draw: st.DataObject) -> None:
-    id_, data = container.build(LAYOUT, sections)
+    id_, data = container.build(LAYOUT, whole(sections))
     with pytest.raises(FormatError):
         container.open_part(data[: draw.draw(st.integers(0, len(data) - 1))], id_)
 
@@ -111,7 +142,7 @@ def test_a_header_cut_short_is_refused(size: int) -> None:
 
 
 def test_a_part_with_all_the_sections_it_may_have_opens_at_once() -> None:
-    _, data = container.build(LAYOUT, [b""] * container.MAX_SECTIONS)
+    _, data = container.build(LAYOUT, [[]] * container.MAX_SECTIONS)
     began = time.perf_counter()
     container.open_part(data)
     assert time.perf_counter() - began < 2

@@ -252,8 +252,9 @@ def _bytes(body: Any) -> bytes:
     return body if isinstance(body, bytes) else body.write()
 
 
-def read_part(data: bytes, layout: Layout) -> Part:
+def read_part(data: bytes | memoryview, layout: Layout) -> Part:
     """Take a good file apart."""
+    data = bytes(data)
     (count,) = struct.unpack_from("<H", data, 10)
     at, sections = 64 + 40 * count, []
     for i in range(count):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,25 @@ class Steps(NamedTuple):
     extras: NDArray[np.uint32]
     classes: NDArray[np.uint8]
     by_class: NDArray[np.int64]
+
+
+class Changed(Protocol):
+    """What changed in a tile, wherever it lies: bringing its blocks or positions to the host may cost something."""
+
+    @property
+    def tile(self) -> Tile: ...
+
+    @property
+    def blocks(self) -> tuple[BlockChange, ...]: ...
+
+    @property
+    def changed(self) -> int: ...
+
+    def positions(self) -> NDArray[np.int64]:
+        """Where in the tile, ascending."""
+
+    def values(self) -> Bits:
+        """The new weights there."""
 
 
 @dataclass(frozen=True)

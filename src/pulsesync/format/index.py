@@ -3,7 +3,7 @@
 Everything a reader must know before it decodes is here, so one fetch of header and index is enough to choose sections.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
 MAX_TABLES = 16
 MAX_AGES = 128
 CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
+_CODECS = {int(codec): codec for codec in Codec}
 _BY_CODE = {kind.code: name for name, kind in DTYPES.items()}
 
 
@@ -93,12 +94,14 @@ def parse(section: bytes | memoryview, tiles: int, sections: Sequence[int]) -> t
     filled = np.bincount(places, sizes, minlength=len(sections)).astype(np.int64) if count else np.zeros(len(sections))
     if any(int(filled[i]) != sections[i] for i in range(1, len(sections))):
         raise FormatError("the payloads that the index names do not fill their sections")
-    if any(codec not in list(Codec) for codec in codecs):
+    if any(codec not in _CODECS for codec in codecs):
         raise UnsupportedError("the index names a codec this reader does not know")
-    return shared, [
-        Entry(int(o), Codec(c), int(p), int(n), Sum.from_bytes(bytes(sums[16 * i : 16 * i + 16])))
-        for i, (o, c, p, n) in enumerate(zip(ordinals, codecs, places, sizes, strict=True))
-    ]
+    fields = ordinals.tolist(), (_CODECS[c] for c in codecs), places.tolist(), sizes.tolist(), _sums(sums)
+    return shared, [Entry(*of_tile) for of_tile in zip(*fields, strict=True)]
+
+
+def _sums(data: memoryview) -> Iterable[Sum]:
+    return map(Sum._make, np.frombuffer(data, "<u8").reshape(-1, 2).tolist())
 
 
 def _table(table: Table) -> bytes:

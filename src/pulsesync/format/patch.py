@@ -7,7 +7,7 @@ to count and to code; decoding reads them once. Apart from the result, memory is
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -15,20 +15,19 @@ from pulsesync import kernels
 from pulsesync.digest import moved
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index
+from pulsesync.format.choice import choose, dense_of
 from pulsesync.format.codecs import context, dense, gap
-from pulsesync.format.diff import Diff, find_changes, from_changes
+from pulsesync.format.diff import Changed, Diff, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import Entry, Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.predict import Coded, code_against_old, memory_of
-from pulsesync.format.weights import Changes, Overlay, Weights, as_weights
+from pulsesync.format.weights import Changes, Weights, as_weights
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 
 CodecName = Literal["auto", "gap", "context", "history", "dense"]
 SECTION_BYTES = 1 << 22  # a section is closed once it has this much
-POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap`
-FEW = 4096  # changes of a part up to which tables may not pay: `gap` is tried as well
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class EncodedPart:
     """A finished part, and what its writer needs to move its own base along."""
 
     id: str
-    data: bytes
+    data: bytes | memoryview
     patches: tuple[TilePatch, ...]
     sums: Mapping[int, Sum]  # of the changed tiles, after the patch, by ordinal
 
@@ -111,16 +110,38 @@ def encode_diff(
     coded: dict[int, Coded] = {}
     if _against_old(codec):
         shared, coded = code_against_old(diffs, weights, None if codec == "context" else history, threads)
-    chosen = spread(lambda d: _settle(d, weights, coded.get(d.tile.ordinal), codec), diffs, threads)
-    if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
-        shared, chosen = _without_tables_if_smaller(diffs, shared, chosen)
-    if all(choice.codec in (Codec.GAP, Codec.DENSE) for choice in chosen):
-        shared = []
-    patches = [_patch(diff, choice) for diff, choice in zip(diffs, chosen, strict=True)]
-    moves = spread(moved, patches, threads)
-    after = {p.tile.ordinal: sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
-    id_, data = _assemble(layout.id, shared, list(zip(patches, chosen, strict=True)), after)
-    return EncodedPart(id_, data, tuple(patches), after)
+    moves = spread(lambda d: moved(TilePatch(d.tile, Codec.GAP, d.blocks)), diffs, threads)
+    after = {d.tile.ordinal: sums[d.tile.ordinal] + by for d, by in zip(diffs, moves, strict=True)}
+    done = finish(layout, diffs, weights, shared, coded, after, codec, threads)
+    patches = tuple(_patch(diff, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
+    return EncodedPart(done.id, done.data, patches, after)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The bytes of a part, and how each of its tiles was written, in their order."""
+
+    id: str
+    data: memoryview
+    chosen: list[Coded]
+
+
+def finish(
+    layout: Layout,
+    diffs: Sequence[Changed],
+    old: Weights,
+    shared: list[Table],
+    coded: Mapping[int, Coded],
+    sums: Mapping[int, Sum],
+    codec: CodecName,
+    threads: int | None = None,
+) -> Finished:
+    """Make a part of changed tiles, given by ordinal as coded against their old weights, and their digests afterwards.
+
+    Blocks and old weights are asked for only where `dense` is tried, positions and values where `gap` is.
+    """
+    shared, chosen = choose(diffs, old, shared, coded, codec, threads)
+    return Finished(*_assemble(layout.id, shared, [d.tile for d in diffs], chosen, sums, threads), chosen)
 
 
 def encode_whole(
@@ -132,10 +153,10 @@ def encode_whole(
 ) -> EncodedPart:
     """Encode these tiles whole, as `dense`: a part of an anchor. Its patches are empty: there is no base."""
     weights = as_weights(state)
-    patches = [TilePatch(tile, Codec.DENSE, ()) for tile in tiles if tile.size]
-    bodies = spread(lambda p: Coded(Codec.DENSE, _dense(p.tile, weights)), patches, threads)
-    after = {p.tile.ordinal: sums[p.tile.ordinal] for p in patches}
-    return EncodedPart(*_assemble(layout.id, [], list(zip(patches, bodies, strict=True)), after), (), after)
+    written = [tile for tile in tiles if tile.size]
+    coded = spread(lambda tile: dense_of(tile, weights), written, threads)
+    after = {tile.ordinal: sums[tile.ordinal] for tile in written}
+    return EncodedPart(*_assemble(layout.id, [], written, coded, after, threads), (), after)
 
 
 def _patch(diff: Diff, choice: Coded) -> TilePatch:
@@ -145,59 +166,27 @@ def _patch(diff: Diff, choice: Coded) -> TilePatch:
     return TilePatch(diff.tile, choice.codec, blocks, choice.cut)
 
 
-def _settle(diff: Diff, old: Weights, coded: Coded | None, codec: CodecName) -> Coded:
-    """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
-
-    `gap` is tried only where prediction failed (weights set to one value, say), and `dense` only where the others come
-    near it.
-    """
-    new = Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks})
-    if codec == "dense":
-        return Coded(Codec.DENSE, _dense(diff.tile, new))
-    best = coded or Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
-    if codec == "auto" and coded and 8 * len(best.body) > POOR_BITS * diff.changed:
-        plain = Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
-        best = min(best, plain, key=lambda c: len(c.body))
-    if codec == "auto" and 2 * len(best.body) > diff.tile.size * diff.tile.tensor.kind.itemsize:
-        whole = _dense(diff.tile, new)
-        if len(whole) < len(best.body):
-            return Coded(Codec.DENSE, whole)
-    return best
-
-
-def _dense(tile: Tile, state: Weights) -> bytes:
-    return dense.encode(state.block(tile, n) for n in range(tile.block_count))
-
-
-def _without_tables_if_smaller(
-    diffs: Sequence[Diff], shared: list[Table], chosen: list[Coded]
-) -> tuple[list[Table], list[Coded]]:
-    """Tiny patches do not pay for tables: take `gap` throughout where it is smaller with everything counted."""
-    plain = []
-    for diff, best in zip(diffs, chosen, strict=True):
-        body = gap.encode(diff.positions(), diff.values())
-        dense_is_less = best.codec == Codec.DENSE and len(best.body) < len(body)
-        plain.append(best if dense_is_less else Coded(Codec.GAP, body))
-    size = sum(len(c.body) for c in chosen) + len(index.build(shared, []))
-    return ([], plain) if sum(len(c.body) for c in plain) < size else (shared, chosen)
-
-
 def _assemble(
-    layout: str, shared: Sequence[Table], coded: Sequence[tuple[TilePatch, Coded]], sums: Mapping[int, Sum]
-) -> tuple[str, bytes]:
+    layout: str,
+    shared: Sequence[Table],
+    tiles: Sequence[Tile],
+    coded: Sequence[Coded],
+    sums: Mapping[int, Sum],
+    threads: int | None,
+) -> tuple[str, memoryview]:
     """Lay payloads into sections, at least one, and put index and header in front."""
-    sections: list[list[bytes]] = [[]]
+    sections: list[list[bytes | memoryview]] = [[]]
     filled = 0
     entries = []
-    for patch, choice in coded:
+    for tile, choice in zip(tiles, coded, strict=True):
         if filled >= SECTION_BYTES:
             sections.append([])
             filled = 0
-        sections[-1].append(choice.body)
-        filled += len(choice.body)
-        ordinal = patch.tile.ordinal
-        entries.append(Entry(ordinal, patch.codec, len(sections), len(choice.body), sums[ordinal]))
-    return container.build(layout, [index.build(shared, entries), *(b"".join(s) for s in sections)])
+        size = choice.size
+        sections[-1] += choice.pieces
+        filled += size
+        entries.append(Entry(tile.ordinal, choice.codec, len(sections), size, sums[tile.ordinal]))
+    return container.build(layout, [[index.build(shared, entries)], *sections], threads)
 
 
 def decode(
@@ -214,7 +203,7 @@ def decode(
     Raises:
         FormatError: and its branches, for whatever is wrong with the bytes.
     """
-    header, sections = container.open_part(data, expected_id)
+    header, sections = container.open_part(data, expected_id, threads)
     opened = open_index(header, sections[0], layout)
     return decode_tiles(opened, dict(enumerate(sections)), layout, old, history=history, threads=threads)
 
@@ -299,25 +288,57 @@ class _Job:
 def _open_tile(
     entry: Entry, tile: Tile, body: memoryview, shared: Sequence[Table], history: History | None
 ) -> list[_Job]:
-    if tile.size == 0:
-        raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
+    check_tile(entry, tile)
     if entry.codec in (Codec.DENSE, Codec.GAP):
         return [_Job(entry.codec, tile, body)]
-    kind = tile.tensor.kind
-    if kind.exponent_shift is None:
+    payload = context.parse(body, tile.size, tile.tensor.kind)
+    check_heads(entry, tile, payload, shared, history)
+    return [_Job(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
+
+
+def check_tile(entry: Entry, tile: Tile) -> None:
+    """Raises: FormatError, if a tile that a part names has no weights; UnsupportedError, if none of that codec."""
+    if tile.size == 0:
+        raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
+    if entry.codec in (Codec.CONTEXT, Codec.HISTORY) and tile.tensor.kind.exponent_shift is None:
         raise UnsupportedError(f"{tile.tensor.dtype} cannot be coded against old weights", tensor=tile.tensor.name)
-    payload = context.parse(body, tile.size, kind)
-    if payload.table >= len(shared) or shared[payload.table].dtype != tile.tensor.dtype:
+
+
+class Begins(Protocol):
+    """What the first bytes of a payload coded against old weights say."""
+
+    @property
+    def table(self) -> int: ...
+    @property
+    def cut(self) -> int: ...
+
+
+class Remembering(Protocol):
+    """A history, wherever it is held."""
+
+    @property
+    def index(self) -> int: ...
+    def cut(self, tile: int) -> int: ...
+
+
+def check_heads(
+    entry: Entry,
+    tile: Tile,
+    heads: Begins,
+    shared: Sequence[Table],
+    history: Remembering | None,
+) -> None:
+    """Raises: FormatError, and its branches, if a payload was made with other tables or another history."""
+    if heads.table >= len(shared) or shared[heads.table].dtype != tile.tensor.dtype:
         raise FormatError("a tile uses a table that the part does not have", tensor=tile.tensor.name)
-    table = shared[payload.table]
-    if payload.cut > table.highest_cut:
+    table = shared[heads.table]
+    if heads.cut > table.highest_cut:
         raise LimitError("a tile's cut is above its table", tensor=tile.tensor.name)
     known = history if entry.codec == Codec.HISTORY else History()
     if known is None:
         raise FormatError("the part needs the history of its epoch and none is held")
-    if table.frequencies.shape[1] != known.index + 1 or payload.cut < known.cut(tile.ordinal):
+    if table.frequencies.shape[1] != known.index + 1 or heads.cut < known.cut(tile.ordinal):
         raise FormatError("the part was made with another history", tensor=tile.tensor.name)
-    return [_Job(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
 def _run(job: _Job, old: Weights, history: History | None, shared: Sequence[Table]) -> list[BlockChange]:

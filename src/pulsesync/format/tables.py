@@ -22,19 +22,20 @@ def symbol_count(width: int) -> int:
 
 
 def choose_cut(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> int:
-    """Return the class below which weights are hot, given changes and sampled weights by class.
+    """Return the class below which weights are hot, given changes and sampled weights by class (see `choose_cuts`)."""
+    return int(choose_cuts(changes[None], sampled[None])[0])
+
+
+def choose_cuts(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return, for each tile (row), the class below which weights are hot, given changes and sampled weights by class.
 
     A change left cold costs as much as 1,024 hot decisions: of the cuts with the least total, the lowest.
     """
-    hot, cold = 0, int(changes.sum())
-    cut, least = 0, 1024 * cold
-    for c, (of_these, sample) in enumerate(zip(changes.tolist(), sampled.tolist(), strict=True)):
-        hot, cold = hot + spec.SAMPLE_SCALE * sample, cold - of_these
-        if hot + 1024 * cold < least:
-            cut, least = c + 1, hot + 1024 * cold
-        if cold == 0:
-            break
-    return cut
+    tiles, classes = changes.shape
+    costs = np.zeros((tiles, classes + 1), np.int64)  # of each cut, less what it costs to leave all changes cold
+    np.cumsum(spec.SAMPLE_SCALE * sampled - 1024 * changes, axis=1, out=costs[:, 1:])
+    cuts: NDArray[np.int64] = costs.argmin(axis=1)
+    return cuts
 
 
 def lanes_for(decisions: int) -> int:

@@ -5,6 +5,8 @@ bytes, no longer than needed.
 """
 
 import threading
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import zstandard
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from pulsesync.errors import FormatError, LimitError
 
 RAW, ZSTD = 0, 1
+FEW = 64  # numbers up to which numpy's overhead is more than a loop costs
 _mine = threading.local()
 
 
@@ -35,26 +38,30 @@ class Reader:
 
     def number(self, limit: int) -> int:
         """One LEB128 number, at most limit."""
-        value = shift = 0
-        while True:
-            byte = self.byte()
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-            if shift >= 70:
-                raise FormatError(f"{self.what} holds a number of more than ten bytes")
-        if shift > 7 and byte == 0:
+        data, at, shift = self.data, self.at, 0
+        try:
+            value = byte = data[at]
+            while byte >= 0x80:
+                shift += 7
+                at += 1
+                byte = data[at]
+                value += byte - 1 << shift  # the 1 is the top bit of the byte before
+                if shift == 70:
+                    raise FormatError(f"{self.what} holds a number of more than ten bytes")
+        except IndexError:
+            raise FormatError(f"{self.what} ends too early: inside a number, after {len(data)} bytes") from None
+        if shift and byte == 0:
             raise FormatError(f"{self.what} holds a number written longer than needed")
         if value > limit:
             raise LimitError(f"{self.what} holds {value} where at most {limit} is allowed", limit=limit, value=value)
+        self.at = at + 1
         return value
 
     def numbers(self, count: int, limit: int) -> NDArray[np.int64]:
         """Count LEB128 numbers, each at most limit (below 2^63)."""
         if count > len(self.data) - self.at:
             raise FormatError(f"{self.what} ends too early: {count} numbers wanted at {self.at} of {len(self.data)}")
-        if count < 32:  # where numpy's overhead is the cost
+        if count <= FEW:
             return np.array([self.number(limit) for _ in range(count)], np.int64)
         window = np.frombuffer(self.data[self.at : self.at + 10 * count], np.uint8)
         ends = np.flatnonzero(window < 0x80)[:count]
@@ -113,26 +120,55 @@ def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
 
 def number(value: int) -> bytes:
     """Write one LEB128 number."""
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
+    return few_numbers((value,))
+
+
+def few_numbers(values: Iterable[int]) -> bytes:
+    """Write some LEB128 numbers, where there are too few for `numbers` to pay."""
+    out: list[int] = []
+    for value in values:
+        left = value
+        while left >= 0x4000:
+            out.append(left & 0x7F | 0x80)
+            left >>= 7
+        if left >= 0x80:
+            out += (left & 0x7F | 0x80, left >> 7)
+        else:
+            out.append(left)
     return bytes(out)
 
 
 def numbers(values: NDArray[np.int64]) -> bytes:
     """Write many LEB128 numbers (each in 0..2^63-1)."""
-    if values.size < 32:  # where numpy's overhead is the cost
-        return b"".join(map(number, values.tolist()))
+    if values.size <= FEW:
+        return few_numbers(values.tolist())
+    return _written(values)[0].tobytes()
+
+
+def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
+    """Write many LEB128 numbers, and cut them into runs of so many."""
+    out, ends = _written(values)
+    borders = [0, *np.r_[0, ends][np.cumsum(counts)].tolist()]
+    data = out.tobytes()
+    return [data[begin:end] for begin, end in pairwise(borders)]
+
+
+def _written(values: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The bytes of numbers, and where each ends."""
     lengths = np.ones(values.size, np.int64)
     for k in range(1, 9):
-        lengths += values >> (7 * k) > 0
+        longer = values >= 1 << (7 * k)
+        if not longer.any():
+            break
+        lengths += longer
     ends = np.cumsum(lengths)
-    place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    out: NDArray[np.uint8] = (np.repeat(values, lengths) >> (7 * place) & 0x7F | 0x80).astype(np.uint8)
-    out[ends - 1] &= 0x7F
-    return out.tobytes()
+    out = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
+    at, rest = ends - lengths, values
+    while at.size:  # a byte of every number that is not written yet
+        out[at] = rest & 0x7F | np.where(rest > 0x7F, 0x80, 0)
+        longer = rest > 0x7F
+        at, rest = at[longer] + 1, rest[longer] >> 7
+    return out, ends
 
 
 def plane(data: bytes) -> bytes:

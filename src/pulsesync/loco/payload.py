@@ -240,7 +240,7 @@ def _encode_steps(
             changes[0, number] = BlockChange(number, here, old[first:last], new[first:last])
     weights = as_weights({"fired": described})
     diffs = patch.diff_of(layout.tiles, weights, changes)
-    return patch.encode_diff(layout, diffs, weights, {0: Sum(0, 0)}).data
+    return bytes(patch.encode_diff(layout, diffs, weights, {0: Sum(0, 0)}).data)
 
 
 def _decode_steps(

@@ -52,6 +52,37 @@ def test_a_payload_cut_short_is_refused(seed: int, draw: st.DataObject) -> None:
         context.parse(memoryview(data)[: draw.draw(st.integers(0, len(data) - 1))], 300, BF16)
 
 
+@given(seeds, st.sampled_from([1, 300, BLOCK, 3 * BLOCK + 7]), st.sampled_from([0, 1, 32, 33, 200]))
+def test_heads_come_back_and_the_streams_follow(seed: int, size: int, cold: int) -> None:
+    rng = np.random.default_rng(seed)
+    at = np.sort(rng.choice(size, min(size, cold), replace=False))
+    steps = rng.choice([-(1 << 15), -1, 1, 77, 1 << 15], at.size)
+    whole = replace(random_payload(rng, size), cold=at, steps=steps)
+    data = memoryview(context.build(whole))
+    heads, begin = context.parse_heads(data, size, BF16)
+    assert context.build_heads(heads) == data[:begin]
+    assert data[begin:] == b"".join(block.words.tobytes() for block in whole.blocks)
+    assert heads.words.tolist() == [block.words.size for block in whole.blocks]
+    assert (heads.cold.tolist(), heads.steps.tolist()) == (at.tolist(), steps.tolist())
+
+
+@pytest.mark.parametrize("count", [1, 40], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [((0, 2), None), ((1, 2), FormatError), ((0, 0), LimitError), ((0, (2 << 15) + 1), LimitError)],
+    ids=["inside", "behind the tile", "no step", "too long"],
+)
+def test_the_last_of_few_or_many_cold_changes_is_checked(
+    count: int, last: tuple[int, int], error: type[Exception] | None
+) -> None:
+    data = payload(0, 0, count, *(0, 2) * (count - 1), *last)
+    if error is None:
+        assert context.parse(data, count, BF16).cold.tolist() == list(range(count))
+    else:
+        with pytest.raises(error):
+            context.parse(data, count, BF16)
+
+
 def payload(*numbers: int, table: int = 0) -> memoryview:
     return memoryview(bytes([table]) + b"".join(map(wire.number, numbers)))
 

@@ -6,6 +6,8 @@ direction turns the sign. The few changes of cold weights are written as gaps an
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from pulsesync.kernels import spec
 from pulsesync.model import BLOCK, Bits, BlockChange, Dtype
 
 NO_HISTORY = np.empty(0, np.uint8)
+NO_COLD = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -96,25 +99,49 @@ class Payload:
     steps: NDArray[np.int64]
 
 
+class Heads(NamedTuple):
+    """A payload without its streams; what is said of each block is in arrays, one entry a block."""
+
+    table: int
+    cut: int
+    changes: NDArray[np.int64]
+    lanes: NDArray[np.int64]  # powers of two; of a block without changes, like its words, not written
+    words: NDArray[np.int64]  # how many its stream has
+    cold: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+
 def build(payload: Payload) -> bytes:
     """Write a payload: table, cut, block heads, cold changes, streams."""
-    heads = []
-    for block in payload.blocks:
-        heads.append(block.changes << 3 | block.lanes.bit_length() - 1 if block.changes else 0)
-        if block.changes:
-            heads.append(block.words.size)
-    cold = np.empty((payload.cold.size, 2), np.int64)
-    cold[:, 0] = payload.cold
-    cold[1:, 0] -= payload.cold[:-1] + 1
-    cold[:, 1] = (payload.steps << 1) ^ (payload.steps >> 63)
-    return b"".join((
-        bytes([payload.table]),
-        wire.number(payload.cut),
-        wire.numbers(np.array(heads, np.int64)),
-        wire.number(payload.cold.size),
-        wire.numbers(cold.reshape(-1)),
-        *(block.words.astype("<u2").tobytes() for block in payload.blocks if block.changes),
-    ))  # fmt: skip
+    changes, lanes, words = np.array([(b.changes, b.lanes, b.words.size) for b in payload.blocks], np.int64).T
+    head = build_heads(Heads(payload.table, payload.cut, changes, lanes, words, payload.cold, payload.steps))
+    return b"".join((head, *(b.words.astype("<u2", copy=False).data for b in payload.blocks if b.changes)))
+
+
+def build_heads(heads: Heads) -> bytes:
+    """Write all of a payload but its streams, which follow at once, in the order of their blocks."""
+    numbers = [heads.cut]
+    for changes, lanes, words in zip(heads.changes.tolist(), heads.lanes.tolist(), heads.words.tolist(), strict=True):
+        if changes:
+            numbers += (changes << 3 | lanes.bit_length() - 1, words)
+        else:
+            numbers.append(0)
+    numbers.append(heads.cold.size)
+    return bytes((heads.table,)) + wire.few_numbers(numbers) + _build_cold(heads.cold, heads.steps)
+
+
+def _build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
+    if 2 * cold.size <= wire.FEW:
+        at = cold.tolist()
+        numbers = [0] * (2 * len(at))
+        numbers[::2] = [here - before - 1 for before, here in pairwise((-1, *at))]
+        numbers[1::2] = [step << 1 ^ step >> 63 for step in steps.tolist()]
+        return wire.few_numbers(numbers)
+    pairs = np.empty((cold.size, 2), np.int64)
+    pairs[:, 0] = cold
+    pairs[1:, 0] -= cold[:-1] + 1
+    pairs[:, 1] = (steps << 1) ^ (steps >> 63)
+    return wire.numbers(pairs.reshape(-1))
 
 
 def parse(data: memoryview, size: int, kind: Dtype) -> Payload:
@@ -123,38 +150,98 @@ def parse(data: memoryview, size: int, kind: Dtype) -> Payload:
     Raises:
         FormatError: cut short or too long, or more changes than weights; LimitError.
     """
+    heads, begin = parse_heads(data, size, kind)
+    words = np.frombuffer(data[begin:], "<u2").astype(np.uint16)
+    ends = np.cumsum(heads.words)
+    shape = zip(heads.changes.tolist(), heads.lanes.tolist(), (ends - heads.words).tolist(), ends.tolist(), strict=True)
+    blocks = tuple(BlockStream(changes, lanes, words[first:last]) for changes, lanes, first, last in shape)
+    return Payload(heads.table, heads.cut, blocks, heads.cold, heads.steps)
+
+
+def parse_heads(data: memoryview, size: int, kind: Dtype) -> tuple[Heads, int]:
+    """Read the payload of a tile of this many weights, all but its streams; return also the byte where those begin.
+
+    The streams fill the rest exactly: block b's has words[b] words of 16 bits, low byte first.
+
+    Raises:
+        as `parse`.
+    """
     reader = wire.Reader(data, "a context payload")
     table = reader.byte()
     width = 8 * kind.itemsize
     cut = reader.number(1 << (width - 1 - (kind.exponent_shift or 0)))
-    heads: list[tuple[int, int, int]] = []
-    for begin in range(0, size, BLOCK):
-        weights = min(BLOCK, size - begin)
-        head = reader.number(weights << 3 | 7)
-        changes, lanes_log2 = head >> 3, head & 7
-        if changes > weights or lanes_log2 > spec.MAX_LANES_LOG2 or (changes == 0 and head):
-            raise FormatError("a block says it has more changes or lanes than it can")
-        # a decision takes one word at most, a change two more
-        heads.append((changes, 1 << lanes_log2, reader.number(64 + 3 * weights) if changes else 0))
-    cold_count = reader.number(size)
-    pairs = reader.numbers(2 * cold_count, 1 << 47).reshape(-1, 2)
-    if cold_count and float(pairs[:, 0].sum(dtype=np.float64)) + cold_count > size:
-        raise FormatError("a context payload has cold changes outside its tile")
-    steps = (pairs[:, 1] >> 1) ^ -(pairs[:, 1] & 1)
-    if (cold_count and (steps == 0).any()) or (np.abs(steps) > 1 << (width - 1)).any():
-        raise LimitError("a cold change is no step, or longer than its dtype has")
-    blocks = tuple(
-        BlockStream(changes, lanes, np.frombuffer(reader.take(2 * words), "<u2").astype(np.uint16))
-        for changes, lanes, words in heads
-    )
+    blocks = parse_blocks(reader, size)
+    cold, steps = _parse_cold(reader, size, 1 << width)
+    begin = reader.at
+    reader.take(2 * sum(blocks[2::3]))
     reader.end()
-    return Payload(table, cut, blocks, np.cumsum(pairs[:, 0] + 1) - 1, steps)
+    by_block = np.array(blocks, np.int64).reshape(-1, 3)
+    return Heads(table, cut, by_block[:, 0], by_block[:, 1], by_block[:, 2], cold, steps), begin
+
+
+def parse_blocks(reader: wire.Reader, size: int) -> list[int]:
+    """Changes, lanes and words of each block, one after the other."""
+    out: list[int] = []
+    number, most_lanes = reader.number, spec.MAX_LANES_LOG2
+    for weights, blocks in ((BLOCK, size // BLOCK), (size % BLOCK, int(size % BLOCK > 0))):
+        most_changes = weights << 3 | 7
+        most_words = 64 + 3 * weights  # a decision takes one at most, a change two more
+        for _ in range(blocks):
+            head = number(most_changes)
+            if head == 0:
+                out += (0, 1, 0)
+            elif head < 8 or head & 7 > most_lanes:
+                raise FormatError("a block says it has lanes without changes, or more than it can")
+            else:
+                out += (head >> 3, 1 << (head & 7), number(most_words))
+    return out
+
+
+def _parse_cold(reader: wire.Reader, size: int, circle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions and steps of the cold changes; the circle is as long as its dtype has bit patterns."""
+    count = reader.number(size)
+    if 2 * count <= wire.FEW:
+        return _parse_few_cold(reader, count, size, circle)
+    pairs = reader.numbers(2 * count, 1 << 47).reshape(-1, 2)
+    gaps, codes = pairs[:, 0], pairs[:, 1]
+    _check_cold(float(gaps.sum(dtype=np.float64)) + count, int(codes.min()), int(codes.max()), size, circle)
+    return np.cumsum(gaps + 1) - 1, (codes >> 1) ^ -(codes & 1)
+
+
+def _parse_few_cold(
+    reader: wire.Reader, count: int, size: int, circle: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same without numpy, whose overhead is more than so few cost."""
+    if not count:
+        return NO_COLD, NO_COLD
+    numbers = [reader.number(1 << 47) for _ in range(2 * count)]
+    gaps, codes = numbers[::2], numbers[1::2]
+    _check_cold(sum(gaps) + count, min(codes), max(codes), size, circle)
+    positions = [at + n for n, at in enumerate(accumulate(gaps))]
+    return np.array(positions, np.int64), np.array([code >> 1 ^ -(code & 1) for code in codes], np.int64)
+
+
+def _check_cold(end: float, least: int, most: int, size: int, circle: int) -> None:
+    if end > size:
+        raise FormatError("a context payload has cold changes outside its tile")
+    if least == 0 or most > circle:  # a code is twice a step, or one less: half the circle at most
+        raise LimitError("a cold change is no step, or longer than its dtype has")
 
 
 def has_changes(payload: Payload, number: int) -> bool:
     """Whether a block has any: one that has none need not be read."""
     first, last = np.searchsorted(payload.cold, (number * BLOCK, (number + 1) * BLOCK))
     return payload.blocks[number].changes > 0 or first < last
+
+
+def move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64], shift: int) -> Bits:
+    """Move cold weights by their steps. Raises: FormatError, if one is hot, or goes half the circle the wrong way."""
+    if (magnitudes(old, shift) < cut).any():
+        raise FormatError("a context payload names a hot weight among the cold changes")
+    half = 1 << (8 * old.itemsize - 1)
+    if ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
+        raise FormatError("a cold change goes half the circle by the wrong way")
+    return tables.apply_steps(old, steps)
 
 
 def decode_block(
@@ -169,12 +256,7 @@ def decode_block(
     begin, block, shift = number * BLOCK, payload.blocks[number], kind.exponent_shift or 0
     first, last = np.searchsorted(payload.cold, (begin, begin + old.size))
     cold, steps = payload.cold[first:last] - begin, payload.steps[first:last]
-    if (magnitudes(old[cold], shift) < payload.cut).any():
-        raise FormatError("a context payload names a hot weight among the cold changes")
-    moved = tables.apply_steps(old[cold], steps)
-    half = 1 << (8 * old.itemsize - 1)
-    if ((np.abs(steps) == half) & ((steps < 0) == (old[cold] >= half))).any():
-        raise FormatError("a cold change goes half the circle by the wrong way")
+    moved = move_cold(old[cold], steps, payload.cut, shift)
     positions, new, remembered = cold.astype(np.uint32), moved, None
     if block.changes:
         enters = magnitudes(moved, shift) < payload.cut

@@ -1,0 +1,298 @@
+"""What a sync costs on a GPU: diff, encode, decode, apply, digest; over sizes and densities.
+
+    python benchmarks/bench_gpu.py                                  # the table of one size and density: 7.6 B, 1 %
+    python benchmarks/bench_gpu.py --sizes 0.1 1 7.6 30 --densities 0.1 1 10 --json gpu.json
+    python benchmarks/bench_gpu.py --kernels                        # and where the time goes, kernel by kernel
+
+Weights are normal, with the magnitudes of SmolLM2; which of them change follows the shares by magnitude of one step of
+a recorded GRPO run (0.8 % of all), as if so many of these steps came at once that the density is the one asked for.
+Tensors have the shapes of a 7 B model, with as many layers as the size asks for. Every time is a median of wall-clock
+times on an idle GPU, from a call to the end of all it launched; floors are bytes that must move, at the copy speed of
+the same run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pulsesync import Publisher
+from pulsesync.bases import bases_for
+from pulsesync.device.base import DeviceBases, DeviceDifference, Shown
+from pulsesync.device.changes import mark, moves
+from pulsesync.device.encode import code_pile
+from pulsesync.device.state import DeviceState
+from pulsesync.format import layout as layouts
+from pulsesync.format.manifest import Manifest
+from pulsesync.state import Body
+from pulsesync.store import MemoryStore
+from pulsesync.tip import Tip, root_record
+
+DEVICE = torch.device("cuda")
+SPREAD = 0.17  # standard deviation of the weights
+FIRST_CLASS = 100  # of the shares that follow: of the weights with this exponent and the next ones, those that changed
+SHARES = [
+    1, 1, 1, 1, 1, 1, 1, 0.9968, 0.9985, 0.9935, 0.989, 0.9827, 0.9651, 0.9335, 0.8732, 0.7555, 0.4633, 0.3086, 0.1244,
+    0.0156, 0.0361, 0.0001, 0, 0, 0, 0, 0, 0,
+]  # fmt: skip
+PIECE = 1 << 26  # weights made at a time
+
+
+def shapes(weights: float) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of a model of the Qwen2.5-7B family: embeddings, and layers until there are enough weights."""
+    hidden, inner, kv, words = (3584, 18944, 512, 152064) if weights > 3e9 else (896, 4864, 128, 32064)
+    fixed = {"embed": (words, hidden), "head": (words, hidden), "norm": (hidden,)}
+    layer = {
+        "q": (hidden, hidden), "q.bias": (hidden,), "k": (kv, hidden), "k.bias": (kv,), "v": (kv, hidden),
+        "v.bias": (kv,), "o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden),
+        "down": (hidden, inner), "norm1": (hidden,), "norm2": (hidden,),
+    }  # fmt: skip
+    yield from fixed.items()
+    count = sum(int(np.prod(shape)) for shape in fixed.values())
+    per_layer = sum(int(np.prod(shape)) for shape in layer.values())
+    for n in range(max(1, round((weights - count) / per_layer))):
+        yield from ((f"layers.{n}.{name}", shape) for name, shape in layer.items())
+
+
+@dataclass
+class Model:
+    """A state and the one after it."""
+
+    old: dict[str, torch.Tensor]
+    new: dict[str, torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.numel() for tensor in self.old.values())
+
+
+def chances(density: float) -> torch.Tensor:
+    """Of each class of magnitude, the chance that a weight changes: as if some or a part of the recorded steps came."""
+    sample = (torch.randn(1 << 22, device=DEVICE) * SPREAD).bfloat16()
+    classes = ((sample.view(torch.int16) & 0x7FFF) >> 7).long()
+    recorded = np.interp(np.arange(256) - FIRST_CLASS, np.arange(len(SHARES)), SHARES, left=1.0, right=0.0)
+    stays = torch.tensor(1 - recorded, dtype=torch.float64, device=DEVICE)
+    low, high = 1e-3, 1e6
+    for _ in range(60):
+        steps = (low * high) ** 0.5
+        if (1 - stays**steps)[classes].mean() < density:
+            low = steps
+        else:
+            high = steps
+    return (1 - stays**high).float()
+
+
+def make(weights: float, density: float) -> Model:
+    torch.manual_seed(0)
+    chance = chances(density)
+    old = {name: torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in shapes(weights)}
+    new = {}
+    for name, tensor in old.items():
+        after = torch.empty_like(tensor)
+        flat, then = tensor.view(-1), after.view(-1).view(torch.int16)
+        for begin in range(0, flat.numel(), PIECE):
+            piece = flat[begin : begin + PIECE]
+            piece.copy_(torch.randn(piece.numel(), device=DEVICE) * SPREAD)
+            bits = piece.view(torch.int16)
+            moves_ = torch.rand(piece.numel(), device=DEVICE) < chance[((bits & 0x7FFF) >> 7).long()]
+            step = torch.where(torch.rand(piece.numel(), device=DEVICE) < 0.5, 1, -1).to(torch.int16)
+            then[begin : begin + PIECE] = torch.where(moves_, bits + step, bits)
+        new[name] = after
+    return Model(old, new)
+
+
+@dataclass
+class Row:
+    """Milliseconds, and bytes."""
+
+    weights: int
+    density: float
+    hot: float
+    patch_bytes: int
+    ms: dict[str, float] = field(default_factory=dict)
+    gigabytes: dict[str, float] = field(default_factory=dict)  # beside weights and base, at the most
+
+
+def timed(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median milliseconds from a call to the end of all it launched."""
+    work()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = work()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+        del result
+    return statistics.median(times)
+
+
+def peak(work: Callable[[], object]) -> float:
+    """Gigabytes that it allocates at the most, beside what there is."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+class Bench:
+    """One model, as a trainer and as a worker hold it."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        bases = bases_for(model.old, "device")
+        assert isinstance(bases, DeviceBases)
+        self.bases = bases
+        shown, ties = bases.read(model.old, {})
+        layout = layouts.make([shown.spec(name) for name in shown.views], ties)
+        self.state = DeviceState.attach(model.old, layout)  # the base is the old model itself, and not a third copy
+        self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
+        self.shown: Shown = bases.read(model.new, {})[0]
+
+    def compare(self) -> DeviceDifference:
+        return self.bases.compare(self.state, self.shown, "context", self.last)
+
+    def encode(self, codec: str) -> object:
+        return self.compare().encode(self.last, codec)
+
+    def record(self, codec: str) -> tuple[Manifest, Body, DeviceDifference]:
+        """The next version, as a worker gets it."""
+        difference = self.compare()
+        encoded = difference.encode(self.last, codec)
+        tip = Tip(MemoryStore(), lambda record: b"", self.last, self.state)
+        draft = tip.draft(encoded, 1, None, ())
+        self.data = encoded[0].data
+        return draft.manifest, Body.of(self.data, self.state.layout), difference
+
+
+def measure(weights: float, density: float) -> Row:
+    model = make(weights, density)
+    bench = Bench(model)
+    state, layout = bench.state, bench.state.layout
+    difference = bench.compare()
+    changed = sum(run.count for run in difference.runs)
+    row = Row(model.size, changed / model.size, 0.0, 0)
+    some = max(model.old.values(), key=lambda tensor: tensor.numel())
+    speed = 2 * some.numel() * 2 / timed(lambda: some.clone())  # bytes a millisecond, read and written
+    row.ms["copy of all weights (floor of a diff)"] = model.size * 4 / speed
+    row.ms["read of all weights (floor of a recount)"] = model.size * 2 / speed
+    row.ms["diff + compaction"] = timed(bench.compare)
+    for codec in ("context", "history"):
+        row.ms[f"diff + {codec} encode + patch on the host"] = timed(partial(bench.encode, codec))
+        manifest, body, difference = bench.record(codec)
+        if codec == "context":
+            row.patch_bytes = len(bench.data)
+            row.gigabytes["diff + encode"] = peak(partial(bench.encode, "context"))
+            row.gigabytes["decode"] = peak(partial(state.prepare, manifest, [body]))
+        back = state.commit(state.prepare(manifest, [Body.of(bench.data, layout)]))
+        for name, tensor in model.new.items():
+            assert torch.equal(model.old[name].view(torch.int16), tensor.view(torch.int16)), name
+        state.commit(back)
+        times, applies = [], []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            transition = state.prepare(manifest, [Body.of(bench.data, layout)])
+            prepared = time.perf_counter()
+            back = state.commit(transition)
+            torch.cuda.synchronize()
+            ended = time.perf_counter()
+            times.append(1e3 * (ended - began))
+            applies.append(1e3 * (ended - prepared))
+            state.commit(back)
+        row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
+        row.ms[f"of it the pause, {codec}"] = statistics.median(applies)
+    row.ms["incremental digest"] = timed(lambda: moves(difference.runs))
+    row.ms["full digest recount"] = timed(state.count)
+    row.hot = hot_share(difference)
+    return row
+
+
+def hot_share(difference: DeviceDifference) -> float:
+    """The share of the weights that `context` codes as decisions."""
+    hot = total = 0
+    for run in difference.runs:
+        located = run.pile.locate(difference.state.flats)
+        coded = code_pile(run, difference.marks.get(run.pile) or mark(run), located, None, 0)
+        hot += int(coded.hot.counts.sum())
+        total += int(run.pile.host_sizes.sum())
+    return hot / max(total, 1)
+
+
+def held(weights: float, density: float, keep: str) -> dict[str, float]:
+    """How long publish(wait=False) holds a trainer, and how long a version takes to be in a store (in memory)."""
+    model = make(weights, density)
+    before = torch.cuda.memory_allocated()
+    times, encodes = [], []
+    with Publisher(MemoryStore(), keep=keep) as publisher:
+        publisher.publish(model.old)
+        kept = (torch.cuda.memory_allocated() - before) / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        for n in range(7):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            future = publisher.publish(model.old if n % 2 else model.new, step=n, wait=False)
+            times.append(1e3 * (time.perf_counter() - began))
+            encodes.append(1e3 * future.result().encode_s)
+        most = (torch.cuda.max_memory_allocated() - before) / 1e9
+    names = ("trainer held, ms", "encoded behind, ms", "kept on the GPU, GB", "at the most, GB")
+    return dict(zip(names, (statistics.median(times[1:]), statistics.median(encodes[1:]), kept, most), strict=True))
+
+
+def kernels(weights: float, density: float) -> str:
+    """Where the time goes: kernels of one encode and one decode, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    bench = Bench(make(weights, density))
+    manifest, _, _ = bench.record("context")
+
+    def all_of_it() -> None:
+        encoded = bench.compare().encode(bench.last, "context")
+        state = bench.state
+        state.commit(state.commit(state.prepare(manifest, [Body.of(encoded[0].data, state.layout)])))
+        state.count()
+
+    all_of_it()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        all_of_it()
+        torch.cuda.synchronize()
+    return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=48))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[7.6], help="billions of weights")
+    parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent that change")
+    parser.add_argument("--held", nargs="*", choices=["device", "host"], default=[], help="time whole publishes, too")
+    parser.add_argument("--kernels", action="store_true", help="profile one encode and decode of the first pair")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    rows = []
+    for size in given.sizes:
+        for density in given.densities:
+            row = measure(1e9 * size, density / 100)
+            rows.append(row)
+            print(json.dumps(asdict(row)), flush=True)
+            torch.cuda.empty_cache()
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    for keep in given.held:
+        print(keep, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, keep)), flush=True)
+    if given.kernels:
+        print(kernels(1e9 * given.sizes[0], given.densities[0] / 100))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""What share of a step of reinforcement learning does sync take, when trainer and worker are on one GPU?
+
+    python -m pulsesync.rl.smollm2 DIR
+    python benchmarks/bench_gpu_rl.py --model DIR [--steps 30] [--warm 5] [--store FOLDER] [--json FILE]
+    python benchmarks/bench_gpu_rl.py --tiny --steps 4 --warm 2 --prompts 8             # a trial; on a CPU some seconds
+
+GRPO on a language model that learns to add (pulsesync.rl.language), all in one process: a trainer with FP32 masters,
+and workers with BF16 weights of their own. A step is rollouts by a worker, learning, and bringing the worker to the new
+weights. Arms take turns in the same run, in blocks of steps, each as many as the others:
+
+    copy    worker.copy_(trainer) on the device: the cheapest sync there is, and only for one process on one GPU
+    sync    publish(wait=False), wait for the commit, Subscriber.sync: through a store, as between two machines, and in
+            lock-step, so that nothing of it is hidden behind rollouts or learning
+    behind  the same, but for a worker that plays with the weights of the step before: encoding and sending go on while
+            the next step is played and learnt (--arms copy sync behind)
+
+A block begins with bringing its worker up to date, which is not counted. After every block the worker's weights are
+compared bit for bit with the trainer's, cast, and a subscriber recounts its digest. A phase ends when the stream that
+plays and learns has done its work; what then still goes on behind is counted where it is felt.
+"""
+
+import argparse
+import gc
+import inspect
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_codec import json_line, provenance
+from gpu_rl_report import ARMS, Measured, Step, report
+from torch import nn
+
+from pulsesync import Publisher, PublishReport, Subscriber
+from pulsesync.rl import grpo
+from pulsesync.rl.language import LanguageModel, transformers
+
+SHARED_MEMORY = Path("/dev/shm")
+LESSONS = 300  # for --tiny: random weights never guess a sum, and what is never right teaches nothing
+
+
+# -- time and memory -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """Seconds of each phase of a step, and the most memory that was allocated on the GPU in it."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    _then: float = 0.0
+
+    def start(self) -> None:
+        self._reset()
+        self._then = time.perf_counter()
+
+    def lap(self, phase: str, settle: bool = True) -> None:
+        """End a phase. Without settling, what the GPU has still to do of it counts for the next one."""
+        if settle and self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        now = time.perf_counter()
+        self.seconds[phase], self._then = now - self._then, now
+        if self.device.type == "cuda":
+            self.peak_bytes[phase] = torch.cuda.max_memory_allocated()
+        self._reset()
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes on the GPU that somebody holds; 0 on a CPU."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+# -- the arms --------------------------------------------------------------------------------------------------------
+
+
+def in_bf16(policy: nn.Module) -> nn.Module:
+    """The same with BF16 weights. Buffers stay: the frequencies of rotary embedding are FP32 wherever it is served."""
+    for weight in policy.parameters():
+        weight.data = weight.data.bfloat16()
+    return policy.requires_grad_(False)
+
+
+@torch.no_grad()
+def copy_weights(trainer: nn.Module, worker: nn.Module) -> None:
+    for own, weight in zip(worker.parameters(), trainer.parameters(), strict=True):
+        own.copy_(weight)
+
+
+def check_bits(trainer: nn.Module, worker: nn.Module) -> None:
+    held = worker.state_dict()
+    for name, weight in trainer.state_dict().items():
+        same = torch.equal(weight.bfloat16().view(torch.int16), held[name].view(torch.int16))
+        assert same, f"{name} is not the trainer's"
+
+
+class Copied:
+    """A worker that gets the weights by copy_."""
+
+    name, lead = "copy", 0
+
+    def __init__(self, trainer: nn.Module, worker: nn.Module) -> None:
+        self.trainer, self.worker = trainer, worker
+
+    def catch_up(self, step: int) -> None:
+        copy_weights(self.trainer, self.worker)
+
+    def follow(self, step: int, clock: Clock) -> dict[str, Any]:
+        copy_weights(self.trainer, self.worker)
+        clock.lap("copy")
+        return {}
+
+    def check(self) -> float:
+        check_bits(self.trainer, self.worker)
+        return 0.0
+
+
+class Synced:
+    """A worker that follows by patches, in lock-step."""
+
+    name, lead = "sync", 0
+
+    def __init__(self, trainer: nn.Module, worker: nn.Module, publisher: Publisher, subscriber: Subscriber) -> None:
+        self.trainer, self.worker, self.publisher, self.subscriber = trainer, worker, publisher, subscriber
+
+    def catch_up(self, step: int) -> None:
+        self.publisher.publish(self.trainer, step=step)
+        self.subscriber.sync(self.worker)
+        self.publisher.flush()
+
+    def follow(self, step: int, clock: Clock) -> dict[str, Any]:
+        future = self._publish(step, clock)
+        return self._sync(future, clock)
+
+    def _publish(self, step: int, clock: Clock) -> Future[PublishReport]:
+        future = self.publisher.publish(self.trainer, step=step, wait=False)
+        clock.lap("publish", settle=False)
+        return future
+
+    def _sync(self, future: Future[PublishReport], clock: Clock) -> dict[str, Any]:
+        sent = future.result()
+        clock.lap("commit", settle=False)
+        got = self.subscriber.sync(self.worker)
+        clock.lap("sync")
+        assert (got.version, got.step) == (sent.version, sent.step), f"{sent} was published, {got} was found"
+        return {"published": asdict(sent), "synced": asdict(got)}
+
+    def check(self) -> float:
+        """Compare the bits, recount the digest; return the seconds that the recount took."""
+        check_bits(self.trainer, self.worker)
+        began = time.perf_counter()
+        actual = self.subscriber.verify(self.worker)
+        took = time.perf_counter() - began
+        assert actual == self.publisher.digest, "the digests differ"
+        return took
+
+
+class Behind(Synced):
+    """A worker that is brought to the version of the step before, which had a whole step to be committed in."""
+
+    name, lead = "behind", 1  # steps of a block that are not counted: in the first there is nothing to wait for
+    _future: Future[PublishReport] | None = None
+
+    def follow(self, step: int, clock: Clock) -> dict[str, Any]:
+        done = self._sync(self._future, clock) if self._future else {}
+        self._future = self._publish(step, clock)
+        return done
+
+    def check(self) -> float:
+        assert self._future is not None
+        self._future.result()
+        self._future = None
+        self.subscriber.sync(self.worker)
+        return super().check()
+
+
+Arm = Copied | Synced
+
+
+def open_publisher(store: str, keep: str, device: torch.device) -> Publisher:
+    known = device.type == "cuda" and "keep" in inspect.signature(Publisher).parameters
+    return Publisher(store, cast="BF16", **({"keep": keep} if known else {}))
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A policy that learns, step by step, from whoever plays."""
+
+    def __init__(self, game: LanguageModel, trainer: nn.Module, lr: float, prompts: int) -> None:
+        self.game, self.trainer, self.prompts, self.number = game, trainer, prompts, 0
+        self.optimizer = torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0, fused=True)
+
+    def step(self, arm: Arm) -> Step:
+        clock = Clock(self.game.device)
+        clock.start()
+        rollouts = self.game.play(arm.worker, self.prompts, self.number)
+        clock.lap("play")
+        self.game.learn(self.trainer, self.optimizer, rollouts)
+        clock.lap("learn")
+        self.number += 1
+        done = arm.follow(self.number, clock)
+        taught = int(grpo.advantages(rollouts.rewards, self.game.group).count_nonzero())
+        reward = float(rollouts.rewards.mean())
+        return Step(arm.name, self.number, clock.seconds, clock.peak_bytes, reward, taught, **done)
+
+    def block(self, arm: Arm, steps: int) -> tuple[list[Step], float]:
+        """Some steps with one arm, checked at their end; what the check took is told beside them."""
+        arm.catch_up(self.number)
+        if self.game.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken = [self.step(arm) for _ in range(arm.lead + steps)][arm.lead :]
+        checked_s = arm.check()
+        tell(f"{arm.name}: {taken[-1].number} steps, reward {taken[-1].reward:.3f}, {taken[-1].total_s:.3f} s a step")
+        return taken, checked_s
+
+
+def turns(arms: list[Arm], steps: int, block: int) -> Iterator[tuple[Arm, int]]:
+    """Arms and numbers of steps, each round in the other direction, so that what drifts does so for all."""
+    for number, first in enumerate(range(0, steps, block)):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            yield arm, min(block, steps - first)
+
+
+def run(options: argparse.Namespace, folder: str, store: str) -> Measured:
+    game = LanguageModel(folder, options.group, options.device)
+    trainer = game.policy()
+    if options.tiny:
+        teach(game, trainer)
+    copied = Copied(trainer, in_bf16(game.policy()))
+    worker = in_bf16(game.policy())
+    training = Training(game, trainer, options.lr, options.prompts)
+    found = Measured(sum(weight.numel() for weight in trainer.parameters()))
+    found.before, _ = training.block(copied, options.warm)
+    held = allocated(game.device)
+    copy_weights(trainer, worker)  # both begin with a base checkpoint: no anchor has to be fetched
+    with open_publisher(store, options.keep, game.device) as publisher:
+        ends = (trainer, worker, publisher, Subscriber(store))
+        arms = [arm for arm in (copied, Synced(*ends), Behind(*ends)) if arm.name in options.arms]
+        for arm in arms[1:]:
+            training.block(arm, options.warm)
+        found.kept_bytes = allocated(game.device) - held
+        for arm, steps in turns(arms, options.steps, options.block):
+            taken, checked_s = training.block(arm, steps)
+            found.steps += taken
+            found.checks_s += [checked_s] if isinstance(arm, Synced) else []
+    return found
+
+
+# -- a small model ---------------------------------------------------------------------------------------------------
+
+
+def make_tiny(folder: str) -> None:
+    """A Llama of 100,000 random weights with tied embeddings, and a tokenizer that takes letter by letter."""
+    import tokenizers
+
+    marks = ["<end>", "<pad>", "<sys>", "<user>", "<bot>", "<unk>"]
+    symbols = {symbol: i for i, symbol in enumerate([*marks, *"0123456789", "+", "?", " ", "="])}
+    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(symbols, unk_token="<unk>"))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
+    letters.decoder = tokenizers.decoders.Fuse()
+    letters.add_special_tokens(marks)
+    template = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}<bot>"
+    transformers().PreTrainedTokenizerFast(
+        tokenizer_object=letters, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=template
+    ).save_pretrained(folder)  # fmt: skip
+    config = transformers().LlamaConfig(
+        vocab_size=len(symbols), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=symbols["<end>"], pad_token_id=symbols["<pad>"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers().LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def teach(game: LanguageModel, policy: nn.Module) -> None:
+    """Show random weights what answers look like, until some are right."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
+    for lesson in range(LESSONS):
+        shown = game.show(2, lesson)
+        game.climb(policy, optimizer, shown, shown.rewards, lambda now, then, better: now * better)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint")
+    model.add_argument("--tiny", action="store_true", help="a small one, made for the purpose")
+    parser.add_argument("--steps", type=int, default=30, help="of each arm")
+    parser.add_argument("--warm", type=int, default=5, help="steps of each arm that are not counted")
+    parser.add_argument("--block", type=int, default=5, help="steps that an arm takes in turn")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["copy", "sync"])
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=3e-6)
+    parser.add_argument("--keep", choices=["device", "host"], default="device", help="where the publisher's copy lies")
+    parser.add_argument("--store", metavar="FOLDER", help="where to publish; a new one in shared memory if not given")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step there")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    if min(options.steps, options.warm, options.block) < 1:
+        parser.error("steps are counted from 1")
+    options.arms = sorted({"copy", *options.arms}, key=list(ARMS).index)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    options.command = f"python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}"
+    origin = provenance("torch", "transformers", "triton")
+    cuda = options.device == "cuda"
+    origin["machine"]["device"] = torch.cuda.get_device_name() if cuda else "no GPU"
+    with ExitStack() as stack:
+        shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        store = options.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-bench-", dir=shared))
+        folder = options.model or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-tiny-"))
+        if options.tiny:
+            torch.set_num_threads(1)  # two that share a core with others wait for each other at every small operation
+            make_tiny(folder)
+        found = run(options, folder, store)
+    asked = {name: value for name, value in vars(options).items() if name not in ("json", "store", "model")}
+    fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}
+    print(json_line(fields))
+    if options.json:
+        options.json.write_text(json.dumps({**fields, "steps": [asdict(step) for step in found.steps]}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""States on a GPU: compared, coded, decoded, applied and counted where they lie, with the bytes that a CPU would make.
+
+Only counts, tables and finished streams cross to the host. Everything here needs torch and Triton, and nothing imports
+it before tensors on a GPU are met (`find`).
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pulsesync.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+_forced: list[bool] = []
+
+
+def find(source: Any) -> "torch.device | None":
+    """The GPU on which the tensors of a module, state dict or mapping are; None where they are in host memory.
+
+    Raises:
+        StateError: some are on one device and some on another.
+    """
+    library: Any = sys.modules.get("torch")
+    if library is None:
+        return None
+    if not isinstance(source, Mapping):
+        source = source.state_dict() if hasattr(source, "state_dict") else {}
+    first: tuple[str, Any] | None = None
+    for name, tensor in source.items():
+        where = tensor.device if isinstance(tensor, library.Tensor) else library.device("cpu")
+        if first is None:
+            first = name, where
+        elif where != first[1]:
+            raise StateError(
+                f"tensor {name!r} is on {where} and {first[0]!r} on {first[1]}: a state is on one device; bring them "
+                "together, or publish them as two runs",
+                tensor=name,
+            )
+    if first is None or (first[1].type == "cpu" and not _forced):
+        return None
+    if first[1].type not in ("cuda", "cpu"):
+        raise StateError(f"tensor {first[0]!r} is on {first[1]}; host memory and CUDA devices are supported")
+    found: torch.device = first[1]
+    return found
+
+
+@contextmanager
+def forced() -> "Iterator[None]":
+    """Take torch tensors in host memory for ones on a GPU inside the block: for tests, in Triton's interpreter."""
+    _forced.append(True)
+    try:
+        yield
+    finally:
+        _forced.pop()

@@ -1,0 +1,224 @@
+"""The trainer's end on a GPU: weights are compared there with a base that is kept there, or in pinned host memory.
+
+What `compare` launches in the caller's stream reads the trainer's weights; everything after it reads the base and what
+was found, in a stream of its own. So training may go on at once: whatever it launches comes after the comparison.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync import chain
+from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves
+from pulsesync.device.encode import code_pile
+from pulsesync.device.hot import Hot, Memories
+from pulsesync.device.memory import INTEGERS, Mark, Stream, View, to_host, view
+from pulsesync.device.pile import Pile
+from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.errors import StateError
+from pulsesync.format import patch
+from pulsesync.format.index import Table
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest
+from pulsesync.format.patch import CodecName, EncodedPart
+from pulsesync.format.predict import Coded
+from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
+from pulsesync.state import State, Transition
+from pulsesync.tensors import CASTS, find_casts
+
+MANY = 1 << 16  # changes of a pile up to which they are brought to the host at once, if any are asked for
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A source on a device as it is published."""
+
+    views: Mapping[str, View]
+    dtypes: Mapping[str, str]  # of tensors that are cast
+
+    def spec(self, name: str) -> TensorSpec:
+        return replace(self.views[name].spec, dtype=self.dtypes.get(name, self.views[name].spec.dtype))
+
+    def cast(self, name: str) -> torch.Tensor:
+        """A tensor, flat, as it is published: a copy where it is cast or not contiguous."""
+        flat = self.views[name].flat
+        if name not in self.dtypes:
+            return flat
+        wanted = getattr(torch, CASTS[self.dtypes[name]])
+        return flat.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
+
+
+class DeviceBases:
+    """Source on a device, base there as well (keep "device") or in pinned host memory ("host")."""
+
+    def __init__(self, device: torch.device, keep: str) -> None:
+        self.device, self.keep = device, keep
+        self._stream = Stream(device)
+
+    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Shown, Mapping[str, str]]:
+        views, ties = view(source)
+        if away := next((v for v in views.values() if v.tensor.device != self.device), None):
+            raise StateError(
+                f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self.device}", tensor=away.spec.name
+            )
+        return Shown(views, find_casts((v.spec for v in views.values()), cast)), ties
+
+    def tensors(self, layout: Layout, shown: Shown) -> dict[str, Any]:
+        out = {}
+        for spec in layout.tensors:
+            dtype = _torch_dtype(spec, shown)
+            out[spec.name] = self._own(shown.cast(spec.name)).view(dtype).view(spec.shape)
+        return out
+
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        """A copy of weights where the base is kept."""
+        if self.keep == "host":
+            return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.device.type == "cuda").copy_(flat)
+        return flat.clone()
+
+    def copy(self, layout: Layout, shown: Shown) -> State:
+        flats = {spec.name: self._own(shown.cast(spec.name)) for spec in layout.tensors}
+        return DeviceState(layout, flats, device=self.device)
+
+    def compare(
+        self, state: State, shown: Shown, codec: CodecName, last: Manifest, old: Any = None
+    ) -> "DeviceDifference":
+        assert isinstance(state, DeviceState)
+        if old is not None:
+            raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
+        runs, marks = [], {}
+        for pile in state.piles.values():
+            run, marked = _compare(pile, state, shown)
+            if run.count:
+                runs.append(run)
+                marks[pile] = marked
+        launched = Mark(self.device)
+        state.stream = self._stream
+        state.readers.append(launched)
+        return DeviceDifference(state, self._stream, runs, marks, launched)
+
+
+def _torch_dtype(spec: TensorSpec, shown: Shown) -> torch.dtype:
+    if spec.name in shown.dtypes:
+        found: torch.dtype = getattr(torch, CASTS[spec.dtype])
+        return found
+    return shown.views[spec.name].dtype
+
+
+def _compare(pile: Pile, state: DeviceState, shown: Shown) -> tuple[Run, Marks]:
+    names = list(dict.fromkeys(tile.tensor.name for tile in pile.tiles))
+    in_kernel = all(shown.dtypes.get(name) == "BF16" for name in names)  # masters, rounded as they are read
+    flats = {name: shown.views[name].flat if in_kernel else shown.cast(name) for name in names}
+    new = pile.locate(flats, itemsize=4 if in_kernel else None)
+    return find_changes(pile, pile.locate(state.flats), new, cast=in_kernel)
+
+
+@dataclass(frozen=True)
+class DeviceDifference:
+    """What differs on a device. `marks` are of runs as they were found; others are marked again."""
+
+    state: DeviceState
+    stream: Stream
+    runs: Sequence[Run]  # one a pile, in order
+    marks: Mapping[Pile, Marks]
+    found: Mark
+
+    def after(self, done: Transition) -> "DeviceDifference":
+        assert isinstance(done, DeviceTransition)
+        with self.stream([self.found]):
+            runs = compose([run.inverse() for run in done.changes], self.runs)
+        return replace(self, runs=runs, marks={})
+
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+        with self.stream([self.found]):
+            return self._encode(chain.position(last)[1] > 1, codec)
+
+    def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, Transition]:
+        state = self.state
+        memories = state.history if goes_on else Memories()
+        known = memories if codec in ("auto", "history") else None
+        shared: list[Table] = []
+        coded: dict[int, Coded] = {}
+        hot: dict[Pile, Hot] = {}
+        for run in self.runs:
+            if codec in ("auto", "context", "history") and run.pile.kind.exponent_shift is not None:
+                marks = self.marks.get(run.pile) or mark(run)
+                one = code_pile(run, marks, run.pile.locate(state.flats), known, len(shared))
+                shared.append(one.table)
+                coded.update(one.tiles)
+                hot[run.pile] = one.hot
+        diffs = sorted((diff for run in self.runs for diff in _diffs(run)), key=lambda diff: diff.tile.ordinal)
+        by = moves(self.runs)
+        after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
+        done = patch.finish(state.layout, diffs, state, shared, coded, after, codec)
+        cuts = {d.tile.ordinal: c.cut for d, c in zip(diffs, done.chosen, strict=True) if c.codec == Codec.HISTORY}
+        later = state.remember(memories, cuts, self.runs, set(after), hot)
+        sums: dict[int, Sum] = {**state.sums, **after}
+        return EncodedPart(done.id, done.data, (), after), DeviceTransition(self.runs, sums, later)
+
+
+def _diffs(run: Run) -> "list[DeviceDiff]":
+    """The changed tiles of a run."""
+    (starts,) = to_host(run.starts)
+    pile, fetched, out = run.pile, _Fetched(run), []
+    for i, tile in enumerate(pile.tiles):
+        borders = starts[pile.first_block[i] : pile.first_block[i + 1] + 1]
+        if borders[0] < borders[-1]:
+            out.append(DeviceDiff(tile, fetched, borders))
+    return out
+
+
+class _Fetched:
+    """The changes of a run on the host, for those of its tiles that are asked for; all at once if they are few."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self._all: list[NDArray[Any]] | None = None
+
+    def part(self, first: int, last: int) -> Sequence[NDArray[Any]]:
+        run = self._run
+        with self._lock:
+            if self._all is None and run.count <= MANY:
+                self._all = to_host(run.positions, run.old, run.new)
+        if self._all is not None:
+            return [array[first:last] for array in self._all]
+        return to_host(run.positions[first:last], run.old[first:last], run.new[first:last])
+
+
+@dataclass(frozen=True)
+class DeviceDiff:
+    """What changed in a tile, brought to the host only where something asks for it (see `format.diff.Changed`)."""
+
+    tile: Tile
+    fetched: _Fetched
+    borders: NDArray[np.int64]  # of blocks, in the run
+
+    @property
+    def changed(self) -> int:
+        return int(self.borders[-1] - self.borders[0])
+
+    def positions(self) -> NDArray[np.int64]:
+        begins = np.repeat(np.arange(self.tile.block_count) * BLOCK, np.diff(self.borders))
+        return self._fetch()[0] + begins
+
+    def values(self) -> Bits:
+        return self._fetch()[2]
+
+    @property
+    def blocks(self) -> tuple[BlockChange, ...]:
+        where, old, new = self._fetch()
+        cuts = pairwise((self.borders - self.borders[0]).tolist())
+        return tuple(
+            BlockChange(n, where[a:b].astype(np.uint32), old[a:b], new[a:b]) for n, (a, b) in enumerate(cuts) if a < b
+        )
+
+    def _fetch(self) -> tuple[NDArray[np.int64], Bits, Bits]:
+        where, old, new = self.fetched.part(int(self.borders[0]), int(self.borders[-1]))
+        bits = self.tile.tensor.kind.bits
+        return where.astype(np.int64), old.view(bits), new.view(bits)

@@ -1,0 +1,175 @@
+"""What changes on a device: found, composed, written and counted. It is also the undo log."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.device.memory import INTEGERS, empty, scan, to_device, to_host, unsigned
+from pulsesync.device.pile import WORDS, Located, Pile
+from pulsesync.digest import keys
+from pulsesync.kernels import cuda
+from pulsesync.model import BLOCK, Sum
+
+SPAN = 512  # changes that a program takes at a time
+SPREAD = 4  # programs for a block
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Changes of a pile: of block b those from starts[b] to starts[b + 1], in any order."""
+
+    pile: Pile
+    starts: torch.Tensor
+    positions: torch.Tensor  # in the block
+    old: torch.Tensor
+    new: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return self.positions.numel()
+
+    def inverse(self) -> "Run":
+        return Run(self.pile, self.starts, self.positions, self.new, self.old)
+
+    def flat_keys(self) -> torch.Tensor:
+        """Number of the block times 2^20, plus the position."""
+        blocks = torch.arange(self.pile.blocks, device=self.starts.device)
+        blocks = torch.repeat_interleave(blocks, self.starts.diff(), output_size=self.count)
+        return blocks * BLOCK + self.positions
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return self.pile.blocks, SPREAD if self.count > SPREAD * SPAN * self.pile.blocks // 4 else 1
+
+    def write(self, tile_at: torch.Tensor) -> None:
+        """Write the new weights into tensors, whose addresses are given for each tile."""
+        if self.count:
+            pile = self.pile
+            cuda.apply[self._grid](
+                tile_at, pile.block_tile, pile.begins, *pile.own_geometry, self.starts, unsigned(self.positions),
+                unsigned(self.new), ITEM=pile.kind.itemsize, SPAN=SPAN,
+            )  # fmt: skip
+
+    def count_moves(self, sums: torch.Tensor) -> None:
+        """Add to the two sums of each tile how they move."""
+        if self.count:
+            pile = self.pile
+            cuda.digest_change[self._grid](
+                pile.block_tile, pile.begins, *pile.run_geometry, self.starts, unsigned(self.positions),
+                unsigned(self.old), unsigned(self.new), device_keys(pile.device), sums,
+                ITEM=pile.kind.itemsize, SPAN=SPAN,
+            )  # fmt: skip
+
+
+Changes = Sequence[Run]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What differs, as a bitmap, and where the changes of each chunk begin."""
+
+    bitmap: torch.Tensor
+    offsets: torch.Tensor
+
+
+_keys: dict[torch.device, torch.Tensor] = {}
+
+
+def device_keys(device: torch.device) -> torch.Tensor:
+    if device not in _keys:
+        _keys[device] = unsigned(to_device(keys(), device))
+    return _keys[device]
+
+
+def find_changes(pile: Pile, old: Located, new: Located, cast: bool) -> tuple[Run, Marks]:
+    """Compare two states of a pile. The caller waits for the number of changes; what follows is only launched."""
+    wide, device = pile.kind.itemsize, pile.device
+    bitmap = empty(pile.chunks * WORDS, torch.int32, device)
+    counts = empty(pile.chunks, torch.int32, device)
+    cuda.compare[(pile.chunks,)](
+        old.at, new.at, pile.sizes, pile.chunk_block, pile.first_chunk, unsigned(bitmap), counts, ITEM=wide, CAST=cast
+    )
+    offsets = scan(counts)
+    positions = empty(int(offsets[-1]), torch.int32, device)
+    before, after = (empty(positions.numel(), INTEGERS[wide], device) for _ in range(2))
+    if positions.numel():
+        cuda.collect[(pile.chunks,)](
+            old.at, new.at, pile.chunk_block, pile.first_chunk, unsigned(bitmap), offsets, unsigned(positions),
+            unsigned(before), unsigned(after), ITEM=wide, CAST=cast,
+        )  # fmt: skip
+    return Run(pile, offsets[pile.first_chunk], positions, before, after), Marks(bitmap, offsets)
+
+
+def mark(run: Run) -> Marks:
+    """Marks of changes that are in order."""
+    pile = run.pile
+    bitmap = torch.zeros(pile.chunks * WORDS, dtype=torch.int32, device=pile.device)
+    chunk = pile.first_chunk[:-1].repeat_interleave(run.starts.diff(), output_size=run.count)
+    word = chunk * WORDS + run.positions // 32
+    bitmap.index_put_((word,), torch.ones_like(run.positions) << (run.positions % 32), accumulate=True)
+    counts = empty(pile.chunks, torch.int32, pile.device)
+    cuda.count_marks[(pile.chunks,)](unsigned(bitmap), counts)
+    return Marks(bitmap, scan(counts))
+
+
+def compose(first: Changes, then: Changes) -> list[Run]:
+    """What two sets of changes do one after the other, in order, without what the second takes back."""
+    piles = list(dict.fromkeys(run.pile for run in (*first, *then)))
+    out = []
+    for pile in piles:
+        earlier, later = ([run for run in runs if run.pile is pile] for runs in (first, then))
+        if both := _compose([*earlier, *later]):
+            out.append(both)
+    return out
+
+
+def _compose(runs: Sequence[Run]) -> Run | None:
+    """Changes of a pile, the earlier first: no weight is in more than two of the runs."""
+    pile = runs[0].pile
+    order_of, order = torch.sort(torch.cat([run.flat_keys() for run in runs]), stable=True)
+    old, new = torch.cat([run.old for run in runs])[order], torch.cat([run.new for run in runs])[order]
+    one = torch.ones(1, dtype=torch.bool, device=pile.device)
+    starts_one = order_of[1:] != order_of[:-1]
+    firsts, lasts = torch.cat((one, starts_one)), torch.cat((starts_one, one))
+    if not order_of.numel():
+        return None
+    where, old, new = order_of[firsts], old[firsts], new[lasts]
+    differ = old != new
+    where, old, new = where[differ], old[differ], new[differ]
+    if not where.numel():
+        return None
+    borders = torch.arange(pile.blocks + 1, device=pile.device) * BLOCK
+    return Run(pile, torch.searchsorted(where, borders), (where % BLOCK).to(torch.int32), old, new)
+
+
+def moves(changes: Iterable[Run]) -> dict[int, Sum]:
+    """How the digests of tiles move, by ordinal, of all tiles of the piles that have changes."""
+    sums: dict[Pile, torch.Tensor] = {}
+    for run in changes:
+        if run.pile not in sums:
+            sums[run.pile] = torch.zeros(2 * len(run.pile.tiles), dtype=torch.int64, device=run.pile.device)
+        run.count_moves(sums[run.pile])
+    if not sums:
+        return {}
+    found: dict[int, Sum] = {}
+    for pile, counted in zip(sums, to_host(*sums.values()), strict=True):
+        found.update(as_sums(pile, counted))
+    return found
+
+
+def as_sums(pile: Pile, counted: NDArray[np.int64]) -> Mapping[int, Sum]:
+    """Sums by ordinal, from pairs as kernels leave them."""
+    pairs = counted.view(np.uint64).reshape(-1, 2).tolist()
+    return {tile.ordinal: Sum(*pair) for tile, pair in zip(pile.tiles, pairs, strict=True)}
+
+
+def on_whole(run: Run, pile: Pile) -> Run:
+    """Changes of a part of a pile as changes of all of it."""
+    if run.pile is pile:
+        return run
+    counts = torch.zeros(pile.blocks, dtype=torch.int64, device=pile.device)
+    counts[to_device(pile.blocks_of(run.pile), pile.device)] = run.starts.diff()
+    return Run(pile, scan(counts), run.positions, run.old, run.new)

@@ -1,0 +1,176 @@
+"""Decode parts on the device: their streams go up, and what they change stays there."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.device.changes import SPREAD, Run
+from pulsesync.device.hot import Listed, Memories, list_hot, mark_hot
+from pulsesync.device.memory import INTEGERS, empty, starts_of, to_device, to_host, unsigned
+from pulsesync.device.pile import Located, Pile
+from pulsesync.errors import FormatError
+from pulsesync.format import patch
+from pulsesync.format.codecs import dense, gap
+from pulsesync.format.codecs.context import Heads, move_cold
+from pulsesync.format.codecs.heads import Begun, begin, parse_many
+from pulsesync.format.index import Table
+from pulsesync.format.layout import Layout
+from pulsesync.format.patch import OpenedIndex
+from pulsesync.kernels import cuda, spec
+from pulsesync.model import BLOCK, Bits, Codec, Tile
+from pulsesync.parallel import spread
+
+MANY = 1 << 22  # bytes of streams that are copied by several threads ...
+COPIERS = 4  # ... of so many
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The payloads of a part: those coded against old weights by table, and the others."""
+
+    tables: Sequence[Table]
+    coded: Mapping[int, Sequence[tuple[Tile, Begun]]]
+    plain: Sequence[tuple[Tile, Codec, memoryview]]
+    cuts: Mapping[int, int]  # of tiles coded with a history, by ordinal
+
+
+def open_part(
+    opened: OpenedIndex,
+    sections: Mapping[int, memoryview],
+    layout: Layout,
+    memories: Memories | None,
+    wanted: Collection[int] | None,
+) -> Opened:
+    """Begin to read the payloads of a part. Raises: FormatError, and its branches, as `format.patch.decode_tiles`."""
+    coded: dict[int, list[tuple[Tile, Begun]]] = {}
+    plain, cuts = [], {}
+    for entry, body in patch.payloads(opened, sections, wanted):
+        tile = layout.tiles[entry.tile]
+        patch.check_tile(entry, tile)
+        if entry.codec in (Codec.DENSE, Codec.GAP):
+            plain.append((tile, entry.codec, body))
+            continue
+        begun = begin(body, tile.size, tile.tensor.kind)
+        patch.check_heads(entry, tile, begun, opened.tables, memories)
+        coded.setdefault(begun.table, []).append((tile, begun))
+        if entry.codec == Codec.HISTORY:
+            cuts[tile.ordinal] = begun.cut
+    return Opened(opened.tables, coded, plain, cuts)
+
+
+def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Located, memories: Memories) -> list[Run]:
+    """The changes of a part's tiles that share a table; pile and weights are of these tiles alone.
+
+    The device looks for the hot weights while the host reads what the streams are.
+
+    Raises:
+        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
+        not those that the history is of.
+    """
+    cuts = np.array([one.cut for one in begun], np.int64)
+    hot = mark_hot(pile, weights, cuts, memories)
+    everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
+    listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
+    parsed = parse_many(begun)
+    heads = [one for one, _ in parsed]
+    stream = _upload([streams for _, streams in parsed], pile.device)
+    runs = []
+    if stream.numel():
+        runs.append(_hot(pile, weights, table, stream, listed, heads))
+    runs.append(_cold(pile, heads, weights))
+    return [run for run in runs if run.count]
+
+
+def _hot(
+    pile: Pile, weights: Located, table: Table, stream: torch.Tensor, listed: Listed, heads: Sequence[Heads]
+) -> Run:
+    """Decode the streams; only blocks that have one are launched."""
+    device = pile.device
+    changes, lanes, words = (
+        np.concatenate([getattr(one, of) for one in heads]) for of in ("changes", "lanes", "words")
+    )
+    total, coded = int(changes.sum()), np.flatnonzero(changes)
+    chosen = to_device(coded, device)
+    out_starts = to_device(starts_of(changes[coded]), device)
+    borders = listed.begins[pile.first_chunk]
+    first, end = borders[chosen], borders[chosen + 1]
+    decisions, extras = (empty(total, torch.int32, device) for _ in range(2))
+    symbols = empty(total, torch.uint8, device)
+    faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
+    cuda.decode[(coded.size,)](
+        unsigned(stream), to_device(starts_of(words[coded]), device), to_device(lanes[coded].astype(np.int32), device),
+        first, end, unsigned(listed.rows), unsigned(to_device(table.cumulative, device)), table.contexts.symbols,
+        out_starts, unsigned(decisions), symbols, unsigned(extras), faults, BITS=table.contexts.bits,
+        WIDE=pile.kind.itemsize == 4, num_warps=1,
+    )  # fmt: skip
+    _check(faults)
+    positions = empty(total, torch.int32, device)
+    old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
+    cuda.land[(coded.size, SPREAD)](
+        weights.at[chosen], first, unsigned(listed.places), out_starts, unsigned(decisions), symbols, unsigned(extras),
+        unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
+    )  # fmt: skip
+    _check(faults)
+    return Run(pile, to_device(starts_of(changes), device), positions, old, new)
+
+
+def _check(faults: torch.Tensor) -> None:
+    (found,) = to_host(faults)
+    if found.any():
+        raise FormatError(spec.FAULTS[int(found[found > 0][0])])
+
+
+def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor:
+    """All streams, one after the other."""
+    borders = starts_of(np.array([len(stream) for stream in streams], np.int64))
+    host = torch.empty(int(borders[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    array = host.numpy()
+
+    def copy(job: tuple[memoryview, int]) -> None:
+        stream, begin = job
+        array[begin : begin + len(stream)] = np.frombuffer(stream, np.uint8)
+
+    spread(copy, zip(streams, borders.tolist(), strict=False), COPIERS if array.size > MANY else 1)
+    return host.to(device, non_blocking=True).view(torch.int16)
+
+
+def _cold(pile: Pile, heads: Sequence[Heads], weights: Located) -> Run:
+    """The cold changes: few, so that the host can move them; only their old weights are fetched."""
+    per_tile = np.array([one.cold.size for one in heads], np.int64)
+    cold, steps = np.concatenate([one.cold for one in heads]), np.concatenate([one.steps for one in heads])
+    blocks = np.repeat(pile.first_block[:-1], per_tile) + cold // BLOCK
+    positions = (cold % BLOCK).astype(np.int32)
+    starts = np.searchsorted(blocks, np.arange(pile.blocks + 1))
+    old = fetch(pile, weights, blocks, positions) if cold.size else np.empty(0, pile.kind.bits)
+    cuts = np.repeat([one.cut for one in heads], per_tile)
+    new = move_cold(old, steps, cuts, pile.kind.exponent_shift or 0)
+    return Run(pile, *(to_device(array, pile.device) for array in (starts.astype(np.int64), positions, old, new)))
+
+
+def fetch(pile: Pile, weights: Located, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Bits:
+    """Single weights, by block and position."""
+    wide = pile.kind.itemsize
+    at = weights.at[to_device(blocks, pile.device)] + to_device(positions, pile.device).to(torch.int64) * wide
+    out = empty(positions.size, INTEGERS[wide], pile.device)
+    cuda.gather[(-(-positions.size // 1024),)](at, positions.size, unsigned(out), ITEM=wide, SPAN=1024)
+    return to_host(out)[0].view(pile.kind.bits)
+
+
+def decode_plain(pile: Pile, tile: Tile, codec: Codec, body: memoryview, weights: Located) -> Run | None:
+    """A tile that needs no old weights: what of it differs from them. Pile and weights are of this tile alone."""
+    if codec == Codec.DENSE:
+        positions = np.arange(tile.size)
+        values = np.concatenate(list(dense.decode(body, tile.size, tile.tensor.kind.bits)))
+    else:
+        positions, values = gap.decode(body, tile.size, tile.tensor.kind.bits)
+    blocks, here = positions // BLOCK, (positions % BLOCK).astype(np.int32)
+    old = fetch(pile, weights, blocks, here)
+    differ = old != values
+    if not differ.any():
+        return None
+    starts = np.searchsorted(blocks[differ], np.arange(pile.blocks + 1)).astype(np.int64)
+    arrays = (starts, here[differ], old[differ], values[differ])
+    return Run(pile, *(to_device(array, pile.device) for array in arrays))

@@ -1,0 +1,201 @@
+"""Hot weights on a device: marked, listed with the rows of the tables, and what is remembered of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.device.changes import SPAN, SPREAD, Changes, as_sums, device_keys
+from pulsesync.device.memory import empty, scan, to_device, to_host, unsigned
+from pulsesync.device.pile import WORDS, Located, Pile
+from pulsesync.errors import VerificationError
+from pulsesync.format.history import History, Remembered, TileHistory, digest_of
+from pulsesync.format.tables import Contexts
+from pulsesync.kernels import cuda, spec
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """What is remembered of a tile (see `format.history`), on the device; sizes in bytes of its blocks."""
+
+    cut: int
+    content: torch.Tensor
+    sizes: NDArray[np.int64]
+    counted: Remembered
+
+
+@dataclass(frozen=True)
+class Memories:
+    """The history of a state on a device: frozen, as `format.history.History` is."""
+
+    index: int = 0
+    tiles: Mapping[int, TileMemory] = field(default_factory=dict)
+
+    def cut(self, tile: int) -> int:
+        return self.tiles[tile].cut if tile in self.tiles else 0
+
+    def digest(self) -> str:
+        return digest_of(self.index, {ordinal: tile.counted for ordinal, tile in self.tiles.items()})
+
+    def to_bytes(self) -> bytes:
+        return self.on_host().to_bytes()
+
+    def on_host(self) -> History:
+        tiles = {}
+        for ordinal, tile in self.tiles.items():
+            (content,) = to_host(tile.content)
+            tiles[ordinal] = TileHistory(tile.cut, tuple(np.split(content, np.cumsum(tile.sizes)[:-1])))
+        return History(self.index, tiles)
+
+    @classmethod
+    def of(cls, history: History, device: torch.device) -> "Memories":
+        """Bring a history from the host."""
+        counts = history.counts(history.tiles)
+        tiles = {}
+        for ordinal, tile in history.tiles.items():
+            content = to_device(np.concatenate(tile.blocks), device)
+            sizes = np.array([block.size for block in tile.blocks], np.int64)
+            tiles[ordinal] = TileMemory(tile.cut, content, sizes, counts[ordinal])
+        return cls(history.index, tiles)
+
+
+@dataclass(frozen=True)
+class Hot:
+    """Which weights of a pile are below the cuts of their tiles, and which of them are remembered."""
+
+    pile: Pile
+    cuts: NDArray[np.int64]  # of tiles
+    bitmap: torch.Tensor
+    counts: torch.Tensor  # of chunks
+    known: torch.Tensor  # bitmap
+    known_at: torch.Tensor  # where the bytes of each chunk begin
+    last: torch.Tensor  # bytes
+    hot_changes: torch.Tensor  # of chunks; counted where changes were given
+
+    @property
+    def remembers(self) -> bool:
+        return self.known is not self.bitmap
+
+
+def mark_hot(
+    pile: Pile,
+    weights: Located,
+    cuts: NDArray[np.int64],
+    memories: Memories,
+    changed: torch.Tensor | None = None,
+) -> Hot:
+    """Find the hot weights; changed: a bitmap, to count how many of them change.
+
+    Raises:
+        VerificationError: the weights are not those that were remembered.
+    """
+    device, words = pile.device, pile.chunks * WORDS
+    tracked = np.array([memories.cut(t.ordinal) if cut else 0 for t, cut in zip(pile.tiles, cuts, strict=True)])
+    history, changes = bool(tracked.any()), changed is not None
+    bitmap = empty(words, torch.int32, device)
+    known = empty(words, torch.int32, device) if history else bitmap
+    hots, knowns, hot_changes = (empty(pile.chunks, torch.int32, device) for _ in range(3))
+    cuda.mark_hot[(pile.chunks,)](
+        weights.at, pile.sizes, pile.chunk_block, pile.first_chunk, pile.block_tile,
+        to_device(cuts.astype(np.int32), device), to_device(tracked.astype(np.int32), device),
+        unsigned(bitmap if changed is None else changed), unsigned(bitmap), unsigned(known), hots, knowns, hot_changes,
+        ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history, CHANGES=changes,
+    )  # fmt: skip
+    known_at, last = hots, torch.zeros(1, dtype=torch.uint8, device=device)
+    if history:
+        known_at = scan(knowns)
+        remembered = [memories.tiles[t.ordinal] for t, cut in zip(pile.tiles, tracked, strict=True) if cut]
+        sizes = np.zeros(pile.blocks, np.int64)
+        sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+        (found,) = to_host(known_at[pile.first_chunk].diff())
+        if (found != sizes).any():
+            raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
+        last = torch.cat([tile.content for tile in remembered])
+    return Hot(pile, cuts, bitmap, hots, known, known_at, last, hot_changes)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The decisions of a pile, one after the other: the hot weights of its coded blocks."""
+
+    begins: torch.Tensor  # where those of each chunk begin
+    rows: torch.Tensor  # of the tables
+    places: torch.Tensor  # positions in the block, where they are wanted
+
+
+def list_hot(hot: Hot, weights: Located, coded: torch.Tensor, contexts: Contexts, places: bool) -> Listed:
+    """List the hot weights of those blocks that are coded."""
+    pile, device = hot.pile, hot.pile.device
+    hot_at = scan(hot.counts * coded[pile.chunk_block])
+    rows = empty(int(hot_at[-1]), torch.int16, device)
+    where = empty(rows.numel() if places else 0, torch.int32, device)
+    first_rows = np.clip(np.arange(256) - contexts.lo, 0, contexts.classes - 1) * contexts.ages
+    if rows.numel():
+        cuda.list_hot[(pile.chunks,)](
+            weights.at, pile.chunk_block, pile.first_chunk, coded, unsigned(hot.bitmap), unsigned(hot.known), hot_at,
+            hot.known_at, hot.last, to_device(first_rows.astype(np.int32), device), unsigned(rows), unsigned(where),
+            ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=hot.remembers, PLACES=places,
+        )  # fmt: skip
+    return Listed(hot_at, rows, where)
+
+
+def advance(memories: Memories, index: int, hot: Sequence[Hot], changes: Changes) -> Memories:
+    """What is remembered after patch `index` of an epoch, of tiles whose cut is above 0, and of all others as before.
+
+    The cut of a tile in hot is the one that it is remembered with.
+    """
+    tiles = dict(memories.tiles)
+    for one in hot:
+        if one.cuts.any():
+            tiles.update(_advance(one, index, [run for run in changes if run.pile is one.pile]))
+    return Memories(index, tiles)
+
+
+def _advance(hot: Hot, index: int, changes: Changes) -> dict[int, TileMemory]:
+    pile, device = hot.pile, hot.pile.device
+    kind = pile.kind
+    later = hot.bitmap.clone()
+    changed, down = torch.zeros_like(later), torch.zeros_like(later)
+    cuts = to_device(hot.cuts.astype(np.int32), device)
+    for run in changes:
+        if run.count:
+            cuda.mark_later[(pile.blocks, SPREAD)](
+                pile.block_tile, cuts, pile.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
+                unsigned(run.new), unsigned(changed), unsigned(down), unsigned(later), ITEM=kind.itemsize,
+                SHIFT=kind.exponent_shift, SPAN=SPAN,
+            )  # fmt: skip
+    counts = empty(pile.chunks, torch.int32, device)
+    cuda.count_marks[(pile.chunks,)](unsigned(later), counts)
+    later_at = scan(counts)
+    content = empty(int(later_at[-1]), torch.uint8, device)
+    known = hot.known if hot.remembers else torch.zeros_like(later)
+    known_at = hot.known_at if hot.remembers else later_at
+    if content.numel():
+        cuda.remember[(pile.chunks,)](
+            unsigned(known), unsigned(changed), unsigned(down), unsigned(later), known_at, later_at, hot.last, index,
+            content,
+        )  # fmt: skip
+    return _by_tile(hot, content, later_at[pile.first_chunk])
+
+
+def _by_tile(hot: Hot, content: torch.Tensor, starts: torch.Tensor) -> dict[int, TileMemory]:
+    """Cut bytes at the borders of tiles, and count their digests."""
+    pile = hot.pile
+    (borders,) = to_host(starts)
+    begins = borders[:-1] - borders[pile.first_block[pile.tile_of]]
+    sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
+    if content.numel():
+        cuda.digest_bytes[(pile.blocks, SPREAD)](
+            content, starts, to_device(begins, pile.device), pile.block_tile, device_keys(pile.device), sums, SPAN=1024
+        )
+    totals = as_sums(pile, to_host(sums)[0])
+    out = {}
+    for i, (tile, cut) in enumerate(zip(pile.tiles, hot.cuts.tolist(), strict=True)):
+        if cut:
+            first, last = pile.first_block[i], pile.first_block[i + 1]
+            begin, end = int(borders[first]), int(borders[last])
+            counted = Remembered(cut, end - begin, totals[tile.ordinal])
+            out[tile.ordinal] = TileMemory(cut, content[begin:end], np.diff(borders[first : last + 1]), counted)
+    return out

@@ -1,0 +1,141 @@
+"""Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.errors import StateError
+from pulsesync.model import TensorSpec
+from pulsesync.tensors import dtype_name, named
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: torch.uint64}
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor on a device, as integers of its size."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    dtype: torch.dtype  # that it was given with
+
+    @property
+    def address(self) -> int:
+        """Where the weights are; 0 for none, which are nowhere."""
+        return self.tensor.data_ptr() if self.tensor.numel() else 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether it can be written in place."""
+        return self.tensor.is_contiguous()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All the weights in row-major order: in place where they lie so, else a copy."""
+        return self.tensor.reshape(-1)
+
+
+def view(source: Any) -> tuple[dict[str, View], dict[str, str]]:
+    """View a module, a state dict or a mapping of tensors as bits; return canonical tensors, and aliases by name.
+
+    Raises:
+        StateError: something that is not a tensor, of a dtype the format does not have, or without plain memory.
+    """
+    views: dict[str, View] = {}
+    ties: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in named(source):
+        if not isinstance(tensor, torch.Tensor):
+            raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)
+        spec = TensorSpec(name, dtype_name(name, tensor), tuple(tensor.shape))
+        try:
+            bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+            place = (bits.data_ptr(), spec.dtype, spec.shape, bits.stride())
+        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
+            raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
+        if spec.size and place in seen:
+            ties[name] = seen[place]
+            continue
+        seen[place] = name
+        views[name] = View(spec, bits, tensor.dtype)
+    return views, ties
+
+
+def unsigned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as kernels take it: torch computes little with unsigned integers, Triton wants them."""
+    return tensor.view(_UNSIGNED.get(tensor.dtype, tensor.dtype))
+
+
+def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An array that kernels write; never without memory, so that its address is one."""
+    return torch.empty(max(count, 1), dtype=dtype, device=device)[:count]
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy a numpy array; of unsigned integers as the signed ones of their bits."""
+    signed = array.view(array.dtype.str.replace("u", "i")) if array.dtype.kind == "u" and array.itemsize > 1 else array
+    return torch.from_numpy(np.ascontiguousarray(signed)).to(device)
+
+
+def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
+    """Copy arrays to the host, and wait for them once."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.numpy() for tensor in tensors]
+    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return [copy.numpy() for copy in copies]
+
+
+def scan(counts: torch.Tensor) -> torch.Tensor:
+    """Where the results of each begin, and where those of the last end."""
+    out = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=out[1:])
+    return out
+
+
+def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """The same for counts on the host."""
+    out = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+class Stream:
+    """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def __call__(self, after: Sequence["Mark"] = ()) -> Iterator[None]:
+        """Do what is launched inside in this stream, after some marks, and wait for its end."""
+        if self._stream is None:
+            yield
+            return
+        for mark in after:
+            if mark.event is not None:
+                self._stream.wait_event(mark.event)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+class Mark:
+    """A point in the caller's stream: what was launched before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self.event is not None:
+            self.event.record(torch.cuda.current_stream(device))
+
+
+def wait(device: torch.device) -> None:
+    """Wait until nothing runs on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,185 @@
+"""The heads of many `context` payloads at once, for a GPU that codes all tiles of a part together.
+
+The bytes and the checks are those of `context`; here numpy goes once over all tiles, where there it would cost a model
+of some hundred tiles more time than coding takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.errors import FormatError, LimitError
+from pulsesync.format import wire
+from pulsesync.format.codecs.context import Heads, parse_blocks
+from pulsesync.kernels import spec
+from pulsesync.model import BLOCK, Dtype
+
+
+def build_many(
+    table: int,
+    cuts: NDArray[np.int64],
+    first_block: NDArray[np.int64],
+    blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    colds: NDArray[np.int64],
+) -> list[bytes]:
+    """`context.build_heads` of tiles that use one table, up to the cold changes, of which each has so many.
+
+    blocks: changes, lanes and words of the blocks of all tiles, those of tile i from first_block[i] to the next one's.
+    """
+    changes, lanes, words = blocks
+    coded = changes > 0
+    before = np.r_[0, np.cumsum(1 + coded)]  # numbers of the blocks before each
+    counts = 2 + np.diff(before[first_block])
+    begins = np.cumsum(counts) - counts
+    values = np.empty(counts.sum(), np.int64)
+    values[begins], values[begins + counts - 1] = cuts, colds
+    tile = np.repeat(np.arange(cuts.size), np.diff(first_block))
+    at = begins[tile] + 1 + before[:-1] - before[first_block[tile]]
+    values[at] = np.where(coded, changes << 3 | np.log2(lanes).astype(np.int64), 0)
+    values[at[coded] + 1] = words[coded]
+    return [bytes((table,)) + run for run in wire.runs(values, counts)]
+
+
+def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
+    """The cold changes of tiles, those of tile i from first[i] to the next one's: positions in the tile, and steps."""
+    pairs = np.empty((cold.size, 2), np.int64)
+    pairs[:, 0] = np.diff(cold, prepend=0) - 1
+    starts = first[:-1][np.diff(first) > 0]
+    pairs[starts, 0] = cold[starts]
+    pairs[:, 1] = (steps << 1) ^ (steps >> 63)
+    return wire.runs(pairs.reshape(-1), 2 * np.diff(first))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A payload of which the table and the cut are read: what a reader must know to look for the hot weights."""
+
+    table: int
+    cut: int
+    reader: wire.Reader
+    size: int  # weights
+    kind: Dtype
+
+
+def begin(data: memoryview, size: int, kind: Dtype) -> Begun:
+    """Begin to read a payload. Raises: FormatError, LimitError."""
+    reader = wire.Reader(data, "a context payload")
+    table = reader.byte()
+    cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
+    return Begun(table, cut, reader, size, kind)
+
+
+def parse_many(payloads: Sequence[Begun]) -> list[tuple[Heads, memoryview]]:
+    """The rest of `context.parse_heads` of each, and its streams. Raises: as that."""
+    found = _blocks(payloads)
+    blocks = [some for some, _ in found]
+    counts = np.array([count for _, count in found], np.int64)
+    ends = [len(one.reader.data) - 2 * int(some[:, 2].sum()) for one, some in zip(payloads, blocks, strict=True)]
+    if any(end < one.reader.at for one, end in zip(payloads, ends, strict=True)):
+        raise FormatError("a context payload ends too early: its streams are longer than what is left")
+    colds = [one.reader.data[one.reader.at : end] for one, end in zip(payloads, ends, strict=True)]
+    sizes = np.array([one.size for one in payloads], np.int64)
+    circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
+    out = []
+    for one, some, end, *cold in zip(payloads, blocks, ends, *_cold(colds, counts, sizes, circles), strict=True):
+        heads = Heads(one.table, one.cut, some[:, 0], some[:, 1], some[:, 2], *cold)
+        out.append((heads, one.reader.data[end:]))
+    return out
+
+
+def _blocks(payloads: Sequence[Begun]) -> list[tuple[NDArray[np.int64], int]]:
+    """Changes, lanes and words of the blocks of each payload, and how many cold changes follow.
+
+    Those whose blocks all have changes are read at once; the others, and those that are wrong, one by one.
+    """
+    sizes = np.array([one.size for one in payloads], np.int64)
+    counts = -(-sizes // BLOCK)
+    numbers, good, lengths = _at_once(payloads, sizes, counts)
+    firsts = (np.cumsum(2 * counts + 1) - 2 * counts - 1).tolist()
+    out = []
+    for one, n, first, fine, used in zip(payloads, counts.tolist(), firsts, good.tolist(), lengths, strict=True):
+        if not fine:
+            some = np.array(parse_blocks(one.reader, one.size), np.int64).reshape(-1, 3)
+            out.append((some, one.reader.number(one.size)))
+            continue
+        one.reader.at += used
+        heads, words = numbers[first : first + 2 * n : 2], numbers[first + 1 : first + 2 * n : 2]
+        out.append((np.stack((heads >> 3, 1 << (heads & 7), words), axis=1), int(numbers[first + 2 * n])))
+    return out
+
+
+def _at_once(
+    payloads: Sequence[Begun], sizes: NDArray[np.int64], counts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[int]]:
+    """Two numbers a block and one more of each payload, which payloads are right so, and the bytes that this takes."""
+    wanted = 2 * counts + 1
+    windows = [one.reader.data[one.reader.at :][: 4 * n] for one, n in zip(payloads, wanted.tolist(), strict=True)]
+    begins = np.cumsum([len(window) for window in windows]) - [len(window) for window in windows]
+    data = np.frombuffer(b"".join((*windows, bytes(int(wanted.max()) + 4))), np.uint8)  # there is something to take
+    ends = np.flatnonzero(data < 0x80)
+    first = np.searchsorted(ends, begins)
+    good = np.diff(first, append=np.searchsorted(ends, begins[-1] + len(windows[-1]))) >= wanted
+    of = np.repeat(np.arange(counts.size), wanted)
+    place = np.arange(of.size) - np.repeat(np.cumsum(wanted) - wanted, wanted)  # in its payload
+    taken = np.minimum(first[of] + place, ends.size - 1)
+    at = np.where(place == 0, begins[of], ends[taken - 1] + 1)
+    long = ends[taken] - at
+    values = np.zeros(of.size, np.int64)
+    for k in range(4):
+        values |= np.where(k <= long, data[np.minimum(at + k, data.size - 1)] & 0x7F, 0).astype(np.int64) << (7 * k)
+    weights = np.minimum(sizes[of] - place // 2 * BLOCK, BLOCK)
+    heads, cold = place % 2 == 0, place == wanted[of] - 1
+    most = np.where(cold, sizes[of], np.where(heads, weights << 3 | 7, 64 + 3 * weights))
+    wrong = (long > 3) | ((long > 0) & (data[ends[taken]] == 0)) | (values > most)
+    wrong |= heads & ~cold & ((values < 8) | (values & 7 > spec.MAX_LANES_LOG2))
+    good &= ~np.logical_or.reduceat(wrong, np.cumsum(wanted) - wanted)
+    last = np.minimum(first + wanted - 1, ends.size - 1)
+    return values, good, (ends[last] + 1 - begins).tolist()
+
+
+def _cold(
+    colds: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], circles: NDArray[np.int64]
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+    """Positions and steps of the cold changes of each payload: so many, in bytes of their own, which they fill."""
+    values = _numbers(colds, 2 * counts)
+    gaps, codes = values[::2], values[1::2]
+    first = np.cumsum(counts) - counts
+    some = np.flatnonzero(counts)
+    if some.size:
+        spans = np.add.reduceat(gaps.astype(np.float64), first[some]) + counts[some]
+        if (spans > sizes[some]).any():
+            raise FormatError("a context payload has cold changes outside its tile")
+        if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles[some]).any():
+            raise LimitError("a cold change is no step, or longer than its dtype has")
+    ends = np.cumsum(gaps + 1)
+    positions = ends - 1 - np.repeat(np.r_[0, ends][first], counts)
+    borders = first[1:] if counts.size else first
+    return np.split(positions, borders), np.split((codes >> 1) ^ -(codes & 1), borders)
+
+
+def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """LEB128 numbers that fill runs of bytes, so many each."""
+    data = np.frombuffer(b"".join(runs), np.uint8)
+    borders = np.cumsum([len(run) for run in runs])
+    ends = np.flatnonzero(data < 0x80)
+    unfinished = data.size > 0 and bool((data[borders - 1] >= 0x80).any())
+    if unfinished or (np.searchsorted(ends, borders) != np.cumsum(counts)).any():
+        raise FormatError("a context payload has more or fewer cold changes than it says")
+    lengths = np.diff(ends, prepend=-1)
+    if ends.size and lengths.max() > 7:
+        raise LimitError("a context payload holds a gap or step beyond what is allowed")
+    if ((lengths > 1) & (data[ends] == 0)).any():
+        raise FormatError("a context payload holds a number written longer than needed")
+    at = ends - lengths + 1
+    values = (data[at] & 0x7F).astype(np.int64)
+    longer = np.flatnonzero(lengths > 1)
+    for k in range(1, 7):
+        if not longer.size:
+            break
+        values[longer] |= (data[at[longer] + k] & 0x7F).astype(np.int64) << (7 * k)
+        longer = longer[lengths[longer] > k + 1]
+    if values.size and values.max() > 1 << 47:
+        raise LimitError("a context payload holds a gap or step beyond what is allowed", value=int(values.max()))
+    return values

@@ -1,0 +1,122 @@
+"""Changes on a device do what those on the host do: found, composed, turned round and written."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from pulsesync.device.changes import Run, compose, find_changes, mark, on_whole
+from pulsesync.device.memory import to_host
+from pulsesync.device.pile import Pile, make_piles
+from pulsesync.format import layout as layouts
+from pulsesync.format import weights
+from pulsesync.kernels import reference
+from pulsesync.model import Bits, BlockChange, TensorSpec
+from pulsesync.testing import mutate
+from tests.device.pairs import place, to_flats
+from tests.helpers import copied, random_state
+
+LAYOUT = layouts.make([TensorSpec("a", "BF16", (8, 9), column_cuts=(5,)), TensorSpec("b", "BF16", (50,))])
+Changed = dict[int, BlockChange]
+
+
+@pytest.fixture(scope="module")
+def pile(device: str) -> Pile:
+    return make_piles(LAYOUT.tiles, {tile.ordinal: tile for tile in LAYOUT.tiles}, place(device))["BF16"]
+
+
+def states(count: int, density: float = 0.1) -> list[dict[str, Bits]]:
+    rng = np.random.default_rng(count)
+    out = [random_state(rng, LAYOUT)]
+    while len(out) < count:
+        out.append({name: mutate(rng, bits, density) for name, bits in out[-1].items()})
+    return out
+
+
+def find(pile: Pile, old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Run:
+    flats = [to_flats(state, str(pile.device)) for state in (old, new)]
+    return find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)[0]
+
+
+def on_host(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Changed:
+    out = {}
+    for tile in LAYOUT.tiles:
+        found = reference.changed(*(tile.read_block(state[tile.tensor.name], 0) for state in (old, new)))
+        if found[0].size:
+            out[tile.ordinal] = BlockChange(0, *found)
+    return out
+
+
+def fetched(runs: Sequence[Run]) -> Changed:
+    """What runs of one block a tile hold, by ordinal; no tile is in two of them."""
+    out: Changed = {}
+    for run in runs:
+        starts, where, old, new = to_host(run.starts, run.positions, run.old, run.new)
+        for tile, begin, end in zip(run.pile.tiles, starts, starts[1:], strict=False):
+            if begin < end:
+                assert tile.ordinal not in out
+                bits = (array[begin:end].view(np.uint16) for array in (old, new))
+                out[tile.ordinal] = BlockChange(0, where[begin:end].view(np.uint32), *bits)
+    return out
+
+
+def assert_same(ours: Changed, theirs: Changed) -> None:
+    assert ours.keys() == theirs.keys()
+    for ordinal, change in ours.items():
+        for field in ("positions", "old", "new"):
+            assert np.array_equal(getattr(change, field), getattr(theirs[ordinal], field))
+
+
+def test_what_is_found_is_what_the_host_finds(pile: Pile) -> None:
+    old, new = states(2)
+    assert_same(fetched([find(pile, old, new)]), on_host(old, new))
+
+
+def test_two_sets_of_changes_are_composed_as_on_the_host(pile: Pile) -> None:
+    first, then, last = states(3, 0.3)
+    expected = {}
+    before, after = on_host(first, then), on_host(then, last)
+    for ordinal in before.keys() | after.keys():
+        if both := weights.compose(before.get(ordinal), after.get(ordinal)):
+            expected[ordinal] = both
+    assert_same(fetched(compose([find(pile, first, then)], [find(pile, then, last)])), expected)
+    assert_same(expected, on_host(first, last))
+
+
+def test_a_change_that_is_taken_back_is_none(pile: Pile) -> None:
+    old, new = states(2)
+    run = find(pile, old, new)
+    assert_same(fetched([run.inverse()]), on_host(new, old))
+    assert compose([run], [run.inverse()]) == []
+    back = copied(new)
+    back["a"] = old["a"]
+    assert_same(fetched(compose([run], [find(pile, new, back)])), on_host(old, back))
+
+
+def test_changes_with_nothing_before_or_after_are_composed_to_themselves(pile: Pile) -> None:
+    old, new = states(2)
+    run = find(pile, old, new)
+    for both in (compose([run], []), compose([], [run])):
+        assert_same(fetched(both), on_host(old, new))
+
+
+def test_changes_are_marked_as_they_were_found(pile: Pile) -> None:
+    old, new = states(2)
+    flats = [to_flats(state, str(pile.device)) for state in (old, new)]
+    run, found = find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)
+    again = mark(run)
+    assert again.bitmap.tolist() == found.bitmap.tolist()
+    assert again.offsets.tolist() == found.offsets.tolist()
+
+
+def test_changes_of_a_part_are_changes_of_the_whole(pile: Pile) -> None:
+    old, new = states(2, 0.3)
+    part = pile.part([pile.tiles[0].ordinal, pile.tiles[2].ordinal])
+    run = find(part, old, new)
+    whole = on_whole(run, pile)
+    assert whole.pile is pile
+    assert whole.starts.numel() == pile.blocks + 1
+    expected = on_host(old, new)
+    del expected[pile.tiles[1].ordinal]
+    assert_same(fetched([whole]), expected)
+    assert on_whole(whole, pile) is whole

@@ -1,0 +1,164 @@
+"""A device decodes what the host wrote, and refuses what it would refuse, without a change."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulsesync.device.state import DeviceState
+from pulsesync.errors import FormatError, PulseError
+from pulsesync.format import container, index, patch
+from pulsesync.format.codecs import context
+from pulsesync.format.codecs.context import Heads
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.patch import CodecName
+from pulsesync.kernels import spec
+from pulsesync.model import DTYPES, TensorSpec
+from pulsesync.state import State
+from tests.device.pairs import SPECS, Pair, small, to_bits, to_flats, trained
+from tests.helpers import Writer, reader, same
+
+Edit = Callable[[bytes], bytes]
+
+
+@pytest.mark.parametrize("codec", ["history", "context", "gap", "dense"])
+def test_what_the_host_writes_is_decoded_here(codec: CodecName, device: str, many_lanes: None) -> None:
+    layout, state = small()
+    writer = Writer(layout, state, codec)
+    here = DeviceState(layout, to_flats(state, device))
+    for step in range(2 if codec == "history" else 1):
+        state = trained(layout, state, step)
+        record, parts = writer.advance(state)
+        done = here.prepare(record, parts)
+        here.commit(done)
+        assert same(to_bits(here.flats), state)
+        assert here.digest == record.digest
+
+
+def test_what_is_written_here_is_decoded_by_the_host(device: str, many_lanes: None) -> None:
+    layout, state = small(1, SPECS[:1])
+    pair, there = Pair(layout, state, device, "history"), reader(layout, state)
+    for step in range(2):
+        state = trained(layout, state, step)
+        part, transition = pair.encode(state)
+        pair.state.commit(transition)
+        pair.last, _ = pair.writer.advance(state)
+        there.commit(there.prepare(pair.last, [bytes(part.data)]))
+        assert same(there.flats, state)
+
+
+# Parts that were tampered with, and sealed again: every hash is right
+
+
+def resealed(version: tuple[Manifest, list[bytes]], layout: Layout, edit: Edit) -> tuple[Manifest, list[bytes]]:
+    """The same version with another payload in its only tile."""
+    record, (data,) = version
+    header, sections = container.open_part(data)
+    opened = patch.open_index(header, sections[0], layout)
+    ((entry, body),) = patch.payloads(opened, dict(enumerate(sections)))
+    payload = edit(bytes(body))
+    lists = [[index.build(opened.tables, [replace(entry, size=len(payload))])], [payload]]
+    name, forged = container.build(layout.id, lists)
+    return replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)]
+
+
+def with_heads(change: Callable[[Heads], dict[str, Any]], end: int | None = None) -> Edit:
+    """Change what a payload of 60 weights says before its stream, and cut that off somewhere."""
+
+    def edit(body: bytes) -> bytes:
+        heads, begin = context.parse_heads(memoryview(body), 60, DTYPES["BF16"])
+        return context.build_heads(heads._replace(**change(heads))) + body[begin:end]
+
+    return edit
+
+
+def cold(at: int, step: int) -> Edit:
+    return with_heads(lambda heads: {"cold": np.array([at]), "steps": np.array([step])})
+
+
+HOT, COLD = 30, 1  # positions in the tile that is attacked, and what is there
+THERE = {HOT: 0x0081, COLD: 0x0680}
+
+
+def flipped(place: int, bit: int) -> Edit:
+    def edit(body: bytes) -> bytes:
+        return body[:place] + bytes([body[place] ^ 1 << bit]) + body[place + 1 or len(body) :]
+
+    return edit
+
+
+ATTACKS = {
+    "a word short": with_heads(lambda heads: {"words": heads.words - 1}, end=-2),
+    "a word too many": lambda body: with_heads(lambda heads: {"words": heads.words + 1})(body) + b"\0\0",
+    "a change more": with_heads(lambda heads: {"changes": heads.changes + 1}),
+    "a change fewer": with_heads(lambda heads: {"changes": heads.changes - 1}),
+    "fewer lanes": with_heads(lambda heads: {"lanes": heads.lanes // 2}),
+    "another table": with_heads(lambda heads: {"table": 1}),
+    "a cut above the table": with_heads(lambda heads: {"cut": heads.cut + 1}),
+    "a cut below what is remembered": with_heads(lambda heads: {"cut": heads.cut - 1}),
+    "a cold change of a hot weight": cold(HOT, 1),
+    "half the circle by the wrong way": cold(COLD, 1 << 15),
+    "a step beyond half the circle": cold(COLD, (1 << 15) + 1),
+    "a position outside": cold(60, 1),
+    "a state flipped": flipped(-9, 3),
+    "a word flipped": flipped(-1, 7),
+}
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """A state here and on the host, and the next patch for both, which is coded with a history."""
+
+    here: DeviceState
+    there: State
+    version: tuple[Manifest, list[bytes]]
+    held: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def attacked(device: str) -> Attacked:
+    layout, first = small(7, (TensorSpec("a", "BF16", (60,)),))
+    first["a"][list(THERE)] = list(THERE.values())
+    writer, states, versions = Writer(layout, first, "history"), [first], []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(spec, "LANE_DECISIONS", 2)
+        for step in range(2):
+            states.append(trained(layout, states[-1], step + 2))
+            states[-1]["a"][list(THERE)] = list(THERE.values())
+            versions.append(writer.advance(states[-1]))
+    here, there = DeviceState(layout, to_flats(first, device)), reader(layout, first)
+    for state in (here, there):
+        state.commit(state.prepare(*versions[0]))
+        state.prepare(*versions[1])  # as it is, it is good
+    return Attacked(here, there, versions[1], states[1])
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_forged_part_is_refused_as_on_the_host_and_changes_nothing(name: str, attacked: Attacked) -> None:
+    here = attacked.here
+    version = resealed(attacked.version, here.layout, ATTACKS[name])
+    with pytest.raises(PulseError) as expected:
+        attacked.there.prepare(*version)
+    sums, history = here.sums, here.history.digest()
+    with pytest.raises(PulseError) as found:
+        here.prepare(*version)
+    assert type(found.value) is type(expected.value)
+    assert str(found.value) == str(expected.value)
+    assert same(to_bits(here.flats), attacked.held)
+    assert (here.sums, here.history.digest()) == (sums, history)
+
+
+def test_a_part_for_a_tile_without_weights_is_refused(device: str) -> None:
+    layout, state = small(0, (TensorSpec("a", "I16", (4,)), TensorSpec("n", "I16", (0,))))
+    here = DeviceState(layout, to_flats(state, device))
+    record, parts = Writer(layout, state, "gap").advance({**state, "a": state["a"] + 1})
+    header, sections = container.open_part(parts[0])
+    opened = patch.open_index(header, sections[0], layout)
+    entries = [replace(opened.entries[0], tile=1)]
+    name, forged = container.build(layout.id, [[index.build([], entries)], [sections[1]]])
+    with pytest.raises(FormatError):
+        here.prepare(replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)])
+    assert same(to_bits(here.flats), state)

@@ -1,0 +1,121 @@
+"""Parts made on a device are, byte for byte, those that the host makes."""
+
+import numpy as np
+import pytest
+
+from pulsesync.device import encode
+from pulsesync.format import layout as layouts
+from pulsesync.format import tables
+from pulsesync.format.patch import CodecName
+from pulsesync.model import Codec, TensorSpec
+from tests.device.pairs import Pair, codecs_of, small, to_bits, trained
+from tests.helpers import FLOATS, same
+
+
+@pytest.mark.parametrize(
+    ("codec", "used"),
+    [
+        ("history", {Codec.HISTORY, Codec.GAP}),
+        ("context", {Codec.CONTEXT, Codec.GAP}),
+        ("gap", {Codec.GAP}),
+        ("dense", {Codec.DENSE}),
+    ],
+)
+def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device: str, many_lanes: None) -> None:
+    layout, state = small()
+    pair = Pair(layout, state, device, codec)
+    for step in range(2 if codec == "history" else 1):
+        state = trained(layout, state, step)
+        _, data = pair.advance(state)
+        assert codecs_of(data, layout) == used  # integers always as gaps
+        assert same(to_bits(pair.state.flats), state)
+
+
+def test_auto_chooses_as_the_host_does(device: str, many_lanes: None) -> None:
+    """A tile that pays for its tables, and one that is replaced; then a change that pays for nothing, and none."""
+    specs = (
+        TensorSpec("a", "BF16", (700,)),
+        TensorSpec("b", "F16", (24,)),
+        TensorSpec("c", "I16", (12,)),
+    )
+    layout, state = small(3, specs)
+    pair = Pair(layout, state, device)
+    new = trained(layout, state, 1, 0.9)
+    new["b"] = np.random.default_rng(2).integers(0, 1 << 16, 24).astype(np.uint16)
+    _, data = pair.advance(new)
+    assert codecs_of(data, layout) >= {Codec.HISTORY, Codec.DENSE}
+    new["c"][3] += 1
+    _, data = pair.advance(new)
+    assert codecs_of(data, layout) == {Codec.GAP}
+    _, data = pair.advance(new)  # nothing changes
+    assert codecs_of(data, layout) == set()
+
+
+def test_long_steps_and_every_float_are_coded_as_on_the_host(device: str, many_lanes: None) -> None:
+    """Any bits to any bits: NaNs, infinities and half the circle among them."""
+    layout = layouts.make(TensorSpec(name, name, (16,)) for name in FLOATS)
+    rng = np.random.default_rng(4)
+    state = {s.name: rng.integers(0, 1 << 8 * s.kind.itemsize, 16).astype(s.kind.bits) for s in layout.tensors}
+    new = {name: bits.copy() for name, bits in state.items()}
+    for name, bits in state.items():
+        sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
+        state[name][:3] = new[name][:3] = 0
+        new[name][0] = ~bits.dtype.type(0)  # half the circle down
+        new[name][1] = sign
+        new[name][4:10] = rng.permutation(bits[4:10])
+        new[name][10:13] ^= sign
+    _, data = Pair(layout, state, device, "history").advance(new)
+    assert codecs_of(data, layout) == {Codec.HISTORY}
+
+
+def test_a_weight_that_turned_cold_and_hot_again_is_coded_as_on_the_host(device: str, many_lanes: None) -> None:
+    layout, state = small(5, (TensorSpec("a", "BF16", (60,)),))
+    pair = Pair(layout, state, device, "history")
+    small_ones = np.flatnonzero(state["a"] & 0x7FFF < 0x300)[:2]
+    grown = trained(layout, state, 1)
+    grown["a"][small_ones] = 0x3F80  # out of what is remembered
+    pair.advance(grown)
+    back = trained(layout, grown, 2)
+    back["a"][small_ones] = state["a"][small_ones]
+    pair.advance(back)
+    pair.advance(trained(layout, back, 3))
+
+
+def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: str, many_lanes: None) -> None:
+    layout, state = small(8, (TensorSpec("a", "BF16", (60,)),))
+    pair = Pair(layout, state, device, "history")
+    first = trained(layout, state, 1)
+    then = trained(layout, first, 2)
+    then["a"][::3] = state["a"][::3]  # takes back what the first changes
+    pending = pair.difference(then)
+    part, transition = pair.encode(first)
+    pair.last, _ = pair.writer.advance(first)
+    pair.state.commit(transition)
+    part, transition = pending.after(transition).encode(pair.last, "history")
+    record, (data,) = pair.writer.advance(then)
+    assert bytes(part.data) == bytes(data)
+    pair.state.commit(transition)
+    assert pair.state.recount() == record.digest
+
+
+def test_lanes_are_those_of_the_format() -> None:
+    decisions = np.array([0, 1, 4096, 8191, 8192, 16_383, 16_384, 65_536, 131_071, 131_072, 1 << 20])
+    assert encode.lanes_for(decisions).tolist() == [tables.lanes_for(int(n)) for n in decisions]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["auto", "context"])
+def test_large_tensors_are_coded_as_on_the_host(codec: CodecName, device: str) -> None:
+    """Several blocks, each with 32 lanes, a block of few decisions, and columns cut."""
+    specs = (
+        TensorSpec("a", "BF16", (2500, 1000)),
+        TensorSpec("b", "F32", (1100, 1000), column_cuts=(300,)),
+        TensorSpec("c", "F8_E4M3", (1_300_001,)),
+        TensorSpec("d", "F16", (70_000,)),
+    )
+    layout, state = small(6, specs)
+    pair = Pair(layout, state, device, codec)
+    for step in range(3):
+        state = trained(layout, state, step, 0.1)
+        pair.advance(state)
+        assert same(to_bits(pair.state.flats), state)

@@ -1,0 +1,65 @@
+"""What is remembered goes to a device and comes back as it was, and follows changes there as on the host."""
+
+import numpy as np
+import pytest
+
+from pulsesync.device.hot import Memories, mark_hot
+from pulsesync.device.memory import to_host
+from pulsesync.errors import VerificationError
+from pulsesync.format.history import History
+from pulsesync.kernels import spec
+from pulsesync.model import TensorSpec
+from tests.device.pairs import Pair, place, small, to_flats, trained
+
+SPECS = (TensorSpec("a", "BF16", (10, 8), row_cuts=(5,)), TensorSpec("b", "F32", (40,)))
+
+
+@pytest.fixture(scope="module")
+def pair(device: str) -> Pair:
+    """Two versions with a history; the second leaves a tile alone."""
+    layout, state = small(2, SPECS)
+    pair = Pair(layout, state, device, "history")
+    state = trained(layout, state, 1)
+    after = trained(layout, state, 2)
+    after["a"][:40] = state["a"][:40]
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(spec, "LANE_DECISIONS", 2)  # to be quick, see many_lanes
+        pair.advance(state)
+        pair.advance(after)
+    return pair
+
+
+def test_a_history_comes_back_as_it_went(pair: Pair, device: str) -> None:
+    history = pair.writer.history
+    there = Memories.of(history, place(device))
+    assert there.digest() == history.digest()
+    assert there.to_bytes() == history.to_bytes()
+    assert all(there.cut(n) == history.cut(n) for n in range(4))
+
+
+def test_the_history_of_a_state_is_that_of_the_host(pair: Pair) -> None:
+    ours, theirs = pair.state.history.on_host(), pair.writer.history
+    assert ours.index == theirs.index == 2
+    assert ours.to_bytes() == theirs.to_bytes()
+
+
+def test_an_empty_history_is_like_none(device: str) -> None:
+    assert Memories.of(History(), place(device)) == Memories()
+    assert Memories().to_bytes() == History().to_bytes()
+
+
+def test_weights_are_hot_below_the_cuts_of_their_tiles(pair: Pair) -> None:
+    pile, bits = pair.state.piles["BF16"], pair.writer.state["a"]
+    hot = mark_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), Memories())
+    marked = np.unpackbits(to_host(hot.bitmap)[0].view(np.uint8), bitorder="little").reshape(2, -1)
+    assert np.array_equal(np.flatnonzero(marked[0]), np.flatnonzero((bits[:40] & 0x7FFF) >> 7 < 5))
+    assert not marked[1].any()
+    assert hot.counts.tolist() == marked.sum(axis=1).tolist()
+
+
+def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair: Pair, device: str) -> None:
+    pile, state = pair.state.piles["BF16"], pair.writer.state
+    flats = to_flats({**state, "a": np.zeros_like(state["a"])}, device)
+    cuts = np.array([pair.state.history.cut(tile.ordinal) for tile in pile.tiles])
+    with pytest.raises(VerificationError, match="somebody else"):
+        mark_hot(pile, pile.locate(flats), cuts, pair.state.history)

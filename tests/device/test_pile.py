@@ -1,0 +1,94 @@
+"""Piles know where every block is, and read tensors in place wherever a launch can."""
+
+import numpy as np
+import torch
+
+from pulsesync.device.decode import fetch
+from pulsesync.device.memory import to_device
+from pulsesync.device.pile import CHUNK, Pile, make_piles
+from pulsesync.format import layout as layouts
+from pulsesync.kernels import cuda
+from pulsesync.model import BLOCK, TensorSpec
+from pulsesync.slices import Slice
+from pulsesync.state import find_places
+from tests.device.pairs import place, to_flats
+from tests.helpers import random_state
+
+SPECS = [
+    TensorSpec("a", "BF16", (6, 8), column_cuts=(4,)),
+    TensorSpec("b", "F32", (3,)),
+    TensorSpec("c", "BF16", (BLOCK + CHUNK + 5,)),
+    TensorSpec("n", "BF16", (0,)),
+    TensorSpec("z", "BF16", (7, 3), row_cuts=(1, 4)),
+]
+
+
+def piles(device: str) -> dict[str, Pile]:
+    layout = layouts.make(SPECS)
+    return make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles if tile.size}, place(device))
+
+
+def test_chunks_are_those_of_the_kernels() -> None:
+    assert cuda.CHUNK.value == CHUNK
+
+
+def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None:
+    found = piles(device)
+    assert list(found) == ["BF16", "F32"]
+    pile = found["BF16"]
+    assert [tile.tensor.name for tile in pile.tiles] == ["a", "a", "c", "z", "z", "z"]
+    assert pile.first_block.tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert pile.sizes.tolist() == [24, 24, BLOCK, CHUNK + 5, 3, 9, 9]
+    assert pile.begins.tolist() == [0, 0, 0, BLOCK, 0, 0, 0]
+    assert pile.first_chunk.tolist() == [0, 1, 2, 258, 260, 261, 262, 263]
+    assert pile.chunk_block.tolist() == [0, 1, *[2] * 256, 3, 3, 4, 5, 6]
+    assert pile.block_tile.tolist() == [0, 1, 2, 2, 3, 4, 5]
+
+
+def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
+    starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].run_geometry)
+    assert starts == [0, 4, 0, 0, 3, 12]
+    assert columns == [4, 4, BLOCK + CHUNK + 5, 3, 9, 9]
+    assert strides == [8, 8, 0, 0, 0, 0]
+
+
+def test_a_part_of_a_pile_knows_its_blocks_in_the_whole(device: str) -> None:
+    pile = piles(device)["BF16"]
+    ordinals = [pile.tiles[i].ordinal for i in (1, 2, 5)]
+    part = pile.part(ordinals)
+    assert [tile.ordinal for tile in part.tiles] == ordinals
+    assert pile.blocks_of(part).tolist() == [1, 2, 3, 6]
+    assert pile.part([tile.ordinal for tile in pile.tiles]) is pile
+
+
+def test_what_lies_in_a_row_at_a_word_is_read_in_place_and_the_rest_from_a_copy(device: str) -> None:
+    layout = layouts.make(SPECS)
+    state = random_state(np.random.default_rng(0), layout)
+    flats = to_flats(state, device)
+    odd = to_device(np.r_[np.uint16(0), state["c"]], place(device))
+    flats["c"] = odd[1:]  # between words
+    pile = piles(device)["BF16"]
+    located = pile.locate(flats)
+    in_place = [
+        flats[tile.tensor.name].data_ptr() + 2 * tile.start == at
+        for tile, at in zip(pile.tiles, located.at[torch.from_numpy(pile.first_block[:-1])].tolist(), strict=True)
+    ]
+    assert in_place == [False, False, False, True, False, True]
+    assert all(at % 8 == 0 for at in located.at.tolist())
+    blocks = np.arange(pile.blocks)
+    last = (pile.host_sizes - 1).astype(np.int32)
+    found = fetch(pile, located, blocks, last)
+    for b, bits in enumerate(found):
+        tile = pile.tiles[pile.tile_of[b]]
+        where = tile.flat_indices(np.array([pile.host_begins[b] + last[b]]))
+        assert bits == state[tile.tensor.name][where[0]]
+
+
+def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
+    layout = layouts.make([TensorSpec("a", "BF16", (6, 8), row_cuts=(2, 4)), TensorSpec("b", "BF16", (4,))])
+    places = find_places(layout, {"a": Slice(rows=(2, 6)), "b": None})
+    pile = make_piles(layout.tiles, {n: held.tile for n, held in places.items()}, place(device))["BF16"]
+    assert [tile.row for tile in pile.tiles] == [2, 4]
+    assert [tile.row for tile in pile.places] == [0, 2]
+    assert pile.run_geometry[0].tolist() == [16, 32]
+    assert pile.own_geometry[0].tolist() == [0, 16]

@@ -1,0 +1,112 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pulsesync.format import container, index, patch
+from pulsesync.format import layout as layouts
+from pulsesync.format.diff import Diff
+from pulsesync.format.predict import Coded, code_against_old
+from pulsesync.format.weights import Flats
+from pulsesync.model import BLOCK, Bits, BlockChange, Codec, TensorSpec, Tile
+from tests.helpers import count_sums, encode, near, nudge
+
+LAYOUT = layouts.make([TensorSpec("a", "BF16", (300, 400)), TensorSpec("b", "BF16", (BLOCK + 9,))])
+
+
+@dataclass
+class Elsewhere:
+    """A diff whose changes are dear to look at: each look is written down."""
+
+    diff: Diff
+    looks: list[str]
+
+    @property
+    def tile(self) -> Tile:
+        return self.diff.tile
+
+    @property
+    def changed(self) -> int:
+        return self.diff.changed
+
+    @property
+    def blocks(self) -> tuple[BlockChange, ...]:
+        self.looks.append("blocks")
+        return self.diff.blocks
+
+    def positions(self) -> NDArray[np.int64]:
+        self.looks.append("positions")
+        return self.diff.positions()
+
+    def values(self) -> Bits:
+        return self.diff.values()
+
+
+def changed(density: float, cut: int = 110) -> tuple[dict[str, Bits], dict[str, Bits]]:
+    rng = np.random.default_rng(0)
+    old = {spec.name: near(rng, "BF16", (spec.size,), cut) for spec in LAYOUT.tensors}
+    return old, {name: nudge(rng, bits, density) for name, bits in old.items()}
+
+
+def finished(
+    old: dict[str, Bits], new: dict[str, Bits], codec: patch.CodecName, cut_up: bool = False
+) -> tuple[patch.Finished, list[str]]:
+    """A part by `finish`, and which of its changes were looked at."""
+    weights, looks = Flats(old), []
+    diffs = patch.find_diff(LAYOUT.tiles, old, new, codec)
+    shared, coded = code_against_old(diffs, weights, None, None)
+    if cut_up:
+        coded = {ordinal: in_pieces(one) for ordinal, one in coded.items()}
+    dear = [Elsewhere(diff, looks) for diff in diffs]
+    return patch.finish(LAYOUT, dear, weights, shared, coded, count_sums(LAYOUT, new), codec), looks
+
+
+def in_pieces(coded: Coded) -> Coded:
+    body = memoryview(b"".join(coded.pieces))
+    return coded._replace(pieces=(body[:3], bytes(body[3:50]), body[50:]))
+
+
+@pytest.mark.parametrize("codec", ["context", "auto"])
+def test_changes_that_were_coded_well_are_not_looked_at(codec: patch.CodecName) -> None:
+    old, new = changed(0.05)
+    done, looks = finished(old, new, codec)
+    assert looks == []
+    assert [choice.codec for choice in done.chosen] == [Codec.CONTEXT] * 2
+    assert done.data == encode(LAYOUT, old, new, codec=codec).data
+
+
+def test_a_payload_in_pieces_is_written_as_the_same_bytes() -> None:
+    old, new = changed(0.05)
+    whole, pieces = (finished(old, new, "auto", cut_up)[0] for cut_up in (False, True))
+    assert (whole.id, whole.data) == (pieces.id, pieces.data)
+    assert [one.size for one in pieces.chosen] == [one.size for one in whole.chosen]
+
+
+def test_only_the_tile_that_was_coded_badly_is_looked_at() -> None:
+    old, new = changed(0.05)
+    new["a"] = np.where(np.arange(old["a"].size) % 3, old["a"], np.uint16(0)).astype(np.uint16)
+    done, looks = finished(old, new, "auto")
+    assert looks == ["positions"]
+    assert [choice.codec for choice in done.chosen] == [Codec.GAP, Codec.CONTEXT]
+    assert done.data == encode(LAYOUT, old, new, codec="auto").data
+
+
+def test_blocks_are_asked_for_where_everything_changed() -> None:
+    old, new = changed(0.05)
+    new["a"] = old["a"] ^ np.random.default_rng(1).integers(1, 1 << 16, old["a"].size, dtype=np.uint16)
+    done, looks = finished(old, new, "auto")
+    assert looks == ["positions", "blocks"]
+    assert done.chosen[0].codec == Codec.DENSE
+    assert done.data == encode(LAYOUT, old, new, codec="auto").data
+
+
+def test_a_tiny_part_has_no_tables_where_gap_is_smaller() -> None:
+    old, _ = changed(0)
+    new = {name: bits.copy() for name, bits in old.items()}
+    new["a"][5] ^= 1
+    done, looks = finished(old, new, "auto")
+    _, sections = container.open_part(done.data, done.id)
+    assert set(looks) == {"positions"}
+    assert index.parse(sections[0], len(LAYOUT.tiles), [len(s) for s in sections])[0] == []
+    assert [choice.codec for choice in done.chosen] == [Codec.GAP]

@@ -1,0 +1,138 @@
+"""The Triton kernels do what the reference does, on a GPU or in Triton's interpreter, and keep within their bounds."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the GPU kernels are NOT tested: torch cannot be imported")
+pytest.importorskip("triton", reason="the GPU kernels are NOT tested: triton cannot be imported")
+
+import torch
+
+from pulsesync import digest
+from pulsesync.device.changes import Run, find_changes, moves
+from pulsesync.device.decode import fetch
+from pulsesync.device.memory import starts_of, to_device
+from pulsesync.device.pile import make_piles
+from pulsesync.device.state import count_block, count_pile
+from pulsesync.format import layout as layouts
+from pulsesync.kernels import reference
+from pulsesync.model import DTYPES, Bits, TensorSpec
+from pulsesync.testing import mutate, random_bits
+from tests.device import interpreter
+from tests.device.pairs import host, locate, pile_of
+
+interpreter.mend()
+
+
+def assert_found(run: Run, old: list[Bits], new: list[Bits]) -> None:
+    expected = [reference.changed(a, b) for a, b in zip(old, new, strict=True)]
+    dtype = old[0].dtype
+    assert run.starts.tolist() == starts_of(np.array([found[0].size for found in expected])).tolist()
+    for tensor, arrays, kind in zip(
+        (run.positions, run.old, run.new), zip(*expected, strict=True), (np.uint32, dtype, dtype), strict=True
+    ):
+        assert np.array_equal(host(tensor, kind), np.concatenate(arrays))
+
+
+# What changed
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "I64"])
+def test_compare_and_collect_equal_the_reference(dtype: str, device: str) -> None:
+    rng = np.random.default_rng(1)
+    sizes = [1, 33, 200, 4099]
+    old = [random_bits(rng, DTYPES[dtype].bits.type, (size,)) for size in sizes]
+    new = [mutate(rng, bits, 0.03) for bits in old]
+    new[1][:] = old[1] ^ old[1].dtype.type(1)  # all of a block, and the ends of a chunk
+    new[3][[4095, 4096, 4098]] = ~old[3][[4095, 4096, 4098]]
+    pile = pile_of(dtype, sizes, device)
+    run, marks = find_changes(pile, locate(pile, old), locate(pile, new), cast=False)
+    assert_found(run, old, new)
+    bits = np.unpackbits(host(marks.bitmap, np.uint8), bitorder="little").reshape(pile.chunks, -1)
+    firsts = pile.host_first_chunk
+    for b, size in enumerate(sizes):
+        marked = bits[firsts[b] : firsts[b + 1]].reshape(-1)
+        assert np.array_equal(marked[:size], old[b] != new[b])
+        assert not marked[size:].any()
+
+
+def test_states_that_are_equal_have_no_changes(device: str) -> None:
+    bits = [random_bits(np.random.default_rng(2), np.uint16, (100,))]
+    pile = pile_of("BF16", [100], device)
+    run, marks = find_changes(pile, locate(pile, bits), locate(pile, bits), cast=False)
+    assert run.count == 0
+    assert not marks.bitmap.any()
+
+
+def masters() -> np.ndarray:
+    """FP32 bits: ties both ways, their neighbours, subnormals, both zeros, the largest numbers, infinities; any."""
+    ties = np.array([0x3F808000, 0x3F818000, 0x00008000, 0x00018000, 0x80008000, 0x7F7F8000, 0xFF7F8000], np.uint32)
+    ends = np.array([0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x807FFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)
+    found = np.r_[ties, ties - 1, ties + 1, ends, random_bits(np.random.default_rng(3), np.uint32, (60,))]
+    nans = (found & 0x7FFFFFFF) > 0x7F800000
+    return found[~nans].astype(np.uint32)
+
+
+def test_masters_are_rounded_as_torch_casts_them(device: str) -> None:
+    new = masters()
+    rounded = torch.from_numpy(new.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    old = mutate(np.random.default_rng(4), rounded, 0.7)
+    pile = pile_of("BF16", [new.size], device)
+    run, _ = find_changes(pile, locate(pile, [old]), locate(pile, [new], itemsize=4), cast=True)
+    assert_found(run, [old], [rounded])
+
+
+def test_a_master_that_is_no_number_is_the_nan_of_torch_on_a_gpu(device: str) -> None:
+    new = np.array([0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF], np.uint32)
+    old = np.zeros(4, np.uint16)
+    pile = pile_of("BF16", [4], device)
+    run, _ = find_changes(pile, locate(pile, [old]), locate(pile, [new], itemsize=4), cast=True)
+    assert host(run.new, np.uint16).tolist() == [0x7FFF] * 4
+    if device == "cuda":
+        assert torch.from_numpy(new.view(np.float32)).cuda().bfloat16().view(torch.int16).tolist() == [0x7FFF] * 4
+
+
+# Writing and the digest
+
+GRID = [
+    TensorSpec("a", "BF16", (9, 11), row_cuts=(4,), column_cuts=(5,)),
+    TensorSpec("b", "BF16", (5, 7), row_cuts=(2,)),  # a tile that begins between words
+    TensorSpec("c", "BF16", (4200,)),
+    TensorSpec("d", "F8_E4M3", (7, 9), column_cuts=(3,)),
+    TensorSpec("e", "F32", (33,)),
+    TensorSpec("f", "I64", (6, 5), column_cuts=(2,)),
+]
+
+
+def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None:
+    rng = np.random.default_rng(6)
+    layout, where = layouts.make(GRID), torch.device(device)
+    old = {spec.name: random_bits(rng, spec.kind.bits.type, (spec.size,)) for spec in layout.tensors}
+    new = {name: mutate(rng, bits, 0.2 if bits.size < 1000 else 0.01) for name, bits in old.items()}
+    for pile in make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, where).values():
+        names = {tile.tensor.name for tile in pile.tiles}
+        flats, after = ({name: to_device(state[name].copy(), where) for name in names} for state in (old, new))
+        counted = count_pile(pile, flats)
+        assert counted == {t.ordinal: digest.count_tile(t, old[t.tensor.name]) for t in pile.tiles}
+        run, _ = find_changes(pile, pile.locate(flats), pile.locate(after), cast=False)
+        moved = moves([run])
+        assert {n: counted[n] + by for n, by in moved.items()} == count_pile(pile, after)
+        run.write(to_device(np.array([flats[t.tensor.name].data_ptr() for t in pile.tiles]), where))
+        for name in names:
+            assert torch.equal(flats[name], after[name])
+
+
+def test_blocks_are_counted_from_the_host(device: str) -> None:
+    rng = np.random.default_rng(8)
+    for tile in layouts.make(GRID[:1]).tiles[1:3]:
+        bits = random_bits(rng, np.uint16, (tile.size,))
+        assert count_block(tile, 0, bits, torch.device(device)) == digest.count_block(tile, 0, bits)
+
+
+def test_single_weights_are_fetched(device: str) -> None:
+    rng = np.random.default_rng(9)
+    bits = [random_bits(rng, np.uint32, (size,)) for size in (40, 50)]
+    pile = pile_of("F32", [40, 50], device)
+    where = np.array([3, 39, 0, 49], np.int32)
+    found = fetch(pile, locate(pile, bits), np.array([0, 0, 1, 1]), where)
+    assert found.tolist() == [bits[0][3], bits[0][39], bits[1][0], bits[1][49]]
