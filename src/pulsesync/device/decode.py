@@ -15,7 +15,7 @@ from pulsesync.errors import FormatError
 from pulsesync.format import patch
 from pulsesync.format.codecs import dense, gap
 from pulsesync.format.codecs.context import Heads, move_cold
-from pulsesync.format.codecs.heads import Begun, begin, parse_many
+from pulsesync.format.codecs.heads import Begun, begin, parse_blocks_of, parse_cold
 from pulsesync.format.index import Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
@@ -72,9 +72,10 @@ def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Loca
     """
     cuts = np.array([one.cut for one in begun], np.int64)
     hot = mark_hot(pile, weights, cuts, memories)
+    blocks = parse_blocks_of(begun)
     everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
-    parsed = parse_many(begun)
+    parsed = parse_cold(begun, blocks)
     heads = [one for one, _ in parsed]
     stream = _upload([streams for _, streams in parsed], pile.device)
     runs = []

@@ -153,8 +153,10 @@ def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
     return [data[begin:end] for begin, end in pairwise(borders)]
 
 
-def _written(values: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The bytes of numbers, and where each ends."""
+    if values.size and values.max() < 1 << 32:
+        values = values.astype(np.uint32)  # half the memory to go through
     lengths = np.ones(values.size, np.int64)
     for k in range(1, 9):
         longer = values >= 1 << (7 * k)

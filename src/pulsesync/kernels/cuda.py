@@ -638,7 +638,7 @@ def mark_later(
 ):  # fmt: skip
     """Mark changes, those that go down, and of the weights below the cut (as they were, in later) which are then."""
     b = tl.program_id(0)
-    cut = (tl.load(cuts + tl.load(block_tile + b)) << SHIFT).to(tl.int64)
+    cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
     begin, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
     first = tl.load(first_chunk + b) * ROWS
     mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
@@ -796,8 +796,24 @@ def _wide(a, b):
 
 
 @triton.jit
+def _units(at, i, size):
+    """Words of four units; those outside are zero."""
+    left = size - 4 * i
+    x = tl.load(at + i, mask=(i >= 0) & (left > 0), other=0)
+    bits = (16 * tl.minimum(tl.maximum(left, 0), 3)).to(tl.uint64)
+    return tl.where(left >= 4, x, x & ((tl.full(i.shape, 1, tl.uint64) << bits) - 1))
+
+
+@triton.jit
+def _weighed(x, k0, k1, k2, k3):
+    """The sum of four units times their keys."""
+    low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
+    return _wide(low & 0xFFFF, k0) + _wide(low >> 16, k1) + _wide(high & 0xFFFF, k2) + _wide(high >> 16, k3)
+
+
+@triton.jit
 def recount(block_at, units, starts, block_tile, keys, sums, PER: tl.constexpr):
-    """Sum the 16-bit units of blocks times their keys: program (b, q) takes the q-th run of PER chunks of units.
+    """Sum the 16-bit units of blocks times their keys: program (b, q) takes the q-th run of PER (even) chunks of units.
 
     A block begins at unit starts[b] of its tensor, a multiple of 4.
     """
@@ -813,18 +829,16 @@ def recount(block_at, units, starts, block_tile, keys, sums, PER: tl.constexpr):
     second = tl.zeros([1024], tl.uint64)
     chunk = (begin >> CHUNK_BITS) + tl.program_id(1) * PER
     last = (begin + size - 1) >> CHUNK_BITS
-    for _ in range(tl.minimum(PER, last + 1 - chunk)):
-        i = (chunk * CHUNK - begin) // 4 + word
-        left = size - 4 * i
-        x = tl.load(at + i, mask=(i >= 0) & (left > 0), other=0)
-        bits = (16 * tl.minimum(tl.maximum(left, 0), 3)).to(tl.uint64)
-        x = tl.where(left >= 4, x, x & ((tl.full([1024], 1, tl.uint64) << bits) - 1))
-        low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
-        u0, u1, u2, u3 = low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16
+    for _ in range((tl.minimum(PER, last + 1 - chunk) + 1) // 2):
+        x = _units(at, (chunk * CHUNK - begin) // 4 + word, size)
+        y = _units(at, ((chunk + 1) * CHUNK - begin) // 4 + word, size)  # both are under way before either is used
         one, two = _chunk_keys(chunk)
-        first += (_wide(u0, k0) + _wide(u1, k1) + _wide(u2, k2) + _wide(u3, k3)) * one
-        second += (_wide(u0, q0) + _wide(u1, q1) + _wide(u2, q2) + _wide(u3, q3)) * two
-        chunk += 1
+        first += _weighed(x, k0, k1, k2, k3) * one
+        second += _weighed(x, q0, q1, q2, q3) * two
+        one, two = _chunk_keys(chunk + 1)
+        first += _weighed(y, k0, k1, k2, k3) * one
+        second += _weighed(y, q0, q1, q2, q3) * two
+        chunk += 2
     tile = tl.load(block_tile + b)
     tl.atomic_add(sums + 2 * tile, tl.sum(first.to(tl.int64)))
     tl.atomic_add(sums + 2 * tile + 1, tl.sum(second.to(tl.int64)))

@@ -71,26 +71,32 @@ def begin(data: memoryview, size: int, kind: Dtype) -> Begun:
     return Begun(table, cut, reader, size, kind)
 
 
-def parse_many(payloads: Sequence[Begun]) -> list[tuple[Heads, memoryview]]:
+@dataclass(frozen=True)
+class Blocks:
+    """What payloads say of their blocks: changes, lanes and words of each; and how many cold changes follow."""
+
+    of: list[NDArray[np.int64]]
+    colds: NDArray[np.int64]
+
+
+def parse_cold(payloads: Sequence[Begun], blocks: Blocks) -> list[tuple[Heads, memoryview]]:
     """The rest of `context.parse_heads` of each, and its streams. Raises: as that."""
-    found = _blocks(payloads)
-    blocks = [some for some, _ in found]
-    counts = np.array([count for _, count in found], np.int64)
-    ends = [len(one.reader.data) - 2 * int(some[:, 2].sum()) for one, some in zip(payloads, blocks, strict=True)]
+    ends = [len(one.reader.data) - 2 * int(some[:, 2].sum()) for one, some in zip(payloads, blocks.of, strict=True)]
     if any(end < one.reader.at for one, end in zip(payloads, ends, strict=True)):
         raise FormatError("a context payload ends too early: its streams are longer than what is left")
     colds = [one.reader.data[one.reader.at : end] for one, end in zip(payloads, ends, strict=True)]
     sizes = np.array([one.size for one in payloads], np.int64)
     circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
+    found = _cold(colds, blocks.colds, sizes, circles)
     out = []
-    for one, some, end, *cold in zip(payloads, blocks, ends, *_cold(colds, counts, sizes, circles), strict=True):
+    for one, some, end, *cold in zip(payloads, blocks.of, ends, *found, strict=True):
         heads = Heads(one.table, one.cut, some[:, 0], some[:, 1], some[:, 2], *cold)
         out.append((heads, one.reader.data[end:]))
     return out
 
 
-def _blocks(payloads: Sequence[Begun]) -> list[tuple[NDArray[np.int64], int]]:
-    """Changes, lanes and words of the blocks of each payload, and how many cold changes follow.
+def parse_blocks_of(payloads: Sequence[Begun]) -> Blocks:
+    """Read what payloads say of their blocks. Raises: FormatError, LimitError.
 
     Those whose blocks all have changes are read at once; the others, and those that are wrong, one by one.
     """
@@ -98,16 +104,17 @@ def _blocks(payloads: Sequence[Begun]) -> list[tuple[NDArray[np.int64], int]]:
     counts = -(-sizes // BLOCK)
     numbers, good, lengths = _at_once(payloads, sizes, counts)
     firsts = (np.cumsum(2 * counts + 1) - 2 * counts - 1).tolist()
-    out = []
+    out, colds = [], []
     for one, n, first, fine, used in zip(payloads, counts.tolist(), firsts, good.tolist(), lengths, strict=True):
-        if not fine:
-            some = np.array(parse_blocks(one.reader, one.size), np.int64).reshape(-1, 3)
-            out.append((some, one.reader.number(one.size)))
-            continue
-        one.reader.at += used
-        heads, words = numbers[first : first + 2 * n : 2], numbers[first + 1 : first + 2 * n : 2]
-        out.append((np.stack((heads >> 3, 1 << (heads & 7), words), axis=1), int(numbers[first + 2 * n])))
-    return out
+        if fine:
+            one.reader.at += used
+            heads, words = numbers[first : first + 2 * n : 2], numbers[first + 1 : first + 2 * n : 2]
+            out.append(np.stack((heads >> 3, 1 << (heads & 7), words), axis=1))
+            colds.append(int(numbers[first + 2 * n]))
+        else:
+            out.append(np.array(parse_blocks(one.reader, one.size), np.int64).reshape(-1, 3))
+            colds.append(one.reader.number(one.size))
+    return Blocks(out, np.array(colds, np.int64))
 
 
 def _at_once(
