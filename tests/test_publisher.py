@@ -996,9 +996,9 @@ def test_flushing_waits_for_an_anchor_that_is_due(short_epochs: int, monkeypatch
     training, store = Training(), MemoryStore()
     maybe = Publisher._maybe_anchor
 
-    def slowly(pub: Publisher) -> None:
+    def slowly(pub: Publisher, *of: Any) -> None:
         time.sleep(0.05)  # the sender's thread is not the quickest
-        maybe(pub)
+        maybe(pub, *of)
 
     monkeypatch.setattr(Publisher, "_maybe_anchor", slowly)
     with Publisher(store, anchor_every=0) as pub:

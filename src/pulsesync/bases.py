@@ -56,10 +56,14 @@ class Bases(Protocol):
         ...
 
     def tensors(self, layout: Layout, shown: Any) -> dict[str, Any] | None:
-        """The source as it is now, as tensors of their own: to be brought to a version, and then be the base.
+        """The source as it is now, as tensors of their own, to be brought to a version.
 
         None: no base is kept, so none can be brought anywhere.
         """
+        ...
+
+    def adopt(self, state: State) -> State:
+        """The state of such tensors as the base, kept where it is to be."""
         ...
 
     def compare(self, state: State, shown: Any, codec: CodecName, last: Manifest, old: Any = None) -> Difference:
@@ -81,13 +85,12 @@ def bases_for(source: Any, keep: Keep | None) -> Bases:
         if keep not in (None, "host"):
             raise ValueError(f"keep={keep!r} is for tensors on a GPU; these are in host memory, and so is their base")
         return HostBases()
+    bases: Bases
     if keep == "hook":
-        from pulsesync.device.hook import HookBases
-
-        return HookBases(where)
-    from pulsesync.device.base import DeviceBases
-
-    return DeviceBases(where, keep or "device")
+        bases = device.load("hook").HookBases(where)
+    else:
+        bases = device.load("base").DeviceBases(where, keep or "device")
+    return bases
 
 
 class HostBases:
@@ -108,11 +111,12 @@ class HostBases:
         copy_weights(layout, shown, flats)
         return tensors
 
+    def adopt(self, state: State) -> State:
+        return state
+
     def compare(
         self, state: State, shown: Published, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
-        if old is not None:
-            raise ValueError("a base is kept: old weights are handed over with keep='hook' alone, from a GPU")
         diffs = patch.find_diff(state.layout.tiles, state, shown, codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
         return HostDifference(state, changes, diffs)

@@ -6,7 +6,8 @@ The kernels release the GIL; nothing else here is parallel.
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -54,7 +55,9 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
         except BaseException as e:  # noqa: BLE001 - carried to the caller's thread and raised there
             faults.append(e)
 
-    helpers = [_pool().submit(take) for _ in range(count - 1)]
+    helpers: list[Future[None]] = []
+    with suppress(RuntimeError):  # while the interpreter shuts down there are no threads to be had: then without
+        helpers += [_pool().submit(take) for _ in range(count - 1)]
     take()
     for helper in helpers:
         if not helper.cancel():  # what has not begun by now is not needed: nothing is left to take

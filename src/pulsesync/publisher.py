@@ -169,7 +169,8 @@ class Publisher:
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
-        With wait=False it returns as soon as source has been compared and may change again; encoding and sending go on
+        With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
+        launched later in the same stream, or in one that waits for it); encoding and sending go on
         behind, and the future gives the report. A version that is under way is not disturbed; one that has not been
         begun is replaced, and its future gives the report of the version it went into. now: do not wait for more steps,
         whatever publish_every says. old: the weights of the last version, where none are kept (keep="hook").
@@ -180,6 +181,8 @@ class Publisher:
         """
         began = time.perf_counter()
         step = checked_step(step)
+        if old is not None and self.keep != "hook":
+            raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
         if self.keep == "hook":
             self._wait_for_last()
         with self._lock:
@@ -198,17 +201,28 @@ class Publisher:
                     return self._publish_root(last, shown, specs, ties, step, wait, began)
             same_tensors(self._tip.state.layout, specs, ties)
             tip = self._tip
-            difference = bases.compare(tip.state, shown, self.codec, tip.last, old)
+            difference = self._compare(bases, tip, shown, old)
             future = self._enqueue(tip, difference, step, began)
             at_start = chain.position(tip.last)[1] == chain.EPOCH_PATCHES
         if self.keep == "hook" and at_start:
             wait_for([future])  # an anchor may be due, which reads the source
         return future.result() if wait else future
 
+    def _compare(self, bases: Bases, tip: Tip, shown: Shown, old: Any) -> Difference:
+        try:
+            return bases.compare(tip.state, shown, self.codec, tip.last, old)
+        except BaseException as e:
+            if self.keep == "hook" and not isinstance(e, ValueError | StateError):
+                self._tip = None  # what was handed over is lost, and no later one goes on from the last version
+            raise
+
     def _wait_for_last(self) -> None:
         """Without a base there is no folding: the last version goes first; if it failed, a new root comes next."""
-        if self._latest is not None:
-            wait_for([self._latest])
+        if self._latest is None:
+            return
+        wait_for([self._latest])
+        self._sender.submit(lambda: None).result()  # the sender has nothing more to do with its source
+        with self._lock:
             if self._latest.exception() is not None:
                 self._tip, self._latest = None, None
 
@@ -279,7 +293,7 @@ class Publisher:
         if state is not None:
             self._tip = Tip(self.store, self._sign, last, state)
             self._way_bytes = self._way_since_anchor(last)
-            self._maybe_anchor()
+            self._maybe_anchor(self._tip)
         return last
 
     def _rebuild(self, last: Manifest, layout: Layout, bases: Bases, shown: Shown) -> State | None:
@@ -294,7 +308,7 @@ class Publisher:
             raise
         except (ChainError, NotFoundError, FormatError, VerificationError):
             return None
-        return reader.state if reader.version == last.version else None
+        return bases.adopt(reader.state) if reader.state and reader.version == last.version else None
 
     def _way_since_anchor(self, last: Manifest) -> float:
         """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
@@ -330,7 +344,7 @@ class Publisher:
         self._tip, self._way_bytes = Tip(self.store, self._sign, manifest, state), math.inf
         self._pace.published()
         blocked_s = time.perf_counter() - began
-        self._maybe_anchor()
+        self._maybe_anchor(self._tip)
         if wait:
             self._anchors.wait()
             written += self._anchors.written_bytes
@@ -384,7 +398,7 @@ class Publisher:
                 if committed := tip.settle():
                     self._advance(tip, committed)
                     with suppress(PulseError):
-                        self._maybe_anchor()
+                        self._maybe_anchor(tip)
             except StoreError as e:
                 fault = e
             job, self._pending = self._pending, None
@@ -408,10 +422,12 @@ class Publisher:
                 future.set_exception(e)
         else:
             self._quiet.set()
-            with suppress(PulseError):  # an anchor can wait; versions cannot
-                self._maybe_anchor()  # before the future is done: flush waits for both
-            for future in job.futures:
-                future.set_result(report)
+            try:
+                with suppress(PulseError):  # an anchor can wait; versions cannot
+                    self._maybe_anchor(tip)  # before the future is done: flush waits for both
+            finally:
+                for future in job.futures:
+                    future.set_result(report)
         finally:
             self._quiet.set()
 
@@ -441,10 +457,9 @@ class Publisher:
 
     # Anchors
 
-    def _maybe_anchor(self) -> None:
+    def _maybe_anchor(self, tip: Tip) -> None:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
-        tip = self._tip
-        if tip is None or self._anchors.busy:
+        if tip is not self._tip or self._anchors.busy:
             return
         if not Held.by(tip.last).at_start:
             if self._anchors.owed:

@@ -284,19 +284,23 @@ class Subscriber:
     def _commit(self, transition: Transition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
         """Bring a transition into the weights; goes_on: it is taken back together with the one before."""
         assert self._state is not None
-        before = (self._held, self._step)
+        before, kept = (self._held, self._step), list(self._undo)
+        self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
         with progress.timed("apply"):
             try:
                 back = self._state.commit(transition)
-            finally:  # whatever interrupts it, what is held is what the weights are
+            finally:  # and what is held is what the weights are
                 if self._state.history is transition.history:
                     self._hold(record)
+                else:
+                    self._undo.extend(kept)
         progress.changed += transition.changed
-        if goes_on and self._undo:
-            held, step, earlier = self._undo.pop()
-            self._undo.append((held, step, self._state.join(back, earlier)))
+        if goes_on and kept:
+            held, step, earlier = kept.pop()
+            kept.append((held, step, self._state.join(back, earlier)))
         elif before[0] is not None:
-            self._undo.append((before[0], before[1] or 0, back))
+            kept.append((before[0], before[1] or 0, back))
+        self._undo.extend(kept)
 
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
         """Bring an anchor in: on disk first, checked there, then into the weights, which nothing can then stop."""
@@ -336,9 +340,12 @@ class Subscriber:
         taken = [self._undo[-1 - n] for n in range(depth)]
         with progress.timed("apply"):
             for held, step, back in taken:
-                self._state.commit(back)
                 self._undo.pop()
-                self._held, self._step = held, step
+                try:
+                    self._state.commit(back)
+                finally:
+                    if self._state.history is back.history:
+                        self._held, self._step = held, step
         progress.changed += sum(back.changed for _, _, back in taken)
         progress.path.append("undo")
         return True
@@ -433,9 +440,8 @@ def attach(source: Any, layout: Layout, slices: Slices | None) -> State:
     """Take hold of tensors where they are: in host memory, or on a GPU. Raises: StateError."""
     if device.find(source) is None:
         return State.attach(source, layout, slices)
-    from pulsesync.device.state import DeviceState
-
-    return DeviceState.attach(source, layout, slices)
+    state: State = device.load("state").DeviceState.attach(source, layout, slices)
+    return state
 
 
 @contextmanager

@@ -65,17 +65,16 @@ class Tip:
             AnotherPublisherError: somebody else publishes here; StoreError: it may or may not be committed; `settle`
             finds out.
         """
-        self.store.put(chain.part_key(draft.part.id), draft.part.data)
+        self._unsure = draft  # until the base has moved: whatever interrupts that, `settle` finds it
         try:
+            self.store.put(chain.part_key(draft.part.id), draft.part.data)
             return len(draft.part.data) + create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
         except AnotherPublisherError:
-            raise
-        except StoreError:
-            self._unsure = draft
+            self._unsure = None
             raise
 
     def settle(self) -> Draft | None:
-        """If a store did not say whether a version was committed, find out; return it if it was.
+        """If it is not known whether a version was committed, find out; return it if it was, to be advanced to.
 
         Raises:
             StoreError: it still does not say.
@@ -83,14 +82,14 @@ class Tip:
         if self._unsure is None:
             return None
         draft = self._unsure
-        committed = is_committed(self.store, draft.manifest.version, self.sign(draft.manifest))
-        self._unsure = None
-        return draft if committed else None
+        if not is_committed(self.store, draft.manifest.version, self.sign(draft.manifest)):
+            self._unsure = None
+        return self._unsure
 
     def advance(self, draft: Draft) -> None:
         """Move the base to a version that was committed."""
         self.state.commit(draft.transition)
-        self.last = draft.manifest
+        self.last, self._unsure = draft.manifest, None
 
 
 def encode_next(

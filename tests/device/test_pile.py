@@ -7,7 +7,7 @@ from pulsesync.device.decode import fetch
 from pulsesync.device.memory import to_device
 from pulsesync.device.pile import CHUNK, Pile, make_piles
 from pulsesync.format import layout as layouts
-from pulsesync.kernels import cuda
+from pulsesync.kernels.gpu import words
 from pulsesync.model import BLOCK, TensorSpec
 from pulsesync.slices import Slice
 from pulsesync.state import find_places
@@ -29,7 +29,7 @@ def piles(device: str) -> dict[str, Pile]:
 
 
 def test_chunks_are_those_of_the_kernels() -> None:
-    assert cuda.CHUNK.value == CHUNK
+    assert words.CHUNK.value == CHUNK
 
 
 def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None:

@@ -7,6 +7,7 @@ it before tensors on a GPU are met (`find`).
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import StateError
@@ -30,7 +31,9 @@ def find(source: Any) -> "torch.device | None":
         source = source.state_dict() if hasattr(source, "state_dict") else {}
     first: tuple[str, Any] | None = None
     for name, tensor in source.items():
-        where = tensor.device if isinstance(tensor, library.Tensor) else library.device("cpu")
+        where = getattr(tensor, "device", None) if isinstance(tensor, library.Tensor) else None
+        if where is None:
+            continue  # no tensor: whoever reads the source says so
         if first is None:
             first = name, where
         elif where != first[1]:
@@ -45,6 +48,17 @@ def find(source: Any) -> "torch.device | None":
         raise StateError(f"tensor {first[0]!r} is on {first[1]}; host memory and CUDA devices are supported")
     found: torch.device = first[1]
     return found
+
+
+def load(room: str) -> Any:
+    """Import a room of this package. Raises: StateError, if what it needs is not installed."""
+    try:
+        return import_module(f"pulsesync.device.{room}")
+    except ModuleNotFoundError as e:
+        raise StateError(
+            f"tensors on a GPU need {e.name}, which torch for CUDA brings along: pip install {e.name}; or hand over a "
+            "copy in host memory"
+        ) from e
 
 
 @contextmanager

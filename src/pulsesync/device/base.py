@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync import chain
-from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves
+from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves, on_whole
 from pulsesync.device.encode import code_pile
 from pulsesync.device.hot import Hot, Memories
-from pulsesync.device.memory import INTEGERS, Mark, Stream, View, to_host, view
+from pulsesync.device.memory import INTEGERS, Mark, Stream, View, on, to_host, view
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
@@ -32,7 +32,7 @@ from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Ti
 from pulsesync.state import State, Transition
 from pulsesync.tensors import CASTS, find_casts
 
-MANY = 1 << 16  # changes of a pile up to which they are brought to the host at once, if any are asked for
+FEW = 1 << 13  # changes of a tile up to which they are brought to the host together with those of others
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DeviceBases:
         out = {}
         for spec in layout.tensors:
             dtype = _torch_dtype(spec, shown)
-            out[spec.name] = self._own(shown.cast(spec.name)).view(dtype).view(spec.shape)
+            out[spec.name] = shown.cast(spec.name).clone().view(dtype).view(spec.shape)
         return out
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
@@ -81,6 +81,15 @@ class DeviceBases:
         if self.keep == "host":
             return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.device.type == "cuda").copy_(flat)
         return flat.clone()
+
+    def adopt(self, state: State) -> State:
+        if self.keep == "device":
+            return state
+        assert isinstance(state, DeviceState)
+        flats = {name: self._own(flat) for name, flat in state.flats.items()}
+        kept = DeviceState(state.layout, flats, device=self.device)
+        kept.history = state.history
+        return kept
 
     def copy(self, layout: Layout, shown: Shown) -> State:
         flats = {spec.name: self._own(shown.cast(spec.name)) for spec in layout.tensors}
@@ -90,15 +99,14 @@ class DeviceBases:
         self, state: State, shown: Shown, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
-        if old is not None:
-            raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
         runs, marks = [], {}
-        for pile in state.piles.values():
-            run, marked = _compare(pile, state, shown)
-            if run.count:
-                runs.append(run)
-                marks[pile] = marked
-        launched = Mark(self.device)
+        with on(self.device):
+            for pile in state.piles.values():
+                run, marked = _compare(pile, state, shown)
+                if run.count:
+                    runs.append(run)
+                    marks[pile] = marked
+            launched = Mark(self.device)
         state.stream = self._stream
         state.readers.append(launched)
         return DeviceDifference(state, self._stream, runs, marks, launched)
@@ -112,11 +120,23 @@ def _torch_dtype(spec: TensorSpec, shown: Shown) -> torch.dtype:
 
 
 def _compare(pile: Pile, state: DeviceState, shown: Shown) -> tuple[Run, Marks]:
-    names = list(dict.fromkeys(tile.tensor.name for tile in pile.tiles))
-    in_kernel = all(shown.dtypes.get(name) == "BF16" for name in names)  # masters, rounded as they are read
-    flats = {name: shown.views[name].flat if in_kernel else shown.cast(name) for name in names}
-    new = pile.locate(flats, itemsize=4 if in_kernel else None)
-    return find_changes(pile, pile.locate(state.flats), new, cast=in_kernel)
+    """Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart."""
+    masters = [tile.ordinal for tile in pile.tiles if shown.dtypes.get(tile.tensor.name) == "BF16"]
+    others = [tile.ordinal for tile in pile.tiles if shown.dtypes.get(tile.tensor.name) != "BF16"]
+    if not masters or not others:
+        return _compare_alike(pile, state, shown, cast=bool(masters))
+    runs = [
+        on_whole(_compare_alike(pile.part(some), state, shown, cast=some is masters)[0], pile)
+        for some in (masters, others)
+    ]
+    run = next(iter(compose(runs, ())), runs[0])
+    return run, mark(run)
+
+
+def _compare_alike(pile: Pile, state: DeviceState, shown: Shown, cast: bool) -> tuple[Run, Marks]:
+    names = dict.fromkeys(tile.tensor.name for tile in pile.tiles)
+    flats = {name: shown.views[name].flat if cast else shown.cast(name) for name in names}
+    return find_changes(pile, pile.locate(state.flats), pile.locate(flats, itemsize=4 if cast else None), cast)
 
 
 @dataclass(frozen=True)
@@ -152,7 +172,8 @@ class DeviceDifference:
                 one = code_pile(run, marks, run.pile.locate(state.flats), known, len(shared))
                 shared.append(one.table)
                 coded.update(one.tiles)
-                hot[run.pile] = one.hot
+                if known is not None:
+                    hot[run.pile] = one.hot
         diffs = sorted((diff for run in self.runs for diff in _diffs(run)), key=lambda diff: diff.tile.ordinal)
         by = moves(self.runs)
         after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
@@ -166,29 +187,39 @@ class DeviceDifference:
 def _diffs(run: Run) -> "list[DeviceDiff]":
     """The changed tiles of a run."""
     (starts,) = to_host(run.starts)
-    pile, fetched, out = run.pile, _Fetched(run), []
-    for i, tile in enumerate(pile.tiles):
-        borders = starts[pile.first_block[i] : pile.first_block[i + 1] + 1]
-        if borders[0] < borders[-1]:
-            out.append(DeviceDiff(tile, fetched, borders))
-    return out
+    pile = run.pile
+    borders = starts[pile.first_block]
+    fetched = _Fetched(run, borders)
+    touched = np.flatnonzero(np.diff(borders)).tolist()
+    firsts = pile.first_block.tolist()
+    return [DeviceDiff(pile.tiles[i], fetched, i, starts[firsts[i] : firsts[i + 1] + 1]) for i in touched]
 
 
 class _Fetched:
-    """The changes of a run on the host, for those of its tiles that are asked for; all at once if they are few."""
+    """The changes of tiles of a run on the host: of tiles that have few, all at once as soon as one is asked for."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._lock = run, threading.Lock()
-        self._all: list[NDArray[Any]] | None = None
+    def __init__(self, run: Run, borders: NDArray[np.int64]) -> None:
+        self._run, self._borders, self._lock = run, borders, threading.Lock()
+        self._few: dict[int, Sequence[NDArray[Any]]] | None = None
 
-    def part(self, first: int, last: int) -> Sequence[NDArray[Any]]:
-        run = self._run
+    def tile(self, i: int) -> Sequence[NDArray[Any]]:
+        """Positions, old and new bits of the changes of a tile."""
+        run, (first, last) = self._run, self._borders[i : i + 2].tolist()
+        if last - first > FEW:
+            return to_host(run.positions[first:last], run.old[first:last], run.new[first:last])
         with self._lock:
-            if self._all is None and run.count <= MANY:
-                self._all = to_host(run.positions, run.old, run.new)
-        if self._all is not None:
-            return [array[first:last] for array in self._all]
-        return to_host(run.positions[first:last], run.old[first:last], run.new[first:last])
+            if self._few is None:
+                self._few = self._fetch_few()
+        return self._few[i]
+
+    def _fetch_few(self) -> dict[int, Sequence[NDArray[Any]]]:
+        counts = np.diff(self._borders)
+        some = np.flatnonzero((counts > 0) & (counts <= FEW)).tolist()
+        spans = [self._borders[i : i + 2].tolist() for i in some]
+        run = self._run
+        arrays = to_host(*(torch.cat([a[b:e] for b, e in spans]) for a in (run.positions, run.old, run.new)))
+        cuts = np.cumsum(counts[some])[:-1]
+        return dict(zip(some, zip(*(np.split(array, cuts) for array in arrays), strict=True), strict=True))
 
 
 @dataclass(frozen=True)
@@ -197,6 +228,7 @@ class DeviceDiff:
 
     tile: Tile
     fetched: _Fetched
+    number: int  # of the tile in the pile
     borders: NDArray[np.int64]  # of blocks, in the run
 
     @property
@@ -219,6 +251,6 @@ class DeviceDiff:
         )
 
     def _fetch(self) -> tuple[NDArray[np.int64], Bits, Bits]:
-        where, old, new = self.fetched.part(int(self.borders[0]), int(self.borders[-1]))
+        where, old, new = self.fetched.tile(self.number)
         bits = self.tile.tensor.kind.bits
         return where.astype(np.int64), old.view(bits), new.view(bits)

@@ -117,7 +117,7 @@ def mark(run: Run) -> Marks:
 
 def compose(first: Changes, then: Changes) -> list[Run]:
     """What two sets of changes do one after the other, in order, without what the second takes back."""
-    piles = list(dict.fromkeys(run.pile for run in (*first, *then)))
+    piles = sorted(dict.fromkeys(run.pile for run in (*first, *then)), key=lambda pile: pile.tiles[0].tensor.dtype)
     out = []
     for pile in piles:
         earlier, later = ([run for run in runs if run.pile is pile] for runs in (first, then))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulsesync.device.changes import SPREAD, Run
+from pulsesync.device.changes import SPREAD, Run, find_changes, on_whole
 from pulsesync.device.hot import Listed, Memories, list_hot, mark_hot
 from pulsesync.device.memory import INTEGERS, empty, starts_of, to_device, to_host, unsigned
 from pulsesync.device.pile import Located, Pile
@@ -27,13 +27,16 @@ MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of so many
 
 
+Plain = tuple[Tile, Codec, memoryview]  # a tile that needs no old weights, and its payload
+
+
 @dataclass(frozen=True)
 class Opened:
     """The payloads of a part: those coded against old weights by table, and the others."""
 
     tables: Sequence[Table]
     coded: Mapping[int, Sequence[tuple[Tile, Begun]]]
-    plain: Sequence[tuple[Tile, Codec, memoryview]]
+    plain: Mapping[str, Sequence[Plain]]  # by dtype
     cuts: Mapping[int, int]  # of tiles coded with a history, by ordinal
 
 
@@ -46,12 +49,13 @@ def open_part(
 ) -> Opened:
     """Begin to read the payloads of a part. Raises: FormatError, and its branches, as `format.patch.decode_tiles`."""
     coded: dict[int, list[tuple[Tile, Begun]]] = {}
-    plain, cuts = [], {}
+    plain: dict[str, list[Plain]] = {}
+    cuts = {}
     for entry, body in patch.payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
         patch.check_tile(entry, tile)
         if entry.codec in (Codec.DENSE, Codec.GAP):
-            plain.append((tile, entry.codec, body))
+            plain.setdefault(tile.tensor.dtype, []).append((tile, entry.codec, body))
             continue
         begun = begin(body, tile.size, tile.tensor.kind)
         patch.check_heads(entry, tile, begun, opened.tables, memories)
@@ -79,7 +83,7 @@ def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Loca
     heads = [one for one, _ in parsed]
     stream = _upload([streams for _, streams in parsed], pile.device)
     runs = []
-    if stream.numel():
+    if any(one.changes.any() for one in heads):
         runs.append(_hot(pile, weights, table, stream, listed, heads))
     runs.append(_cold(pile, heads, weights))
     return [run for run in runs if run.count]
@@ -98,6 +102,8 @@ def _hot(
     out_starts = to_device(starts_of(changes[coded]), device)
     borders = listed.begins[pile.first_chunk]
     first, end = borders[chosen], borders[chosen + 1]
+    if (to_host(end - first)[0] < changes[coded]).any():
+        raise FormatError(spec.FAULTS[3])
     decisions, extras = (empty(total, torch.int32, device) for _ in range(2))
     symbols = empty(total, torch.uint8, device)
     faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
@@ -160,18 +166,34 @@ def fetch(pile: Pile, weights: Located, blocks: NDArray[np.int64], positions: ND
     return to_host(out)[0].view(pile.kind.bits)
 
 
-def decode_plain(pile: Pile, tile: Tile, codec: Codec, body: memoryview, weights: Located) -> Run | None:
-    """A tile that needs no old weights: what of it differs from them. Pile and weights are of this tile alone."""
-    if codec == Codec.DENSE:
-        positions = np.arange(tile.size)
-        values = np.concatenate(list(dense.decode(body, tile.size, tile.tensor.kind.bits)))
-    else:
-        positions, values = gap.decode(body, tile.size, tile.tensor.kind.bits)
-    blocks, here = positions // BLOCK, (positions % BLOCK).astype(np.int32)
+def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[Run]:
+    """Tiles of a dtype that need no old weights: what of them differs from those."""
+    runs = []
+    for codec, decode in ((Codec.GAP, _gap), (Codec.DENSE, _dense)):
+        some = [(tile, body) for tile, found, body in payloads if found == codec]
+        if some:
+            pile = whole.part([tile.ordinal for tile, _ in some])
+            runs.append(on_whole(decode(pile, some, pile.locate(flats)), whole))
+    return [run for run in runs if run.count]
+
+
+def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Located) -> Run:
+    decoded = [gap.decode(body, tile.size, tile.tensor.kind.bits) for tile, body in payloads]
+    values = np.concatenate([new for _, new in decoded])
+    firsts = pile.first_block.tolist()
+    where = np.concatenate([at + first * BLOCK for (at, _), first in zip(decoded, firsts, strict=False)])
+    blocks, here = where // BLOCK, (where % BLOCK).astype(np.int32)
     old = fetch(pile, weights, blocks, here)
     differ = old != values
-    if not differ.any():
-        return None
     starts = np.searchsorted(blocks[differ], np.arange(pile.blocks + 1)).astype(np.int64)
     arrays = (starts, here[differ], old[differ], values[differ])
     return Run(pile, *(to_device(array, pile.device) for array in arrays))
+
+
+def _dense(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Located) -> Run:
+    tiles = []
+    for tile, body in payloads:
+        blocks = [to_device(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]
+        tiles.append(torch.cat(blocks))
+    run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
+    return run

@@ -5,6 +5,7 @@ The host sees counts, from which it chooses cuts and makes tables, and at the en
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -64,10 +65,10 @@ def code_pile(run: Run, marks: Marks, weights: Located, memories: Memories | Non
     rows = listed.rows
     decided = _decide(run, marks, hot, listed, hot_change_at, blocks)
     table = Table(pile.tiles[0].tensor.dtype, lo, tables.normalise(_count(rows, decided.symbols, contexts)))
-    written = _write(pile, rows, decided, table, blocks)
     codec = Codec.CONTEXT if memories is None else Codec.HISTORY
-    bodies = _payloads(pile, cuts, blocks, written, number_of_table)
-    return CodedPile(table, {o: Coded(codec, pieces, cut) for o, cut, pieces in bodies}, hot)
+    bodies = _write(pile, rows, decided, table, blocks, cuts, number_of_table)
+    coded_tiles = {o: Coded(codec, (body,), cut) for o, cut, body in bodies}
+    return CodedPile(table, coded_tiles, hot)
 
 
 def _choose_cuts(run: Run, weights: Located, memories: Memories | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -126,14 +127,12 @@ def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts)
     device, total = rows.device, rows.numel()
     shape = (contexts.classes * contexts.ages, 1 << contexts.bits)
     copies = max(1, min(256, COPIES // (shape[0] * shape[1])))
-    bins = 1 << (shape[0] - 1).bit_length()
-    of_rows = torch.zeros(max(bins, 2), dtype=torch.int64, device=device)
+    bins = 32 if shape[0] <= 32 else max(1024, 1 << (shape[0] - 1).bit_length())  # few kinds, each compiled once
+    of_rows = torch.zeros(bins, dtype=torch.int64, device=device)
     of_symbols = torch.zeros((copies, *shape), dtype=torch.int32, device=device)
     if total:
         per, span = 16, 4096
-        cuda.count_rows[(-(-total // (per * span)),)](
-            unsigned(rows), total, of_rows, BINS=max(bins, 2), SPAN=span, PER=per
-        )
+        cuda.count_rows[(-(-total // (per * span)),)](unsigned(rows), total, of_rows, BINS=bins, SPAN=span, PER=per)
         cuda.count_symbols[(-(-total // span),)](
             unsigned(rows), symbols, total, of_symbols, shape[0] * shape[1], BITS=contexts.bits, COPIES=copies,
             SPAN=span,
@@ -144,31 +143,56 @@ def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts)
     return counts.reshape(contexts.classes, contexts.ages, -1)[..., : contexts.symbols]
 
 
-@dataclass(frozen=True)
-class _Written:
-    words: NDArray[np.int64]  # of each block
-    stream: NDArray[np.uint16]  # of all blocks, one after the other
-    cold: list[bytes]  # cold changes of each tile
-
-
-def _write(pile: Pile, rows: torch.Tensor, decided: _Decided, table: Table, blocks: _Blocks) -> _Written:
-    """Code the hot weights on the device, and meanwhile write the cold changes here."""
-    words = np.zeros(pile.blocks, np.int64)
+def _write(
+    pile: Pile,
+    rows: torch.Tensor,
+    decided: _Decided,
+    table: Table,
+    blocks: _Blocks,
+    cuts: NDArray[np.int64],
+    number: int,
+) -> list[tuple[int, int, memoryview]]:
+    """Ordinal, cut and payload of each tile that changed; the device codes while the cold changes are written here."""
     coded = blocks.coded
     decisions, changes = blocks.decisions[coded], blocks.hot_changes[coded]
     lanes = lanes_for(decisions)
     likely = starts_of(2 * lanes + decisions // 4 + 3 * changes)
     streams = _launch(pile, rows, decided, table, decisions, changes, lanes, likely) if coded.size else None
+    first_cold = starts_of(blocks.changes - blocks.hot_changes)[pile.first_block]
     cold = decided.cold + np.repeat(pile.host_begins, blocks.changes - blocks.hot_changes)
-    cold_bytes = build_cold(_first_cold(pile, blocks), cold, decided.steps)
+    colds = build_cold(first_cold, cold, decided.steps)
+    words = np.zeros(pile.blocks, np.int64)
+    if streams is not None:
+        (sizes,) = to_host(streams.used)
+        if (sizes > np.diff(likely)).any():  # many changes: there is room for a word a decision and two a change
+            most = starts_of(2 * lanes + decisions + 3 * changes)
+            streams = _launch(pile, rows, decided, table, decisions, changes, lanes, most)
+        words[coded] = sizes
+    in_blocks = blocks.hot_changes, lanes_for(blocks.decisions), words
+    begun = build_many(number, cuts, pile.first_block, in_blocks, np.diff(first_cold))
+    touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
+    bodies = _payloads(pile, touched, [begun[i] + colds[i] for i in touched], words, streams)
+    return [(pile.tiles[i].ordinal, int(cuts[i]), body) for i, body in zip(touched, bodies, strict=True)]
+
+
+def _payloads(
+    pile: Pile, touched: Sequence[int], heads: Sequence[bytes], words: NDArray[np.int64], streams: "_Streams | None"
+) -> list[memoryview]:
+    """Payloads of tiles on the host, one after the other: heads are written into the gaps that the device leaves."""
+    in_tiles = np.diff(starts_of(2 * words)[pile.first_block])[touched]
+    long = np.array([len(head) for head in heads], np.int64)
+    begins = starts_of(long + in_tiles)
     if streams is None:
-        return _Written(words, np.empty(0, np.uint16), cold_bytes)
-    (sizes,) = to_host(streams.used)
-    if (sizes > np.diff(likely)).any():  # many changes: there is always room for a word a decision and two a change
-        most = starts_of(2 * lanes + decisions + 3 * changes)
-        streams = _launch(pile, rows, decided, table, decisions, changes, lanes, most)
-    words[coded] = sizes
-    return _Written(words, _packed(streams, sizes), cold_bytes)
+        data = np.empty(int(begins[-1]), np.uint8)
+    else:
+        at = np.zeros(len(pile.tiles), np.int64)
+        at[touched] = (begins[:-1] + long) - starts_of(2 * words)[pile.first_block][touched]
+        coded = np.flatnonzero(words)
+        data = _packed(streams, (starts_of(2 * words)[:-1] + at[pile.tile_of])[coded], int(begins[-1]))
+    for head, begin in zip(heads, begins.tolist(), strict=False):
+        data[begin : begin + len(head)] = np.frombuffer(head, np.uint8)
+    view = data.data
+    return [view[begin:end] for begin, end in pairwise(begins.tolist())]
 
 
 @dataclass(frozen=True)
@@ -203,16 +227,15 @@ def _launch(
     return _Streams(stream, room_starts[1:], used)
 
 
-def _packed(streams: _Streams, sizes: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """All streams on the host, one after the other."""
-    begins = starts_of(sizes)
-    packed = empty(int(begins[-1]), torch.int16, streams.stream.device)
-    cuda.pack[(sizes.size, 4)](
-        unsigned(streams.stream), streams.ends, streams.used, to_device(begins, packed.device), unsigned(packed),
-        SPAN=1024,
-    )  # fmt: skip
-    (words,) = to_host(packed)
-    out: NDArray[np.uint16] = words.view(np.uint16)
+def _packed(streams: _Streams, begins: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
+    """Payloads on the host, of which only the streams are written: each where it begins."""
+    device = streams.stream.device
+    packed = empty(size, torch.uint8, device)
+    cuda.pack[(begins.size, 4)](
+        unsigned(streams.stream), streams.ends, streams.used, to_device(begins, device), packed, SPAN=1024
+    )
+    (data,) = to_host(packed)
+    out: NDArray[np.uint8] = data
     return out
 
 
@@ -222,27 +245,3 @@ def lanes_for(decisions: NDArray[np.int64]) -> NDArray[np.int64]:
     for k in range(1, spec.MAX_LANES_LOG2 + 1):
         lanes[decisions >= spec.LANE_DECISIONS << k] = 1 << k
     return lanes
-
-
-def _payloads(
-    pile: Pile,
-    cuts: NDArray[np.int64],
-    blocks: _Blocks,
-    written: _Written,
-    number: int,
-) -> Sequence[tuple[int, int, tuple[bytes | memoryview, ...]]]:
-    """Ordinal, cut and payload of each tile that changed."""
-    in_blocks = blocks.hot_changes, lanes_for(blocks.decisions), written.words
-    heads = build_many(number, cuts, pile.first_block, in_blocks, np.diff(_first_cold(pile, blocks)))
-    data = written.stream.view(np.uint8).data
-    borders = (2 * starts_of(written.words)[pile.first_block]).tolist()
-    touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
-    return [
-        (pile.tiles[i].ordinal, int(cuts[i]), (heads[i], written.cold[i], data[borders[i] : borders[i + 1]]))
-        for i in touched
-    ]
-
-
-def _first_cold(pile: Pile, blocks: _Blocks) -> NDArray[np.int64]:
-    """Where the cold changes of each tile begin."""
-    return starts_of(blocks.changes - blocks.hot_changes)[pile.first_block]

@@ -1,7 +1,7 @@
 """Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,12 @@ def view(source: Any) -> tuple[dict[str, View], dict[str, str]]:
             place = (bits.data_ptr(), spec.dtype, spec.shape, bits.stride())
         except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
             raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
+        if spec.size and not bits.data_ptr():  # DTensors and other wrappers
+            raise StateError(
+                f"tensor {name!r} has no plain memory here: it is a {type(tensor).__name__}; publish what this rank "
+                "holds with ShardedPublisher, from host memory, or gather it first",
+                tensor=name,
+            )
         if spec.size and place in seen:
             ties[name] = seen[place]
             continue
@@ -121,9 +127,11 @@ class Stream:
         for mark in after:
             if mark.event is not None:
                 self._stream.wait_event(mark.event)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
 
 
 class Mark:
@@ -133,6 +141,11 @@ class Mark:
         self.event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self.event is not None:
             self.event.record(torch.cuda.current_stream(device))
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch what is launched inside on this device, whichever is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from pulsesync.model import BLOCK, Dtype, Tile
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk
+PARTS = 8  # of a pile that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +131,20 @@ class Pile:
         """The pile of some of its tiles."""
         if len(ordinals) == len(self.tiles):
             return self
-        chosen = [self.index[ordinal] for ordinal in ordinals]
-        tiles = [self.tiles[i] for i in chosen]
-        places = tiles if self.places is self.tiles else [self.places[i] for i in chosen]
-        return Pile(tiles, places, self.device)
+        key = tuple(ordinals)
+        if key not in self._parts:
+            chosen = [self.index[ordinal] for ordinal in ordinals]
+            tiles = [self.tiles[i] for i in chosen]
+            places = tiles if self.places is self.tiles else [self.places[i] for i in chosen]
+            while len(self._parts) >= PARTS:
+                self._parts.pop(next(iter(self._parts)), None)
+            self._parts[key] = Pile(tiles, places, self.device)
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> "dict[tuple[int, ...], Pile]":
+        """Those made last: most versions touch the same tiles."""
+        return {}
 
     def blocks_of(self, part: "Pile") -> NDArray[np.int64]:
         """The numbers here of the blocks of a part."""
@@ -152,6 +163,12 @@ class Pile:
             bases[i] = copies[-1].data_ptr()
         at = bases[self.tile_of] + self.host_begins * wide
         return Located(to_device(at, self.device), (*copies, *(flats[name] for name in names)))
+
+    def located(self, tiles: Sequence[torch.Tensor]) -> "Located":
+        """The blocks of tiles that are each in memory of its own."""
+        bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
+        at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
+        return Located(to_device(at, self.device), tuple(tiles))
 
     @cached_property
     def _lying(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:

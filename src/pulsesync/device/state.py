@@ -127,8 +127,9 @@ class DeviceState(State):
 
     def count(self) -> dict[int, Sum]:
         sums = {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self._counts(tile)}
-        for pile in self.piles.values():
-            sums.update(count_pile(pile, self.flats))
+        with memory.on(self.device):
+            for pile in self.piles.values():
+                sums.update(count_pile(pile, self.flats))
         return sums
 
     def _find_untied(self) -> str | None:
@@ -143,6 +144,10 @@ class DeviceState(State):
         self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]", after: Transition | None = None
     ) -> DeviceTransition:
         assert after is None, "a state on a device takes patches one by one"
+        with memory.on(self.device):
+            return self._prepare(manifest, parts)
+
+    def _prepare(self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]") -> DeviceTransition:
         self._check_base(manifest, DeviceTransition((), self.sums, self.history))
         version = manifest.kind == Kind.VERSION
         memories = self.history if version and manifest.index > 1 else Memories()
@@ -176,11 +181,8 @@ class DeviceState(State):
             known = memories if memories is not None and table.frequencies.shape[1] > 1 else Memories()
             some = decode.decode_coded(pile, [begun for _, begun in coded], table, pile.locate(self.flats), known)
             runs += [on_whole(run, whole) for run in some]
-        for tile, codec, content in opened.plain:
-            whole = self.piles[tile.tensor.dtype]
-            pile = whole.part([tile.ordinal])
-            if run := decode.decode_plain(pile, tile, codec, content, pile.locate(self.flats)):
-                runs.append(on_whole(run, whole))
+        for dtype, plain in opened.plain.items():
+            runs += decode.decode_plain(self.piles[dtype], plain, self.flats)
         return runs, opened.cuts
 
     def _moved(self, runs: Sequence[Run], promised: Mapping[int, Sum]) -> dict[int, Sum]:
@@ -261,9 +263,10 @@ class DeviceState(State):
                 yield
             self.readers.clear()
             return
-        memory.wait(self.device)
-        yield
-        memory.wait(self.device)
+        with memory.on(self.device):
+            memory.wait(self.device)
+            yield
+            memory.wait(self.device)
 
     def _addresses_of(self, pile: Pile, n: int) -> torch.Tensor:
         """Of each tile the address of the n-th memory that its tensor has, or of the last."""
@@ -272,8 +275,13 @@ class DeviceState(State):
 
     # Anchors
 
+    def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
+        with self._alone():
+            super().load_whole(parts, sums)
+
     def _count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        return count_block(tile, number, bits, self.device)
+        with memory.on(self.device):
+            return count_block(tile, number, bits, self.device)
 
     def _write_block(self, tile: Tile, number: int, bits: Bits) -> None:
         place = self.places[tile.ordinal].tile
@@ -342,10 +350,8 @@ def count_block(tile: Tile, number: int, bits: Bits, device: torch.device) -> Su
     """Count the digest of one block of a tile, given its weights on the host."""
     here = to_device(bits, device)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
-    one = Pile([tile], [tile], device)
-    cuda.recount_any[(1, 64)](
-        to_device(np.array([here.data_ptr()], np.int64), device), one.sizes[number : number + 1], one.block_tile[:1],
-        one.begins[number : number + 1], *one.run_geometry, device_keys(device), sums, ITEM=tile.tensor.kind.itemsize,
-        SPAN=1024,
-    )  # fmt: skip
+    columns, stride = (tile.size, 0) if tile.contiguous else (tile.columns, tile.tensor.columns)
+    facts = np.array([here.data_ptr(), bits.size, 0, number * BLOCK, tile.start, columns, stride], np.int64)
+    at, *rest = to_device(facts.reshape(-1, 1), device)
+    cuda.recount_any[(1, 64)](at, *rest, device_keys(device), sums, ITEM=tile.tensor.kind.itemsize, SPAN=1024)
     return Sum(*to_host(sums)[0].view(np.uint64).tolist())

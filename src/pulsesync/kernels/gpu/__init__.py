@@ -1,0 +1,1 @@
+"""The kernels of `kernels.cuda`, in rooms."""

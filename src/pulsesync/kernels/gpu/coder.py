@@ -1,0 +1,326 @@
+"""The entropy coder: a warp for each block, whose threads are the coder's lanes."""
+
+import triton
+import triton.language as tl
+
+from pulsesync.kernels.gpu.words import (
+    CHUNK,
+    DIRECT,
+    LOW,
+    ROW,
+    ROWS,
+    TOTAL,
+    P,
+    ballot,
+    load_bits,
+    lowest_bit,
+    popcount,
+    prefix,
+    step_of,
+)
+
+
+@triton.jit
+def decide(
+    chunk_block, first_chunk, hot_map, bitmap, offsets, before, after, hot_at, hot_change_at, rows,
+    symbols, extras, cold_positions, cold_steps, ITEM: tl.constexpr, HISTORY: tl.constexpr,
+):  # fmt: skip
+    """Write the changes of hot weights among the decisions, as symbols, and their extra bits; cold ones as steps."""
+    c = tl.program_id(0).to(tl.int64)
+    begin = (c - tl.load(first_chunk + tl.load(chunk_block + c))) * CHUNK
+    row = tl.arange(0, ROWS)
+    hot, words = tl.load(hot_map + c * ROWS + row), tl.load(bitmap + c * ROWS + row)
+    n = popcount(words)
+    first, first_hot = tl.load(offsets + c), tl.load(hot_change_at + c)
+    change = first + prefix(n)
+    hot_before = prefix(popcount(hot & words))
+    decision = tl.load(hot_at + c) + prefix(popcount(hot))
+    hot_change = first_hot + hot_before
+    cold = first - first_hot + prefix(n) - hot_before
+    for _ in range(tl.max(n)):
+        some = n > 0
+        low = lowest_bit(words)
+        old = tl.load(before + change, mask=some, other=0).to(tl.uint32)
+        new = tl.load(after + change, mask=some, other=1).to(tl.uint32)
+        symbol, extra, size, falls = step_of(old, new, ITEM)
+        is_hot = some & ((hot & low) != 0)
+        is_cold = some & ((hot & low) == 0)
+        j = decision + popcount(hot & (low - 1))
+        if HISTORY:
+            symbol = ((symbol - 1) ^ (tl.load(rows + j, mask=is_hot, other=0) >> 15).to(tl.int32)) + 1
+        tl.store(symbols + j, symbol.to(tl.uint8), mask=is_hot)
+        tl.store(extras + hot_change, extra, mask=is_hot)
+        tl.store(cold_positions + cold, begin + 32 * row + popcount(low - 1), mask=is_cold)
+        tl.store(cold_steps + cold, tl.where(falls, -size, size), mask=is_cold)
+        words &= words - 1
+        change += some.to(tl.int32)
+        hot_change += is_hot.to(tl.int32)
+        cold += is_cold.to(tl.int32)
+        n -= some.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["total"])  # which is another in every patch: none is worth a compilation
+def count_rows(rows, total, counts, BINS: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr):
+    """How many decisions each row of the tables has."""
+    begin = tl.program_id(0).to(tl.int64) * SPAN * PER
+    found = tl.zeros([BINS], tl.int32)
+    for k in range(PER):
+        j = begin + k * SPAN + tl.arange(0, SPAN)
+        r = tl.load(rows + j, mask=j < total, other=0).to(tl.int32) & ROW
+        found += tl.histogram(r, BINS, mask=j < total)
+    tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0)
+
+
+@triton.jit(do_not_specialize=["total", "places"])
+def count_symbols(
+    rows, symbols, total, counts, places, BITS: tl.constexpr, COPIES: tl.constexpr, SPAN: tl.constexpr
+):  # fmt: skip
+    """Of decisions that are changes: how many each symbol of each row has. Counted in copies, which are then added."""
+    pid = tl.program_id(0).to(tl.int64)
+    mine = counts + (pid % COPIES) * places
+    j = pid * SPAN + tl.arange(0, SPAN)
+    s = tl.load(symbols + j, mask=j < total, other=0).to(tl.int32)
+    r = tl.load(rows + j, mask=s > 0, other=0).to(tl.int32) & ROW
+    tl.atomic_add(mine + (r << BITS) + s, tl.full([SPAN], 1, tl.int32), mask=s > 0, sem="relaxed")
+
+
+@triton.jit
+def encode(
+    rows, symbols, extras, hot_starts, change_starts, lanes, table, out_starts, stream, sizes,
+    BITS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Code each block from its end, a round of lanes at a time; its words end where the next block's room begins.
+
+    sizes: how many words it has; where that is more than there is room for, nothing outside is written.
+    """
+    b = tl.program_id(0)
+    n = tl.load(lanes + b)
+    lane = tl.arange(0, 32)
+    hot = tl.load(hot_starts + b)
+    total = (tl.load(hot_starts + b + 1) - hot).to(tl.int32)
+    low, end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
+    change = tl.load(change_starts + b + 1)  # those from it on are coded
+    x = tl.full([32], LOW, tl.uint32)
+    bit = lane.to(tl.uint32)
+    lower = (tl.full([32], 1, tl.uint32) << bit) - 1  # lanes before this one
+    at = end
+    rounds = (total + n - 1) // n
+    j = (rounds - 1) * n + lane
+    take = (lane < n) & (j >= 0) & (j < total)
+    symbol = tl.load(symbols + hot + j, mask=take, other=0).to(tl.int32)
+    row = (tl.load(rows + hot + j, mask=take, other=0).to(tl.int32)) & ROW
+    begin = tl.load(table + (row << BITS) + symbol, mask=take, other=0).to(tl.uint32)
+    stop = tl.load(table + (row << BITS) + symbol + 1, mask=take, other=1).to(tl.uint32)
+    for _ in range(rounds):
+        # what the next round needs is under way while this one is coded
+        j -= n
+        next_take = (lane < n) & (j >= 0)
+        next_symbol = tl.load(symbols + hot + j, mask=next_take, other=0).to(tl.int32)
+        next_row = (tl.load(rows + hot + j, mask=next_take, other=0).to(tl.int32)) & ROW
+        frequency = stop - begin
+        changed = ballot(symbol > 0, bit)
+        change -= popcount(changed)
+        y = x
+        t = (symbol - 1) >> 1
+        raw = tl.where((symbol > 0) & (t >= DIRECT), t - (DIRECT - 3), 0).to(tl.uint32)
+        if tl.max(raw.to(tl.int32)) > 0:
+            extra = tl.load(extras + change + popcount(changed & lower), mask=raw > 0, other=0)
+            one = tl.full([32], 1, tl.uint64)
+            if WIDE:
+                high = tl.where(raw > 16, raw - 16, 0).to(tl.uint32)
+                full = (high > 0) & (y.to(tl.uint64) >= (one << (32 - high).to(tl.uint64)))
+                w2 = y & 0xFFFF
+                has2 = ballot(full, bit)
+                y = tl.where(full, y >> 16, y)
+                y = tl.where(high > 0, (y << high) | (extra >> 16), y)
+                extra = tl.where(high > 0, extra & 0xFFFF, extra)
+                raw = tl.where(high > 0, 16, raw).to(tl.uint32)
+            full = (raw > 0) & (y.to(tl.uint64) >= (one << (32 - raw).to(tl.uint64)))
+            w1 = y & 0xFFFF
+            has1 = ballot(full, bit)
+            y = tl.where(full, y >> 16, y)
+            y = tl.where(raw > 0, (y << raw) | extra, y)
+            spills = take & (y.to(tl.uint64) >= (frequency.to(tl.uint64) << (32 - P)))
+            has0 = ballot(spills, bit)
+            at -= popcount(has0) + popcount(has1)
+            place = at + popcount(has0 & lower) + popcount(has1 & lower)
+            if WIDE:
+                at -= popcount(has2)
+                place += popcount(has2 & lower) - popcount(has2)
+            then = place + spills.to(tl.int32)
+            tl.store(stream + then, w1.to(tl.uint16), mask=full & (then >= low))
+            if WIDE:
+                then += full.to(tl.int32)
+                tl.store(stream + then, w2.to(tl.uint16), mask=(((has2 >> bit) & 1) != 0) & (then >= low))
+        else:
+            spills = take & (y.to(tl.uint64) >= (frequency.to(tl.uint64) << (32 - P)))
+            has0 = ballot(spills, bit)
+            at -= popcount(has0)
+            place = at + popcount(has0 & lower)
+        tl.store(stream + place, (y & 0xFFFF).to(tl.uint16), mask=spills & (place >= low))
+        y = tl.where(spills, y >> 16, y)
+        quotient = y // frequency
+        x = tl.where(take, (quotient << P) + (y - quotient * frequency) + begin, x)
+        take, symbol = next_take, next_symbol
+        begin = tl.load(table + (next_row << BITS) + symbol, mask=take, other=0).to(tl.uint32)
+        stop = tl.load(table + (next_row << BITS) + symbol + 1, mask=take, other=1).to(tl.uint32)
+    at -= 2 * n
+    place = at + 2 * lane
+    mine = (lane < n) & (place >= low)
+    tl.store(stream + place, (x & 0xFFFF).to(tl.uint16), mask=mine)
+    tl.store(stream + place + 1, (x >> 16).to(tl.uint16), mask=mine)
+    tl.store(sizes + b, end - at)
+
+
+@triton.jit
+def pack(stream, room_ends, sizes, out_starts, out, SPAN: tl.constexpr):
+    """Bring the words of all blocks to their bytes in the payloads, low byte first."""
+    b = tl.program_id(0)
+    size = tl.load(sizes + b)
+    begin, to = tl.load(room_ends + b) - size, tl.load(out_starts + b)
+    for k in range(tl.program_id(1) * SPAN, size, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        word = tl.load(stream + begin + j, mask=j < size, other=0)
+        tl.store(out + to + 2 * j, (word & 0xFF).to(tl.uint8), mask=j < size)
+        tl.store(out + to + 2 * j + 1, (word >> 8).to(tl.uint8), mask=j < size)
+
+
+@triton.jit
+def decode(
+    stream, starts, lanes, hot_starts, hot_ends, rows, table, symbol_count, out_starts, out_decisions, out_symbols,
+    out_extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Decode the blocks, a round of lanes at a time: of each change its decision, symbol and extra bits.
+
+    Never reads or writes out of bounds, whatever the stream holds. faults: 0, or what was met (see `spec.FAULTS`).
+    """
+    b = tl.program_id(0)
+    n = tl.load(lanes + b)
+    lane = tl.arange(0, 32)
+    at, end = tl.load(starts + b), tl.load(starts + b + 1)
+    hot = tl.load(hot_starts + b)
+    total = (tl.load(hot_ends + b) - hot).to(tl.int32)
+    out, out_end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
+    fault = tl.where(end - at < 2 * n, 1, 0).to(tl.int32)
+    on = lane < tl.where(fault == 0, n, 0)
+    x = tl.load(stream + at + 2 * lane, mask=on, other=0).to(tl.uint32)
+    x = x | (tl.load(stream + at + 2 * lane + 1, mask=on, other=1).to(tl.uint32) << 16)
+    at += 2 * n
+    bit = lane.to(tl.uint32)
+    one = tl.full([32], 1, tl.uint32)
+    lower = (one << bit) - 1  # lanes before this one
+    j = lane
+    left = tl.where(fault == 0, total, 0)
+    decision = tl.load(rows + hot + j, mask=on & (j < total), other=0).to(tl.int32)
+    while left > 0:
+        take = on & (j < total)
+        row = table + ((decision & ROW) << BITS)
+        stop = tl.load(row + 1, mask=take, other=TOTAL).to(tl.int32)
+        down = decision >> 15
+        decision = tl.load(rows + hot + j + n, mask=on & (j + n < total), other=0).to(tl.int32)
+        slot = (x & (TOTAL - 1)).to(tl.int32)
+        change = take & (slot >= stop)
+        changed = ballot(change, bit)
+        if changed == 0:  # nothing changed in this round
+            y = stop.to(tl.uint32) * (x >> P) + slot.to(tl.uint32)
+            needs = take & (y < LOW)
+            need = ballot(needs, bit)
+            mine = at + popcount(need & lower)
+            word = tl.load(stream + mine, mask=needs & (mine < end), other=0).to(tl.uint32)
+            x = tl.where(take, tl.where(needs, (y << 16) | word, y), x)
+            at += popcount(need)
+            lost = 0
+        else:
+            begin = tl.zeros_like(slot)
+            symbol = tl.zeros_like(lane)
+            search = change.to(tl.int32)
+            while tl.max(search) > 0:
+                symbol += search
+                begin = tl.where(search > 0, stop, begin)
+                stop = tl.where(search > 0, tl.load(row + symbol + 1, mask=search > 0, other=0).to(tl.int32), stop)
+                search = ((search > 0) & (slot >= stop) & (symbol + 1 < symbol_count)).to(tl.int32)
+            lost = tl.max((take & (slot >= stop)).to(tl.int32))
+            y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
+            t = (symbol - 1) >> 1
+            raw = tl.where(change & (t >= DIRECT), t - (DIRECT - 3), 0).to(tl.uint32)
+            low = tl.minimum(raw, 16)
+            has0 = take & (y < LOW)
+            # how many words each lane needs is known before any is read
+            refilled = tl.where(has0, y << 16, y) >> low
+            has1 = (raw > 0) & (refilled < LOW)
+            need0, need1 = ballot(has0, bit), ballot(has1, bit)
+            mine = at + popcount(need0 & lower) + popcount(need1 & lower)
+            at += popcount(need0) + popcount(need1)
+            if WIDE:
+                refilled = tl.where(has1, refilled << 16, refilled)
+                has2 = (raw > 16) & ((refilled >> (raw - low)) < LOW)
+                need2 = ballot(has2, bit)
+                mine += popcount(need2 & lower)
+                at += popcount(need2)
+            y = tl.where(has0, (y << 16) | tl.load(stream + mine, mask=has0 & (mine < end), other=0).to(tl.uint32), y)
+            mine += has0.to(tl.int32)
+            extra = y & ((one << low) - 1)
+            y = y >> low
+            y = tl.where(has1, (y << 16) | tl.load(stream + mine, mask=has1 & (mine < end), other=0).to(tl.uint32), y)
+            if WIDE:
+                mine += has1.to(tl.int32)
+                high = raw - low
+                extra = extra | ((y & ((one << high) - 1)) << low)
+                y = y >> high
+                word = tl.load(stream + mine, mask=has2 & (mine < end), other=0).to(tl.uint32)
+                y = tl.where(has2, (y << 16) | word, y)
+            x = tl.where(take, y, x)
+            place = out + popcount(changed & lower)
+            keep = change & (place < out_end)
+            tl.store(out_decisions + place, j.to(tl.uint32), mask=keep)
+            tl.store(out_symbols + place, (((symbol - 1) ^ down) + 1).to(tl.uint8), mask=keep)
+            tl.store(out_extras + place, extra, mask=keep & (raw > 0))
+            out += popcount(changed)
+        fault = tl.where(lost > 0, 2, tl.where(at > end, 1, tl.where(out > out_end, 3, 0)))
+        left = tl.where(fault == 0, left - n, 0)
+        j += n
+    unfinished = tl.sum((on & (x != LOW)).to(tl.int32)) > 0
+    end_fault = tl.where(out != out_end, 3, tl.where((at != end) | unfinished, 4, 0))
+    tl.store(faults + b, tl.where(fault != 0, fault, end_fault).to(tl.int32))
+
+
+@triton.jit
+def _moved(old, symbol, extra, ITEM: tl.constexpr):
+    """A weight after the step that a symbol and its extra bits name, and whether there is no such step."""
+    sign: tl.constexpr = 1 << (8 * ITEM - 1)
+    full: tl.constexpr = 2 * sign - 1
+    longest: tl.constexpr = DIRECT + 8 * ITEM - 4
+    t = (symbol - 1) >> 1
+    one = tl.full(t.shape, 1, tl.int64)
+    direct = t < DIRECT
+    size = tl.where(direct, t.to(tl.int64) + 1, 0)
+    size = tl.where(direct, size, extra.to(tl.int64) + (one << tl.where(direct, 0, t - (DIRECT - 3)).to(tl.int64)))
+    down = ((symbol - 1) & 1) != 0
+    wrong = (t == longest) & ((extra != 0) | (down == ((old & sign) != 0)))
+    wide = old.to(tl.int64)
+    key = ((wide ^ tl.where((wide & sign) != 0, full, sign)) + tl.where(down, -size, size)) & full
+    return key ^ tl.where((key & sign) != 0, sign, full), wrong
+
+
+@triton.jit
+def land(
+    old_at, hot_starts, places, out_starts, decisions, symbols, extras, positions, before, after, faults,
+    ITEM: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """From what was decoded to changes: position in the block, old bits, new bits."""
+    b = tl.program_id(0)
+    at, hot = tl.load(old_at + b), tl.load(hot_starts + b)
+    begin, end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
+    for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        i = tl.load(places + hot + tl.load(decisions + j, mask=some, other=0).to(tl.int64), mask=some, other=0)
+        old = load_bits(at, i.to(tl.int64), some, ITEM)
+        symbol = tl.load(symbols + j, mask=some, other=1).to(tl.int32)
+        far = some & (((symbol - 1) >> 1) >= DIRECT)
+        new, wrong = _moved(old, symbol, tl.load(extras + j, mask=far, other=0), ITEM)
+        tl.store(positions + j, i, mask=some)
+        tl.store(before + j, old, mask=some)
+        tl.store(after + j, new, mask=some)
+        if tl.sum((wrong & some).to(tl.int32)) > 0:
+            tl.store(faults + b, 6)

@@ -1,0 +1,224 @@
+"""Which weights: those that changed, those that are hot, and what is remembered of them.
+
+What holds of few weights of a chunk is first written as a bitmap, reading words of eight bytes at memory speed; then
+the bits that are set are walked, one thread for 32 weights.
+"""
+
+import triton
+import triton.language as tl
+
+from pulsesync.kernels.gpu.words import (
+    ALL,
+    CHUNK,
+    ROWS,
+    below_cut,
+    chunk_words,
+    load_bits,
+    lowest_bit,
+    pack_bits,
+    popcount,
+    prefix,
+    span_of,
+    step_of,
+    to_bf16,
+)
+
+
+@triton.jit
+def compare(
+    old_at, new_at, sizes, chunk_block, first_chunk, bitmap, counts, ITEM: tl.constexpr, CAST: tl.constexpr
+):  # fmt: skip
+    """Mark what differs, and count it. CAST: old is BF16 and new FP32, which is rounded first."""
+    c = tl.program_id(0).to(tl.int64)
+    b = tl.load(chunk_block + c)
+    size = tl.load(sizes + b)
+    begin, inside = span_of(c, first_chunk, sizes, b)
+    if CAST:
+        i = begin + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        old = load_bits(tl.load(old_at + b), i, i < size, 2)
+        differ = old != to_bf16(load_bits(tl.load(new_at + b), i, i < size, 4))
+        marks = tl.sum(differ.to(tl.uint32) << tl.arange(0, 32)[None, :].to(tl.uint32), axis=1)
+    else:
+        x = chunk_words(tl.load(old_at + b), begin, size, ITEM) ^ chunk_words(tl.load(new_at + b), begin, size, ITEM)
+        marks = tl.zeros([ROWS], tl.uint32)
+        if ITEM == 8:
+            marks |= pack_bits(x != 0, 0, ITEM)
+        else:
+            mask: tl.constexpr = (1 << (8 * ITEM)) - 1
+            for lane in tl.static_range(8 // ITEM):
+                marks |= pack_bits(((x >> (8 * ITEM * lane)) & mask) != 0, lane, ITEM)
+    marks &= inside
+    tl.store(bitmap + c * ROWS + tl.arange(0, ROWS), marks)
+    tl.store(counts + c, tl.sum(popcount(marks)))
+
+
+@triton.jit
+def collect(
+    old_at, new_at, chunk_block, first_chunk, bitmap, offsets, positions, before, after,
+    ITEM: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Write what is marked, in order: position in the block, old bits, new bits."""
+    c = tl.program_id(0).to(tl.int64)
+    b = tl.load(chunk_block + c)
+    begin = (c - tl.load(first_chunk + b)) * CHUNK
+    row = tl.arange(0, ROWS)
+    words = tl.load(bitmap + c * ROWS + row)
+    n = popcount(words)
+    place = tl.load(offsets + c) + prefix(n)
+    old_from, new_from = tl.load(old_at + b), tl.load(new_at + b)
+    for _ in range(tl.max(n)):
+        some = n > 0
+        i = begin + 32 * row + popcount(lowest_bit(words) - 1)
+        tl.store(positions + place, i.to(tl.uint32), mask=some)
+        tl.store(before + place, load_bits(old_from, i, some, ITEM), mask=some)
+        if CAST:
+            tl.store(after + place, to_bf16(load_bits(new_from, i, some, 4)), mask=some)
+        else:
+            tl.store(after + place, load_bits(new_from, i, some, ITEM), mask=some)
+        words &= words - 1
+        place += some.to(tl.int32)
+        n -= some.to(tl.int32)
+
+
+@triton.jit
+def count_classes(
+    before, change_starts, sizes, old_at, block_tile, by_class, sampled,
+    ITEM: tl.constexpr, SHIFT: tl.constexpr, PERIOD: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Of each tile: its changes by the class of the old weight, and the sample of its weights by class."""
+    b = tl.program_id(0)
+    tile = tl.load(block_tile + b).to(tl.int64)
+    bins = tl.arange(0, 256)
+    mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+    begin, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
+    found = tl.zeros([256], tl.int32)
+    for k in range(begin, end, SPAN):
+        j = k + tl.arange(0, SPAN)
+        c = ((tl.load(before + j, mask=j < end, other=0).to(tl.uint32) & mask) >> SHIFT).to(tl.int32)
+        found += tl.histogram(c, 256, mask=j < end)
+    tl.atomic_add(by_class + tile * 256 + bins, found.to(tl.int64), mask=found > 0)
+    size, at = tl.load(sizes + b), tl.load(old_at + b)
+    seen = tl.zeros([256], tl.int32)
+    for k in range(0, size, PERIOD * (SPAN // RUN)):
+        i = k + (tl.arange(0, SPAN) // RUN) * PERIOD + tl.arange(0, SPAN) % RUN
+        c = ((load_bits(at, i, i < size, ITEM) & mask) >> SHIFT).to(tl.int32)
+        seen += tl.histogram(c, 256, mask=i < size)
+    tl.atomic_add(sampled + tile * 256 + bins, seen.to(tl.int64), mask=seen > 0)
+
+
+@triton.jit
+def mark_hot(
+    old_at, sizes, chunk_block, first_chunk, block_tile, cuts, tracked, bitmap, hot_map, known_map, hots, knowns,
+    hot_changes, ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Mark the weights below the cut, and with a history those that it knows; count them, and the hot changes."""
+    c = tl.program_id(0).to(tl.int64)
+    b = tl.load(chunk_block + c)
+    tile = tl.load(block_tile + b)
+    begin, inside = span_of(c, first_chunk, sizes, b)
+    x = chunk_words(tl.load(old_at + b), begin, tl.load(sizes + b), ITEM)
+    hot = below_cut(x, tl.load(cuts + tile).to(tl.int64) << SHIFT, ITEM) & inside
+    row = tl.arange(0, ROWS)
+    tl.store(hot_map + c * ROWS + row, hot)
+    tl.store(hots + c, tl.sum(popcount(hot)))
+    if HISTORY:
+        known = below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM) & inside
+        tl.store(known_map + c * ROWS + row, known)
+        tl.store(knowns + c, tl.sum(popcount(known)))
+    if CHANGES:
+        tl.store(hot_changes + c, tl.sum(popcount(hot & tl.load(bitmap + c * ROWS + row))))
+
+
+@triton.jit
+def list_hot(
+    old_at, chunk_block, first_chunk, coded, hot_map, known_map, hot_at, known_at, last, rows_of, rows, places,
+    ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Of each hot weight of the blocks that are coded, in order: the row of the tables (see ROW), and its position."""
+    c = tl.program_id(0).to(tl.int64)
+    b = tl.load(chunk_block + c)
+    if tl.load(coded + b) > 0:
+        begin = (c - tl.load(first_chunk + b)) * CHUNK
+        at = tl.load(old_at + b)
+        row = tl.arange(0, ROWS)
+        words = tl.load(hot_map + c * ROWS + row)
+        n = popcount(words)
+        place = tl.load(hot_at + c) + prefix(n)
+        known = tl.zeros([ROWS], tl.uint32)
+        memory = tl.zeros([ROWS], tl.int64)
+        if HISTORY:
+            known = tl.load(known_map + c * ROWS + row)
+            memory = tl.load(known_at + c) + prefix(popcount(known))
+        mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+        for _ in range(tl.max(n)):
+            some = n > 0
+            low = lowest_bit(words)
+            i = begin + 32 * row + popcount(low - 1)
+            old = load_bits(at, i, some, ITEM)
+            r = tl.load(rows_of + ((old & mask) >> SHIFT), mask=some, other=0).to(tl.int32)
+            if HISTORY:
+                kept = some & ((known & low) != 0)
+                age = tl.load(last + memory + popcount(known & (low - 1)), mask=kept, other=0).to(tl.int32)
+                r = (r + (age & 0x7F)) | ((age >> 7) << 15)
+            tl.store(rows + place, r.to(tl.uint16), mask=some)
+            if PLACES:
+                tl.store(places + place, i.to(tl.uint32), mask=some)
+            words &= words - 1
+            place += some.to(tl.int32)
+            n -= some.to(tl.int32)
+
+
+@triton.jit
+def mark_later(
+    block_tile, cuts, first_chunk, change_starts, positions, before, after, changed, down, later,
+    ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Mark changes, those that go down, and of the weights below the cut (as they were, in later) which are then."""
+    b = tl.program_id(0)
+    cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
+    begin, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
+    first = tl.load(first_chunk + b) * ROWS
+    mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+    for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        i = tl.load(positions + j, mask=some, other=0)
+        word = first + (i // 32).to(tl.int64)
+        bit = tl.full([SPAN], 1, tl.uint32) << (i % 32)
+        old = tl.load(before + j, mask=some, other=0).to(tl.uint32)
+        new = tl.load(after + j, mask=some, other=1).to(tl.uint32)
+        _, _, _, falls = step_of(old, new, ITEM)
+        below = (new & mask).to(tl.int64) < cut
+        tl.atomic_or(changed + word, bit, mask=some, sem="relaxed")
+        tl.atomic_or(down + word, bit, mask=some & falls, sem="relaxed")
+        tl.atomic_or(later + word, bit, mask=some & below, sem="relaxed")
+        tl.atomic_and(later + word, bit ^ ALL, mask=some & (below == 0), sem="relaxed")
+
+
+@triton.jit
+def count_marks(bitmap, counts):
+    """How many bits each chunk has."""
+    c = tl.program_id(0).to(tl.int64)
+    tl.store(counts + c, tl.sum(popcount(tl.load(bitmap + c * ROWS + tl.arange(0, ROWS)))))
+
+
+@triton.jit(do_not_specialize=["index"])
+def remember(known_map, changed, down, later, known_at, later_at, last, index, remembered):
+    """The history afterwards: of each weight that is then below the cut, when it last changed, and which way."""
+    c = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    known, moved = tl.load(known_map + c * ROWS + row), tl.load(changed + c * ROWS + row)
+    falls, words = tl.load(down + c * ROWS + row), tl.load(later + c * ROWS + row)
+    n = popcount(words)
+    memory = tl.load(known_at + c) + prefix(popcount(known))
+    place = tl.load(later_at + c) + prefix(n)
+    for _ in range(tl.max(n)):
+        some = n > 0
+        low = lowest_bit(words)
+        kept = some & ((known & low) != 0)
+        age = tl.load(last + memory + popcount(known & (low - 1)), mask=kept, other=0).to(tl.int32)
+        now = index + tl.where((falls & low) != 0, 128, 0)
+        tl.store(remembered + place, tl.where((moved & low) != 0, now, age).to(tl.uint8), mask=some)
+        words &= words - 1
+        place += some.to(tl.int32)
+        n -= some.to(tl.int32)

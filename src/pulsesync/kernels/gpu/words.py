@@ -1,0 +1,159 @@
+"""What the kernels share: words of bits, weights at an address, and steps from one weight to another."""
+
+import os
+
+import triton
+import triton.language as tl
+
+from pulsesync.kernels import spec
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no instructions of a GPU
+CHUNK = tl.constexpr(4096)
+ROWS = tl.constexpr(128)  # words of 32 bits in a chunk
+P = tl.constexpr(spec.PROBABILITY_BITS)
+TOTAL = tl.constexpr(1 << spec.PROBABILITY_BITS)
+LOW = tl.constexpr(spec.STATE_LOW)
+DIRECT = tl.constexpr(spec.DIRECT)
+ALL = tl.constexpr(0xFFFFFFFF)
+ROW = tl.constexpr(0x7FFF)  # of a decision: the row of the tables; the top bit says that the weight last went down
+CHUNK_BITS = tl.constexpr(spec.CHUNK_BITS)
+FIRST_SEED = tl.constexpr(spec.DIGEST_SEEDS[0])
+SECOND_SEED = tl.constexpr(spec.DIGEST_SEEDS[1])
+
+
+@triton.jit
+def popcount(x):
+    """How many bits are set in words of 32."""
+    if INTERPRETED:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        return ((x * 0x01010101) >> 24).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def lowest_bit(words):
+    """The lowest bit that is set."""
+    return words & ((words ^ ALL) + 1)
+
+
+@triton.jit
+def prefix(counts):
+    """Exclusive prefix sum."""
+    return tl.cumsum(counts) - counts
+
+
+@triton.jit
+def ballot(flags, lane):
+    """Which of 32 lanes have a flag, as one word."""
+    return tl.sum(flags.to(tl.uint32) << lane)
+
+
+@triton.jit
+def span_of(c, first_chunk, sizes, b):
+    """Where a chunk begins in its block, and which bits of its words stand for weights."""
+    begin = (c - tl.load(first_chunk + b)) * CHUNK
+    left = tl.load(sizes + b) - begin - 32 * tl.arange(0, ROWS)
+    left = tl.minimum(tl.maximum(left, 0), 32)
+    whole = tl.full([ROWS], 0xFFFFFFFF, tl.uint32)
+    return begin, tl.where(left >= 32, whole, (tl.full([ROWS], 1, tl.uint32) << (left & 31).to(tl.uint32)) - 1)
+
+
+@triton.jit
+def chunk_words(at, begin, size, ITEM: tl.constexpr):
+    """A chunk as words of eight bytes: (ROWS, 4 * ITEM), 32 weights to a row; those outside are zero."""
+    per: tl.constexpr = 4 * ITEM
+    i = (begin // (8 // ITEM)) + tl.arange(0, ROWS)[:, None] * per + tl.arange(0, per)[None, :]
+    return tl.load(at.to(tl.pointer_type(tl.uint64)) + i, mask=i * (8 // ITEM) < size, other=0)
+
+
+@triton.jit
+def pack_bits(flags, LANE: tl.constexpr, ITEM: tl.constexpr):
+    """Bits of one weight of every eight-byte word, (ROWS, 4 * ITEM) 0 or 1, at their places in words of 32."""
+    per: tl.constexpr = 4 * ITEM
+    places = tl.arange(0, per)[None, :] * (8 // ITEM) + LANE
+    return tl.sum(flags.to(tl.uint32) << places.to(tl.uint32), axis=1)
+
+
+@triton.jit
+def below_cut(x, cut, ITEM: tl.constexpr):
+    """Of every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row."""
+    ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
+    signs: tl.constexpr = ones << (8 * ITEM - 1)
+    limit = cut.to(tl.uint64) * ones
+    flags = ((((x | signs) - limit) & signs) ^ signs) >> (8 * ITEM - 1)  # borrows stop at the sign, which is set
+    if ITEM == 1:
+        bits = (flags * 0x0102040810204080) >> 56
+    elif ITEM == 2:
+        bits = (flags | (flags >> 15)) & 0x0000000300000003
+        bits = (bits | (bits >> 30)) & 0xF
+    else:
+        bits = (flags | (flags >> 31)) & 0x3
+    per: tl.constexpr = 4 * ITEM
+    places = tl.arange(0, per)[None, :] * (8 // ITEM)
+    return tl.sum(bits.to(tl.uint32) << places.to(tl.uint32), axis=1)
+
+
+@triton.jit
+def load_bits(at, i, mask, ITEM: tl.constexpr):
+    """Single weights at an address; those of one or two bytes as 32 bits."""
+    if ITEM == 1:
+        return tl.load(at.to(tl.pointer_type(tl.uint8)) + i, mask=mask, other=0).to(tl.uint32)
+    elif ITEM == 2:
+        return tl.load(at.to(tl.pointer_type(tl.uint16)) + i, mask=mask, other=0).to(tl.uint32)
+    elif ITEM == 4:
+        return tl.load(at.to(tl.pointer_type(tl.uint32)) + i, mask=mask, other=0)
+    else:
+        return tl.load(at.to(tl.pointer_type(tl.uint64)) + i, mask=mask, other=0)
+
+
+@triton.jit
+def store_bits(at, i, value, mask, ITEM: tl.constexpr):
+    if ITEM == 1:
+        tl.store(at.to(tl.pointer_type(tl.uint8)) + i, value.to(tl.uint8), mask=mask)
+    elif ITEM == 2:
+        tl.store(at.to(tl.pointer_type(tl.uint16)) + i, value.to(tl.uint16), mask=mask)
+    elif ITEM == 4:
+        tl.store(at.to(tl.pointer_type(tl.uint32)) + i, value.to(tl.uint32), mask=mask)
+    else:
+        tl.store(at.to(tl.pointer_type(tl.uint64)) + i, value.to(tl.uint64), mask=mask)
+
+
+@triton.jit
+def to_bf16(x):
+    """FP32 bits to BF16 bits: to nearest, ties to even, and NaN as torch casts it on a GPU."""
+    rounded = (x + 0x7FFF + ((x >> 16) & 1)) >> 16
+    return tl.where((x & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded).to(tl.uint32)
+
+
+@triton.jit
+def ordered(bits, ITEM: tl.constexpr):
+    """Bit patterns in the order of the values they stand for."""
+    sign: tl.constexpr = 1 << (8 * ITEM - 1)
+    full: tl.constexpr = 2 * sign - 1
+    if ITEM < 4:
+        wide = bits.to(tl.int32)
+    else:
+        wide = bits.to(tl.int64)
+    return wide ^ tl.where((wide & sign) != 0, full, sign)
+
+
+@triton.jit
+def step_of(old, new, ITEM: tl.constexpr):
+    """Symbol, extra bits and size of a change, and whether it goes down, as `steps` has them."""
+    sign: tl.constexpr = 1 << (8 * ITEM - 1)
+    full: tl.constexpr = 2 * sign - 1
+    a, b = ordered(old, ITEM), ordered(new, ITEM)
+    up = (b - a) & full
+    falls = (up > sign) | ((up == sign) & (b < a))
+    size = tl.where(falls, (a - b) & full, up)
+    if ITEM < 4:
+        k = (size.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the highest bit, exactly
+    else:
+        k = (size.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023
+    big = size > DIRECT
+    extra = tl.where(big, size - (1 << tl.where(big, k, 0)), 0)
+    size_class = tl.where(big, k + (DIRECT - 3), size - 1)
+    return (1 + 2 * size_class).to(tl.int32) + falls.to(tl.int32), extra.to(tl.uint32), size.to(tl.int64), falls

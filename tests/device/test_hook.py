@@ -1,0 +1,354 @@
+"""No base is kept: the trainer hands over old and new, and the run is the one that a base would have made."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from pulsesync import Publisher, Subscriber, anchors, chain
+from pulsesync import device as devices
+from pulsesync.errors import StateError, StoreError
+from pulsesync.format.patch import EncodedPart
+from pulsesync.publisher import PublishReport
+from pulsesync.store import MemoryStore
+from tests.device.test_base import Model, equal, kept, objects, on, read
+from tests.runs import Watched, version, versions
+
+
+class Trainer:
+    """FP32 masters and a BF16 model, as an optimizer has them: new and old for a moment."""
+
+    def __init__(self, device: str) -> None:
+        generator = torch.Generator().manual_seed(1)
+        made = {"a": torch.randn(6, 5, generator=generator) * 0.02, "i": torch.arange(7), "n": torch.ones(3)}
+        self.masters = {name: tensor.to(device) for name, tensor in made.items()}
+        self.model = self.cast()
+        self.step = 0
+
+    def cast(self) -> Model:
+        """What is to be published: a copy."""
+        return {n: t.bfloat16() if t.dtype == torch.float32 else t.clone() for n, t in self.masters.items()}
+
+    def update_(self) -> None:
+        """Move the masters."""
+        self.step += 1
+        self.masters["a"][self.step % 6] *= 1.01
+        self.masters["a"][(self.step + 1) % 6] *= 1 + 2**-14  # hardly any of these is seen
+        self.masters["i"][self.step % 7] += 1
+
+    def follow_(self) -> None:
+        """Bring the model to the masters."""
+        for name, tensor in self.model.items():
+            tensor.copy_(self.masters[name])
+
+    def publish(self, pub: Publisher, **options: Any) -> "Future[PublishReport]":
+        """One step of a training: the masters move, both are published, and the model follows at once."""
+        self.update_()
+        future = pub.publish(self.masters, old=self.model, step=self.step, wait=False, **options)
+        self.follow_()
+        return future
+
+
+@pytest.fixture
+def trainer(device: str) -> Iterator[Trainer]:
+    with on(device):
+        yield Trainer(device)
+
+
+def hooked(store: Any, **options: Any) -> Publisher:
+    return Publisher(store, **{"keep": "hook", "cast": "BF16", "codec": "gap", **options})
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Where nothing is taken for a device, inside a block where it is: workers here are on the host, which is quick."""
+    before, devices._forced[:] = list(devices._forced), []
+    try:
+        yield
+    finally:
+        devices._forced[:] = before
+
+
+def read_on_host(store: Any, number: int, like: Model) -> Model:
+    with on_host():
+        return read(store, number, kept(like))
+
+
+# Versions
+
+
+def test_versions_are_the_masters_cast_while_the_trainer_goes_on(trainer: Trainer) -> None:
+    store, states = MemoryStore(), [trainer.cast()]
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        futures = []
+        for _ in range(2):
+            futures.append(trainer.publish(pub))
+            states.append(trainer.cast())
+            trainer.masters["a"].mul_(3)  # what comes after the call is not published
+            trainer.masters["a"].copy_(trainer.model["a"])
+        assert [future.result(30).version for future in futures] == [1, 2]
+        assert pub.version == 2
+    for number, state in enumerate(states):
+        assert equal(read_on_host(store, number, state), kept(state))
+
+
+def test_the_bytes_are_those_of_a_base_on_the_device(device: str, trainer: Trainer, many_lanes: None) -> None:
+    """Of a codec that remembers, over an epoch's first patches."""
+    other, stores = Trainer(device), [MemoryStore(), MemoryStore()]
+    options: dict[str, Any] = {"codec": "history", "cast": "BF16"}
+    with Publisher(stores[0], keep="hook", **options) as hook, Publisher(stores[1], keep="device", **options) as base:
+        hook.publish(trainer.masters)
+        base.publish(other.masters)
+        for _ in range(2):
+            mine = trainer.publish(hook).result(30)
+            other.update_()
+            theirs = base.publish(other.masters, step=other.step)
+            assert (mine.version, mine.changed) == (theirs.version, theirs.changed)
+            assert 0 < mine.changed < mine.total
+        assert hook.digest == base.digest
+    assert objects(stores[0]) == objects(stores[1])
+    assert version(stores[0], 2).history == version(stores[1], 2).history is not None
+
+
+def test_nothing_of_the_weights_is_kept_between_publishes(trainer: Trainer) -> None:
+    with hooked(MemoryStore()) as pub:
+        pub.publish(trainer.masters)
+        for _ in range(2):
+            assert pub._tip is not None
+            assert pub._tip.state.flats == {}
+            trainer.publish(pub).result(30)
+
+
+def test_waiting_is_the_same(trainer: Trainer) -> None:
+    store = MemoryStore()
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        trainer.update_()
+        assert pub.publish(trainer.masters, old=trainer.model, step=1).version == 1
+        trainer.follow_()
+        assert pub.publish(trainer.masters, old=trainer.model, step=2).changed == 0
+    assert equal(read_on_host(store, 2, trainer.model), kept(trainer.model))
+
+
+def test_a_version_goes_before_the_next_is_compared(trainer: Trainer) -> None:
+    """Nothing is folded: what is handed over is the version before, so that one is committed first."""
+    store, arrived, go = Watched(), Event(), Event()
+
+    def hold(verb: str, key: str) -> None:
+        if key.startswith(chain.manifest_key(1)):
+            arrived.set()
+            assert go.wait(30)
+
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        store.before = hold
+        first = trainer.publish(pub)
+        assert arrived.wait(30)
+        assert not first.done()
+        go.set()
+        second = trainer.publish(pub)
+        assert first.done()
+        assert second.result(30).folded == 0
+    assert versions(store) == [0, 1, 2]
+    assert equal(read_on_host(store, 2, trainer.model), kept(trainer.model))
+
+
+# What is refused
+
+
+def test_old_weights_that_are_not_the_last_version_are_refused(trainer: Trainer) -> None:
+    store = Watched()
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        wrong = {name: tensor.clone() for name, tensor in trainer.model.items()}
+        wrong["a"].view(torch.int16)[2, 3] ^= 1
+        trainer.update_()
+        store.writes.clear()
+        for old in (wrong, {**trainer.model, "n": trainer.model["n"].float()}, {"a": trainer.model["a"]}):
+            with pytest.raises(StateError, match="old weights"):
+                pub.publish(trainer.masters, old=old, step=1, wait=False)
+        assert (store.writes, pub.version) == ([], 0)
+        assert pub.publish(trainer.masters, old=trainer.model, step=1).version == 1  # and goes on with the right ones
+        trainer.follow_()
+    assert equal(read_on_host(store, 1, trainer.model), kept(trainer.model))
+
+
+def test_a_step_that_was_not_handed_over_is_refused(trainer: Trainer) -> None:
+    with hooked(MemoryStore()) as pub:
+        pub.publish(trainer.masters)
+        trainer.update_()
+        trainer.follow_()
+        with pytest.raises(StateError, match="hand over every step"):
+            trainer.publish(pub)
+        assert pub.version == 0
+
+
+def test_without_old_weights_nothing_can_be_compared(trainer: Trainer) -> None:
+    with hooked(MemoryStore()) as pub:
+        pub.publish(trainer.masters)
+        with pytest.raises(ValueError, match="old="):
+            pub.publish(trainer.masters, step=1)
+        assert pub.version == 0
+
+
+@pytest.mark.parametrize("keep", [None, "device", "host"])
+def test_old_weights_are_for_publishers_that_keep_none(keep: Any, trainer: Trainer) -> None:
+    with hooked(MemoryStore(), keep=keep) as pub:
+        pub.publish(trainer.masters)
+        with pytest.raises(ValueError, match="keep='hook' alone"):
+            trainer.publish(pub)
+        assert pub.version == 0
+
+
+@pytest.mark.parametrize("every", [2, "auto"])
+def test_steps_cannot_be_left_out(every: Any) -> None:
+    with pytest.raises(ValueError, match="publishes every step"):
+        Publisher(MemoryStore(), keep="hook", publish_every=every)
+
+
+# Faults
+
+
+@pytest.mark.parametrize("at", ["parts/", "manifests/"])
+def test_after_a_send_that_failed_a_root_comes_next(at: str, trainer: Trainer) -> None:
+    store = Watched()
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        trainer.publish(pub).result(30)
+        store.fail_at(at)
+        assert isinstance(trainer.publish(pub).exception(30), StoreError)
+        store.fail_at()
+        report = trainer.publish(pub).result(30)
+        state = trainer.cast()
+        assert (report.version, report.changed) == (2, report.total)
+        assert version(store, 2).base is None
+        later = trainer.publish(pub).result(30)
+        assert (later.version, later.changed < later.total) == (3, True)
+    follower = {name: torch.zeros_like(tensor) for name, tensor in kept(state).items()}
+    with on_host():
+        worker = Subscriber(store)
+        worker.sync(follower, version=1)
+        worker.sync(follower, version=2)
+        assert equal(follower, state)
+        worker.sync(follower)
+        assert equal(follower, trainer.model)
+        joiner = {name: torch.zeros_like(tensor) for name, tensor in follower.items()}
+        assert Subscriber(store).sync(joiner).path == ("anchor", "patch")
+        assert equal(joiner, trainer.model)
+
+
+def test_a_version_of_which_the_store_did_not_say_that_it_has_it_is_not_lost(trainer: Trainer) -> None:
+    """It was committed: the root that comes next follows it."""
+    store = Watched()
+
+    def fail(verb: str, key: str) -> None:
+        if key == chain.manifest_key(1):
+            raise StoreError("the line went down after it", key=key)
+
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        store.after = fail
+        trainer.publish(pub).exception(30)
+        store.after = lambda verb, key: None
+        first = trainer.cast()
+        trainer.publish(pub).result(30)
+    last = versions(store)[-1]
+    assert equal(read_on_host(store, 1, first), kept(first))
+    assert equal(read_on_host(store, last, trainer.model), kept(trainer.model))
+
+
+# Anchors
+
+
+def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made of the masters at that moment, though it is written when they have moved on."""
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 2)
+    store, go, encode_parts = Watched(), Event(), anchors.encode_parts
+
+    def late(*args: Any) -> Iterator[EncodedPart]:
+        assert go.wait(30)
+        yield from encode_parts(*args)
+
+    def slow(verb: str, key: str) -> None:
+        if (verb, key) == ("create", chain.manifest_key(2)):
+            time.sleep(0.1)
+
+    with hooked(store, anchor_every=0.0) as pub:
+        pub.publish(trainer.masters)
+        pub.flush()
+        monkeypatch.setattr(anchors, "encode_parts", late)
+        store.before = slow
+        trainer.masters = {name: tensor.clone() for name, tensor in trainer.masters.items()}
+        futures = [trainer.publish(pub) for _ in range(2)]
+        state = trainer.cast()
+        futures.append(trainer.publish(pub))
+        assert [future.result(30).version for future in futures] == [1, 2, 3]
+        for tensor in trainer.masters.values():
+            tensor.zero_()
+        go.set()
+        pub.flush()
+    for number in (0, 1):
+        store.delete(chain.manifest_key(number))  # now the anchor is the only way
+    assert equal(read_on_host(store, 2, state), kept(state))
+    assert equal(read_on_host(store, 3, trainer.model), kept(trainer.model))
+
+
+def test_a_publisher_that_begins_again_writes_a_root(trainer: Trainer) -> None:
+    store = MemoryStore()
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        trainer.publish(pub).result(30)
+        run = pub.run
+    with hooked(store) as pub:
+        root = trainer.publish(pub).result(30)
+        assert (root.version, root.changed, pub.run) == (2, root.total, run)
+        assert trainer.publish(pub).result(30).version == 3
+    assert version(store, 2).base is None
+    assert equal(read_on_host(store, 3, trainer.model), kept(trainer.model))
+
+
+# On a GPU, where work is queued
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is queued before and after every call, the store is slow, and anchors are written on the way."""
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 3)
+    store, futures, states = Watched(), [], []
+    store.before = lambda verb, key: time.sleep(0.02)
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    with torch.cuda.stream(stream), hooked(store, codec="auto", anchor_every=0.0) as pub:
+        masters = {"a": torch.randn(1 << 23, device="cuda") * 0.02}
+        weights = {"a": masters["a"].bfloat16()}
+        pub.publish(masters)
+        for step in range(8):
+            torch.cuda._sleep(20_000_000)
+            masters["a"][step::97] *= 1.01
+            futures.append(pub.publish(masters, old=weights, step=step, wait=False))
+            weights["a"].copy_(masters["a"])
+            states.append(weights["a"].view(torch.int16).clone())
+            kept_masters = masters["a"].clone()
+            for _ in range(20):
+                masters["a"].mul_(3)
+            masters["a"].copy_(kept_masters)
+        masters["a"].zero_()
+        assert [future.result(60).version for future in futures] == list(range(1, 9))
+        stream.synchronize()
+    there, worker = {"a": torch.zeros_like(weights["a"])}, Subscriber(store)
+    for number, state in enumerate(states, 1):
+        worker.sync(there, version=number)
+        assert torch.equal(there["a"].view(torch.int16), state)
+    joiner = {"a": torch.zeros_like(weights["a"])}
+    for number in range(3):
+        store.delete(chain.manifest_key(number))  # only an anchor leads to what follows
+    assert Subscriber(store).sync(joiner).version == 8
+    assert torch.equal(joiner["a"].view(torch.int16), states[-1])

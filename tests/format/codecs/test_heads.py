@@ -1,0 +1,253 @@
+"""Heads of many payloads at once: the bytes of `context`, payload by payload, and what it reads and refuses."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulsesync.errors import FormatError, LimitError
+from pulsesync.format import wire
+from pulsesync.format.codecs import context, heads
+from pulsesync.format.codecs.context import Heads
+from pulsesync.model import BLOCK, DTYPES, Dtype
+from tests.helpers import many, seeds
+
+BF16 = DTYPES["BF16"]
+SIZES = [1, 5, 300, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 4 * BLOCK + 77, 9 * BLOCK - 2]
+Tile = tuple[Heads, int, Dtype]  # with its weights and dtype
+
+
+def random_tile(rng: np.random.Generator, dtype: str, table: int = 0) -> Tile:
+    """Heads of a tile: blocks with and without changes, no cold changes, few or many."""
+    kind, size = DTYPES[dtype], int(rng.choice(SIZES))
+    weights = np.minimum(size - np.arange(0, size, BLOCK), BLOCK)
+    coded = rng.random(weights.size) < rng.choice([0.0, 0.5, 1.0])
+    changes = np.where(coded, rng.integers(1, weights, endpoint=True), 0)
+    lanes = np.where(coded, 1 << rng.integers(0, 6, weights.size), 1)
+    words = np.where(coded, rng.integers(0, np.minimum(64 + 3 * weights, 300)), 0)
+    cold = np.sort(rng.choice(size, min(size, int(rng.choice([0, 0, 1, 31, 33, 400]))), replace=False))
+    most = 1 << int(rng.integers(1, 8 * kind.itemsize))  # half the circle at most
+    steps = rng.integers(1, most, cold.size, endpoint=True) * rng.choice([-1, 1], cold.size)
+    cut = int(rng.integers(0, 1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)), endpoint=True))
+    return Heads(table, cut, changes, lanes, words, cold, steps), size, kind
+
+
+def random_tiles(seed: int, dtypes: tuple[str, ...]) -> list[Tile]:
+    rng = np.random.default_rng(seed)
+    table = int(rng.integers(0, 256))
+    return [random_tile(rng, str(rng.choice(dtypes)), table) for _ in range(int(rng.integers(1, 12)))]
+
+
+def built(some: list[Heads]) -> list[bytes]:
+    """The heads of tiles, made at once."""
+
+    def joined(of: str) -> np.ndarray:
+        return np.concatenate([getattr(one, of) for one in some])
+
+    first_block = np.cumsum([0, *(one.changes.size for one in some)])
+    first_cold = np.cumsum([0, *(one.cold.size for one in some)])
+    blocks = joined("changes"), joined("lanes"), joined("words")
+    cuts = np.array([one.cut for one in some])
+    begins = heads.build_many(some[0].table, cuts, first_block, blocks, np.diff(first_cold))
+    return [a + b for a, b in zip(begins, heads.build_cold(first_cold, joined("cold"), joined("steps")), strict=True)]
+
+
+def payload(one: Heads) -> bytes:
+    """Heads with streams behind them, whose words look like numbers of several bytes."""
+    return context.build_heads(one) + b"\x81\x92" * int(one.words.sum())
+
+
+def parsed(payloads: list[tuple[bytes, int, Dtype]]) -> list[tuple[Heads, memoryview]]:
+    begun = [heads.begin(memoryview(data), size, kind) for data, size, kind in payloads]
+    return heads.parse_cold(begun, heads.parse_blocks_of(begun))
+
+
+def assert_as_context(payloads: list[tuple[bytes, int, Dtype]]) -> bool:
+    """Hold what is read at once against what is read one by one; False if a payload is refused, by both."""
+    try:
+        expected = [context.parse_heads(memoryview(data), size, kind) for data, size, kind in payloads]
+    except FormatError:
+        with pytest.raises(FormatError):
+            parsed(payloads)
+        return False
+    for (data, _, _), (one, begin), (found, streams) in zip(payloads, expected, parsed(payloads), strict=True):
+        assert (found.table, found.cut) == (one.table, one.cut)
+        for a, b in zip(found[2:], one[2:], strict=True):
+            assert a.dtype == b.dtype == np.int64
+            assert a.tolist() == b.tolist()
+        assert streams == memoryview(data)[begin:]
+    return True
+
+
+# What is right
+
+
+@many
+@given(seeds, st.sampled_from(["BF16", "F8_E4M3", "F32"]))
+def test_heads_made_at_once_are_those_made_one_by_one(seed: int, dtype: str) -> None:
+    some = [one for one, _, _ in random_tiles(seed, (dtype,))]
+    assert built(some) == [context.build_heads(one) for one in some]
+
+
+@many
+@given(seeds)
+def test_payloads_read_at_once_are_those_read_one_by_one(seed: int) -> None:
+    tiles = random_tiles(seed, ("BF16", "F8_E5M2", "F32", "F16"))
+    assert assert_as_context([(payload(one), size, kind) for one, size, kind in tiles])
+
+
+def test_a_tile_of_more_weights_than_four_bytes_can_count_is_read() -> None:
+    size = (1 << 29) + 5
+    blocks = -(-size // BLOCK)
+    filled = np.full(blocks, 1)
+    cold = np.arange(3) * (1 << 28)
+    one = Heads(0, 9, filled, filled, filled, cold, np.array([1, -2, 3]))
+    assert built([one, one]) == [context.build_heads(one)] * 2
+    assert assert_as_context([(payload(one), size, BF16)] * 2)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32"])
+def test_the_longest_steps_and_gaps_are_read(dtype: str) -> None:
+    kind, size = DTYPES[dtype], 5 * BLOCK
+    half, empty = 1 << (8 * kind.itemsize - 1), np.zeros(5, np.int64)
+    one = Heads(255, 0, empty, empty + 1, empty, np.array([0, size - 1]), np.array([half, -half]))
+    assert built([one, one]) == [context.build_heads(one)] * 2
+    assert assert_as_context([(payload(one), size, kind)] * 2)
+
+
+# What is wrong
+
+SMALL = Heads(3, 121, *np.array([[2, 0, 1], [4, 1, 1], [3, 0, 2]]), np.array([1, 200, BLOCK]), np.array([1, -90, 5]))
+DENSE = SMALL._replace(changes=np.array([2, 9, 1]), words=np.array([3, 0, 2]))  # all blocks have changes
+MANY_COLD = DENSE._replace(cold=np.arange(40) * 130, steps=np.arange(40) * 7 + 1)
+WEIGHTS = 2 * BLOCK + 40
+KINDS = pytest.mark.parametrize(
+    "one", [SMALL, DENSE, MANY_COLD], ids=["a block without changes", "every block", "many cold"]
+)
+FINE = (payload(DENSE), WEIGHTS, BF16)
+
+
+def refused_and_read(some: list[bytes], size: int = WEIGHTS) -> tuple[int, int]:
+    """Payloads that are refused and that are read, each alone, and each between others that are right."""
+    read = 0
+    for data in some:
+        bad = data, size, BF16
+        verdicts = {assert_as_context(them) for them in ([bad], [FINE, bad], [bad, FINE], [FINE, bad, FINE])}
+        assert len(verdicts) == 1
+        read += verdicts.pop()
+    return len(some) - read, read
+
+
+@KINDS
+def test_a_payload_cut_short_is_refused(one: Heads) -> None:
+    data = payload(one)
+    assert refused_and_read([data[:end] for end in range(len(data))]) == (len(data), 0)
+
+
+@KINDS
+def test_bytes_too_many_are_refused(one: Heads) -> None:
+    data = payload(one)
+    assert refused_and_read([data + more for more in (b"\0", b"\x80", b"\0\0", b"\1\1\1\1")])[1] == 0
+    at = len(context.build_heads(one))
+    assert refused_and_read([data[:at] + more + data[at:] for more in (b"\0", b"\0\0", b"\1\1")])[1] == 0
+
+
+@KINDS
+def test_every_byte_changed_is_read_or_refused_as_one_by_one(one: Heads) -> None:
+    data, flips = payload(one), (0x01, 0x02, 0x40, 0x80, 0xFF)
+    some = [data[:i] + bytes([data[i] ^ by]) + data[i + 1 :] for i in range(len(data)) for by in flips]
+    refused, read = refused_and_read(some)
+    assert refused > len(some) / 8
+    assert read > len(some) / 8
+
+
+@many
+@given(seeds)
+def test_bytes_changed_at_random_are_read_or_refused_as_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tiles = [(payload(one), size, kind) for one, size, kind in random_tiles(seed, ("BF16", "F8_E4M3", "F32"))]
+    i = int(rng.integers(0, len(tiles)))
+    data = bytearray(tiles[i][0])
+    for at in rng.integers(0, min(len(data), 40), 2):
+        data[at] = rng.integers(0, 256)
+    assert_as_context([*tiles[:i], (bytes(data), *tiles[i][1:]), *tiles[i + 1 :]])
+
+
+def written(*numbers: int | bytes) -> bytes:
+    """A payload of table 0 and these numbers, or bytes as they are."""
+    return b"\0" + b"".join(n if isinstance(n, bytes) else wire.number(n) for n in numbers)
+
+
+LONG = {
+    "one byte": b"\x81\x00",
+    "two": b"\x81\x81\x00",
+    "four": b"\x81\x81\x81\x81\x00",
+    "eleven": b"\x81" * 10 + b"\1",
+}
+
+
+@pytest.mark.parametrize("long", LONG)
+@pytest.mark.parametrize("place", range(6))
+def test_numbers_written_longer_than_needed_are_refused(place: int, long: str) -> None:
+    """The cut, a block's head, its words, the count of cold changes, a gap, a step."""
+    right: list[int | bytes] = [5, 1 << 3, 1, 1, 1, 1]
+    streams = b"\0\0"
+    assert assert_as_context([(written(*right, streams), 9, BF16)])
+    wrong = [*right[:place], LONG[long], *right[place + 1 :], streams]
+    assert refused_and_read([written(*wrong)], size=9) == (1, 0)
+
+
+WRONG = {
+    "a cut above all classes": [257, 0, 0],
+    "lanes without changes": [5, 3, 0],
+    "more lanes than there can be": [5, 1 << 3 | 6, 0, 0],
+    "more changes than weights": [5, 10 << 3, 0, 0],
+    "more words than decisions": [5, 1 << 3, 64 + 3 * 9 + 1, 0],
+    "words of which the lowest bits would do": [5, 1 << 3, 1 << 28, 0],
+    "a count of which the lowest bits would do": [5, 1 << 3, 0, 1 << 28],
+    "streams longer than the payload": [5, 1 << 3, 3, 0],
+    "streams longer than the rest": [5, 1 << 3, 1, 0],
+    "more cold changes than weights": [5, 0, 10, *[0, 2] * 10],
+    "fewer cold changes than it says": [5, 0, 2, 0, 2],
+    "more cold changes than it says": [5, 0, 1, 0, 2, 0, 2],
+    "half a cold change": [5, 0, 1, 0],
+    "a cold change outside": [5, 0, 1, 9, 2],
+    "cold changes that end outside": [5, 0, 2, 4, 2, 4, 2],
+    "a gap that overflows": [5, 0, 3, 1 << 47, 2, 1 << 47, 2, 1 << 47, 2],
+    "a gap beyond the limit": [5, 0, 1, (1 << 47) + 1, 2],
+    "a gap beyond 64 bits": [5, 0, 1, 1 << 66, 2],
+    "a cold change by nothing": [5, 0, 1, 0, 0],
+    "a step beyond the circle": [5, 0, 1, 0, (1 << 16) + 1],
+}
+RIGHT = [5, 9 << 3 | 5, 0, 2, 0, 1 << 16, 7, 1]
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_what_no_writer_makes_is_refused(why: str) -> None:
+    assert assert_as_context([(written(*RIGHT), 9, BF16)])
+    assert refused_and_read([written(*WRONG[why])], size=9) == (1, 0)
+
+
+def test_what_is_beyond_a_limit_is_named_so() -> None:
+    for why in ("a gap beyond the limit", "a cold change by nothing", "a step beyond the circle"):
+        with pytest.raises(LimitError):
+            parsed([(written(*RIGHT), 9, BF16), (written(*WRONG[why]), 9, BF16)])
+
+
+def test_bytes_of_one_payload_are_not_taken_for_those_of_the_next() -> None:
+    """The first ends inside a number, or lacks one, which the second's first bytes would complete."""
+    for first in ([5, 0, b"\x81"], [5, 0, 1, 0, b"\x81"], [5, 0, 1, 0], [5, 1 << 3, b"\x81"], [5, 1 << 3]):
+        for second in (written(*RIGHT), written(5, 0, 0), b"\1" * 9):
+            assert not assert_as_context([(written(*first), 9, BF16), (second, 9, BF16)])
+
+
+# Runs of numbers
+
+
+@given(st.lists(st.lists(st.integers(0, (1 << 63) - 1) | st.integers(0, 300), max_size=9), max_size=9))
+def test_runs_are_the_numbers_of_each(some: list[list[int]]) -> None:
+    values, counts = (
+        np.array([n for one in some for n in one], np.int64),
+        np.array([len(one) for one in some], np.int64),
+    )
+    assert wire.runs(values, counts) == [wire.few_numbers(one) for one in some]
