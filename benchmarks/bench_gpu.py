@@ -6,7 +6,7 @@
 
 Weights are normal, with the magnitudes of SmolLM2; which of them change follows the shares by magnitude of one step of
 a recorded GRPO run (0.8 % of all), as if so many of these steps came at once that the density is the one asked for.
-Tensors have the shapes of a 7 B model, with as many layers as the size asks for. Every time is a median of wall-clock
+Tensors have the shapes of models of that size, with as many layers as it asks for. Every time is a median of wall-clock
 times on an idle GPU, from a call to the end of all it launched; floors are bytes that must move, at the copy speed of
 the same run.
 """
@@ -43,11 +43,19 @@ SHARES = [
     0.0156, 0.0361, 0.0001, 0, 0, 0, 0, 0, 0,
 ]  # fmt: skip
 PIECE = 1 << 26  # weights made at a time
+FAMILIES = [  # up to how many weights; width, inner width, width of keys and values, words: as models of that size have
+    (0.2e9, (576, 1536, 192, 49152)),
+    (0.9e9, (896, 4864, 128, 151936)),
+    (2e9, (2048, 8192, 512, 128256)),
+    (5e9, (3072, 8192, 1024, 128256)),
+    (12e9, (3584, 18944, 512, 152064)),
+    (float("inf"), (5120, 27648, 1024, 152064)),
+]
 
 
 def shapes(weights: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors of a model of the Qwen2.5-7B family: embeddings, and layers until there are enough weights."""
-    hidden, inner, kv, words = (3584, 18944, 512, 152064) if weights > 3e9 else (896, 4864, 128, 32064)
+    """Tensors of a model of about this size: embeddings, and layers until there are enough weights."""
+    hidden, inner, kv, words = next(shape for most, shape in FAMILIES if weights <= most)
     fixed = {"embed": (words, hidden), "head": (words, hidden), "norm": (hidden,)}
     layer = {
         "q": (hidden, hidden), "q.bias": (hidden,), "k": (kv, hidden), "k.bias": (kv,), "v": (kv, hidden),

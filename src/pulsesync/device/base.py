@@ -18,11 +18,12 @@ from pulsesync import chain
 from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves, on_whole
 from pulsesync.device.encode import code_pile
 from pulsesync.device.hot import Hot, Memories
-from pulsesync.device.memory import INTEGERS, Mark, Stream, View, on, to_host, view
+from pulsesync.device.memory import INTEGERS, Mark, Stream, View, on, pinned, to_host, view
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
 from pulsesync.format import patch
+from pulsesync.format.container import new_bytes
 from pulsesync.format.index import Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
@@ -177,7 +178,8 @@ class DeviceDifference:
         diffs = sorted((diff for run in self.runs for diff in _diffs(run)), key=lambda diff: diff.tile.ordinal)
         by = moves(self.runs)
         after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
-        done = patch.finish(state.layout, diffs, state, shared, coded, after, codec)
+        allocate = pinned if state.device.type == "cuda" else new_bytes
+        done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
         cuts = {d.tile.ordinal: c.cut for d, c in zip(diffs, done.chosen, strict=True) if c.codec == Codec.HISTORY}
         later = state.remember(memories, cuts, self.runs, set(after), hot)
         sums: dict[int, Sum] = {**state.sums, **after}

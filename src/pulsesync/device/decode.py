@@ -14,8 +14,8 @@ from pulsesync.device.pile import Located, Pile
 from pulsesync.errors import FormatError
 from pulsesync.format import patch
 from pulsesync.format.codecs import dense, gap
-from pulsesync.format.codecs.context import Heads, move_cold
-from pulsesync.format.codecs.heads import Begun, begin, parse_blocks_of, parse_cold
+from pulsesync.format.codecs.context import move_cold
+from pulsesync.format.codecs.heads import Begun, Blocks, Colds, begin, parse_blocks_of, parse_cold
 from pulsesync.format.index import Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
@@ -79,24 +79,19 @@ def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Loca
     blocks = parse_blocks_of(begun)
     everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
-    parsed = parse_cold(begun, blocks)
-    heads = [one for one, _ in parsed]
-    stream = _upload([streams for _, streams in parsed], pile.device)
+    colds, streams = parse_cold(begun, blocks)
+    stream = _upload(streams, pile.device)
     runs = []
-    if any(one.changes.any() for one in heads):
-        runs.append(_hot(pile, weights, table, stream, listed, heads))
-    runs.append(_cold(pile, heads, weights))
+    if blocks.changes.any():
+        runs.append(_hot(pile, weights, table, stream, listed, blocks))
+    runs.append(_cold(pile, cuts, blocks.colds, colds, weights))
     return [run for run in runs if run.count]
 
 
-def _hot(
-    pile: Pile, weights: Located, table: Table, stream: torch.Tensor, listed: Listed, heads: Sequence[Heads]
-) -> Run:
+def _hot(pile: Pile, weights: Located, table: Table, stream: torch.Tensor, listed: Listed, blocks: Blocks) -> Run:
     """Decode the streams; only blocks that have one are launched."""
     device = pile.device
-    changes, lanes, words = (
-        np.concatenate([getattr(one, of) for one in heads]) for of in ("changes", "lanes", "words")
-    )
+    changes, lanes, words = blocks.changes, blocks.lanes, blocks.words
     total, coded = int(changes.sum()), np.flatnonzero(changes)
     chosen = to_device(coded, device)
     out_starts = to_device(starts_of(changes[coded]), device)
@@ -144,16 +139,13 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
     return host.to(device, non_blocking=True).view(torch.int16)
 
 
-def _cold(pile: Pile, heads: Sequence[Heads], weights: Located) -> Run:
+def _cold(pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: Colds, weights: Located) -> Run:
     """The cold changes: few, so that the host can move them; only their old weights are fetched."""
-    per_tile = np.array([one.cold.size for one in heads], np.int64)
-    cold, steps = np.concatenate([one.cold for one in heads]), np.concatenate([one.steps for one in heads])
-    blocks = np.repeat(pile.first_block[:-1], per_tile) + cold // BLOCK
-    positions = (cold % BLOCK).astype(np.int32)
+    blocks = np.repeat(pile.first_block[:-1], per_tile) + colds.positions // BLOCK
+    positions = (colds.positions % BLOCK).astype(np.int32)
     starts = np.searchsorted(blocks, np.arange(pile.blocks + 1))
-    old = fetch(pile, weights, blocks, positions) if cold.size else np.empty(0, pile.kind.bits)
-    cuts = np.repeat([one.cut for one in heads], per_tile)
-    new = move_cold(old, steps, cuts, pile.kind.exponent_shift or 0)
+    old = fetch(pile, weights, blocks, positions) if blocks.size else np.empty(0, pile.kind.bits)
+    new = move_cold(old, colds.steps, np.repeat(cuts, per_tile), pile.kind.exponent_shift or 0)
     return Run(pile, *(to_device(array, pile.device) for array in (starts.astype(np.int64), positions, old, new)))
 
 

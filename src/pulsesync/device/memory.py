@@ -59,13 +59,13 @@ def view(source: Any) -> tuple[dict[str, View], dict[str, str]]:
             place = (bits.data_ptr(), spec.dtype, spec.shape, bits.stride())
         except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
             raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
-        if spec.size and not bits.data_ptr():  # DTensors and other wrappers
+        if bits.numel() and not place[0]:  # DTensors and other wrappers
             raise StateError(
                 f"tensor {name!r} has no plain memory here: it is a {type(tensor).__name__}; publish what this rank "
                 "holds with ShardedPublisher, from host memory, or gather it first",
                 tensor=name,
             )
-        if spec.size and place in seen:
+        if bits.numel() and place in seen:
             ties[name] = seen[place]
             continue
         seen[place] = name
@@ -96,6 +96,12 @@ def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
     torch.cuda.current_stream(tensors[0].device).synchronize()
     return [copy.numpy() for copy in copies]
+
+
+def pinned(size: int) -> NDArray[np.uint8]:
+    """Bytes on the host that were used before, if torch has some: new ones cost a fault for every page."""
+    out: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return out
 
 
 def scan(counts: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from pulsesync.kernels import cuda
 from pulsesync.model import BLOCK, Bits, Sum, Tile
 from pulsesync.slices import Slices
 from pulsesync.state import Body, Snapshot, State, Transition, find_places
+from pulsesync.tensors import named
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class DeviceState(State):
     def views(source: Any) -> Mapping[str, View]:
         views, ties = memory.view(source)
         return {**views, **{alias: views[name] for alias, name in ties.items()}}
+
+    def holds(self, source: Any) -> bool:
+        return {
+            name: found.data_ptr() for name, found in named(source) if hasattr(found, "data_ptr")
+        } == self._addresses
 
     @staticmethod
     def span(flat: torch.Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ id can check the whole file, or just the sections it fetched, and finds every ch
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +25,9 @@ MAX_SECTIONS = 1 << 14
 MAX_SECTION_BYTES = 1 << 40
 NOT_SEALED = bytes(16)
 ALONE = 1 << 18  # bytes of a part that one thread has hashed before another has begun
+
+
+Allocate = Callable[[int], NDArray[np.uint8]]  # so many bytes
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,15 @@ class Header:
             raise ChecksumError(f"section {section} of part {self.id[:12]} is damaged", part=self.id, section=section)
 
 
+def new_bytes(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
 def build(
-    layout: str, sections: Sequence[Sequence[bytes | memoryview]], threads: int | None = None
+    layout: str,
+    sections: Sequence[Sequence[bytes | memoryview]],
+    threads: int | None = None,
+    allocate: Allocate = new_bytes,
 ) -> tuple[str, memoryview]:
     """Return the id and the bytes of a part, whose sections are given in pieces (of bytes).
 
@@ -70,7 +80,7 @@ def build(
     sizes = [sum(map(len, pieces)) for pieces in sections]
     end = HEADER.size + ENTRY.size * len(sections)
     *begins, total = accumulate(sizes, initial=end)
-    data = np.empty(total, np.uint8)
+    data = allocate(total)
     jobs = zip(begins, sections, strict=True)
     digests = spread(lambda job: _fill(data, *job), jobs, _threads_for(total, threads))
     HEADER.pack_into(data.data, 0, MAGIC, VERSION, 0, len(sections), 0, bytes.fromhex(layout), NOT_SEALED)

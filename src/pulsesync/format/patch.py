@@ -135,13 +135,15 @@ def finish(
     sums: Mapping[int, Sum],
     codec: CodecName,
     threads: int | None = None,
+    allocate: container.Allocate = container.new_bytes,
 ) -> Finished:
     """Make a part of changed tiles, given by ordinal as coded against their old weights, and their digests afterwards.
 
     Blocks and old weights are asked for only where `dense` is tried, positions and values where `gap` is.
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
-    return Finished(*_assemble(layout.id, shared, [d.tile for d in diffs], chosen, sums, threads), chosen)
+    tiles = [d.tile for d in diffs]
+    return Finished(*_assemble(layout.id, shared, tiles, chosen, sums, threads, allocate), chosen)
 
 
 def encode_whole(
@@ -173,6 +175,7 @@ def _assemble(
     coded: Sequence[Coded],
     sums: Mapping[int, Sum],
     threads: int | None,
+    allocate: container.Allocate = container.new_bytes,
 ) -> tuple[str, memoryview]:
     """Lay payloads into sections, at least one, and put index and header in front."""
     sections: list[list[bytes | memoryview]] = [[]]
@@ -186,7 +189,7 @@ def _assemble(
         sections[-1] += choice.pieces
         filled += size
         entries.append(Entry(tile.ordinal, choice.codec, len(sections), size, sums[tile.ordinal]))
-    return container.build(layout, [[index.build(shared, entries)], *sections], threads)
+    return container.build(layout, [[index.build(shared, entries)], *sections], threads, allocate)
 
 
 def decode(

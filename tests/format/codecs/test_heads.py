@@ -59,7 +59,14 @@ def payload(one: Heads) -> bytes:
 
 def parsed(payloads: list[tuple[bytes, int, Dtype]]) -> list[tuple[Heads, memoryview]]:
     begun = [heads.begin(memoryview(data), size, kind) for data, size, kind in payloads]
-    return heads.parse_cold(begun, heads.parse_blocks_of(begun))
+    blocks = heads.parse_blocks_of(begun)
+    colds, streams = heads.parse_cold(begun, blocks)
+    at, cuts = blocks.first[1:-1], np.cumsum(blocks.colds)[:-1]
+    parts = [np.split(array, at) for array in (blocks.changes, blocks.lanes, blocks.words)]
+    parts += [np.split(array, cuts) for array in (colds.positions, colds.steps)]
+    fields = zip(*parts, strict=True)
+    found = [Heads(one.table, one.cut, *some) for one, some in zip(begun, fields, strict=True)]
+    return list(zip(found, streams, strict=True))
 
 
 def assert_as_context(payloads: list[tuple[bytes, int, Dtype]]) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
-from pulsesync.format.codecs.context import Heads, parse_blocks
+from pulsesync.format.codecs.context import parse_blocks
 from pulsesync.kernels import spec
 from pulsesync.model import BLOCK, Dtype
 
@@ -73,26 +73,21 @@ def begin(data: memoryview, size: int, kind: Dtype) -> Begun:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What payloads say of their blocks: changes, lanes and words of each; and how many cold changes follow."""
+    """What payloads say of their blocks, those of all of them one after the other."""
 
-    of: list[NDArray[np.int64]]
-    colds: NDArray[np.int64]
+    first: NDArray[np.int64]  # where the blocks of each payload begin, and where those of the last end
+    changes: NDArray[np.int64]
+    lanes: NDArray[np.int64]
+    words: NDArray[np.int64]
+    colds: NDArray[np.int64]  # of each payload: how many cold changes follow
 
 
-def parse_cold(payloads: Sequence[Begun], blocks: Blocks) -> list[tuple[Heads, memoryview]]:
-    """The rest of `context.parse_heads` of each, and its streams. Raises: as that."""
-    ends = [len(one.reader.data) - 2 * int(some[:, 2].sum()) for one, some in zip(payloads, blocks.of, strict=True)]
-    if any(end < one.reader.at for one, end in zip(payloads, ends, strict=True)):
-        raise FormatError("a context payload ends too early: its streams are longer than what is left")
-    colds = [one.reader.data[one.reader.at : end] for one, end in zip(payloads, ends, strict=True)]
-    sizes = np.array([one.size for one in payloads], np.int64)
-    circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
-    found = _cold(colds, blocks.colds, sizes, circles)
-    out = []
-    for one, some, end, *cold in zip(payloads, blocks.of, ends, *found, strict=True):
-        heads = Heads(one.table, one.cut, some[:, 0], some[:, 1], some[:, 2], *cold)
-        out.append((heads, one.reader.data[end:]))
-    return out
+@dataclass(frozen=True)
+class Colds:
+    """The cold changes of payloads, those of all of them one after the other."""
+
+    positions: NDArray[np.int64]  # in the tile
+    steps: NDArray[np.int64]
 
 
 def parse_blocks_of(payloads: Sequence[Begun]) -> Blocks:
@@ -102,24 +97,34 @@ def parse_blocks_of(payloads: Sequence[Begun]) -> Blocks:
     """
     sizes = np.array([one.size for one in payloads], np.int64)
     counts = -(-sizes // BLOCK)
-    numbers, good, lengths = _at_once(payloads, sizes, counts)
-    firsts = (np.cumsum(2 * counts + 1) - 2 * counts - 1).tolist()
-    out, colds = [], []
-    for one, n, first, fine, used in zip(payloads, counts.tolist(), firsts, good.tolist(), lengths, strict=True):
-        if fine:
-            one.reader.at += used
-            heads, words = numbers[first : first + 2 * n : 2], numbers[first + 1 : first + 2 * n : 2]
-            out.append(np.stack((heads >> 3, 1 << (heads & 7), words), axis=1))
-            colds.append(int(numbers[first + 2 * n]))
-        else:
-            out.append(np.array(parse_blocks(one.reader, one.size), np.int64).reshape(-1, 3))
-            colds.append(one.reader.number(one.size))
-    return Blocks(out, np.array(colds, np.int64))
+    first = np.r_[0, np.cumsum(counts)]
+    heads, words, colds, good, lengths = _at_once(payloads, sizes, counts)
+    changes, lanes = heads >> 3, 1 << (heads & 7)
+    for one, fine, used in zip(payloads, good.tolist(), lengths, strict=True):
+        one.reader.at += used if fine else 0
+    for i in np.flatnonzero(~good).tolist():
+        some = np.array(parse_blocks(payloads[i].reader, payloads[i].size), np.int64).reshape(-1, 3)
+        changes[first[i] : first[i + 1]], lanes[first[i] : first[i + 1]], words[first[i] : first[i + 1]] = some.T
+        colds[i] = payloads[i].reader.number(payloads[i].size)
+    return Blocks(first, changes, lanes, words, colds)
+
+
+def parse_cold(payloads: Sequence[Begun], blocks: Blocks) -> tuple[Colds, list[memoryview]]:
+    """The rest of `context.parse_heads` of each, and the streams of each. Raises: as that."""
+    streams = 2 * np.diff(np.r_[0, np.cumsum(blocks.words)][blocks.first])
+    ends = (np.array([len(one.reader.data) for one in payloads], np.int64) - streams).tolist()
+    if any(end < one.reader.at for one, end in zip(payloads, ends, strict=True)):
+        raise FormatError("a context payload ends too early: its streams are longer than what is left")
+    written = [one.reader.data[one.reader.at : end] for one, end in zip(payloads, ends, strict=True)]
+    sizes = np.array([one.size for one in payloads], np.int64)
+    circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
+    colds = _cold(written, blocks.colds, sizes, circles)
+    return colds, [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
 
 
 def _at_once(
     payloads: Sequence[Begun], sizes: NDArray[np.int64], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[int]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], list[int]]:
     """Two numbers a block and one more of each payload, which payloads are right so, and the bytes that this takes."""
     wanted = 2 * counts + 1
     windows = [one.reader.data[one.reader.at :][: 4 * n] for one, n in zip(payloads, wanted.tolist(), strict=True)]
@@ -143,14 +148,15 @@ def _at_once(
     wrong |= heads & ~cold & ((values < 8) | (values & 7 > spec.MAX_LANES_LOG2))
     good &= ~np.logical_or.reduceat(wrong, np.cumsum(wanted) - wanted)
     last = np.minimum(first + wanted - 1, ends.size - 1)
-    return values, good, (ends[last] + 1 - begins).tolist()
+    lengths = (ends[last] + 1 - begins).tolist()
+    return values[heads & ~cold], values[~heads], values[cold], good, lengths
 
 
 def _cold(
-    colds: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], circles: NDArray[np.int64]
-) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
-    """Positions and steps of the cold changes of each payload: so many, in bytes of their own, which they fill."""
-    values = _numbers(colds, 2 * counts)
+    runs: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], circles: NDArray[np.int64]
+) -> Colds:
+    """The cold changes of payloads: so many each, in bytes of their own, which they fill."""
+    values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
     first = np.cumsum(counts) - counts
     some = np.flatnonzero(counts)
@@ -161,9 +167,7 @@ def _cold(
         if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles[some]).any():
             raise LimitError("a cold change is no step, or longer than its dtype has")
     ends = np.cumsum(gaps + 1)
-    positions = ends - 1 - np.repeat(np.r_[0, ends][first], counts)
-    borders = first[1:] if counts.size else first
-    return np.split(positions, borders), np.split((codes >> 1) ^ -(codes & 1), borders)
+    return Colds(ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1))
 
 
 def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:
