@@ -1,6 +1,8 @@
 """The trainer's end: what is published, when the caller may go on, and what stores that fail leave behind."""
 
 import hashlib
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -16,9 +18,11 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, PublishReport, SigningKey, Subscriber, anchors, chain
+from pulsesync.bases import HostDifference
 from pulsesync.errors import AnotherPublisherError, PulseError, SignatureError, StateError, StoreError
 from pulsesync.format import manifest as manifests
-from pulsesync.store import MemoryStore, Store
+from pulsesync.state import State
+from pulsesync.store import LocalStore, MemoryStore, Store
 from pulsesync.testing import random_bits
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
 
@@ -703,6 +707,90 @@ def test_a_trainer_interrupted_while_it_waits_goes_on_from_there(monkeypatch: py
         training.step()
         pub.publish(training.weights)
     assert equal(synced(store), training.weights)
+
+
+@pytest.mark.parametrize(("room", "verb"), [(State, "commit"), (HostDifference, "after")])
+def test_a_base_that_failed_to_move_to_a_committed_version_is_moved_by_the_next(
+    room: type, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is there when memory lacks for what follows; another version waits to be compared with it."""
+    training, store, states, move, failed = Training(), Watched(), [], getattr(room, verb), []
+    go, reached = threading.Event(), threading.Event()
+
+    def fail_once(*args: Any) -> Any:
+        if not failed:
+            failed.append(args)
+            raise MemoryError
+        return move(*args)
+
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        store.before = lambda _, key: reached.set() or go.wait(10) if key == chain.manifest_key(1) else None
+        monkeypatch.setattr(room, verb, fail_once)
+        futures = []
+        for step in (1, 2):
+            training.step()
+            states.append(kept(training.weights))
+            futures.append(pub.publish(training.weights, step=step, wait=False))
+            assert reached.wait(10)
+        go.set()
+        assert isinstance(futures[0].exception(10), MemoryError)
+        assert (futures[1].result(10).version, pub.version) == (2, 2)
+        training.step()
+        states.append(kept(training.weights))
+        assert pub.publish(training.weights, step=3).version == 3
+    sub, held = Subscriber(store), worker()
+    for number, state in enumerate(states, 1):
+        assert sub.sync(held, version=number).step == number
+        assert equal(held, state)
+
+
+LEFT = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from pulsesync import Publisher, parallel
+from pulsesync.store import LocalStore
+
+parallel.default_threads = lambda: 2
+reached = threading.Event()
+
+def wait_for_the_end():
+    reached.set()
+    try:
+        while True:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(time.sleep, 0.01)
+    except RuntimeError:  # no threads any more
+        pass
+
+class Slow(LocalStore):
+    def put(self, key, data):
+        if pub.version == 0 and key.startswith("parts/"):
+            wait_for_the_end()
+        super().put(key, data)
+
+weights = {name: np.zeros(5000, np.float32) for name in "abc"}
+pub = Publisher(sys.argv[1])
+pub.publish(weights)
+pub.store = pub._tip.store = Slow(sys.argv[1])
+for step in (1, 2):
+    for array in weights.values():
+        array[step::7] += step
+    pub.publish(weights, step=step, wait=False)
+    assert reached.wait(30)
+"""
+
+
+def test_a_publisher_that_is_not_closed_finishes_when_the_process_ends(tmp_path: Path) -> None:
+    """One version is held up until the interpreter gives out no more threads; the next is only encoded then."""
+    program = [sys.executable, "-c", LEFT, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    store, held = LocalStore(tmp_path), {name: np.zeros(5000, np.float32) for name in "abc"}
+    assert versions(store) == [0, 1, 2]
+    Subscriber(store).sync(held)
+    assert {(array[1], array[2]) for array in held.values()} == {(1.0, 2.0)}
 
 
 # -- two publishers ------------------------------------------------------------------------------------------------

@@ -740,24 +740,95 @@ def test_what_does_not_belong_together_is_not_resumed(what: str) -> None:
     assert equal(held, states[5])
 
 
-def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, states = run_of(2)
-    sub, held = Subscriber(store), worker()
-    sub.sync(held, version=0)
+def cut_after_commit(patches: pytest.MonkeyPatch, sub: Subscriber, held: dict[str, Any], **options: Any) -> None:
+    """A sync that is interrupted right after its first commit."""
     commit = State.commit
 
     def cut(state: State, transition: Any) -> None:
         commit(state, transition)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(State, "commit", cut)
-    with pytest.raises(KeyboardInterrupt):
-        sub.sync(held)
-    monkeypatch.undo()
+    with patches.context() as patched:
+        patched.setattr(State, "commit", cut)
+        with pytest.raises(KeyboardInterrupt):
+            sub.sync(held, **options)
+
+
+def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    cut_after_commit(monkeypatch, sub, held)
     assert sub.version == 1
     assert sub.sync(held).path == ()
     sub.verify()
     assert equal(held, states[1])
+
+
+def test_a_way_back_that_was_not_noted_is_not_missed_by_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sync is cut off between its commit and the entry of the way back: older entries are not for these weights."""
+    store, states = run_of(3)
+    sub, held = Subscriber(store, undo=2), worker()
+    sub.sync(held, version=0)
+    sub.sync(held, version=1)
+    cut_after_commit(monkeypatch, sub, held)
+    assert sub.version == 2
+    assert sub.sync(held, version=0).path == ("anchor",)
+    assert equal(held, states[0])
+    sub.verify()
+
+
+def test_a_way_back_that_cannot_be_joined_is_not_missed_by_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: patches are committed one by one, and their ways back joined to one, for which memory may lack."""
+    store, states = run_of(4)
+    sub, held = Subscriber(store, undo=2), worker()
+    sub.sync(held, version=0)
+    sub.sync(held, version=1)
+
+    def fail(_: State, __: Any, ___: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(State, "stacks", False)
+    monkeypatch.setattr(State, "join", fail)
+    with pytest.raises(MemoryError):
+        sub.sync(held)
+    monkeypatch.undo()
+    assert sub.version == 3
+    assert equal(held, states[3])
+    assert sub.sync(held, version=0).path == ("anchor",)
+    assert equal(held, states[0])
+    sub.verify()
+
+
+def test_after_a_commit_that_changed_nothing_the_ways_back_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    sub.sync(held, version=1)
+
+    def fail(_: State, __: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(State, "commit", fail)
+    with pytest.raises(MemoryError):
+        sub.sync(held)
+    monkeypatch.undo()
+    assert sub.sync(held, version=0).path == ("undo",)
+    assert equal(held, states[0])
+    sub.verify()
+
+
+def test_a_worker_cut_off_just_after_a_step_back_holds_what_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store, undo=2), worker()
+    for number in range(3):
+        sub.sync(held, version=number)
+    cut_after_commit(monkeypatch, sub, held, version=0)  # the first of two steps
+    assert sub.version == 1
+    assert equal(held, states[1])
+    assert sub.sync(held).path == ("patch",)
+    assert equal(held, states[2])
+    sub.verify()
 
 
 def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(

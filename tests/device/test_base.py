@@ -12,9 +12,11 @@ import torch
 from pulsesync import Publisher, Subscriber, chain
 from pulsesync import device as devices
 from pulsesync.bases import Keep
+from pulsesync.device.base import DeviceBases, Shown
 from pulsesync.errors import StateError
 from pulsesync.format.patch import CodecName
 from pulsesync.store import MemoryStore
+from tests.device.pairs import SPECS, Pair, small, trained
 from tests.runs import Watched
 
 Model = dict[str, torch.Tensor]
@@ -131,6 +133,32 @@ def test_masters_are_cast_on_the_way(device: str) -> None:
             masters["b"][0] += 1
 
 
+def test_masters_are_cast_as_they_are_read_beside_tensors_that_are_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy of them is made, and the run is that of the host."""
+    stores, copies, cast = (MemoryStore(), MemoryStore()), [], Shown.cast
+
+    def noted(shown: Shown, name: str) -> torch.Tensor:
+        copies.append(name)
+        return cast(shown, name)
+
+    for store, here in zip(stores, (True, False), strict=True):
+        torch.manual_seed(3)
+        weights = {"a": torch.randn(9), "m": torch.randn(5, 4), "n": torch.randn(30).bfloat16(), "z": torch.randn(7)}
+        weights = {name: tensor.to(device if here else "cpu") for name, tensor in weights.items()}
+        with on(device) if here else nullcontext(), Publisher(store, cast="BF16", codec="gap") as pub:
+            pub.publish(weights)
+            weights["m"][1:3] *= 1.01
+            weights["n"].view(torch.int16)[5:9] += 1
+            weights["z"][6] *= 1 + 2**-20  # not seen
+            with monkeypatch.context() as patched:
+                patched.setattr(Shown, "cast", noted)
+                assert pub.publish(weights, step=1).changed == 12
+    assert copies == ["n"]
+    assert objects(stores[0]) == objects(stores[1])
+
+
 def read_with_host(store: Any, version: int, like: Model, device: str) -> Model:
     """The same while tensors are taken for ones on a GPU: then this is one there too."""
     out = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in like.items()}
@@ -214,14 +242,37 @@ def test_training_on_during_a_publish_cannot_change_what_is_published(keep: Keep
         assert torch.equal(there["a"].view(torch.int16), state)
 
 
-def test_a_publisher_that_begins_again_takes_up_the_run(device: str) -> None:
+def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no tensor in which a base is kept in host memory for one on a GPU: there it would not be one."""
+    own, find, in_host = DeviceBases._own, devices.find, []
+
+    def noted(bases: DeviceBases, flat: torch.Tensor) -> torch.Tensor:
+        out = own(bases, flat)
+        if bases.keep == "host":
+            in_host.append(out)  # and held, so that nothing else comes to lie there
+        return out
+
+    def by_place(source: Any) -> torch.device | None:
+        places = {tensor.data_ptr() for tensor in in_host if tensor.numel()}
+        return None if any(tensor.data_ptr() in places for tensor in source.values()) else find(source)
+
+    monkeypatch.setattr(DeviceBases, "_own", noted)
+    monkeypatch.setattr(devices, "find", by_place)
+
+
+@pytest.mark.parametrize("keep", [None, "host"])
+def test_a_publisher_that_begins_again_takes_up_the_run(
+    keep: Keep | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, weights = MemoryStore(), model(device)
+    if keep == "host":
+        find_by_place(monkeypatch)
     with on(device):
-        with Publisher(store, codec="gap") as pub:
+        with Publisher(store, codec="gap", keep=keep) as pub:
             for step in range(2):
                 pub.publish(weights, step=step)
                 train_(weights, step)
-        with Publisher(store, codec="gap") as pub:
+        with Publisher(store, codec="gap", keep=keep) as pub:
             assert pub.publish(weights, step=2).version == 2
             state = kept(weights)
     assert equal(read(store, 2, state), state)
@@ -236,6 +287,33 @@ def test_the_host_takes_up_a_run_from_here(device: str) -> None:
     with Publisher(store, codec="gap") as pub:
         assert pub.publish(weights, step=2).version == 2
     assert equal(read(store, 2, weights), weights)
+
+
+# Bytes of the host in special cases
+
+
+def test_without_a_history_what_an_epoch_remembers_goes_on(device: str, many_lanes: None) -> None:
+    layout, state = small(1, SPECS[:1])
+    pair = Pair(layout, state, device, "history")
+    for step, codec in enumerate(("history", "context")):
+        pair.codec = pair.writer.codec = codec  # type: ignore[assignment]
+        state = trained(layout, state, step)
+        record, _ = pair.advance(state)
+        assert record.history is not None
+
+
+def test_what_was_compared_with_the_version_before_has_its_tables_in_order(device: str, many_lanes: None) -> None:
+    """The version that came between has changes of F32 alone; what remains has them of BF16 and F32."""
+    layout, state = small(2, SPECS[:2])
+    pair, later = Pair(layout, state, device, "context"), trained(layout, state, 1)
+    first, second = pair.difference({**state, "b": trained(layout, state, 2)["b"]}), pair.difference(later)
+    _, done = first.encode(pair.last, "context")
+    rebased = second.after(done)
+    pair.state.commit(done)
+    pair.last, _ = pair.writer.advance({**state, "b": trained(layout, state, 2)["b"]})
+    part, _ = rebased.encode(pair.last, "context")
+    _, (data,) = pair.writer.advance(later)
+    assert bytes(part.data) == bytes(data)
 
 
 # What is refused

@@ -1,5 +1,6 @@
 """A device decodes what the host wrote, and refuses what it would refuse, without a change."""
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pulsesync.device import decode
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.format import container, index, patch
@@ -16,9 +18,10 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.kernels import spec
-from pulsesync.model import DTYPES, TensorSpec
+from pulsesync.model import DTYPES, Codec, TensorSpec
 from pulsesync.state import State
-from tests.device.pairs import SPECS, Pair, small, to_bits, to_flats, trained
+from pulsesync.testing import random_bits
+from tests.device.pairs import SPECS, Pair, codecs_of, small, to_bits, to_flats, trained
 from tests.helpers import Writer, reader, same
 
 Edit = Callable[[bytes], bytes]
@@ -36,6 +39,33 @@ def test_what_the_host_writes_is_decoded_here(codec: CodecName, device: str, man
         here.commit(done)
         assert same(to_bits(here.flats), state)
         assert here.digest == record.digest
+
+
+def test_tiles_of_a_dtype_may_be_dense_or_coded_by_gaps(device: str) -> None:
+    layout, state = small(2, (TensorSpec("a", "I16", (16, 9), column_cuts=(4,)), TensorSpec("g", "I16", (9,))))
+    new = {"a": random_bits(np.random.default_rng(2), np.uint16, (144,)), "g": state["g"].copy()}
+    new["g"][3] ^= 1
+    here = DeviceState(layout, to_flats(state, device))
+    record, parts = Writer(layout, state, "auto").advance(new)
+    assert codecs_of(parts[0], layout) == {Codec.DENSE, Codec.GAP}
+    here.commit(here.prepare(record, parts))
+    assert same(to_bits(here.flats), new)
+
+
+def test_a_dense_tile_takes_little_memory_beside_its_weights(device: str) -> None:
+    """On the host; 31 bytes a weight were too many."""
+    layout, state = small(2, (TensorSpec("a", "I16", (1 << 15,)),))
+    new = {"a": state["a"].copy()}
+    new["a"][7::4000] += 1
+    here = DeviceState(layout, to_flats(state, device))
+    version = Writer(layout, state, "dense").advance(new)
+    tracemalloc.start()
+    done = here.prepare(*version)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    here.commit(done)
+    assert same(to_bits(here.flats), new)
+    assert peak < 12 * new["a"].size
 
 
 def test_what_is_written_here_is_decoded_by_the_host(device: str, many_lanes: None) -> None:
@@ -94,6 +124,7 @@ ATTACKS = {
     "a word short": with_heads(lambda heads: {"words": heads.words - 1}, end=-2),
     "a word too many": lambda body: with_heads(lambda heads: {"words": heads.words + 1})(body) + b"\0\0",
     "a change more": with_heads(lambda heads: {"changes": heads.changes + 1}),
+    "more changes than hot weights": with_heads(lambda heads: {"changes": np.full_like(heads.changes, 60)}),
     "a change fewer": with_heads(lambda heads: {"changes": heads.changes - 1}),
     "fewer lanes": with_heads(lambda heads: {"lanes": heads.lanes // 2}),
     "another table": with_heads(lambda heads: {"table": 1}),
@@ -149,6 +180,19 @@ def test_a_forged_part_is_refused_as_on_the_host_and_changes_nothing(name: str, 
     assert str(found.value) == str(expected.value)
     assert same(to_bits(here.flats), attacked.held)
     assert (here.sums, here.history.digest()) == (sums, history)
+
+
+def test_for_changes_that_cannot_be_there_no_memory_is_taken(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(count: int, *_: Any) -> None:
+        raise AssertionError(f"{count} are allocated")
+
+    edit = ATTACKS["more changes than hot weights"]
+    version = resealed(attacked.version, attacked.here.layout, edit)
+    monkeypatch.setattr(decode, "empty", taken)
+    with pytest.raises(FormatError, match=spec.FAULTS[3]):
+        attacked.here.prepare(*version)
 
 
 def test_a_part_for_a_tile_without_weights_is_refused(device: str) -> None:

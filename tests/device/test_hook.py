@@ -12,6 +12,8 @@ import torch
 
 from pulsesync import Publisher, Subscriber, anchors, chain
 from pulsesync import device as devices
+from pulsesync.device.base import DeviceBases, DeviceDifference
+from pulsesync.device.hook import HookState
 from pulsesync.errors import StateError, StoreError
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publisher import PublishReport
@@ -119,9 +121,9 @@ def test_the_bytes_are_those_of_a_base_on_the_device(device: str, trainer: Train
 def test_nothing_of_the_weights_is_kept_between_publishes(trainer: Trainer) -> None:
     with hooked(MemoryStore()) as pub:
         pub.publish(trainer.masters)
-        for _ in range(2):
-            assert pub._tip is not None
-            assert pub._tip.state.flats == {}
+        for _ in range(3):
+            assert isinstance(pub._tip.state, HookState)
+            assert (pub._tip.state.flats, pub._tip.state.readers) == ({}, [])  # nor of what read them
             trainer.publish(pub).result(30)
 
 
@@ -241,6 +243,29 @@ def test_after_a_send_that_failed_a_root_comes_next(at: str, trainer: Trainer) -
         joiner = {name: torch.zeros_like(tensor) for name, tensor in follower.items()}
         assert Subscriber(store).sync(joiner).path == ("anchor", "patch")
         assert equal(joiner, trainer.model)
+
+
+@pytest.mark.parametrize("verb", ["compare", "encode"])
+def test_after_a_comparison_that_failed_a_root_comes_next(
+    verb: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    store = MemoryStore()
+    with hooked(store) as pub:
+        pub.publish(trainer.masters)
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceBases if verb == "compare" else DeviceDifference, verb, fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                trainer.publish(pub)
+        trainer.follow_()  # as a trainer does that goes on
+        root = trainer.publish(pub).result(30)
+        assert (root.version, root.changed) == (1, root.total)
+        later = trainer.publish(pub).result(30)
+        assert (later.version, later.changed < later.total) == (2, True)
+    assert [version(store, number).base is None for number in range(3)] == [True, True, False]
+    assert equal(read_on_host(store, 2, trainer.model), kept(trainer.model))
 
 
 def test_a_version_of_which_the_store_did_not_say_that_it_has_it_is_not_lost(trainer: Trainer) -> None:

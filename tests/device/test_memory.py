@@ -1,0 +1,107 @@
+"""What is taken for tensors on a device, and what those who hand over something else are told."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from pulsesync import Publisher
+from pulsesync import device as devices
+from pulsesync.device.memory import view
+from pulsesync.errors import StateError
+from pulsesync.store import MemoryStore
+from tests.device.test_base import on
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose weights are elsewhere, in another tensor, as those of quantized and sharded ones are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(call(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_wrappers_without_memory_are_refused(device: str) -> None:
+    with pytest.raises(StateError, match="no plain memory here: it is a Wrapper") as caught:
+        view({"b": torch.zeros(4, device=device), "a": Wrapper(torch.zeros(4, device=device))})
+    assert caught.value.tensor == "a"
+
+
+@pytest.mark.parametrize("how", [Shard(0), Replicate()], ids=str)
+def test_tensors_that_ranks_share_are_refused_and_the_way_is_shown(how: Any, alone: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with devices.forced(), pytest.raises(StateError, match="ShardedPublisher"):
+        Publisher(MemoryStore()).publish({name: distribute_tensor(torch.ones(4, 2), mesh, [how]) for name in "ab"})
+
+
+def test_tensors_without_weights_need_no_memory(device: str) -> None:
+    views, ties = view({name: torch.zeros(0, device=device) for name in "ab"})
+    assert (views.keys(), ties) == ({"a", "b"}, {})
+
+
+@pytest.mark.parametrize("value", [None, {"step": 3}, b"state"], ids=["none", "mapping", "bytes"])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_no_tensor_is_on_no_device_and_is_refused_by_name(value: Any, first: bool, device: str) -> None:
+    def beside(tensor: torch.Tensor) -> dict[str, Any]:
+        state = {"a": tensor, "_extra_state": value}
+        return dict(reversed(state.items())) if first else state
+
+    with pytest.raises(StateError, match="'a' is on meta; host memory and CUDA devices are supported"):
+        devices.find(beside(torch.zeros(3, device="meta")))
+    with on(device), pytest.raises(StateError, match=r"'_extra_state' is a .*, not a tensor") as caught:
+        Publisher(MemoryStore()).publish(beside(torch.zeros(3, device=device)))
+    assert caught.value.tensor == "_extra_state"
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from pulsesync import Publisher, Subscriber, device
+from pulsesync.errors import StateError
+from pulsesync.store import MemoryStore
+
+store, weights = MemoryStore(), {"a": torch.zeros(4)}
+with Publisher(store) as pub:
+    pub.publish(weights)
+with device.forced():
+    for call in (
+        lambda: Publisher(store).publish(weights),
+        lambda: Publisher(store, keep="hook").publish(weights),
+        lambda: Subscriber(store).sync({"a": torch.ones(4)}),
+    ):
+        try:
+            call()
+        except StateError as error:
+            print(error)
+"""
+
+
+def test_without_triton_it_is_said_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 3
+    assert all("pip install triton" in line and "host memory" in line for line in said)
