@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,9 @@ from pulsesync import device as devices
 from pulsesync.bases import Keep
 from pulsesync.device.base import DeviceBases, Shown
 from pulsesync.errors import StateError
+from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
+from pulsesync.model import TensorSpec
 from pulsesync.store import MemoryStore
 from tests.device.pairs import SPECS, Pair, small, trained
 from tests.runs import Watched
@@ -293,12 +296,16 @@ def test_the_host_takes_up_a_run_from_here(device: str) -> None:
 
 
 def test_without_a_history_what_an_epoch_remembers_goes_on(device: str, many_lanes: None) -> None:
-    layout, state = small(1, SPECS[:1])
-    pair = Pair(layout, state, device, "history")
-    for step, codec in enumerate(("history", "context")):
-        pair.codec = pair.writer.codec = codec  # type: ignore[assignment]
-        state = trained(layout, state, step)
-        record, _ = pair.advance(state)
+    """The cut stays the same, so that the hot weights that were found on the way are those to remember."""
+    layout = layouts.make([TensorSpec("a", "BF16", (150,))])
+    weights = (torch.randn(150, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
+    bits = weights.view(torch.int16).numpy().view(np.uint16)
+    pair = Pair(layout, {"a": bits}, device, "history")
+    codecs: tuple[CodecName, ...] = ("history", "context")
+    for step, codec in enumerate(codecs, 1):
+        pair.codec = pair.writer.codec = codec
+        bits[step::9] += 1
+        record, _ = pair.advance({"a": bits})
         assert record.history is not None
 
 

@@ -52,8 +52,8 @@ def test_wrappers_without_memory_are_refused(device: str) -> None:
 @pytest.mark.parametrize("how", [Shard(0), Replicate()], ids=str)
 def test_tensors_that_ranks_share_are_refused_and_the_way_is_shown(how: Any, alone: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    with devices.forced(), pytest.raises(StateError, match="ShardedPublisher"):
-        Publisher(MemoryStore()).publish({name: distribute_tensor(torch.ones(4, 2), mesh, [how]) for name in "ab"})
+    with pytest.raises(StateError, match="ShardedPublisher"):
+        view({name: distribute_tensor(torch.ones(4, 2), mesh, [how]) for name in "ab"})
 
 
 def test_tensors_without_weights_need_no_memory(device: str) -> None:
