@@ -170,10 +170,10 @@ class Publisher:
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
-        launched later in the same stream, or in one that waits for it); encoding and sending go on
-        behind, and the future gives the report. A version that is under way is not disturbed; one that has not been
-        begun is replaced, and its future gives the report of the version it went into. now: do not wait for more steps,
-        whatever publish_every says. old: the weights of the last version, where none are kept (keep="hook").
+        launched later in the same stream, or in one that waits for it); encoding and sending go on behind, and the
+        future gives the report. A version that is under way is not disturbed; one that has not been begun is replaced,
+        and its future gives the report of the version it went into. now: do not wait for more steps, whatever
+        publish_every says. old: the weights of the last version, where none are kept (keep="hook").
 
         Raises:
             StateError: tensors came, went, changed shape or tie; AnotherPublisherError: somebody else publishes here;

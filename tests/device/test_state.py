@@ -140,6 +140,17 @@ def test_damage_is_found(device: str) -> None:
     assert run.here.recount() != run.writer.digest
 
 
+def test_damage_of_a_tied_copy_is_told_of_its_tensor(device: str) -> None:
+    layout = layouts.make([TensorSpec("a", "F16", (3,)), TensorSpec("b", "BF16", (4, 5))], {"tied": "b"})
+    model = {"a": torch.zeros(3, dtype=torch.float16, device=device)}
+    model |= {name: torch.zeros(4, 5, dtype=torch.bfloat16, device=device) for name in ("b", "tied")}
+    here = DeviceState.attach(model, layout)
+    model["tied"][0, 0] = 1
+    damaged = here.find_damage()
+    assert damaged is not None
+    assert damaged.tensor.name == "b"
+
+
 def test_blocks_are_read_to_the_host(device: str) -> None:
     run = Followed(device)
     for tile in run.layout.tiles:

@@ -28,7 +28,7 @@ class View:
     @property
     def address(self) -> int:
         """Where the weights are; 0 for none, which are nowhere."""
-        return self.tensor.data_ptr() if self.tensor.numel() else 0
+        return self.tensor.data_ptr()
 
     @property
     def shared(self) -> bool:

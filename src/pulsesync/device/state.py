@@ -87,9 +87,8 @@ class DeviceState(State):
         return {**views, **{alias: views[name] for alias, name in ties.items()}}
 
     def holds(self, source: Any) -> bool:
-        return {
-            name: found.data_ptr() for name, found in named(source) if hasattr(found, "data_ptr")
-        } == self._addresses
+        tensors = ((name, found) for name, found in named(source) if isinstance(found, torch.Tensor))
+        return {name: found.data_ptr() for name, found in tensors} == self._addresses  # 0 for those without weights
 
     @staticmethod
     def span(flat: torch.Tensor) -> tuple[int, int]:
@@ -123,13 +122,10 @@ class DeviceState(State):
 
     def find_damage(self) -> Tile | None:
         with self.lock:
-            if self._find_untied() is None:
-                counted = self.count()
-                return next(
-                    (t for t in self.layout.tiles if self._counts(t) and counted[t.ordinal] != self.sums[t.ordinal]),
-                    None,
-                )
-            return self.layout.tiles[0]
+            if (untied := self._find_untied()) is not None:
+                return next(tile for tile in self.layout.tiles if tile.tensor.name == untied)
+            counted = self.count()
+            return next((self.layout.tiles[n] for n, total in counted.items() if total != self.sums[n]), None)
 
     def count(self) -> dict[int, Sum]:
         sums = {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self._counts(tile)}
