@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.kill.training import hash_of, state_after
-from tests.s3 import Server
+from tests.s3 import Server, free_ports
 
 KILLS = int(os.environ.get("PULSE_TEST_KILLS", "36"))  # for each of the three transports
 BETWEEN_S = 0.1  # on average
@@ -85,12 +84,6 @@ class Zoo:
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.err")))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(params=["folder", "s3", "relays"])
 def zoo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Zoo, str, str]]:
     """Processes without a publisher yet, where it publishes, and where followers read."""
@@ -104,7 +97,7 @@ def zoo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Zoo, s
     try:
         if request.param == "relays":
             Path(write).mkdir()
-            ports = [free_port() for _ in range(3)]
+            ports = free_ports(3)
             animals.start("server", role="server", folder=write, port=ports[0])
             for i in (1, 2):
                 upstream, cache = f"http://127.0.0.1:{ports[i - 1]}", str(tmp_path / f"relay{i}")

@@ -79,7 +79,8 @@ def test_a_run_goes_on_when_a_trainer_the_first_trainer_and_a_worker_are_killed(
                     os.kill(run.processes[name].pid, signal.SIGKILL)
                     break
     assert killed == {"trainer", "trainer-1", "0"}
-    assert run.restarts == {"trainer": 1, "trainer-1": 1, "0": 1}
+    said = {name: (tmp_path / f"{name}.log").read_text() for name in sorted(killed)}
+    assert run.restarts == {"trainer": 1, "trainer-1": 1, "0": 1}, said
     mine, theirs = shared_states(tmp_path)
     assert mine["round"] == theirs["round"] == 7
     assert torch.equal(mine["theta"].view(torch.int32), theirs["theta"].view(torch.int32))

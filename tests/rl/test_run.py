@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pulsesync.rl.run import Run
+from pulsesync.rl.run import PORTS, Run, _free_ports
 from pulsesync.rl.settings import Settings
 
 pytest.importorskip("torch")
@@ -55,3 +55,12 @@ def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(tmp_path: Path) 
 def test_completions_are_never_further_behind_than_allowed(tmp_path: Path) -> None:
     lines = steps_of(tmp_path, steps=5, delay=2, workers=1)
     assert max(line["behind"] for line in lines) <= 2
+
+
+def test_trainers_listen_where_systems_do_not_put_others() -> None:
+    """While a trainer is started again, nobody is to be given its port."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.exists() else 32_768
+    if lowest <= PORTS[0]:
+        pytest.skip(f"this system hands out ports from {lowest} on")
+    assert all(PORTS[0] <= _free_ports(3) < lowest - 3 for _ in range(20))

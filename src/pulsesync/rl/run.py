@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pulsesync.store import open_store
 
 POLL_S = 0.05
 MOST_RESTARTS = 5  # of one process without a step between them: more is not bad luck
+PORTS = 12_000, 32_000  # that trainers listen on
 WRONG = 3  # the exit code of a process that found something wrong
 
 
@@ -133,13 +135,13 @@ def _refuse_strangers(meeting: str) -> None:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
+    """The first of so many ports in a row that nobody has; all below those that systems hand out.
+
+    One of those might be given to somebody else, or to a worker that calls it, while a trainer is started again.
+    """
     while True:
-        with ExitStack() as probes:
-            first = 0
-            with suppress(OSError, OverflowError):  # the next one is taken, or there is none
-                for number in range(count):
-                    probe = probes.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + number if first else 0))
-                    first = first or int(probe.getsockname()[1])
-                return first
+        first = random.SystemRandom().randrange(*PORTS)
+        with ExitStack() as probes, suppress(OSError):  # one is taken
+            for number in range(count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", first + number))
+            return first
