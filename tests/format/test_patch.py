@@ -222,7 +222,7 @@ def test_auto_is_never_much_larger_than_the_state(seed: int) -> None:
 
 def test_large_payloads_are_spread_over_sections() -> None:
     rng = np.random.default_rng(0)
-    layout = layouts.make([TensorSpec(f"t{i}", "BF16", (1 << 20,)) for i in range(6)])
+    layout = layouts.make([TensorSpec(f"t{i}", "BF16", (1 << 18,)) for i in range(6)])
     state = {spec.name: random_bits(rng, np.uint16, (spec.size,)) for spec in layout.tensors}
     part = patch.encode_whole(layout, layout.tiles, state, count_sums(layout, state))
     _, entries = read_index(part, layout)

@@ -337,7 +337,7 @@ def _recount(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
     some = 64  # chunks that a program sums up
     units, starts, chunks = pile.units
     cuda.recount[(pile.blocks, -(-chunks // some))](
-        at, units, starts, pile.block_tile, device_keys(pile.device), sums, PER=some, num_warps=8
+        at, units, starts, pile.block_tile, device_keys(pile.device), sums, PER=some, num_warps=8, maxnreg=80
     )
 
 

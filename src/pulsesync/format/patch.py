@@ -27,7 +27,7 @@ from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatc
 from pulsesync.parallel import spread
 
 CodecName = Literal["auto", "gap", "context", "history", "dense"]
-SECTION_BYTES = 1 << 22  # a section is closed once it has this much
+SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time
 
 
 @dataclass(frozen=True)

@@ -155,22 +155,20 @@ def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
 
 def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The bytes of numbers, and where each ends."""
-    if values.size and values.max() < 1 << 32:
-        values = values.astype(np.uint32)  # half the memory to go through
+    largest = int(values.max()) if values.size else 0
+    rest = values.astype(np.uint32) if largest < 1 << 32 else values  # half the memory to go through
+    longest = max(1, -(-largest.bit_length() // 7))
+    places, used = np.empty((values.size, longest), np.uint8), np.ones((values.size, longest), np.bool_)
     lengths = np.ones(values.size, np.int64)
-    for k in range(1, 9):
-        longer = values >= 1 << (7 * k)
-        if not longer.any():
-            break
-        lengths += longer
-    ends = np.cumsum(lengths)
-    out = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
-    at, rest = ends - lengths, values
-    while at.size:  # a byte of every number that is not written yet
-        out[at] = rest & 0x7F | np.where(rest > 0x7F, 0x80, 0)
-        longer = rest > 0x7F
-        at, rest = at[longer] + 1, rest[longer] >> 7
-    return out, ends
+    for k in range(longest):
+        places[:, k] = rest & 0x7F
+        rest = rest >> 7
+        if k + 1 < longest:
+            longer = rest > 0
+            places[:, k] |= longer.view(np.uint8) << 7
+            used[:, k + 1] = longer
+            lengths += longer
+    return places[used], np.cumsum(lengths)
 
 
 def plane(data: bytes) -> bytes:

@@ -126,9 +126,10 @@ def _units(at, i, size):
 
 @triton.jit
 def _weighed(x, k0, k1, k2, k3):
-    """The sum of four units times their keys."""
+    """Of each column the sum of its words' units times their keys."""
     low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
-    return _wide(low & 0xFFFF, k0) + _wide(low >> 16, k1) + _wide(high & 0xFFFF, k2) + _wide(high >> 16, k3)
+    all_ = _wide(low & 0xFFFF, k0) + _wide(low >> 16, k1) + _wide(high & 0xFFFF, k2) + _wide(high >> 16, k3)
+    return tl.sum(all_.to(tl.int64), axis=0).to(tl.uint64)
 
 
 @triton.jit
@@ -140,18 +141,23 @@ def recount(block_at, units, starts, block_tile, keys, sums, PER: tl.constexpr):
     b = tl.program_id(0)
     at = tl.load(block_at + b).to(tl.pointer_type(tl.uint64))
     begin, size = tl.load(starts + b), tl.load(units + b)
-    word = tl.arange(0, 1024)
+    word = tl.arange(0, 4)[:, None] * 256 + tl.arange(0, 256)[None, :]  # of a chunk; a thread has a column
     k = keys + 4 * word
     k0, k1, k2, k3 = tl.load(k), tl.load(k + 1), tl.load(k + 2), tl.load(k + 3)
     k += CHUNK
     q0, q1, q2, q3 = tl.load(k), tl.load(k + 1), tl.load(k + 2), tl.load(k + 3)
-    first = tl.zeros([1024], tl.uint64)
-    second = tl.zeros([1024], tl.uint64)
+    first = tl.zeros([256], tl.uint64)
+    second = tl.zeros([256], tl.uint64)
     chunk = (begin >> CHUNK_BITS) + tl.program_id(1) * PER
     last = (begin + size - 1) >> CHUNK_BITS
     for _ in range((tl.minimum(PER, last + 1 - chunk) + 1) // 2):
-        x = _units(at, (chunk * CHUNK - begin) // 4 + word, size)
-        y = _units(at, ((chunk + 1) * CHUNK - begin) // 4 + word, size)  # both are under way before either is used
+        skipped = chunk * CHUNK - begin
+        i = skipped // 4 + word
+        # both chunks are under way before either is used
+        if (skipped >= 0) & (skipped + 2 * CHUNK <= size):
+            x, y = tl.load(at + i), tl.load(at + i + CHUNK // 4)
+        else:
+            x, y = _units(at, i, size), _units(at, i + CHUNK // 4, size)
         one, two = _chunk_keys(chunk)
         first += _weighed(x, k0, k1, k2, k3) * one
         second += _weighed(x, q0, q1, q2, q3) * two
