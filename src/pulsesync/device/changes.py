@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulsesync.device.memory import INTEGERS, empty, scan, to_device, to_host, unsigned
+from pulsesync.device.memory import INTEGERS, empty, scan, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Located, Pile
 from pulsesync.digest import keys
 from pulsesync.kernels import cuda
@@ -171,5 +171,5 @@ def on_whole(run: Run, pile: Pile) -> Run:
     if run.pile is pile:
         return run
     counts = torch.zeros(pile.blocks, dtype=torch.int64, device=pile.device)
-    counts[to_device(pile.blocks_of(run.pile), pile.device)] = run.starts.diff()
+    counts[to_stream(pile.blocks_of(run.pile), pile.device)] = run.starts.diff()
     return Run(pile, scan(counts), run.positions, run.old, run.new)

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from pulsesync.device.changes import SPREAD, Run, find_changes, on_whole
 from pulsesync.device.hot import Listed, Memories, list_hot, mark_hot
-from pulsesync.device.memory import INTEGERS, empty, starts_of, to_device, to_host, unsigned
+from pulsesync.device.memory import INTEGERS, empty, starts_of, to_host, to_stream, unsigned
 from pulsesync.device.pile import Located, Pile
 from pulsesync.errors import FormatError
 from pulsesync.format import patch
 from pulsesync.format.codecs import dense, gap
 from pulsesync.format.codecs.context import move_cold
-from pulsesync.format.codecs.heads import Begun, Blocks, Colds, begin, parse_blocks_of, parse_cold
+from pulsesync.format.codecs.heads import Begun, Blocks, Colds, begin, parse_blocks_of, parse_cold, streams_of
 from pulsesync.format.index import Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
@@ -68,7 +68,7 @@ def open_part(
 def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Located, memories: Memories) -> list[Run]:
     """The changes of a part's tiles that share a table; pile and weights are of these tiles alone.
 
-    The device looks for the hot weights while the host reads what the streams are.
+    The device looks for the hot weights and decodes while the host reads on.
 
     Raises:
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
@@ -77,52 +77,47 @@ def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Loca
     cuts = np.array([one.cut for one in begun], np.int64)
     hot = mark_hot(pile, weights, cuts, memories)
     blocks = parse_blocks_of(begun)
+    stream = _upload(streams_of(begun, blocks), pile.device)
     everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
-    colds, streams = parse_cold(begun, blocks)
-    stream = _upload(streams, pile.device)
     runs = []
     if blocks.changes.any():
-        runs.append(_hot(pile, weights, table, stream, listed, blocks))
-    runs.append(_cold(pile, cuts, blocks.colds, colds, weights))
+        moved, faults = _hot(pile, weights, table, stream, listed, blocks)
+        runs.append(moved)
+    runs.append(_cold(pile, cuts, blocks.colds, parse_cold(begun, blocks), weights))
+    if blocks.changes.any() and (found := to_host(faults)[0]).any():
+        raise FormatError(spec.FAULTS[int(found[found > 0][0])])
     return [run for run in runs if run.count]
 
 
-def _hot(pile: Pile, weights: Located, table: Table, stream: torch.Tensor, listed: Listed, blocks: Blocks) -> Run:
-    """Decode the streams; only blocks that have one are launched."""
+def _hot(
+    pile: Pile, weights: Located, table: Table, stream: torch.Tensor, listed: Listed, blocks: Blocks
+) -> tuple[Run, torch.Tensor]:
+    """Have the streams decoded; what is found is right if there turn out to be no faults."""
     device = pile.device
     changes, lanes, words = blocks.changes, blocks.lanes, blocks.words
     total, coded = int(changes.sum()), np.flatnonzero(changes)
-    chosen = to_device(coded, device)
-    out_starts = to_device(starts_of(changes[coded]), device)
-    borders = listed.begins[pile.first_chunk]
-    first, end = borders[chosen], borders[chosen + 1]
-    if (to_host(end - first)[0] < changes[coded]).any():
+    chosen = to_stream(coded, device)
+    out_starts = to_stream(starts_of(changes[coded]), device)
+    if (np.diff(listed.borders) < changes).any():
         raise FormatError(spec.FAULTS[3])
+    first, end = (to_stream(listed.borders[some], device) for some in (coded, coded + 1))
     decisions, extras = (empty(total, torch.int32, device) for _ in range(2))
     symbols = empty(total, torch.uint8, device)
     faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
     cuda.decode[(coded.size,)](
-        unsigned(stream), to_device(starts_of(words[coded]), device), to_device(lanes[coded].astype(np.int32), device),
-        first, end, unsigned(listed.rows), unsigned(to_device(table.cumulative, device)), table.contexts.symbols,
+        unsigned(stream), to_stream(starts_of(words[coded]), device), to_stream(lanes[coded].astype(np.int32), device),
+        first, end, unsigned(listed.rows), unsigned(to_stream(table.cumulative, device)), table.contexts.symbols,
         out_starts, unsigned(decisions), symbols, unsigned(extras), faults, BITS=table.contexts.bits,
         WIDE=pile.kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
-    _check(faults)
     positions = empty(total, torch.int32, device)
     old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
     cuda.land[(coded.size, SPREAD)](
         weights.at[chosen], first, unsigned(listed.places), out_starts, unsigned(decisions), symbols, unsigned(extras),
         unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
     )  # fmt: skip
-    _check(faults)
-    return Run(pile, to_device(starts_of(changes), device), positions, old, new)
-
-
-def _check(faults: torch.Tensor) -> None:
-    (found,) = to_host(faults)
-    if found.any():
-        raise FormatError(spec.FAULTS[int(found[found > 0][0])])
+    return Run(pile, to_stream(starts_of(changes), device), positions, old, new), faults
 
 
 def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor:
@@ -146,13 +141,13 @@ def _cold(pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], cold
     starts = np.searchsorted(blocks, np.arange(pile.blocks + 1))
     old = fetch(pile, weights, blocks, positions) if blocks.size else np.empty(0, pile.kind.bits)
     new = move_cold(old, colds.steps, np.repeat(cuts, per_tile), pile.kind.exponent_shift or 0)
-    return Run(pile, *(to_device(array, pile.device) for array in (starts.astype(np.int64), positions, old, new)))
+    return Run(pile, *(to_stream(array, pile.device) for array in (starts.astype(np.int64), positions, old, new)))
 
 
 def fetch(pile: Pile, weights: Located, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Bits:
     """Single weights, by block and position."""
     wide = pile.kind.itemsize
-    at = weights.at[to_device(blocks, pile.device)] + to_device(positions, pile.device).to(torch.int64) * wide
+    at = weights.at[to_stream(blocks, pile.device)] + to_stream(positions, pile.device).to(torch.int64) * wide
     out = empty(positions.size, INTEGERS[wide], pile.device)
     cuda.gather[(-(-positions.size // 1024),)](at, positions.size, unsigned(out), ITEM=wide, SPAN=1024)
     return to_host(out)[0].view(pile.kind.bits)
@@ -179,13 +174,13 @@ def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Locat
     differ = old != values
     starts = np.searchsorted(blocks[differ], np.arange(pile.blocks + 1)).astype(np.int64)
     arrays = (starts, here[differ], old[differ], values[differ])
-    return Run(pile, *(to_device(array, pile.device) for array in arrays))
+    return Run(pile, *(to_stream(array, pile.device) for array in arrays))
 
 
 def _dense(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Located) -> Run:
     tiles = []
     for tile, body in payloads:
-        blocks = [to_device(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]
+        blocks = [to_stream(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]
         tiles.append(torch.cat(blocks))
     run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
     return run

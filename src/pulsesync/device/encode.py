@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pulsesync.device.changes import Marks, Run
 from pulsesync.device.hot import Hot, Listed, Memories, list_hot, mark_hot
-from pulsesync.device.memory import empty, scan, starts_of, to_device, to_host, unsigned
+from pulsesync.device.memory import empty, scan, starts_of, to_host, to_stream, unsigned
 from pulsesync.device.pile import Located, Pile
 from pulsesync.format import index, tables
 from pulsesync.format.codecs.heads import build_cold, build_many
@@ -60,7 +60,7 @@ def code_pile(run: Run, marks: Marks, weights: Located, memories: Memories | Non
     lo = max(0, highest - index.CLASSES)
     ages = memories.index + 1 if memories is not None else 1
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * pile.kind.itemsize))
-    coded = to_device((hot_changes > 0).astype(np.int32), pile.device)
+    coded = to_stream((hot_changes > 0).astype(np.int32), pile.device)
     listed = list_hot(hot, weights, coded, contexts, places=False)
     rows = listed.rows
     decided = _decide(run, marks, hot, listed, hot_change_at, blocks)
@@ -215,13 +215,13 @@ def _launch(
     rooms: NDArray[np.int64],
 ) -> _Streams:
     device = pile.device
-    room_starts = to_device(rooms, device)
+    room_starts = to_stream(rooms, device)
     stream = empty(int(rooms[-1]), torch.int16, device)
     used = empty(lanes.size, torch.int64, device)
     cuda.encode[(lanes.size,)](
-        unsigned(rows), decided.symbols, unsigned(decided.extras), to_device(starts_of(decisions), device),
-        to_device(starts_of(changes), device), to_device(lanes.astype(np.int32), device),
-        unsigned(to_device(table.cumulative, device)), room_starts, unsigned(stream), used, BITS=table.contexts.bits,
+        unsigned(rows), decided.symbols, unsigned(decided.extras), to_stream(starts_of(decisions), device),
+        to_stream(starts_of(changes), device), to_stream(lanes.astype(np.int32), device),
+        unsigned(to_stream(table.cumulative, device)), room_starts, unsigned(stream), used, BITS=table.contexts.bits,
         WIDE=pile.kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
     return _Streams(stream, room_starts[1:], used)
@@ -232,7 +232,7 @@ def _packed(streams: _Streams, begins: NDArray[np.int64], size: int) -> NDArray[
     device = streams.stream.device
     packed = empty(size, torch.uint8, device)
     cuda.pack[(begins.size, 4)](
-        unsigned(streams.stream), streams.ends, streams.used, to_device(begins, device), packed, SPAN=1024
+        unsigned(streams.stream), streams.ends, streams.used, to_stream(begins, device), packed, SPAN=1024
     )
     (data,) = to_host(packed)
     out: NDArray[np.uint8] = data

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.device.changes import SPAN, SPREAD, Changes, as_sums, device_keys
-from pulsesync.device.memory import empty, scan, to_device, to_host, unsigned
+from pulsesync.device.memory import empty, scan, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Located, Pile
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, Remembered, TileHistory, digest_of
@@ -99,7 +99,7 @@ def mark_hot(
     hots, knowns, hot_changes = (empty(pile.chunks, torch.int32, device) for _ in range(3))
     cuda.mark_hot[(pile.chunks,)](
         weights.at, pile.sizes, pile.chunk_block, pile.first_chunk, pile.block_tile,
-        to_device(cuts.astype(np.int32), device), to_device(tracked.astype(np.int32), device),
+        to_stream(cuts.astype(np.int32), device), to_stream(tracked.astype(np.int32), device),
         unsigned(bitmap if changed is None else changed), unsigned(bitmap), unsigned(known), hots, knowns, hot_changes,
         ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history, CHANGES=changes,
     )  # fmt: skip
@@ -121,6 +121,7 @@ class Listed:
     """The decisions of a pile, one after the other: the hot weights of its coded blocks."""
 
     begins: torch.Tensor  # where those of each chunk begin
+    borders: NDArray[np.int64]  # where those of each block begin, and where those of the last end
     rows: torch.Tensor  # of the tables
     places: torch.Tensor  # positions in the block, where they are wanted
 
@@ -129,16 +130,17 @@ def list_hot(hot: Hot, weights: Located, coded: torch.Tensor, contexts: Contexts
     """List the hot weights of those blocks that are coded."""
     pile, device = hot.pile, hot.pile.device
     hot_at = scan(hot.counts * coded[pile.chunk_block])
-    rows = empty(int(hot_at[-1]), torch.int16, device)
+    (borders,) = to_host(hot_at[pile.first_chunk])
+    rows = empty(int(borders[-1]), torch.int16, device)
     where = empty(rows.numel() if places else 0, torch.int32, device)
     first_rows = np.clip(np.arange(256) - contexts.lo, 0, contexts.classes - 1) * contexts.ages
     if rows.numel():
         cuda.list_hot[(pile.chunks,)](
             weights.at, pile.chunk_block, pile.first_chunk, coded, unsigned(hot.bitmap), unsigned(hot.known), hot_at,
-            hot.known_at, hot.last, to_device(first_rows.astype(np.int32), device), unsigned(rows), unsigned(where),
+            hot.known_at, hot.last, to_stream(first_rows.astype(np.int32), device), unsigned(rows), unsigned(where),
             ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=hot.remembers, PLACES=places,
         )  # fmt: skip
-    return Listed(hot_at, rows, where)
+    return Listed(hot_at, borders, rows, where)
 
 
 def advance(memories: Memories, index: int, hot: Sequence[Hot], changes: Changes) -> Memories:
@@ -158,7 +160,7 @@ def _advance(hot: Hot, index: int, changes: Changes) -> dict[int, TileMemory]:
     kind = pile.kind
     later = hot.bitmap.clone()
     changed, down = torch.zeros_like(later), torch.zeros_like(later)
-    cuts = to_device(hot.cuts.astype(np.int32), device)
+    cuts = to_stream(hot.cuts.astype(np.int32), device)
     for run in changes:
         if run.count:
             cuda.mark_later[(pile.blocks, SPREAD)](
@@ -188,7 +190,7 @@ def _by_tile(hot: Hot, content: torch.Tensor, starts: torch.Tensor) -> dict[int,
     sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
     if content.numel():
         cuda.digest_bytes[(pile.blocks, SPREAD)](
-            content, starts, to_device(begins, pile.device), pile.block_tile, device_keys(pile.device), sums, SPAN=1024
+            content, starts, to_stream(begins, pile.device), pile.block_tile, device_keys(pile.device), sums, SPAN=1024
         )
     totals = as_sums(pile, to_host(sums)[0])
     out = {}

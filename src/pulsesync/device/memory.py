@@ -84,9 +84,24 @@ def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a numpy array; of unsigned integers as the signed ones of their bits."""
-    signed = array.view(array.dtype.str.replace("u", "i")) if array.dtype.kind == "u" and array.itemsize > 1 else array
-    return torch.from_numpy(np.ascontiguousarray(signed)).to(device)
+    """Copy a numpy array, and wait for it: whatever reads it then, in whichever stream, finds it there.
+
+    Unsigned integers become the signed ones of their bits.
+    """
+    return _signed(array).to(device)
+
+
+def to_stream(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The same for what is launched in this stream alone: nobody waits, while `to_device` waits for all before it."""
+    plain = _signed(array)
+    if device.type == "cpu":
+        return plain
+    return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain).to(device, non_blocking=True)
+
+
+def _signed(array: NDArray[Any]) -> torch.Tensor:
+    unsigned_ = array.dtype.kind == "u" and array.itemsize > 1
+    return torch.from_numpy(np.ascontiguousarray(array.view(array.dtype.str.replace("u", "i")) if unsigned_ else array))
 
 
 def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulsesync.device.memory import starts_of, to_device
+from pulsesync.device.memory import starts_of, to_device, to_stream
 from pulsesync.model import BLOCK, Dtype, Tile
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
@@ -162,13 +162,13 @@ class Pile:
             copies.append(_gathered(flats[self.places[i].tensor.name], self.places[i]).to(self.device))
             bases[i] = copies[-1].data_ptr()
         at = bases[self.tile_of] + self.host_begins * wide
-        return Located(to_device(at, self.device), (*copies, *(flats[name] for name in names)))
+        return Located(to_stream(at, self.device), (*copies, *(flats[name] for name in names)))
 
     def located(self, tiles: Sequence[torch.Tensor]) -> "Located":
         """The blocks of tiles that are each in memory of its own."""
         bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
         at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
-        return Located(to_device(at, self.device), tuple(tiles))
+        return Located(to_stream(at, self.device), tuple(tiles))
 
     @cached_property
     def _lying(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:

@@ -15,7 +15,7 @@ import torch
 from pulsesync.device import decode, memory
 from pulsesync.device.changes import Run, as_sums, compose, device_keys, moves, on_whole
 from pulsesync.device.hot import Hot, Memories, advance, mark_hot
-from pulsesync.device.memory import Mark, Stream, View, to_device, to_host
+from pulsesync.device.memory import Mark, Stream, View, to_host, to_stream
 from pulsesync.device.pile import Pile, make_piles
 from pulsesync.errors import FormatError, StateError, VerificationError
 from pulsesync.format.history import History
@@ -273,7 +273,7 @@ class DeviceState(State):
     def _addresses_of(self, pile: Pile, n: int) -> torch.Tensor:
         """Of each tile the address of the n-th memory that its tensor has, or of the last."""
         held = ((self.flats[t.tensor.name], *self.copies.get(t.tensor.name, ())) for t in pile.tiles)
-        return to_device(np.array([all_[min(n, len(all_) - 1)].data_ptr() for all_ in held], np.int64), self.device)
+        return to_stream(np.array([all_[min(n, len(all_) - 1)].data_ptr() for all_ in held], np.int64), self.device)
 
     # Anchors
 
@@ -290,7 +290,7 @@ class DeviceState(State):
         assert place is not None
         begin = number * BLOCK
         for flat in (self.flats[tile.tensor.name], *self.copies.get(tile.tensor.name, ())):
-            new = to_device(bits, flat.device)
+            new = to_stream(bits, flat.device)
             if place.contiguous:
                 flat[place.start + begin : place.start + begin + bits.size] = new
             else:
@@ -350,10 +350,10 @@ def _recount_any(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
 
 def count_block(tile: Tile, number: int, bits: Bits, device: torch.device) -> Sum:
     """Count the digest of one block of a tile, given its weights on the host."""
-    here = to_device(bits, device)
+    here = to_stream(bits, device)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     columns, stride = (tile.size, 0) if tile.contiguous else (tile.columns, tile.tensor.columns)
     facts = np.array([here.data_ptr(), bits.size, 0, number * BLOCK, tile.start, columns, stride], np.int64)
-    at, *rest = to_device(facts.reshape(-1, 1), device)
+    at, *rest = to_stream(facts.reshape(-1, 1), device)
     cuda.recount_any[(1, 64)](at, *rest, device_keys(device), sums, ITEM=tile.tensor.kind.itemsize, SPAN=1024)
     return Sum(*to_host(sums)[0].view(np.uint64).tolist())

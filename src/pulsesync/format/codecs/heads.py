@@ -109,17 +109,22 @@ def parse_blocks_of(payloads: Sequence[Begun]) -> Blocks:
     return Blocks(first, changes, lanes, words, colds)
 
 
-def parse_cold(payloads: Sequence[Begun], blocks: Blocks) -> tuple[Colds, list[memoryview]]:
-    """The rest of `context.parse_heads` of each, and the streams of each. Raises: as that."""
+def streams_of(payloads: Sequence[Begun], blocks: Blocks) -> list[memoryview]:
+    """The streams of each payload, which are its end. Raises: FormatError."""
     streams = 2 * np.diff(np.r_[0, np.cumsum(blocks.words)][blocks.first])
     ends = (np.array([len(one.reader.data) for one in payloads], np.int64) - streams).tolist()
     if any(end < one.reader.at for one, end in zip(payloads, ends, strict=True)):
         raise FormatError("a context payload ends too early: its streams are longer than what is left")
-    written = [one.reader.data[one.reader.at : end] for one, end in zip(payloads, ends, strict=True)]
+    return [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
+
+
+def parse_cold(payloads: Sequence[Begun], blocks: Blocks) -> Colds:
+    """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
+    both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams_of(payloads, blocks), strict=True)]
+    written = [reader.data[reader.at : len(reader.data) - end] for reader, end in both]
     sizes = np.array([one.size for one in payloads], np.int64)
     circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
-    colds = _cold(written, blocks.colds, sizes, circles)
-    return colds, [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
+    return _cold(written, blocks.colds, sizes, circles)
 
 
 def _at_once(

@@ -307,10 +307,11 @@ def land(
     old_at, hot_starts, places, out_starts, decisions, symbols, extras, positions, before, after, faults,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """From what was decoded to changes: position in the block, old bits, new bits."""
+    """From what was decoded to changes: position in the block, old bits, new bits. Blocks with a fault are left out."""
     b = tl.program_id(0)
     at, hot = tl.load(old_at + b), tl.load(hot_starts + b)
     begin, end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
+    end = tl.where(tl.load(faults + b) == 0, end, begin)
     for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
         j = k + tl.arange(0, SPAN)
         some = j < end
