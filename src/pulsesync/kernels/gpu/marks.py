@@ -13,9 +13,10 @@ from pulsesync.kernels.gpu.words import (
     ROWS,
     below_cut,
     chunk_words,
+    inside,
     load_bits,
     lowest_bit,
-    pack_bits,
+    not_zero,
     popcount,
     prefix,
     span_of,
@@ -31,23 +32,16 @@ def compare(
     """Mark what differs, and count it. CAST: old is BF16 and new FP32, which is rounded first."""
     c = tl.program_id(0).to(tl.int64)
     b = tl.load(chunk_block + c)
-    size = tl.load(sizes + b)
-    begin, inside = span_of(c, first_chunk, sizes, b)
+    begin, count = span_of(c, first_chunk, sizes, b)
     if CAST:
-        i = begin + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        old = load_bits(tl.load(old_at + b), i, i < size, 2)
-        differ = old != to_bf16(load_bits(tl.load(new_at + b), i, i < size, 4))
+        i = tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        old = load_bits(tl.load(old_at + b) + 2 * begin, i, i < count, 2)
+        differ = old != to_bf16(load_bits(tl.load(new_at + b) + 4 * begin, i, i < count, 4))
         marks = tl.sum(differ.to(tl.uint32) << tl.arange(0, 32)[None, :].to(tl.uint32), axis=1)
     else:
-        x = chunk_words(tl.load(old_at + b), begin, size, ITEM) ^ chunk_words(tl.load(new_at + b), begin, size, ITEM)
-        marks = tl.zeros([ROWS], tl.uint32)
-        if ITEM == 8:
-            marks |= pack_bits(x != 0, 0, ITEM)
-        else:
-            mask: tl.constexpr = (1 << (8 * ITEM)) - 1
-            for lane in tl.static_range(8 // ITEM):
-                marks |= pack_bits(((x >> (8 * ITEM * lane)) & mask) != 0, lane, ITEM)
-    marks &= inside
+        x = chunk_words(tl.load(old_at + b), begin, count, ITEM) ^ chunk_words(tl.load(new_at + b), begin, count, ITEM)
+        marks = not_zero(x, ITEM)
+    marks = inside(marks, count)
     tl.store(bitmap + c * ROWS + tl.arange(0, ROWS), marks)
     tl.store(counts + c, tl.sum(popcount(marks)))
 
@@ -115,14 +109,14 @@ def mark_hot(
     c = tl.program_id(0).to(tl.int64)
     b = tl.load(chunk_block + c)
     tile = tl.load(block_tile + b)
-    begin, inside = span_of(c, first_chunk, sizes, b)
-    x = chunk_words(tl.load(old_at + b), begin, tl.load(sizes + b), ITEM)
-    hot = below_cut(x, tl.load(cuts + tile).to(tl.int64) << SHIFT, ITEM) & inside
+    begin, count = span_of(c, first_chunk, sizes, b)
+    x = chunk_words(tl.load(old_at + b), begin, count, ITEM)
+    hot = inside(below_cut(x, tl.load(cuts + tile).to(tl.int64) << SHIFT, ITEM), count)
     row = tl.arange(0, ROWS)
     tl.store(hot_map + c * ROWS + row, hot)
     tl.store(hots + c, tl.sum(popcount(hot)))
     if HISTORY:
-        known = below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM) & inside
+        known = inside(below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM), count)
         tl.store(known_map + c * ROWS + row, known)
         tl.store(knowns + c, tl.sum(popcount(known)))
     if CHANGES:

@@ -53,47 +53,69 @@ def ballot(flags, lane):
 
 @triton.jit
 def span_of(c, first_chunk, sizes, b):
-    """Where a chunk begins in its block, and which bits of its words stand for weights."""
+    """Where a chunk begins in its block, and how many weights it has."""
     begin = (c - tl.load(first_chunk + b)) * CHUNK
-    left = tl.load(sizes + b) - begin - 32 * tl.arange(0, ROWS)
-    left = tl.minimum(tl.maximum(left, 0), 32)
-    whole = tl.full([ROWS], 0xFFFFFFFF, tl.uint32)
-    return begin, tl.where(left >= 32, whole, (tl.full([ROWS], 1, tl.uint32) << (left & 31).to(tl.uint32)) - 1)
+    return begin, tl.minimum(tl.load(sizes + b) - begin, CHUNK).to(tl.int32)
 
 
 @triton.jit
-def chunk_words(at, begin, size, ITEM: tl.constexpr):
+def inside(marks, count):
+    """Marks of a chunk without those that stand for no weight."""
+    if count < CHUNK:  # seldom
+        left = tl.minimum(tl.maximum(count - 32 * tl.arange(0, ROWS), 0), 32)
+        whole = tl.full([ROWS], 0xFFFFFFFF, tl.uint32)
+        marks &= tl.where(left >= 32, whole, (tl.full([ROWS], 1, tl.uint32) << (left & 31).to(tl.uint32)) - 1)
+    return marks
+
+
+@triton.jit
+def chunk_words(at, begin, count, ITEM: tl.constexpr):
     """A chunk as words of eight bytes: (ROWS, 4 * ITEM), 32 weights to a row; those outside are zero."""
     per: tl.constexpr = 4 * ITEM
-    i = (begin // (8 // ITEM)) + tl.arange(0, ROWS)[:, None] * per + tl.arange(0, per)[None, :]
-    return tl.load(at.to(tl.pointer_type(tl.uint64)) + i, mask=i * (8 // ITEM) < size, other=0)
+    i = tl.arange(0, ROWS)[:, None] * per + tl.arange(0, per)[None, :]
+    words = at.to(tl.pointer_type(tl.uint64)) + begin // (8 // ITEM)
+    if count == CHUNK:
+        x = tl.load(words + i)
+    else:
+        x = tl.load(words + i, mask=i * (8 // ITEM) < count, other=0)
+    return x
 
 
 @triton.jit
-def pack_bits(flags, LANE: tl.constexpr, ITEM: tl.constexpr):
-    """Bits of one weight of every eight-byte word, (ROWS, 4 * ITEM) 0 or 1, at their places in words of 32."""
-    per: tl.constexpr = 4 * ITEM
-    places = tl.arange(0, per)[None, :] * (8 // ITEM) + LANE
-    return tl.sum(flags.to(tl.uint32) << places.to(tl.uint32), axis=1)
-
-
-@triton.jit
-def below_cut(x, cut, ITEM: tl.constexpr):
-    """Of every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row."""
-    ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
-    signs: tl.constexpr = ones << (8 * ITEM - 1)
-    limit = cut.to(tl.uint64) * ones
-    flags = ((((x | signs) - limit) & signs) ^ signs) >> (8 * ITEM - 1)  # borrows stop at the sign, which is set
+def _to_rows(flags, ITEM: tl.constexpr):
+    """From words of eight bytes, with a flag at the lowest bit of each weight, to words of 32 flags, one a row."""
     if ITEM == 1:
         bits = (flags * 0x0102040810204080) >> 56
     elif ITEM == 2:
         bits = (flags | (flags >> 15)) & 0x0000000300000003
         bits = (bits | (bits >> 30)) & 0xF
-    else:
+    elif ITEM == 4:
         bits = (flags | (flags >> 31)) & 0x3
+    else:
+        bits = flags
     per: tl.constexpr = 4 * ITEM
     places = tl.arange(0, per)[None, :] * (8 // ITEM)
     return tl.sum(bits.to(tl.uint32) << places.to(tl.uint32), axis=1)
+
+
+@triton.jit
+def not_zero(x, ITEM: tl.constexpr):
+    """Of every weight in words of eight bytes, whether a bit of it is set: as bits of words of 32, by row."""
+    ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
+    signs: tl.constexpr = ones << (8 * ITEM - 1)
+    rest: tl.constexpr = signs - ones  # all bits but the signs
+    return _to_rows(
+        ((((x & rest) + rest) | x) & signs) >> (8 * ITEM - 1), ITEM
+    )  # a sum carries into the sign, no further
+
+
+@triton.jit
+def below_cut(x, cut, ITEM: tl.constexpr):
+    """Of every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row."""
+    ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)
+    signs: tl.constexpr = ones << (8 * ITEM - 1)
+    limit = cut.to(tl.uint64) * ones
+    return _to_rows(((((x | signs) - limit) & signs) ^ signs) >> (8 * ITEM - 1), ITEM)  # borrows stop at the sign, set
 
 
 @triton.jit
