@@ -99,8 +99,8 @@ def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
     """Hash name, dtype, shape and sum of every tensor, in name order, as 64 hexadecimal digits: O(tiles)."""
     by_name: dict[str, tuple[TensorSpec, Sum]] = {}
     for tile in tiles:
-        tensor, before = by_name.get(tile.tensor.name, (tile.tensor, Sum(0, 0)))
-        by_name[tensor.name] = tensor, before + sums[tile.ordinal]
+        name, total = tile.tensor.name, sums[tile.ordinal]
+        by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
     parts = [(name.encode(), _named(tensor) + total.to_bytes()) for name, (tensor, total) in by_name.items()]
     return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in sorted(parts))))).hexdigest()
 

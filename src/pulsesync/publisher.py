@@ -357,9 +357,9 @@ class Publisher:
 
     def _skipped(self, tip: Tip, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
         """Nothing to do: the step is in the state, and the next version covers it."""
-        total, full = sum(spec.size for spec in tip.state.layout.tensors), full_bytes(tip.state.layout)
-        blocked_s = time.perf_counter() - began
-        return _answer(PublishReport(None, step, 0, total, 0, full, 0, blocked_s, 0.0, 0.0), wait=wait)
+        layout, blocked_s = tip.state.layout, time.perf_counter() - began
+        report = PublishReport(None, step, 0, layout.size, 0, layout.size_bytes, 0, blocked_s, 0.0, 0.0)
+        return _answer(report, wait=wait)
 
     def _enqueue(self, tip: Tip, difference: Difference, step: int, began: float) -> "Future[PublishReport]":
         """Have a difference from the base sent; it takes the place of one that has not been begun."""
@@ -465,7 +465,7 @@ class Publisher:
             if self._anchors.owed:
                 self._anchors.finish(tip.last.run)  # it may be on the disk already
             return
-        longest = self.anchor_every * full_bytes(tip.state.layout)
+        longest = self.anchor_every * tip.state.layout.size_bytes
         if not self._anchors.owed and self._way_bytes >= longest and not math.isinf(self._way_bytes):
             with suppress(StoreError):  # then by what was counted here
                 self._way_bytes = self._way_since_anchor(tip.last)
@@ -521,11 +521,6 @@ def checked_step(step: int) -> int:
     return whole
 
 
-def full_bytes(layout: Layout) -> int:
-    """What a whole state takes."""
-    return sum(spec.size * spec.kind.itemsize for spec in layout.tensors)
-
-
 def report_of(
     layout: Layout,
     manifest: Manifest,
@@ -537,10 +532,9 @@ def report_of(
     store_s: float,
 ) -> PublishReport:
     """What became of a state; changed is None for all of it."""
-    total = sum(spec.size for spec in layout.tensors)
     return PublishReport(
-        manifest.version, manifest.step, total if changed is None else changed, total, written, full_bytes(layout),
-        folded, blocked_s, encode_s, store_s,
+        manifest.version, manifest.step, layout.size if changed is None else changed, layout.size, written,
+        layout.size_bytes, folded, blocked_s, encode_s, store_s,
     )  # fmt: skip
 
 

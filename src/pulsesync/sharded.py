@@ -45,7 +45,6 @@ from pulsesync.publisher import (
     PublishReport,
     checked_step,
     find_last,
-    full_bytes,
     put_files,
     records_of,
     report_of,
@@ -412,7 +411,7 @@ class ShardedPublisher:
         """Whether an anchor of the last version is to be written: at an epoch's start, if the way has grown long."""
         if not Held.by(last).at_start or self._newest == last.starts:
             return False
-        longest = self.anchor_every * full_bytes(layout)
+        longest = self.anchor_every * layout.size_bytes
         if longest <= self._way_bytes < math.inf:
             with suppress(StoreError):  # then by what was counted here
                 self._way_bytes = self._way_since_anchor(last)

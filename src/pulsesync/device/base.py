@@ -18,7 +18,7 @@ from pulsesync import chain
 from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves, on_whole
 from pulsesync.device.encode import code_pile
 from pulsesync.device.hot import Hot, Memories
-from pulsesync.device.memory import INTEGERS, Mark, Stream, View, on, pinned, to_host, view
+from pulsesync.device.memory import INTEGERS, Mark, Stream, View, on, pinned, starts_of, to_host, to_stream, view
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
@@ -44,7 +44,8 @@ class Shown:
     dtypes: Mapping[str, str]  # of tensors that are cast
 
     def spec(self, name: str) -> TensorSpec:
-        return replace(self.views[name].spec, dtype=self.dtypes.get(name, self.views[name].spec.dtype))
+        spec = self.views[name].spec
+        return TensorSpec(name, self.dtypes[name], spec.shape) if name in self.dtypes else spec
 
     def cast(self, name: str) -> torch.Tensor:
         """A tensor, flat, as it is published: a copy where it is cast or not contiguous."""
@@ -175,7 +176,8 @@ class DeviceDifference:
                 coded.update(one.tiles)
                 if known is not None:
                     hot[run.pile] = one.hot
-        diffs = sorted((diff for run in self.runs for diff in _diffs(run)), key=lambda diff: diff.tile.ordinal)
+        found = (diff for run in self.runs for diff in _diffs(run, self.stream))
+        diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
         by = moves(self.runs)
         after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
         allocate = pinned if state.device.type == "cuda" else new_bytes
@@ -186,12 +188,12 @@ class DeviceDifference:
         return EncodedPart(done.id, done.data, (), after), DeviceTransition(self.runs, sums, later)
 
 
-def _diffs(run: Run) -> "list[DeviceDiff]":
+def _diffs(run: Run, stream: Stream) -> "list[DeviceDiff]":
     """The changed tiles of a run."""
     (starts,) = to_host(run.starts)
     pile = run.pile
     borders = starts[pile.first_block]
-    fetched = _Fetched(run, borders)
+    fetched = _Fetched(run, borders, stream)
     touched = np.flatnonzero(np.diff(borders)).tolist()
     firsts = pile.first_block.tolist()
     return [DeviceDiff(pile.tiles[i], fetched, i, starts[firsts[i] : firsts[i + 1] + 1]) for i in touched]
@@ -200,28 +202,31 @@ def _diffs(run: Run) -> "list[DeviceDiff]":
 class _Fetched:
     """The changes of tiles of a run on the host: of tiles that have few, all at once as soon as one is asked for."""
 
-    def __init__(self, run: Run, borders: NDArray[np.int64]) -> None:
-        self._run, self._borders, self._lock = run, borders, threading.Lock()
-        self._few: dict[int, Sequence[NDArray[Any]]] | None = None
+    def __init__(self, run: Run, borders: NDArray[np.int64], stream: Stream) -> None:
+        self._run, self._borders, self._stream, self._lock = run, borders, stream, threading.Lock()
+        self._few: tuple[NDArray[np.int64], Sequence[NDArray[Any]]] | None = None
 
     def tile(self, i: int) -> Sequence[NDArray[Any]]:
-        """Positions, old and new bits of the changes of a tile."""
+        """Positions, old and new bits of the changes of a tile; for any thread."""
         run, (first, last) = self._run, self._borders[i : i + 2].tolist()
         if last - first > FEW:
-            return to_host(run.positions[first:last], run.old[first:last], run.new[first:last])
+            with self._stream():
+                return to_host(run.positions[first:last], run.old[first:last], run.new[first:last])
         with self._lock:
             if self._few is None:
                 self._few = self._fetch_few()
-        return self._few[i]
+        begins, arrays = self._few
+        return [array[begins[i] : begins[i + 1]] for array in arrays]
 
-    def _fetch_few(self) -> dict[int, Sequence[NDArray[Any]]]:
-        counts = np.diff(self._borders)
-        some = np.flatnonzero((counts > 0) & (counts <= FEW)).tolist()
-        spans = [self._borders[i : i + 2].tolist() for i in some]
-        run = self._run
-        arrays = to_host(*(torch.cat([a[b:e] for b, e in spans]) for a in (run.positions, run.old, run.new)))
-        cuts = np.cumsum(counts[some])[:-1]
-        return dict(zip(some, zip(*(np.split(array, cuts) for array in arrays), strict=True), strict=True))
+    def _fetch_few(self) -> tuple[NDArray[np.int64], Sequence[NDArray[Any]]]:
+        """Where those of each tile begin, and all of them."""
+        counts, run = np.diff(self._borders), self._run
+        counts[counts > FEW] = 0
+        begins = starts_of(counts)
+        index = np.arange(begins[-1]) + np.repeat(self._borders[:-1] - begins[:-1], counts)
+        with self._stream():
+            chosen = to_stream(index, run.pile.device)
+            return begins, to_host(run.positions[chosen], run.old[chosen], run.new[chosen])
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,7 @@ def _choose_cuts(run: Run, weights: Located, memories: Memories | None) -> tuple
     cuts = np.zeros(len(pile.tiles), np.int64)
     cuts[touched] = tables.choose_cuts(found[touched], seen[touched])
     if memories is not None:
-        for i in touched.tolist():
-            cuts[i] = max(cuts[i], memories.cut(pile.tiles[i].ordinal))
+        cuts[touched] = np.maximum(cuts, memories.cuts(pile))[touched]
     return cuts, np.diff(starts)
 
 

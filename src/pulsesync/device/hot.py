@@ -36,6 +36,9 @@ class Memories:
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
 
+    def cuts(self, pile: Pile) -> NDArray[np.int64]:
+        return np.array([self.cut(ordinal) for ordinal in pile.index], np.int64)
+
     def digest(self) -> str:
         return digest_of(self.index, {ordinal: tile.counted for ordinal, tile in self.tiles.items()})
 
@@ -92,7 +95,7 @@ def mark_hot(
         VerificationError: the weights are not those that were remembered.
     """
     device, words = pile.device, pile.chunks * WORDS
-    tracked = np.array([memories.cut(t.ordinal) if cut else 0 for t, cut in zip(pile.tiles, cuts, strict=True)])
+    tracked = np.where(cuts, memories.cuts(pile), 0)
     history, changes = bool(tracked.any()), changed is not None
     bitmap = empty(words, torch.int32, device)
     known = empty(words, torch.int32, device) if history else bitmap
@@ -106,7 +109,7 @@ def mark_hot(
     known_at, last = hots, torch.zeros(1, dtype=torch.uint8, device=device)
     if history:
         known_at = scan(knowns)
-        remembered = [memories.tiles[t.ordinal] for t, cut in zip(pile.tiles, tracked, strict=True) if cut]
+        remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
         sizes = np.zeros(pile.blocks, np.int64)
         sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
         (found,) = to_host(known_at[pile.first_chunk].diff())
@@ -193,11 +196,10 @@ def _by_tile(hot: Hot, content: torch.Tensor, starts: torch.Tensor) -> dict[int,
             content, starts, to_stream(begins, pile.device), pile.block_tile, device_keys(pile.device), sums, SPAN=1024
         )
     totals = as_sums(pile, to_host(sums)[0])
+    sizes, of_tiles, firsts = np.diff(borders), borders[pile.first_block].tolist(), pile.first_block.tolist()
     out = {}
-    for i, (tile, cut) in enumerate(zip(pile.tiles, hot.cuts.tolist(), strict=True)):
-        if cut:
-            first, last = pile.first_block[i], pile.first_block[i + 1]
-            begin, end = int(borders[first]), int(borders[last])
-            counted = Remembered(cut, end - begin, totals[tile.ordinal])
-            out[tile.ordinal] = TileMemory(cut, content[begin:end], np.diff(borders[first : last + 1]), counted)
+    for i in np.flatnonzero(hot.cuts).tolist():
+        ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(hot.cuts[i]), of_tiles[i : i + 2]
+        counted = Remembered(cut, end - begin, totals[ordinal])
+        out[ordinal] = TileMemory(cut, content[begin:end], sizes[firsts[i] : firsts[i + 1]], counted)
     return out

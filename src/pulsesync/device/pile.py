@@ -6,6 +6,7 @@ Many small tensors cost no more launches than one large one.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from pulsesync.model import BLOCK, Dtype, Tile
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk
-PARTS = 8  # of a pile that are kept
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+KEPT = 8  # parts of a pile, and places where it was found
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +139,7 @@ class Pile:
             chosen = [self.index[ordinal] for ordinal in ordinals]
             tiles = [self.tiles[i] for i in chosen]
             places = tiles if self.places is self.tiles else [self.places[i] for i in chosen]
-            while len(self._parts) >= PARTS:
-                self._parts.pop(next(iter(self._parts)), None)
-            self._parts[key] = Pile(tiles, places, self.device)
+            _keep(self._parts, key, Pile(tiles, places, self.device))
         return self._parts[key]
 
     @cached_property
@@ -156,19 +157,29 @@ class Pile:
         wide = itemsize or self.kind.itemsize
         names, tensor_of, starts, in_a_row = self._lying
         addresses = np.array([flats[name].data_ptr() for name in names], np.int64)
+        memory = tuple(flats[name] for name in names)
+        if (known := self._found.get(key := (wide, addresses.tobytes()))) is not None:
+            return Located(known, memory)
         bases = addresses[tensor_of] + starts * wide
         copies = []
         for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
             copies.append(_gathered(flats[self.places[i].tensor.name], self.places[i]).to(self.device))
             bases[i] = copies[-1].data_ptr()
-        at = bases[self.tile_of] + self.host_begins * wide
-        return Located(to_stream(at, self.device), (*copies, *(flats[name] for name in names)))
+        at = to_device(bases[self.tile_of] + self.host_begins * wide, self.device)
+        if not copies:
+            _keep(self._found, key, at)
+        return Located(at, (*copies, *memory))
 
     def located(self, tiles: Sequence[torch.Tensor]) -> "Located":
         """The blocks of tiles that are each in memory of its own."""
         bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
         at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
         return Located(to_stream(at, self.device), tuple(tiles))
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, bytes], torch.Tensor]:
+        """Addresses of the blocks, by the size of a weight and the addresses of the tensors: which seldom move."""
+        return {}
 
     @cached_property
     def _lying(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
@@ -199,6 +210,13 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], device: torch.
         own = [places[tile.ordinal] for tile in some]
         out[dtype] = Pile(some, some if own == some else own, device)
     return out
+
+
+def _keep(some: dict[Key, Value], key: Key, value: Value) -> None:
+    """Remember a thing, and forget the oldest if there are many; from any thread."""
+    while len(some) >= KEPT:
+        some.pop(next(iter(some)), None)
+    some[key] = value
 
 
 def _in_words(tile: Tile) -> bool:

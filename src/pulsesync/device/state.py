@@ -211,10 +211,8 @@ class DeviceState(State):
         """
         marked = []
         for pile in self.piles.values():
-            then = np.zeros(len(pile.tiles), np.int64)
-            for i, tile in enumerate(pile.tiles):
-                if tile.ordinal in touched:
-                    then[i] = max(memories.cut(tile.ordinal), cuts.get(tile.ordinal, 0))
+            new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
+            then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
             if then.any():
                 one = (hot or {}).get(pile)
                 if one is None or (one.cuts != then).any():

@@ -17,6 +17,7 @@ from pulsesync.parallel import spread
 
 POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap`
 FEW = 4096  # changes of a part up to which tables may not pay: `gap` is tried as well
+MANY = 1 << 18  # changes from which threads are worth beginning: fewer are short steps of numpy, which they slow down
 
 
 def choose(
@@ -44,13 +45,15 @@ def choose(
 def _settle_all(
     diffs: Sequence[Changed], old: Weights, coded: Mapping[int, Coded], codec: str, threads: int | None
 ) -> list[Coded]:
-    """The choice for each tile; threads are begun only for those where something is to be tried."""
+    """The choice for each tile; threads are begun only where much is to be tried."""
 
     def is_settled(diff: Changed) -> bool:
         found = coded.get(diff.tile.ordinal)
         return found is not None and (codec != "auto" or not (_is_poor(diff, found) or _is_near_dense(diff, found)))
 
     todo = [diff for diff in diffs if not is_settled(diff)]
+    if sum(diff.changed for diff in todo) < MANY:
+        threads = 1
     tried = spread(lambda d: _settle(d, old, coded.get(d.tile.ordinal), codec), todo, threads)
     by_tile = {**coded, **{diff.tile.ordinal: choice for diff, choice in zip(todo, tried, strict=True)}}
     return [by_tile[diff.tile.ordinal] for diff in diffs]

@@ -47,6 +47,16 @@ class Layout:
         return tuple(out)
 
     @cached_property
+    def size(self) -> int:
+        """All weights."""
+        return sum(spec.size for spec in self.tensors)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """What a whole state takes."""
+        return sum(spec.size * spec.kind.itemsize for spec in self.tensors)
+
+    @cached_property
     def data(self) -> bytes:
         """The file: canonical JSON, so that equal layouts have equal hashes."""
         tensors = []

@@ -95,11 +95,11 @@ class Reader:
             raise FormatError(f"{self.what} has {len(self.data) - self.at} bytes too many")
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """One for each thread: they may not be shared, and making one takes as long as unpacking a small plane."""
-    if not hasattr(_mine, "decompressor"):
-        _mine.decompressor = zstandard.ZstdDecompressor()
-    found: zstandard.ZstdDecompressor = _mine.decompressor
+def _zstd() -> tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor]:
+    """Both for each thread: they may not be shared, and making one takes as long as a small plane."""
+    if not hasattr(_mine, "zstd"):
+        _mine.zstd = zstandard.ZstdCompressor(level=1, write_checksum=False), zstandard.ZstdDecompressor()
+    found: tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor] = _mine.zstd
     return found
 
 
@@ -110,7 +110,7 @@ def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
             raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
         if zstandard.get_frame_parameters(frame).window_size > max(size, 1 << 10):
             raise LimitError(f"{what} holds a zstd frame that asks for more memory than its content has")
-        data = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        data = _zstd()[1].decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise FormatError(f"{what} holds a broken zstd frame: {e}") from e
     if len(data) != size:
@@ -174,7 +174,7 @@ def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np
 def plane(data: bytes) -> bytes:
     """Write bytes as one zstd frame with its length in front, or as they are where that is no longer."""
     if len(data) > 16:
-        frame: bytes = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(data)
+        frame: bytes = _zstd()[0].compress(data)
         if len(frame) + 4 < len(data):
             return bytes([ZSTD]) + number(len(frame)) + frame
     return bytes([RAW]) + data

@@ -104,9 +104,8 @@ def not_zero(x, ITEM: tl.constexpr):
     ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
     signs: tl.constexpr = ones << (8 * ITEM - 1)
     rest: tl.constexpr = signs - ones  # all bits but the signs
-    return _to_rows(
-        ((((x & rest) + rest) | x) & signs) >> (8 * ITEM - 1), ITEM
-    )  # a sum carries into the sign, no further
+    flags = ((((x & rest) + rest) | x) & signs) >> (8 * ITEM - 1)  # sums carry into the sign, and no further
+    return _to_rows(flags, ITEM)
 
 
 @triton.jit
@@ -115,7 +114,8 @@ def below_cut(x, cut, ITEM: tl.constexpr):
     ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)
     signs: tl.constexpr = ones << (8 * ITEM - 1)
     limit = cut.to(tl.uint64) * ones
-    return _to_rows(((((x | signs) - limit) & signs) ^ signs) >> (8 * ITEM - 1), ITEM)  # borrows stop at the sign, set
+    flags = ((((x | signs) - limit) & signs) ^ signs) >> (8 * ITEM - 1)  # borrows stop at the sign, which is set
+    return _to_rows(flags, ITEM)
 
 
 @triton.jit
