@@ -84,6 +84,19 @@ def test_what_lies_in_a_row_at_a_word_is_read_in_place_and_the_rest_from_a_copy(
         assert bits == state[tile.tensor.name][where[0]]
 
 
+def test_addresses_are_kept_while_tensors_stay_and_what_is_copied_is_copied_every_time(device: str) -> None:
+    pile = piles(device)["F32"]
+    flats = {"b": torch.arange(4, dtype=torch.int32, device=device)[:3]}
+    assert pile.locate(flats).at is pile.locate(flats).at
+    moved = pile.locate({"b": flats["b"].clone()})
+    assert moved.at.tolist() == [moved.memory[-1].data_ptr()]
+    odd = torch.arange(4, dtype=torch.int32, device=device)[1:]  # not at a multiple of 8 bytes
+    one = np.zeros(1, np.int64), np.zeros(1, np.int32)
+    assert fetch(pile, pile.locate({"b": odd}), *one).tolist() == [1]
+    odd[0] = 9
+    assert fetch(pile, pile.locate({"b": odd}), *one).tolist() == [9]
+
+
 def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 8), row_cuts=(2, 4)), TensorSpec("b", "BF16", (4,))])
     places = find_places(layout, {"a": Slice(rows=(2, 6)), "b": None})
