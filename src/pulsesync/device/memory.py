@@ -99,6 +99,13 @@ def to_stream(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain).to(device, non_blocking=True)
 
 
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that another stream may have made: its memory is not given to others before this stream is done."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
 def _signed(array: NDArray[Any]) -> torch.Tensor:
     unsigned_ = array.dtype.kind == "u" and array.itemsize > 1
     return torch.from_numpy(np.ascontiguousarray(array.view(array.dtype.str.replace("u", "i")) if unsigned_ else array))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulsesync.device.memory import starts_of, to_device, to_stream
+from pulsesync.device.memory import shared, starts_of, to_device, to_stream
 from pulsesync.model import BLOCK, Dtype, Tile
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
@@ -159,7 +159,7 @@ class Pile:
         addresses = np.array([flats[name].data_ptr() for name in names], np.int64)
         memory = tuple(flats[name] for name in names)
         if (known := self._found.get(key := (wide, addresses.tobytes()))) is not None:
-            return Located(known, memory)
+            return Located(shared(known), memory)
         bases = addresses[tensor_of] + starts * wide
         copies = []
         for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
