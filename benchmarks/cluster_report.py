@@ -16,11 +16,10 @@ WORK = tuple(f"source_{what}_s" for what in ("copy", "diff", "encode", "digest")
     f"receiver_{what}_s" for what in ("copy", "prepare", "undo", "digest", "apply")
 )
 BILLIONS = 7.6
-# Milliseconds for 7.6 B weights on one H200 (results/gpu_layout_h200_2026-11-15.md). Comparing reads what a copy reads
-# and writes; encoding is taken to cost what decoding does (search for hot weights, then the blocks).
-GPU_COMPARE_MS = 7.113
-GPU_CODE_MS = 3.384 + 11.671 + 12.864
-GPU_DIGEST_MS = 5.496
+# Milliseconds for 7.6 B weights on one H200, 1 % changed (results/gpu_h200_2026-11-16.md, machine 2).
+GPU_DIFF_MS = 12.2
+GPU_ENCODE_MS = 66.1  # with the diff
+GPU_DECODE_MS = 50.8  # with applying and the digest
 
 
 def progress(point: Point) -> str:
@@ -169,8 +168,8 @@ def projection(points: list[Point]) -> str:
     }
     gpu = {
         "dense": 0.0,
-        "index+value": GPU_COMPARE_MS / 1e3,
-        "coded": (GPU_COMPARE_MS + 2 * GPU_CODE_MS + GPU_DIGEST_MS) / 1e3,
+        "index+value": GPU_DIFF_MS / 1e3,
+        "coded": (GPU_ENCODE_MS + GPU_DECODE_MS) / 1e3,
     }
     rows = []
     for gigabits in (0.1, 1, 10, 25, 100):
@@ -182,7 +181,7 @@ def projection(points: list[Point]) -> str:
         f"**A model, not a measurement**: seconds for a sync of {BILLIONS} B weights of which 1 % changed, bytes over "
         f"the link plus work, one after the other: {', '.join(f'{k} {v / 1e9:.3g} GB' for k, v in sizes.items())} "
         f"({bits:.1f} bits a change). CPU: what this machine took at {coded['weights'] / 1e6:.0f} M weights, scaled "
-        f"(index+value {cpu['index+value']:.1f} s, coded {cpu['coded']:.1f} s). GPU: the floor of one H200 (index+value"
+        f"(index+value {cpu['index+value']:.1f} s, coded {cpu['coded']:.1f} s). GPU: what one H200 took (index+value"
         f" {1e3 * gpu['index+value']:.0f} ms, coded {1e3 * gpu['coded']:.0f} ms)\n\n{table(head, rows)}"
     )
 
