@@ -130,7 +130,7 @@ class Case:
         for tile, last in zip(self.pile.tiles, self.last, strict=True):
             counted = Remembered(self.tracked, last.size, Sum(0, 0))  # not looked at here
             content = to_device(last, self.pile.device)
-            tiles[tile.ordinal] = TileMemory(self.tracked, content, np.array([last.size]), counted)
+            tiles[tile.ordinal] = TileMemory(self.tracked, content, 0, np.array([last.size]), counted)
         return Memories(max(0, self.index - 1), tiles if self.index else {})
 
     @cached_property

@@ -194,9 +194,12 @@ def _diffs(run: Run, stream: Stream) -> "list[DeviceDiff]":
     pile = run.pile
     borders = starts[pile.first_block]
     fetched = _Fetched(run, borders, stream)
-    touched = np.flatnonzero(np.diff(borders)).tolist()
-    firsts = pile.first_block.tolist()
-    return [DeviceDiff(pile.tiles[i], fetched, i, starts[firsts[i] : firsts[i + 1] + 1]) for i in touched]
+    counts, firsts = np.diff(borders).tolist(), pile.first_block.tolist()
+    return [
+        DeviceDiff(tile, count, fetched, i, starts[firsts[i] : firsts[i + 1] + 1])
+        for i, (tile, count) in enumerate(zip(pile.tiles, counts, strict=True))
+        if count
+    ]
 
 
 class _Fetched:
@@ -234,17 +237,16 @@ class DeviceDiff:
     """What changed in a tile, brought to the host only where something asks for it (see `format.diff.Changed`)."""
 
     tile: Tile
+    changed: int
     fetched: _Fetched
     number: int  # of the tile in the pile
     borders: NDArray[np.int64]  # of blocks, in the run
 
-    @property
-    def changed(self) -> int:
-        return int(self.borders[-1] - self.borders[0])
-
     def positions(self) -> NDArray[np.int64]:
-        begins = np.repeat(np.arange(self.tile.block_count) * BLOCK, np.diff(self.borders))
-        return self._fetch()[0] + begins
+        where = self._fetch()[0]
+        if self.borders.size > 2:
+            where += np.repeat(np.arange(self.tile.block_count) * BLOCK, np.diff(self.borders))
+        return where
 
     def values(self) -> Bits:
         return self._fetch()[2]

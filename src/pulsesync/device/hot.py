@@ -21,9 +21,18 @@ class TileMemory:
     """What is remembered of a tile (see `format.history`), on the device; sizes in bytes of its blocks."""
 
     cut: int
-    content: torch.Tensor
+    memory: torch.Tensor  # that the tiles of a pile share
+    begin: int  # of this one's bytes in it
     sizes: NDArray[np.int64]
     counted: Remembered
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.counted.size
+
+    @property
+    def content(self) -> torch.Tensor:
+        return self.memory[self.begin : self.end]
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Memories:
         for ordinal, tile in history.tiles.items():
             content = to_device(np.concatenate(tile.blocks), device)
             sizes = np.array([block.size for block in tile.blocks], np.int64)
-            tiles[ordinal] = TileMemory(tile.cut, content, sizes, counts[ordinal])
+            tiles[ordinal] = TileMemory(tile.cut, content, 0, sizes, counts[ordinal])
         return cls(history.index, tiles)
 
 
@@ -115,8 +124,20 @@ def mark_hot(
         (found,) = to_host(known_at[pile.first_chunk].diff())
         if (found != sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
-        last = torch.cat([tile.content for tile in remembered])
+        last = _joined(remembered)
     return Hot(pile, cuts, bitmap, hots, known, known_at, last, hot_changes)
+
+
+def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
+    """What is remembered of tiles, one after the other: most often it lies so."""
+    pieces: list[tuple[torch.Tensor, int, int]] = []
+    for tile in tiles:
+        begin = tile.begin
+        if pieces and pieces[-1][0] is tile.memory and pieces[-1][2] == begin:
+            begin = pieces.pop()[1]
+        pieces.append((tile.memory, begin, tile.end))
+    found = [memory[begin:end] for memory, begin, end in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -201,5 +222,5 @@ def _by_tile(hot: Hot, content: torch.Tensor, starts: torch.Tensor) -> dict[int,
     for i in np.flatnonzero(hot.cuts).tolist():
         ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(hot.cuts[i]), of_tiles[i : i + 2]
         counted = Remembered(cut, end - begin, totals[ordinal])
-        out[ordinal] = TileMemory(cut, content[begin:end], sizes[firsts[i] : firsts[i + 1]], counted)
+        out[ordinal] = TileMemory(cut, content, begin, sizes[firsts[i] : firsts[i + 1]], counted)
     return out

@@ -14,7 +14,8 @@ from pulsesync.model import Bits
 
 def encode(positions: NDArray[np.int64], values: Bits) -> bytes:
     """Write changes at ascending positions of a tile; at least one."""
-    gaps = np.diff(positions, prepend=-1) - 1
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + 1
     width = max(1, (int(gaps.max()).bit_length() + 7) // 8)
     columns = gaps.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
     planes = [*columns.T, *values.view(np.uint8).reshape(-1, values.itemsize).T]
