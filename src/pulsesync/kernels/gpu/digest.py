@@ -15,9 +15,13 @@ from pulsesync.kernels.gpu.words import (
 
 @triton.jit
 def _flat(begin, position, start, columns, stride):
-    """The index in its tensor of a weight of a tile, by its position in a block."""
+    """The index in its tensor of a weight of a tile, by its position in a block; stride 0: the tile lies in a row."""
     p = begin + position.to(tl.int64)
-    return start + (p // columns) * stride + p % columns
+    if stride == 0:
+        i = start + p
+    else:
+        i = start + (p // columns) * stride + p % columns
+    return i
 
 
 @triton.jit
