@@ -265,6 +265,16 @@ def test_of_a_large_body_only_the_sections_of_wanted_tiles_are_fetched(monkeypat
     assert sum((end or 0) - begin for _, begin, end in large.store.gets) < len(large.data) / 2
 
 
+def test_sections_that_follow_each_other_are_fetched_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Large(monkeypatch)
+    few, _ = fetch_body(large.store, large.ref, large.layout, {2})
+    calls = len(large.store.gets)
+    body, _ = fetch_body(large.store, large.ref, large.layout, {1, 2, 3, 6})
+    assert len(large.store.gets) == 2 * calls + 1
+    assert sorted(body.sections) == [0, 2, 3, 4, 7]
+    assert body.sections[3] == few.sections[3]
+
+
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [("flip", None), ("cut", None), ("longer", None), ("other", None), ("flip", {2}), ("cut", {2}), ("other", {2})],

@@ -3,8 +3,9 @@
 What Subscriber, Publisher, squash and prune have in common. Nothing here changes a run or a weight.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from pulsesync import chain
@@ -21,7 +22,7 @@ HINT_BYTES = 32
 CACHE_BYTES = 1 << 34  # of bodies that a cache keeps: those not used for longest go first
 MAX_PROBES = 1 << 16  # versions that a head may lag behind
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
-HEADER_GUESS = 1 << 14  # bytes of a part's front: the header of 400 sections
+HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
 
 _KINDS = {"manifests": Kind.VERSION, "anchors": Kind.ANCHOR, "squashes": Kind.SQUASH}
 
@@ -173,18 +174,29 @@ def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted
     sections: dict[int, memoryview] = {}
     fetched = len(front)
 
-    def take(number: int) -> None:
+    def take(numbers: range) -> None:
         nonlocal fetched
-        data = store.get(key, header.borders[number], header.borders[number + 1])
-        header.check_section(number, data)
-        sections[number] = memoryview(data)
+        begin, *ends = header.borders[numbers.start : numbers.stop + 1]
+        data = memoryview(store.get(key, begin, ends[-1]))
         fetched += len(data)
+        for number, (first, last) in zip(numbers, pairwise((begin, *ends)), strict=True):
+            sections[number] = data[first - begin : last - begin]
+            header.check_section(number, sections[number])
 
-    take(0)
+    take(range(1))
     index = patch.open_index(header, sections[0], layout)
-    for number in sorted(index.sections_of(wanted)):
-        take(number)
+    for numbers in _neighbours(sorted(index.sections_of(wanted))):
+        take(numbers)
     return Body(index, sections), fetched
+
+
+def _neighbours(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as runs of those that follow each other: a request for each."""
+    out: list[range] = []
+    for number in numbers:
+        first = out.pop().start if out and out[-1].stop == number else number
+        out.append(range(first, number + 1))
+    return out
 
 
 def describe(record: Manifest) -> dict[str, Any]:

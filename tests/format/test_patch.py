@@ -231,6 +231,18 @@ def test_large_payloads_are_spread_over_sections() -> None:
     assert same(applied(patch.decode(part.data, layout, zeros).patches, zeros), state)
 
 
+def test_a_part_never_has_more_sections_than_a_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "MAX_SECTIONS", 6)
+    monkeypatch.setattr(patch, "SECTION_BYTES", 1)
+    rng = np.random.default_rng(0)
+    for tiles in (1, 4, 5, 6, 40):
+        layout = layouts.make([TensorSpec(f"t{i}", "U16", (int(rng.integers(1, 99)),)) for i in range(tiles)])
+        state = random_state(rng, layout)
+        part = patch.encode_whole(layout, layout.tiles, state, count_sums(layout, state))
+        header, _ = container.open_part(part.data, part.id)
+        assert min(tiles, 3) < len(header.sections) <= 6
+
+
 @given(seeds)
 def test_an_anchor_takes_any_state_to_its_own(seed: int) -> None:
     rng, layout = np.random.default_rng(seed), random_layout(seed, shapes=[(), (0,), (3, 0), (5, 9), (70,)])

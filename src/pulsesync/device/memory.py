@@ -14,6 +14,7 @@ from pulsesync.model import TensorSpec
 from pulsesync.tensors import dtype_name, named
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PINNED = 1 << 24  # bytes of an array up to which it goes up through pinned memory
 _UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
@@ -92,10 +93,13 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def to_stream(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The same for what is launched in this stream alone: nobody waits, while `to_device` waits for all before it."""
+    """The same for what is launched in this stream alone: nobody waits, while `to_device` waits for all before it.
+
+    Large arrays are waited for as well: torch never gives pinned memory back.
+    """
     plain = _signed(array)
-    if device.type == "cpu":
-        return plain
+    if device.type == "cpu" or plain.nbytes > PINNED:
+        return plain.to(device)
     return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain).to(device, non_blocking=True)
 
 

@@ -214,8 +214,8 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], device: torch.
 
 def _keep(some: dict[Key, Value], key: Key, value: Value) -> None:
     """Remember a thing, and forget the oldest if there are many; from any thread."""
-    while len(some) >= KEPT:
-        some.pop(next(iter(some)), None)
+    for old in list(some)[: len(some) - KEPT + 1]:
+        some.pop(old, None)
     some[key] = value
 
 

@@ -52,7 +52,7 @@ def _settle_all(
         return found is not None and (codec != "auto" or not (_is_poor(diff, found) or _is_near_dense(diff, found)))
 
     todo = [diff for diff in diffs if not is_settled(diff)]
-    if sum(diff.changed for diff in todo) < MANY:
+    if codec != "dense" and sum(diff.changed for diff in todo) < MANY:
         threads = 1
     tried = spread(lambda d: _settle(d, old, coded.get(d.tile.ordinal), codec), todo, threads)
     by_tile = {**coded, **{diff.tile.ordinal: choice for diff, choice in zip(todo, tried, strict=True)}}

@@ -177,12 +177,13 @@ def _assemble(
     threads: int | None,
     allocate: container.Allocate = container.new_bytes,
 ) -> tuple[str, memoryview]:
-    """Lay payloads into sections, at least one, and put index and header in front."""
+    """Lay payloads into sections, at least one and no more than a reader takes; put index and header in front."""
     sections: list[list[bytes | memoryview]] = [[]]
     filled = 0
     entries = []
+    full = max(SECTION_BYTES, sum(choice.size for choice in coded) // (container.MAX_SECTIONS - 2) + 1)
     for tile, choice in zip(tiles, coded, strict=True):
-        if filled >= SECTION_BYTES:
+        if filled >= full:
             sections.append([])
             filled = 0
         size = choice.size

@@ -21,7 +21,7 @@ from pulsesync.store import open_store
 
 POLL_S = 0.05
 MOST_RESTARTS = 5  # of one process without a step between them: more is not bad luck
-PORTS = 12_000, 32_000  # that trainers listen on
+PORTS = 12_000, 29_000  # that trainers listen on
 WRONG = 3  # the exit code of a process that found something wrong
 
 

@@ -123,7 +123,7 @@ def mark_hot(
         tl.store(hot_changes + c, tl.sum(popcount(hot & tl.load(bitmap + c * ROWS + row))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["last"])  # a piece of what is remembered begins anywhere
 def list_hot(
     old_at, chunk_block, first_chunk, coded, hot_map, known_map, hot_at, known_at, last, rows_of, rows, places,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr,
@@ -196,7 +196,7 @@ def count_marks(bitmap, counts):
     tl.store(counts + c, tl.sum(popcount(tl.load(bitmap + c * ROWS + tl.arange(0, ROWS)))))
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["last"])
 def remember(known_map, changed, down, later, known_at, later_at, last, index, remembered):
     """The history afterwards: of each weight that is then below the cut, when it last changed, and which way."""
     c = tl.program_id(0).to(tl.int64)
