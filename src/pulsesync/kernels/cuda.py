@@ -9,7 +9,8 @@ The entropy coder gives each block a warp, whose threads are the coder's lanes. 
 ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of weights travel as unsigned integers.
 """
 
-from pulsesync.kernels.gpu.coder import count_rows, count_symbols, decide, decode, encode, land, pack
+from pulsesync.kernels.gpu.coder import decode, encode, pack
+from pulsesync.kernels.gpu.decisions import count_rows, count_symbols, decide, land
 from pulsesync.kernels.gpu.digest import apply, digest_bytes, digest_change, gather, recount, recount_any
 from pulsesync.kernels.gpu.marks import (
     collect,
