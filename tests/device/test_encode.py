@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from pulsesync.device import encode
 from pulsesync.format import layout as layouts
-from pulsesync.format import tables
 from pulsesync.format.patch import CodecName
 from pulsesync.model import Codec, TensorSpec
 from tests.device.pairs import Pair, codecs_of, small, to_bits, trained
@@ -96,11 +94,6 @@ def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: s
     assert bytes(part.data) == bytes(data)
     pair.state.commit(transition)
     assert pair.state.recount() == record.digest
-
-
-def test_lanes_are_those_of_the_format() -> None:
-    decisions = np.array([0, 1, 4096, 8191, 8192, 16_383, 16_384, 65_536, 131_071, 131_072, 1 << 20])
-    assert encode.lanes_for(decisions).tolist() == [tables.lanes_for(int(n)) for n in decisions]
 
 
 @pytest.mark.gpu

@@ -81,6 +81,13 @@ def test_lanes_are_the_largest_power_of_two_allowed(decisions: int) -> None:
     assert tables.lanes_for(decisions) == max([n for n in (1, 2, 4, 8, 16, 32) if n * 4096 <= decisions], default=1)
 
 
+@given(st.lists(st.integers(0, 1 << 20)))
+def test_lanes_of_many_blocks_are_those_of_each(decisions: list[int]) -> None:
+    found = tables.lanes_for(np.array(decisions, np.int64))
+    assert found.dtype == np.int64
+    assert found.tolist() == [tables.lanes_for(one) for one in decisions]
+
+
 @given(seeds)
 def test_multiplying_by_a_reciprocal_gives_the_quotient_or_one_less(seed: int) -> None:
     rng, u = np.random.default_rng(seed), np.uint64

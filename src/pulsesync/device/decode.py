@@ -77,14 +77,15 @@ def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Loca
     cuts = np.array([one.cut for one in begun], np.int64)
     hot = mark_hot(pile, weights, cuts, memories)
     blocks = parse_blocks_of(begun)
-    stream = _upload(streams_of(begun, blocks), pile.device)
+    streams = streams_of(begun, blocks)
+    stream = _upload(streams, pile.device)
     everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
     runs = []
     if blocks.changes.any():
         moved, faults = _hot(pile, weights, table, stream, listed, blocks)
         runs.append(moved)
-    runs.append(_cold(pile, cuts, blocks.colds, parse_cold(begun, blocks), weights))
+    runs.append(_cold(pile, cuts, blocks.colds, parse_cold(begun, blocks, streams), weights))
     if blocks.changes.any() and (found := to_host(faults)[0]).any():
         raise FormatError(spec.FAULTS[int(found[found > 0][0])])
     return [run for run in runs if run.count]

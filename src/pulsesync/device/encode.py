@@ -67,7 +67,7 @@ def code_pile(run: Run, marks: Marks, weights: Located, memories: Memories | Non
     table = Table(pile.tiles[0].tensor.dtype, lo, tables.normalise(_count(rows, decided.symbols, contexts)))
     codec = Codec.CONTEXT if memories is None else Codec.HISTORY
     bodies = _write(pile, rows, decided, table, blocks, cuts, number_of_table)
-    coded_tiles = {o: Coded(codec, (body,), cut) for o, cut, body in bodies}
+    coded_tiles = {o: Coded(codec, body, cut) for o, cut, body in bodies}
     return CodedPile(table, coded_tiles, hot)
 
 
@@ -154,7 +154,7 @@ def _write(
     """Ordinal, cut and payload of each tile that changed; the device codes while the cold changes are written here."""
     coded = blocks.coded
     decisions, changes = blocks.decisions[coded], blocks.hot_changes[coded]
-    lanes = lanes_for(decisions)
+    lanes = tables.lanes_for(decisions)
     likely = starts_of(2 * lanes + decisions // 4 + 3 * changes)
     streams = _launch(pile, rows, decided, table, decisions, changes, lanes, likely) if coded.size else None
     first_cold = starts_of(blocks.changes - blocks.hot_changes)[pile.first_block]
@@ -167,7 +167,7 @@ def _write(
             most = starts_of(2 * lanes + decisions + 3 * changes)
             streams = _launch(pile, rows, decided, table, decisions, changes, lanes, most)
         words[coded] = sizes
-    in_blocks = blocks.hot_changes, lanes_for(blocks.decisions), words
+    in_blocks = blocks.hot_changes, tables.lanes_for(blocks.decisions), words
     begun = build_many(number, cuts, pile.first_block, in_blocks, np.diff(first_cold))
     touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
     bodies = _payloads(pile, touched, [begun[i] + colds[i] for i in touched], words, streams)
@@ -236,11 +236,3 @@ def _packed(streams: _Streams, begins: NDArray[np.int64], size: int) -> NDArray[
     (data,) = to_host(packed)
     out: NDArray[np.uint8] = data
     return out
-
-
-def lanes_for(decisions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`tables.lanes_for` of many blocks."""
-    lanes = np.ones(decisions.size, np.int64)
-    for k in range(1, spec.MAX_LANES_LOG2 + 1):
-        lanes[decisions >= spec.LANE_DECISIONS << k] = 1 << k
-    return lanes

@@ -135,12 +135,13 @@ class Pile:
         if len(ordinals) == len(self.tiles):
             return self
         key = tuple(ordinals)
-        if key not in self._parts:
+        if (found := self._parts.get(key)) is None:
             chosen = [self.index[ordinal] for ordinal in ordinals]
             tiles = [self.tiles[i] for i in chosen]
             places = tiles if self.places is self.tiles else [self.places[i] for i in chosen]
-            _keep(self._parts, key, Pile(tiles, places, self.device))
-        return self._parts[key]
+            found = Pile(tiles, places, self.device)
+            _keep(self._parts, key, found)
+        return found
 
     @cached_property
     def _parts(self) -> "dict[tuple[int, ...], Pile]":

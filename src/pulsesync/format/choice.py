@@ -84,7 +84,7 @@ def _is_near_dense(diff: Changed, coded: Coded) -> bool:
 
 
 def _gap(diff: Changed) -> Coded:
-    return Coded(Codec.GAP, (gap.encode(diff.positions(), diff.values()),))
+    return Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
 
 
 def _dense_after(diff: Changed, old: Weights) -> Coded:
@@ -93,7 +93,7 @@ def _dense_after(diff: Changed, old: Weights) -> Coded:
 
 def dense_of(tile: Tile, state: Weights) -> Coded:
     """A tile as `dense`."""
-    return Coded(Codec.DENSE, (dense.encode(state.block(tile, n) for n in range(tile.block_count)),))
+    return Coded(Codec.DENSE, dense.encode(state.block(tile, n) for n in range(tile.block_count)))
 
 
 def _without_tables_if_smaller(

@@ -187,7 +187,7 @@ def _assemble(
             sections.append([])
             filled = 0
         size = choice.size
-        sections[-1] += choice.pieces
+        sections[-1].append(choice.body)
         filled += size
         entries.append(Entry(tile.ordinal, choice.codec, len(sections), size, sums[tile.ordinal]))
     return container.build(layout, [[index.build(shared, entries)], *sections], threads, allocate)

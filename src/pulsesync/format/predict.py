@@ -27,13 +27,13 @@ class Coded(NamedTuple):
     """A tile's payload, and what else its codec found out on the way."""
 
     codec: Codec
-    pieces: tuple[bytes | memoryview, ...]  # of bytes, one after the other
+    body: bytes | memoryview
     cut: int = 0
     remembered: Mapping[int, NDArray[np.uint8]] = {}  # by block: its history afterwards
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.pieces))
+        return len(self.body)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def code_against_old(
             if history is not None:
                 remembered[plan][number] = after
         for plan, body in zip(same, payloads, strict=True):
-            out[plan.diff.tile.ordinal] = Coded(codec, (body,), plan.cut, remembered[plan])
+            out[plan.diff.tile.ordinal] = Coded(codec, body, plan.cut, remembered[plan])
         shared.append(table)
     return shared, out
 

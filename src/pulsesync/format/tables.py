@@ -6,6 +6,7 @@ patch that last changed it. For each context a patch carries the frequencies of 
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,12 +39,16 @@ def choose_cuts(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArr
     return cuts
 
 
-def lanes_for(decisions: int) -> int:
-    """Return how many lanes a block has: the power of two, 32 at most, that leaves each at least 4,096 decisions."""
-    lanes = 1
-    while lanes < 1 << spec.MAX_LANES_LOG2 and 2 * lanes * spec.LANE_DECISIONS <= decisions:
-        lanes *= 2
-    return lanes
+@overload
+def lanes_for(decisions: int) -> int: ...
+@overload
+def lanes_for(decisions: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def lanes_for(decisions: Any) -> Any:
+    """Return how many lanes a block has: the power of two, 32 at most, that leaves each at least 4,096 decisions.
+
+    Of one block, or of many at once.
+    """
+    return 1 << sum(decisions >= spec.LANE_DECISIONS << k for k in range(1, spec.MAX_LANES_LOG2 + 1))
 
 
 @dataclass(frozen=True)

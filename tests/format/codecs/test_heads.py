@@ -60,7 +60,8 @@ def payload(one: Heads) -> bytes:
 def parsed(payloads: list[tuple[bytes, int, Dtype]]) -> list[tuple[Heads, memoryview]]:
     begun = [heads.begin(memoryview(data), size, kind) for data, size, kind in payloads]
     blocks = heads.parse_blocks_of(begun)
-    colds, streams = heads.parse_cold(begun, blocks), heads.streams_of(begun, blocks)
+    streams = heads.streams_of(begun, blocks)
+    colds = heads.parse_cold(begun, blocks, streams)
     at, cuts = blocks.first[1:-1], np.cumsum(blocks.colds)[:-1]
     parts = [np.split(array, at) for array in (blocks.changes, blocks.lanes, blocks.words)]
     parts += [np.split(array, cuts) for array in (colds.positions, colds.steps)]

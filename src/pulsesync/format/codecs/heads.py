@@ -118,9 +118,9 @@ def streams_of(payloads: Sequence[Begun], blocks: Blocks) -> list[memoryview]:
     return [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
 
 
-def parse_cold(payloads: Sequence[Begun], blocks: Blocks) -> Colds:
+def parse_cold(payloads: Sequence[Begun], blocks: Blocks, streams: Sequence[memoryview]) -> Colds:
     """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
-    both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams_of(payloads, blocks), strict=True)]
+    both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams, strict=True)]
     written = [reader.data[reader.at : len(reader.data) - end] for reader, end in both]
     sizes = np.array([one.size for one in payloads], np.int64)
     circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
