@@ -25,8 +25,8 @@ LAYOUT = layouts.make([TensorSpec(f"t{i}", "U16", (300,)) for i in range(3)])
 class Anchor:
     """An anchor of three parts, and a store that has it."""
 
-    def __init__(self) -> None:
-        rng = np.random.default_rng(0)
+    def __init__(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
         state = {spec.name: random_bits(rng, np.uint16, (300,)) for spec in LAYOUT.tensors}
         sums = count_sums(LAYOUT, state)
         self.parts = [patch.encode_whole(LAYOUT, [tile], state, sums) for tile in LAYOUT.tiles]
@@ -118,7 +118,34 @@ def test_parts_of_other_anchors_are_thrown_away(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "parts").iterdir()} == {ref.id for ref in anchor.refs}
     spool.keep_only(None)
     assert list((tmp_path / "parts").iterdir()) == []
-    assert list(tmp_path.glob(".lock*")) == []
+    assert list(tmp_path.glob(".lock-*")) == []
+
+
+def test_what_one_fetches_another_does_not_throw_away(tmp_path: Path) -> None:
+    anchor = Anchor()
+    other = AnchorSpool(tmp_path)
+
+    def received(key: str, data: bytes) -> bytes:
+        other.keep_only(None)  # it loaded another anchor just now
+        return data
+
+    anchor.store.received = received
+    AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    assert {path.name for path in (tmp_path / "parts").iterdir()} == {ref.id for ref in anchor.refs}
+    other.keep_only(None)
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+def test_two_who_load_different_anchors_from_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def load_often(anchor: Anchor) -> None:
+        for _ in range(100):
+            spool = AnchorSpool(tmp_path)
+            bodies, _ = spool.fetch(anchor.record, anchor.store, LAYOUT)
+            assert [body.index.header.id for body in bodies] == [ref.id for ref in anchor.refs]
+            spool.keep_only(anchor.record)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(load_often, [Anchor(seed=1), Anchor(seed=2)]))
 
 
 # -- the trainer's side --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pulsesync import chain
@@ -19,6 +19,7 @@ from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
 
 DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
+_FETCHING = ".fetching"  # locked by all who fetch, together, and alone by one who throws away
 
 
 class AnchorSpool:
@@ -31,16 +32,18 @@ class AnchorSpool:
     def fetch(self, record: Manifest, store: Store, layout: Layout) -> tuple[list[Body], int]:
         """Have all parts of an anchor on disk, checked, and return them with the bytes that had to be fetched.
 
-        What an earlier attempt, or another process, has fetched already is used.
+        What an earlier attempt, or another process, has fetched already is used. Until all are here, nobody throws one
+        away; then they are open, and stay readable whatever becomes of their names.
 
         Raises:
             StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
         """
-        got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
+        with self._lock(_FETCHING, fcntl.LOCK_SH):
+            got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
         return [body for body, _ in got], sum(size for _, size in got)
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
-        with self._alone(ref.id):
+        with self._lock(_part_lock(ref.id), fcntl.LOCK_EX):  # one process at a time fetches a part
             body, fetched = self._open(ref, layout), 0
             if body is None:
                 fetched = self._download(ref, store, layout)
@@ -80,25 +83,33 @@ class AnchorSpool:
             return None
 
     @contextmanager
-    def _alone(self, id_: str) -> Iterator[None]:
-        """One process at a time fetches a part."""
+    def _lock(self, name: str, how: int) -> Iterator[None]:
+        """Hold a lock of this folder. Raises: BlockingIOError, if somebody else has it and `how` is not to wait."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / f".lock-{id_[:16]}", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as e:
-            raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=id_) from e
+            raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=str(self.folder)) from e
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, how)
             yield
         finally:
             os.close(lock)
 
     def keep_only(self, record: Manifest | None) -> None:
-        """Throw away every part that is not of this anchor."""
-        wanted = {part.id for part in record.parts} if record else set()
-        for path in [*self.folder.glob("parts/*"), *self.folder.glob(".lock-*")]:
-            if path.name not in wanted and not any(path.name == f".lock-{id_[:16]}" for id_ in wanted):
-                path.unlink(missing_ok=True)
+        """Throw away every part that is not of this anchor; or nothing, while somebody else fetches one here."""
+        if not self.folder.is_dir():
+            return
+        ids = [part.id for part in record.parts] if record else []
+        wanted = {*ids, *map(_part_lock, ids)}
+        with suppress(BlockingIOError), self._lock(_FETCHING, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for path in [*self.folder.glob("parts/*"), *self.folder.glob(_part_lock("*"))]:
+                if path.name not in wanted:
+                    path.unlink(missing_ok=True)
+
+
+def _part_lock(id_: str) -> str:
+    return f".lock-{id_[:16]}"
 
 
 class Outbox:
