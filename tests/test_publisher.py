@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -555,6 +556,27 @@ def test_after_a_failed_publish_the_next_covers_both(at: str, wait: bool) -> Non
     sub.sync(held)
     sub.verify()
     assert equal(held, training.weights)
+
+
+def test_a_future_that_failed_holds_none_of_the_memory_it_took() -> None:
+    training, store = Training(), Watched()
+    held: list[weakref.ref[Any]] = []
+
+    def fail(verb: str, key: str) -> None:
+        mine = np.zeros(3)
+        if key.startswith("parts/"):
+            held.append(weakref.ref(mine))
+            down(key)
+
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        training.step()
+        store.before = fail
+        failed = pub.publish(training.weights, wait=False)
+        assert isinstance(failed.exception(10), StoreError)
+        store.fail_at()
+        assert held
+        assert all(one() is None for one in held)
 
 
 @pytest.mark.parametrize("at", ["layouts/", "starts/", "manifests/"])

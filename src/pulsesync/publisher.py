@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -418,6 +419,7 @@ class Publisher:
         except BaseException as e:  # noqa: BLE001 - for whoever holds the future
             if isinstance(e, AnotherPublisherError):
                 self._lost = e
+            traceback.clear_frames(e.__traceback__)  # what it took is not held for as long as the future
             for future in job.futures:
                 future.set_exception(e)
         else:

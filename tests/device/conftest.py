@@ -9,7 +9,7 @@ import pytest
 from pulsesync.kernels import spec
 from tests.device import interpreter
 
-HOW = {"torch": "make test, or pip install torch", "triton": "make test, or pip install 'triton>=3.7' (Linux only)"}
+HOW = {"torch": "make test, or pip install torch", "triton": "make test, or pip install 'triton==3.7.*' (Linux only)"}
 
 
 def _missing() -> str:

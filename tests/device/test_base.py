@@ -123,6 +123,21 @@ def test_a_worker_here_follows_goes_back_and_verifies(device: str) -> None:
         worker.verify(weights)
 
 
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_torchs_default_device_is_of_no_concern(keep: Keep, device: str, many_lanes: None) -> None:
+    store, weights = MemoryStore(), model(device)
+    held = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
+    held["tied"] = held["a"]
+    with on(device), Publisher(store, codec="history", keep=keep) as pub:
+        worker = Subscriber(store)
+        for step in range(2):
+            with torch.device("meta"):  # where nothing can be read
+                pub.publish(weights, step=step)
+                worker.sync(held)
+            assert equal(held, weights)
+            train_(weights, step)
+
+
 def test_masters_are_cast_on_the_way(device: str) -> None:
     store = MemoryStore()
     torch.manual_seed(3)

@@ -18,7 +18,19 @@ from pulsesync import chain
 from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves, on_whole
 from pulsesync.device.encode import code_pile
 from pulsesync.device.hot import Hot, Memories
-from pulsesync.device.memory import INTEGERS, Mark, Stream, View, on, pinned, starts_of, to_host, to_stream, view
+from pulsesync.device.memory import (
+    INTEGERS,
+    Mark,
+    Stream,
+    View,
+    on,
+    on_host,
+    pinned,
+    starts_of,
+    to_host,
+    to_stream,
+    view,
+)
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
@@ -81,7 +93,7 @@ class DeviceBases:
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
         """A copy of weights where the base is kept."""
         if self.keep == "host":
-            return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.device.type == "cuda").copy_(flat)
+            return on_host(flat.shape, flat.dtype, self.device).copy_(flat)
         return flat.clone()
 
     def adopt(self, state: State) -> State:

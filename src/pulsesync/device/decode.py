@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pulsesync.device.changes import SPREAD, Run, find_changes, on_whole
 from pulsesync.device.hot import Listed, Memories, list_hot, mark_hot
-from pulsesync.device.memory import INTEGERS, empty, starts_of, to_host, to_stream, unsigned
+from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned
 from pulsesync.device.pile import Located, Pile
 from pulsesync.errors import FormatError
 from pulsesync.format import patch
@@ -124,7 +124,7 @@ def _hot(
 def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor:
     """All streams, one after the other."""
     borders = starts_of(np.array([len(stream) for stream in streams], np.int64))
-    host = torch.empty(int(borders[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = on_host(borders[-1:].tolist(), torch.uint8, device)
     array = host.numpy()
 
     def copy(job: tuple[memoryview, int]) -> None:

@@ -84,6 +84,11 @@ def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(max(count, 1), dtype=dtype, device=device)[:count]
 
 
+def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the host, whatever torch's default is, that a device copies from and to: pinned for a GPU."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy a numpy array, and wait for it: whatever reads it then, in whichever stream, finds it there.
 
@@ -100,7 +105,7 @@ def to_stream(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     plain = _signed(array)
     if device.type == "cpu" or plain.nbytes > PINNED:
         return plain.to(device)
-    return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain).to(device, non_blocking=True)
+    return on_host(plain.shape, plain.dtype, device).copy_(plain).to(device, non_blocking=True)
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,14 +124,14 @@ def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
     """Copy arrays to the host, and wait for them once."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.numpy() for tensor in tensors]
-    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    copies = [on_host(t.shape, t.dtype, t.device).copy_(t, non_blocking=True) for t in tensors]
     torch.cuda.current_stream(tensors[0].device).synchronize()
     return [copy.numpy() for copy in copies]
 
 
 def pinned(size: int) -> NDArray[np.uint8]:
     """Bytes on the host that were used before, if torch has some: new ones cost a fault for every page."""
-    out: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    out: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return out
 
 

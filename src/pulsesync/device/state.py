@@ -5,7 +5,7 @@ decodes the second must lie in memory, and what would be a dictionary of blocks 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,13 +102,17 @@ class DeviceState(State):
         assert place is not None
         begin, end = number * BLOCK, min((number + 1) * BLOCK, tile.size)
         flat = self.flats[tile.tensor.name]
-        with self.stream() if self.stream is not None else nullcontext():
+        with self.aside():
             if place.contiguous:
                 bits = flat[place.start + begin : place.start + end]
             else:
                 bits = flat[self._indices(place, begin, end)]
             copied = bits.clone() if bits.device.type == "cpu" else bits
             return to_host(copied)[0].view(tile.tensor.kind.bits)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Do what is launched inside where a trainer does not wait for it, nor it for the trainer."""
+        return self.stream() if self.stream is not None else nullcontext()
 
     def _indices(self, place: Tile, begin: int, end: int) -> torch.Tensor:
         flat = self.flats[place.tensor.name]
@@ -232,8 +236,9 @@ class DeviceState(State):
             kept = [(taken, taken.changes) for taken in self._snapshots]
             try:
                 self._write_all(transition.changes)
-                for taken, before in kept:
-                    taken.changes = compose(back.changes, before)  # type: ignore[arg-type, assignment]
+                with self.aside():
+                    for taken, before in kept:
+                        taken.changes = compose(back.changes, before)  # type: ignore[arg-type, assignment]
                 self.sums, self.history = transition.sums, transition.history
             except BaseException:
                 self._write_all(back.changes)
@@ -265,8 +270,10 @@ class DeviceState(State):
             return
         with memory.on(self.device):
             memory.wait(self.device)
-            yield
-            memory.wait(self.device)
+            try:
+                yield
+            finally:
+                memory.wait(self.device)
 
     def _addresses_of(self, pile: Pile, n: int) -> torch.Tensor:
         """Of each tile the address of the n-th memory that its tensor has, or of the last."""
@@ -299,6 +306,7 @@ class DeviceSnapshot(Snapshot):
     """A state as it was, readable block by block while the live one moves on."""
 
     changes: Sequence[Run] = ()  # type: ignore[assignment]
+    _state: DeviceState
 
     def __init__(self, state: DeviceState) -> None:
         super().__init__(state)
@@ -309,13 +317,14 @@ class DeviceSnapshot(Snapshot):
         with self._state.lock:
             bits = self._state.block(tile, number)
             runs = [run for run in self.changes if run.pile is self._piles[tile.ordinal]]
-        for run in runs:
-            b = int(run.pile.first_block[run.pile.index[tile.ordinal]]) + number
-            begin, end = run.starts[b : b + 2].tolist()
-            if begin < end:
-                bits = bits.copy()
-                where, new = to_host(run.positions[begin:end], run.new[begin:end])
-                bits[where] = new.view(bits.dtype)
+        with self._state.aside():
+            for run in runs:
+                b = int(run.pile.first_block[run.pile.index[tile.ordinal]]) + number
+                begin, end = run.starts[b : b + 2].tolist()
+                if begin < end:
+                    bits = bits.copy()
+                    where, new = to_host(run.positions[begin:end], run.new[begin:end])
+                    bits[where] = new.view(bits.dtype)
         return bits
 
 
