@@ -345,7 +345,7 @@ def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) ->
     """Check that an engine which has loaded a checkpoint holds its weights where the map says.
 
     Shapes do not tell all: some kernels swap or shuffle an expert's weights once they are loaded, and experts can be
-    spread in other orders.
+    spread in other orders. What is on a GPU is brought to the host, tensor by tensor.
 
     Raises:
         StateError: a tensor of the checkpoint is missing or of another dtype or shape, or its weights are not there
@@ -354,7 +354,7 @@ def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) ->
     for name, one in placed.items():
         if name not in checkpoint:
             raise StateError(f"the checkpoint has no tensor {name!r}", tensor=name)
-        whole, mine = (view_bits({name: tensor})[0][name] for tensor in (checkpoint[name], one.tensor))
+        whole, mine = (view_bits({name: _to_host(tensor)})[0][name] for tensor in (checkpoint[name], one.tensor))
         if (whole.spec.dtype, whole.spec.shape) != (mine.spec.dtype, one.shape):
             raise StateError(
                 f"tensor {name!r} is {mine.spec.dtype} {one.shape} here and {whole.spec.dtype} {whole.spec.shape} in "
@@ -365,6 +365,11 @@ def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) ->
         table = whole.flat.reshape(whole.spec.rows, whole.spec.columns)
         if not np.array_equal(table[slice(*held.rows), slice(*held.columns)].reshape(-1), mine.flat):
             raise StateError(f"the weights of {name!r} are not where the map says", tensor=name)
+
+
+def _to_host(tensor: Any) -> Any:
+    """A tensor in host memory: itself, if it is there."""
+    return tensor.cpu() if hasattr(tensor, "cpu") else tensor
 
 
 def for_subscriber(placed: Mapping[str, Placed]) -> tuple[dict[str, Any], Slices]:
