@@ -2,9 +2,13 @@
 
 import ctypes
 import os
+import signal
 
 import pytest
 from hypothesis import settings
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)
