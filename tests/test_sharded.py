@@ -89,8 +89,10 @@ class Rank:
 class Group:
     """One publisher per rank, over one crew, with a store of its own each; what they do they do together."""
 
-    def __init__(self, store: Store | Sequence[Store], size: int, split: Any = None, **options: Any) -> None:
-        self.crew = Crew(size)
+    def __init__(
+        self, store: Store | Sequence[Store], size: int, split: Any = None, timeout_s: float = 10.0, **options: Any
+    ) -> None:
+        self.crew = Crew(size, timeout_s)
         stores = [store] * size if not isinstance(store, Sequence) else store
         self.pubs = [
             ShardedPublisher(one, Rank(self.crew, rank), **options) for rank, one in enumerate(stores)
@@ -985,8 +987,8 @@ def test_a_base_that_would_not_be_the_last_version_is_not_taken_up(monkeypatch: 
         group.publish(training.weights)
     plain = ShardedPublisher._rebuild
 
-    def damaged(self: ShardedPublisher, last: Any, share: Any) -> Any:
-        state = plain(self, last, share)
+    def damaged(self: ShardedPublisher, last: Any, share: Any, shards: Any) -> Any:
+        state = plain(self, last, share, shards)
         if state is not None and self.team.rank == 1:
             next(iter(state.flats.values()))[0] ^= 1
             state.recount()

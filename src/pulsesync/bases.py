@@ -3,7 +3,7 @@
 Here in host memory, for sources that are there; for those on a GPU, `device.base`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,10 +15,10 @@ from pulsesync.format.diff import Diff
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.format.weights import Changes, rebase
-from pulsesync.model import TensorSpec
+from pulsesync.format.weights import Changes, Weights, rebase
+from pulsesync.model import TensorSpec, Tile
 from pulsesync.state import State, Transition, copy_weights
-from pulsesync.tensors import Published, as_published, new_tensors, view_bits
+from pulsesync.tensors import Published, new_tensors, read_published
 from pulsesync.tip import encode_next
 
 Keep = Literal["device", "host", "hook"]
@@ -97,8 +97,7 @@ class HostBases:
     """Source and base in host memory."""
 
     def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Published, Mapping[str, str]]:
-        views, ties = view_bits(source)
-        return as_published(views, cast), ties
+        return read_published(source, cast)
 
     def copy(self, layout: Layout, shown: Published) -> State:
         flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
@@ -117,9 +116,14 @@ class HostBases:
     def compare(
         self, state: State, shown: Published, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
-        diffs = patch.find_diff(state.layout.tiles, state, shown, codec)
-        changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
-        return HostDifference(state, changes, diffs)
+        return compare_tiles(state.layout.tiles, state, shown, codec)
+
+
+def compare_tiles(tiles: Sequence[Tile], state: State, weights: Weights, codec: CodecName) -> "HostDifference":
+    """How tiles differ from a base in host memory."""
+    diffs = patch.find_diff(tiles, state, weights, codec)
+    changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
+    return HostDifference(state, changes, diffs)
 
 
 @dataclass(frozen=True)

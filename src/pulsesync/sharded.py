@@ -19,6 +19,7 @@ from typing import Any, TypeVar, get_args
 
 from pulsesync import chain, errors
 from pulsesync.anchors import anchor_record, encode_parts, way_since_anchor
+from pulsesync.bases import bases_for
 from pulsesync.chain import Held
 from pulsesync.collective import Team
 from pulsesync.errors import (
@@ -56,8 +57,7 @@ from pulsesync.shares import Share, Tables, Told, agreed, share_of
 from pulsesync.state import State, Transition
 from pulsesync.store import Store, open_store
 from pulsesync.subscriber import Subscriber
-from pulsesync.tensors import new_tensors
-from pulsesync.tip import create, encode_next, is_committed, next_record, root_record
+from pulsesync.tip import create, is_committed, next_record, root_record
 
 LEAD = 0
 MAX_FAULT = 1000  # characters of an error that are told to the others
@@ -82,6 +82,7 @@ class _Draft:
     version: int
     part: PartRef | None
     transition: Transition
+    spare: EncodedPart | None = None  # where nothing changed: it says so, if a version needs a part
     record: bytes = b""  # the lead's, once it is signed
     tables: Tables | None = None  # the lead's, of the version
 
@@ -142,8 +143,9 @@ class ShardedPublisher:
     def publish(self, source: Any, *, step: int = 0) -> PublishReport:
         """Publish the team's model as the next version; the first one whole. All ranks call it, each with its shards.
 
-        source: a module, state dict or mapping whose values are DTensors, `Placed`, or tensors that are held whole. It
-        must not change until this returns. The report is of the whole version; its times are this rank's.
+        source: a module, state dict or mapping whose values are DTensors, `Placed`, or tensors that are held whole, in
+        host memory or on this rank's GPU. It must not change until this returns. The report is of the whole version;
+        its times are this rank's.
 
         Raises:
             StateError: tensors came, went, changed shape, tie or shard, or nobody holds one; AnotherPublisherError:
@@ -222,7 +224,7 @@ class ShardedPublisher:
         """Read the source; agree on the step, and on what the last version is."""
 
         def read() -> tuple[Shards, bytes]:
-            shards = shards_of(source, self.cast)
+            shards = shards_of(source, self.cast, _read)
             if self._base is not None:
                 self._base.share.check(shards)
             due = self._leads and self._base is not None and self._due(self._base.last, self._base.state.layout)
@@ -299,7 +301,7 @@ class ShardedPublisher:
             except StateError:
                 return None, b""  # the run's tiles lie across the shards of this team
             share = share_of(layout, owners, self.team.rank, shards)
-            state = self._rebuild(last, share)
+            state = self._rebuild(last, share, shards)
             return ((share, state), Told.of(state, share).to_bytes()) if state else (None, b"")
 
         found, told = self._together(rebuild)
@@ -311,9 +313,9 @@ class ShardedPublisher:
             if word.anchor:
                 self._try_anchor()
 
-    def _rebuild(self, last: Manifest, share: Share) -> State | None:
+    def _rebuild(self, last: Manifest, share: Share, shards: Shards) -> State | None:
         """This rank's tiles of the last version, or None if no published way leads there."""
-        tensors = new_tensors(window.local for window in share.windows.values())
+        tensors = share.keeper.tensors(share, shards.published)
         trust = self.signing_key.public if self.signing_key else None
         reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0)
         try:
@@ -322,7 +324,9 @@ class ShardedPublisher:
             raise
         except (ChainError, NotFoundError, FormatError, VerificationError):
             return None
-        return reader.state if reader.version == last.version else None
+        if reader.state is None or reader.version != last.version:
+            return None
+        return share.keeper.adopt(share, reader.state)
 
     def _judge(self, plan: "_Plan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_Word":
         """Say whether what all ranks have rebuilt is, together, the last version."""
@@ -341,7 +345,7 @@ class ShardedPublisher:
 
         def copy() -> tuple[tuple[Share, State], bytes]:
             share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.team.rank, shards)
-            state = share.copy(shards)
+            state = share.keeper.copy(share, shards.published)
             clock.encoded()
             return (share, state), Told.of(state, share).to_bytes()
 
@@ -375,11 +379,12 @@ class ShardedPublisher:
 
     def _offer(self, base: _Base, shards: Shards, clock: "_Clock") -> Told:
         """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
-        diffs = patch.find_diff(base.share.tiles, base.state, base.share.weights(shards), self.codec)
-        part, transition = encode_next(base.state, base.last, diffs, self.codec)
+        share = base.share
+        difference = share.keeper.compare(share, base.state, shards.published, self.codec, base.last)
+        part, transition = difference.encode(base.last, self.codec)
         clock.encoded()
-        ref = self._put(part) if diffs else None
-        self._draft = _Draft(base.last.version + 1, ref, transition)
+        ref, spare = (self._put(part), None) if part.sums else (None, part)
+        self._draft = _Draft(base.last.version + 1, ref, transition, spare)
         remembered = transition.history.counts(part.sums)
         return Told((ref,) if ref else (), transition.changed, part.sums, remembered)
 
@@ -387,14 +392,15 @@ class ShardedPublisher:
         """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
         offers = [Told.from_bytes(note) for note in told]
         parts = tuple(part for offer in offers for part in offer.parts)
+        assert self._draft is not None
         if not parts:
-            parts = (self._put(encode_next(base.state, base.last, (), self.codec)[0]),)
+            assert self._draft.spare is not None
+            parts = (self._put(self._draft.spare),)
         _, index = chain.position(base.last)
         tables = self._tables.after(offers, forget=index == 1)
         state = tables.digest(base.state.layout)
         record = next_record(base.last, step, parts, state, tables.history(index), self._newest, self._refs)
         data = signed(record, self.signing_key)
-        assert self._draft is not None
         self._draft = replace(self._draft, record=data, tables=tables)
         written = record.size_bytes + create(self.store, record, data, base.last)
         self._advance(self._draft, data)
@@ -449,6 +455,11 @@ class ShardedPublisher:
             self.store.create(chain.anchor_key(base.last.starts), data)
         self._newest, self._way_bytes = base.last.starts, 0.0
         return _Word(data, written=record.size_bytes)
+
+
+def _read(tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[Any, Mapping[str, str]]:
+    """Shards as plain tensors, in host memory or on a GPU."""
+    return bases_for(tensors, None).read(tensors, cast)
 
 
 class _Clock:

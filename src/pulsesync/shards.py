@@ -14,7 +14,7 @@ Nobody needs the tensors of the others for this, only their windows.
 import json
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,8 +24,9 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Grid, Layout
 from pulsesync.model import Bits, TensorSpec, Tile
 from pulsesync.slices import Place, Slice, Span, Window
-from pulsesync.tensors import Published, as_published, view_bits
+from pulsesync.tensors import Published, read_published
 
+Read = Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Mapping[str, str]]]
 MAX_NOTE_BYTES = 1 << 28  # of a process's windows, unpacked
 
 
@@ -72,7 +73,7 @@ class Shards:
     """The parts of tensors that a process holds."""
 
     windows: Mapping[str, Window]  # by name; the tensor as the checkpoint has it, in the dtype that is published
-    published: Published  # the weights, by the same names
+    published: Any  # the weights, by the same names: `Published`, or the same on a device
     ties: Mapping[str, str]  # alias -> name
     partial: bool = False  # whether it said of any tensor which part it is
 
@@ -102,8 +103,10 @@ class ShardWeights:
         return self.published.block(self.places[tile.ordinal].tile, number)
 
 
-def shards_of(source: Any, cast: Mapping[str, str] | None = None) -> Shards:
+def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = read_published) -> Shards:
     """Read a module, state dict or mapping, whose values may be DTensors or `Placed`, as shards.
+
+    read: how plain tensors are read; of itself those in host memory alone.
 
     Raises:
         StateError: a part that is no rectangle of its tensor, or whatever `view_bits` refuses.
@@ -113,10 +116,9 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None) -> Shards:
             raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
         source = source.state_dict()
     placed = {name: _placed(name, value) for name, value in source.items()}
-    views, ties = view_bits({name: one.tensor for name, one in placed.items()})
-    published = as_published(views, cast or {})
+    published, ties = read({name: one.tensor for name, one in placed.items()}, cast or {})
     windows = {}
-    for name, view in views.items():
+    for name, view in published.views.items():
         one = placed[name]
         spec = TensorSpec(name, published.spec(name).dtype, tuple(one.shape))
         window = Slice(one.rows, one.columns).of(spec)
@@ -127,7 +129,7 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None) -> Shards:
                 tensor=name,
             )
         windows[name] = window
-    flat = {name: replace(view, spec=windows[name].local) for name, view in views.items()}
+    flat = {name: replace(view, spec=windows[name].local) for name, view in published.views.items()}
     partial = any(isinstance(value, Placed) or _is_dtensor(value) for value in source.values())
     return Shards(windows, replace(published, views=flat), ties, partial)
 

@@ -8,19 +8,24 @@ import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
-from pulsesync import digest
+from pulsesync import device, digest
+from pulsesync.bases import Difference, HostDifference, compare_tiles
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format.history import Remembered, digest_of
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import PartRef
+from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.patch import CodecName
 from pulsesync.model import Sum, Tile
 from pulsesync.parallel import spread
 from pulsesync.shards import Shards, ShardWeights, Windows
 from pulsesync.slices import Place, Slice, Slices, Window
 from pulsesync.state import State
+from pulsesync.tensors import Published, new_tensors
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Share:
     windows: Mapping[str, Window]  # of each tensor, the rectangle around them
     shards: Shards  # in which they lie
     places: Mapping[int, Place]  # where
+    keeper: "Keeper"  # of the base
 
     @property
     def slices(self) -> Slices:
@@ -41,6 +47,8 @@ class Share:
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if a rank's tensors are not what and where they were."""
+        if type(self.shards.published) is not type(shards.published):
+            raise StateError("the shards of a run stay on a GPU or in host memory: publish with a new publisher")
         before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -49,23 +57,65 @@ class Share:
                 tensor=name,
             )
 
-    def weights(self, shards: Shards) -> ShardWeights:
-        return ShardWeights(shards.published, self.places)
-
-    def copy(self, shards: Shards) -> State:
-        """A state of these tiles in memory of its own."""
-        specs = {name: window.local for name, window in self.windows.items()}
-        flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
+    @cached_property
+    def held(self) -> dict[int, Place]:
+        """Where they lie in tensors of their windows."""
         found = ((tile, self.windows[tile.tensor.name].place(tile)) for tile in self.tiles)
-        places = {tile.ordinal: place for tile, place in found if place}
-        source = self.weights(shards)
+        return {tile.ordinal: place for tile, place in found if place}
+
+
+class Keeper(Protocol):
+    """Where a rank keeps its tiles of the last version, to compare with."""
+
+    def copy(self, share: Share, shown: Any) -> State:
+        """A state of them as they are in shards, in memory of its own."""
+        ...
+
+    def tensors(self, share: Share, shown: Any) -> dict[str, Any]:
+        """Zeros for a subscriber to bring to a version."""
+        ...
+
+    def adopt(self, share: Share, state: State) -> State:
+        """The state of such tensors, to compare with."""
+        ...
+
+    def compare(self, share: Share, state: State, shown: Any, codec: CodecName, last: Manifest) -> Difference:
+        """How they differ in shards from the state, which is at the version last. Then the shards may change."""
+        ...
+
+
+class HostKeeper:
+    """Shards and base in host memory."""
+
+    def copy(self, share: Share, shown: Published) -> State:
+        specs = {name: window.local for name, window in share.windows.items()}
+        flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
+        source = ShardWeights(shown, share.places)
 
         def copy(job: tuple[Tile, int]) -> None:
             tile, number = job
-            places[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
+            share.held[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
 
-        spread(copy, [(tile, number) for tile in self.tiles for number in range(tile.block_count)])
-        return State(self.layout, flats, places=places)
+        spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
+        return State(share.layout, flats, places=share.held)
+
+    def tensors(self, share: Share, shown: Published) -> dict[str, Any]:
+        return new_tensors(window.local for window in share.windows.values())
+
+    def adopt(self, share: Share, state: State) -> State:
+        return state
+
+    def compare(self, share: Share, state: State, shown: Published, codec: CodecName, last: Manifest) -> HostDifference:
+        return compare_tiles(share.tiles, state, ShardWeights(shown, share.places), codec)
+
+
+def keeper_for(shards: Shards) -> Keeper:
+    """How the base of shards is kept: where they are."""
+    if isinstance(shards.published, Published):
+        return HostKeeper()
+    where = device.find({name: view.tensor for name, view in shards.published.views.items()})
+    keeper: Keeper = device.load("keeper").DeviceKeeper.on(where)
+    return keeper
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> Share:
@@ -82,7 +132,8 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
         place = shards.windows[tile.tensor.name].place(tile)
         assert place is not None
         places[tile.ordinal] = place
-    return Share(layout, tiles, windows, replace(shards, published=replace(shards.published, views={})), places)
+    kept = replace(shards, published=replace(shards.published, views={}))
+    return Share(layout, tiles, windows, kept, places, keeper_for(shards))
 
 
 def agreed(told: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:

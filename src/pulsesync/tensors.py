@@ -114,9 +114,10 @@ class Published:
         return bits if dtype is None else _cast(bits, dtype, view.of_torch)
 
 
-def as_published(views: Mapping[str, BitView], cast: Mapping[str, str]) -> Published:
-    """Tensors as they are published. Raises: ValueError, as `find_casts`."""
-    return Published(views, find_casts((view.spec for view in views.values()), cast))
+def read_published(source: Any, cast: Mapping[str, str]) -> tuple[Published, Mapping[str, str]]:
+    """A source in host memory as it is published, and its ties. Raises: as `view_bits` and `find_casts`."""
+    views, ties = view_bits(source)
+    return Published(views, find_casts((view.spec for view in views.values()), cast)), ties
 
 
 def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:

@@ -54,6 +54,7 @@ class Shown:
 
     views: Mapping[str, View]
     dtypes: Mapping[str, str]  # of tensors that are cast
+    places: Mapping[int, Tile] | None = None  # where tiles lie in the tensors, if not where they do in the base
 
     def spec(self, name: str) -> TensorSpec:
         spec = self.views[name].spec
@@ -77,16 +78,20 @@ class DeviceBases:
 
     def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Shown, Mapping[str, str]]:
         views, ties = view(source)
+        self.check_place(views)
+        return Shown(views, find_casts((v.spec for v in views.values()), cast)), ties
+
+    def check_place(self, views: Mapping[str, View]) -> None:
+        """Raises: StateError, if one is not on this device."""
         if away := next((v for v in views.values() if v.tensor.device != self.device), None):
             raise StateError(
                 f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self.device}", tensor=away.spec.name
             )
-        return Shown(views, find_casts((v.spec for v in views.values()), cast)), ties
 
     def tensors(self, layout: Layout, shown: Shown) -> dict[str, Any]:
         out = {}
         for spec in layout.tensors:
-            dtype = _torch_dtype(spec, shown)
+            dtype = torch_dtype(spec, shown)
             out[spec.name] = shown.cast(spec.name).clone().view(dtype).view(spec.shape)
         return out
 
@@ -126,7 +131,7 @@ class DeviceBases:
         return DeviceDifference(state, self._stream, runs, marks, launched)
 
 
-def _torch_dtype(spec: TensorSpec, shown: Shown) -> torch.dtype:
+def torch_dtype(spec: TensorSpec, shown: Shown) -> torch.dtype:
     if spec.name in shown.dtypes:
         found: torch.dtype = getattr(torch, CASTS[spec.dtype])
         return found
@@ -150,7 +155,8 @@ def _compare(pile: Pile, state: DeviceState, shown: Shown) -> tuple[Run, Marks]:
 def _compare_alike(pile: Pile, state: DeviceState, shown: Shown, cast: bool) -> tuple[Run, Marks]:
     names = dict.fromkeys(tile.tensor.name for tile in pile.tiles)
     flats = {name: shown.views[name].flat if cast else shown.cast(name) for name in names}
-    return find_changes(pile, pile.locate(state.flats), pile.locate(flats, itemsize=4 if cast else None), cast)
+    there = pile if shown.places is None else pile.elsewhere(shown.places)
+    return find_changes(pile, pile.locate(state.flats), there.locate(flats, itemsize=4 if cast else None), cast)
 
 
 @dataclass(frozen=True)

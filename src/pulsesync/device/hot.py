@@ -1,6 +1,6 @@
 """Hot weights on a device: marked, listed with the rows of the tables, and what is remembered of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,8 +48,12 @@ class Memories:
     def cuts(self, pile: Pile) -> NDArray[np.int64]:
         return np.array([self.cut(ordinal) for ordinal in pile.index], np.int64)
 
+    def counts(self, ordinals: Iterable[int]) -> dict[int, Remembered]:
+        """What the digest says of these tiles, as far as they are remembered."""
+        return {ordinal: self.tiles[ordinal].counted for ordinal in ordinals if ordinal in self.tiles}
+
     def digest(self) -> str:
-        return digest_of(self.index, {ordinal: tile.counted for ordinal, tile in self.tiles.items()})
+        return digest_of(self.index, self.counts(self.tiles))
 
     def to_bytes(self) -> bytes:
         return self.on_host().to_bytes()

@@ -63,7 +63,7 @@ def view(source: Any) -> tuple[dict[str, View], dict[str, str]]:
         if bits.numel() and not place[0]:  # DTensors and other wrappers
             raise StateError(
                 f"tensor {name!r} has no plain memory here: it is a {type(tensor).__name__}; publish what this rank "
-                "holds with ShardedPublisher, from host memory, or gather it first",
+                "holds with ShardedPublisher, or gather it first",
                 tensor=name,
             )
         if bits.numel() and place in seen:

@@ -164,12 +164,18 @@ class Pile:
         bases = addresses[tensor_of] + starts * wide
         copies = []
         for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
-            copies.append(_gathered(flats[self.places[i].tensor.name], self.places[i]).to(self.device))
+            lying = rectangle(flats[self.places[i].tensor.name], self.places[i])
+            copies.append(lying.clone(memory_format=torch.contiguous_format).view(-1).to(self.device))
             bases[i] = copies[-1].data_ptr()
         at = to_device(bases[self.tile_of] + self.host_begins * wide, self.device)
         if not copies:
             _keep(self._found, key, at)
         return Located(at, (*copies, *memory))
+
+    def elsewhere(self, places: Mapping[int, Tile]) -> "Pile":
+        """The same tiles as they lie in other tensors."""
+        others = [places[tile.ordinal] for tile in self.tiles]
+        return self if others == list(self.places) else Pile(self.tiles, others, self.device)
 
     def located(self, tiles: Sequence[torch.Tensor]) -> "Located":
         """The blocks of tiles that are each in memory of its own."""
@@ -226,11 +232,12 @@ def _in_words(tile: Tile) -> bool:
     return wide > 1 and tile.contiguous and tile.start * wide % 8 == 0
 
 
-def _gathered(flat: torch.Tensor, place: Tile) -> torch.Tensor:
+def rectangle(flat: torch.Tensor, place: Tile) -> torch.Tensor:
+    """The weights of a tile, in its tensor."""
     if place.contiguous:
-        return flat[place.start : place.start + place.size].clone()
+        return flat[place.start : place.start + place.size]
     rows = flat.view(place.tensor.rows, place.tensor.columns)[place.row : place.row + place.rows]
-    return rows[:, place.column : place.column + place.columns].contiguous().view(-1)
+    return rows[:, place.column : place.column + place.columns]
 
 
 def _geometry(tiles: Sequence[Tile], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

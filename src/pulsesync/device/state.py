@@ -23,7 +23,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.kernels import cuda
 from pulsesync.model import BLOCK, Bits, Sum, Tile
-from pulsesync.slices import Slices
+from pulsesync.slices import Place, Slices
 from pulsesync.state import Body, Snapshot, State, Transition, find_places
 from pulsesync.tensors import named
 
@@ -56,10 +56,11 @@ class DeviceState(State):
         flats: Mapping[str, torch.Tensor],
         copies: Mapping[str, Sequence[torch.Tensor]] | None = None,
         slices: Slices | None = None,
+        places: Mapping[int, Place] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.device = device or next(iter(flats.values())).device
-        places = find_places(layout, slices or {})
+        places = find_places(layout, slices or {}) if places is None else places
         if cut := next((place for place in places.values() if not place.whole), None):
             name = cut.tile.tensor.name
             raise StateError(

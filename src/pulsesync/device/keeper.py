@@ -1,0 +1,75 @@
+"""A rank's own tiles of a model whose shards are on a GPU: copied, rebuilt and compared there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from pulsesync.device.base import DeviceBases, DeviceDifference, Shown, torch_dtype
+from pulsesync.device.pile import rectangle
+from pulsesync.device.state import DeviceState
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest
+from pulsesync.format.patch import CodecName
+from pulsesync.model import Tile
+from pulsesync.slices import Place, Window
+from pulsesync.state import State
+
+
+class Share(Protocol):
+    """As `shares.Share`."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def tiles(self) -> Sequence[Tile]: ...
+    @property
+    def windows(self) -> Mapping[str, Window]: ...
+    @property
+    def places(self) -> Mapping[int, Place]: ...
+    @property
+    def held(self) -> Mapping[int, Place]: ...
+
+
+@dataclass(frozen=True)
+class DeviceKeeper:
+    """Keeps the base of a share on a device."""
+
+    bases: DeviceBases
+
+    @classmethod
+    def on(cls, device: torch.device) -> "DeviceKeeper":
+        return cls(DeviceBases(device, "device"))
+
+    def copy(self, share: Share, shown: Shown) -> State:
+        flats = {}
+        for name, window in share.windows.items():
+            source = shown.cast(name)
+            flats[name] = torch.zeros(window.local.size, dtype=source.dtype, device=self.bases.device)
+            for tile in share.tiles:
+                if tile.tensor.name == name:
+                    mine = rectangle(flats[name], share.held[tile.ordinal].tile)
+                    mine.copy_(rectangle(source, share.places[tile.ordinal].tile).reshape(mine.shape))
+        return self._state(share, flats)
+
+    def tensors(self, share: Share, shown: Shown) -> dict[str, Any]:
+        specs = [window.local for window in share.windows.values()]
+        return {
+            spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec, shown), device=self.bases.device)
+            for spec in specs
+        }
+
+    def adopt(self, share: Share, state: State) -> State:
+        assert isinstance(state, DeviceState)
+        kept = self._state(share, state.flats)
+        kept.history = state.history
+        return kept
+
+    def _state(self, share: Share, flats: Mapping[str, torch.Tensor]) -> DeviceState:
+        return DeviceState(share.layout, flats, places=share.held, device=self.bases.device)
+
+    def compare(self, share: Share, state: State, shown: Shown, codec: CodecName, last: Manifest) -> DeviceDifference:
+        self.bases.check_place(shown.views)
+        places = {ordinal: place.tile for ordinal, place in share.places.items()}
+        return self.bases.compare(state, replace(shown, places=places), codec, last)
