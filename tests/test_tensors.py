@@ -7,7 +7,7 @@ import pytest
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.model import BLOCK, DTYPES, TensorSpec
-from pulsesync.tensors import as_published, new_tensors, view_bits
+from pulsesync.tensors import new_tensors, read_published, view_bits
 from pulsesync.testing import random_bits
 
 torch = pytest.importorskip("torch")
@@ -208,8 +208,7 @@ CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E
 
 def blocks_of(source: Any, cast: str, grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())) -> Any:
     """A matrix as it is published, put together again from the blocks of its tiles."""
-    views, _ = view_bits({"w": source})
-    published = as_published(views, {"*": cast})
+    published, _ = read_published({"w": source}, {"*": cast})
     spec = published.spec("w")
     out = np.zeros(spec.size, spec.kind.bits)
     for tile in layouts.make([TensorSpec("w", spec.dtype, spec.shape, *grid)]).tiles:
@@ -250,20 +249,20 @@ def test_nan_stays_nan_and_infinity_infinity() -> None:
 
 def test_what_is_not_fp32_is_never_cast() -> None:
     for array in (np.ones(3, np.float64), np.ones(3, np.float16), np.ones(3, np.int32)):
-        assert as_published(view_bits({"w": array})[0], {"*": "BF16"}).dtypes == {}
+        assert read_published({"w": array}, {"*": "BF16"})[0].dtypes == {}
 
 
 def test_the_first_pattern_that_fits_says_what_a_tensor_is_cast_to() -> None:
-    views, _ = view_bits({name: np.ones(3, np.float32) for name in ("a.norm", "a.weight", "b")})
-    published = as_published(views, {"*.norm": "", "a.*": "F16", "*": "BF16"})
+    source = {name: np.ones(3, np.float32) for name in ("a.norm", "a.weight", "b")}
+    published, _ = read_published(source, {"*.norm": "", "a.*": "F16", "*": "BF16"})
     assert published.dtypes == {"a.weight": "F16", "b": "BF16"}
-    assert [published.spec(name).dtype for name in views] == ["F32", "F16", "BF16"]
+    assert [published.spec(name).dtype for name in source] == ["F32", "F16", "BF16"]
 
 
 @pytest.mark.parametrize("dtype", ["F32", "bfloat16", "INT4"])
 def test_what_fp32_is_not_cast_to_is_refused(dtype: str) -> None:
     with pytest.raises(ValueError, match=dtype):
-        as_published({}, {"*": dtype})
+        read_published({}, {"*": dtype})
 
 
 def test_new_tensors_are_zeros_that_view_as_what_was_asked_for() -> None:

@@ -90,14 +90,14 @@ class HostKeeper:
     def copy(self, share: Share, shown: Published) -> State:
         specs = {name: window.local for name, window in share.windows.items()}
         flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
-        source = ShardWeights(shown, share.places)
+        source, held = ShardWeights(shown, share.places), share.held
 
         def copy(job: tuple[Tile, int]) -> None:
             tile, number = job
-            share.held[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
+            held[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
 
         spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
-        return State(share.layout, flats, places=share.held)
+        return State(share.layout, flats, places=held)
 
     def tensors(self, share: Share, shown: Published) -> dict[str, Any]:
         return new_tensors(window.local for window in share.windows.values())

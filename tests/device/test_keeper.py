@@ -36,8 +36,20 @@ def by_both(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     return out
 
 
+def by_leftovers(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The first rank holds some columns, the second all: its own begin elsewhere there than where it keeps them."""
+    a = weights["a"]
+    return {**weights, "a": Placed(a[:, :5], tuple(a.shape), columns=(0, 5))} if rank == 0 else dict(weights)
+
+
+def all_of_it(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Everything, on every rank; the first owns it."""
+    return dict(weights)
+
+
 @pytest.mark.parametrize(
-    ("split", "codec", "versions"), [(by_rows, "history", 3), (by_columns, "context", 2), (by_both, "gap", 2)]
+    ("split", "codec", "versions"),
+    [(by_rows, "history", 3), (by_columns, "context", 2), (by_both, "gap", 2), (by_leftovers, "context", 2)],
 )
 def test_a_version_of_all_ranks_is_that_from_host_memory(
     split: Callable[..., dict[str, Any]], codec: CodecName, versions: int, device: str, many_lanes: None
@@ -57,18 +69,19 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
     assert equal(held, states[-1])
 
 
+@pytest.mark.parametrize("split", [by_rows, all_of_it])
 def test_a_run_is_taken_up_goes_on_without_a_change_and_has_anchors(
-    device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+    split: Callable[..., dict[str, Any]], device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "EPOCH_PATCHES", 2)
     store, weights = MemoryStore(), model(device)
     options: dict[str, Any] = {"codec": "history", "cast": "BF16", "anchor_every": 0.0}
     with on(device):
-        group = Group(store, 2, by_rows, timeout_s=60, **options)
+        group = Group(store, 2, split, timeout_s=60, **options)
         for step in range(2):
             group.publish(weights, step=step)
             train_(weights, step)
-        group = Group(store, 2, by_rows, timeout_s=60, **options)
+        group = Group(store, 2, split, timeout_s=60, **options)
         assert group.publish(weights, step=2).changed
         assert [pub.version for pub in group.pubs] == [2, 2]
         assert group.publish(weights, step=3).changed == 0

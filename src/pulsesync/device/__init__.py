@@ -21,6 +21,8 @@ _forced: list[bool] = []
 def find(source: Any) -> "torch.device | None":
     """The GPU on which the tensors of a module, state dict or mapping are; None where they are in host memory.
 
+    Those without weights count only where no other has any: ranks that hold nothing have them wherever torch puts them.
+
     Raises:
         StateError: some are on one device and some on another.
     """
@@ -30,13 +32,14 @@ def find(source: Any) -> "torch.device | None":
     if not isinstance(source, Mapping):
         source = source.state_dict() if hasattr(source, "state_dict") else {}
     first: tuple[str, Any] | None = None
+    empty = True  # so far
     for name, tensor in source.items():
         where = getattr(tensor, "device", None) if isinstance(tensor, library.Tensor) else None
         if where is None:
             continue  # no tensor: whoever reads the source says so
-        if first is None:
-            first = name, where
-        elif where != first[1]:
+        if first is None or (empty and tensor.numel()):
+            first, empty = (name, where), not tensor.numel()
+        elif where != first[1] and tensor.numel():
             raise StateError(
                 f"tensor {name!r} is on {where} and {first[0]!r} on {first[1]}: a state is on one device; bring them "
                 "together, or publish them as two runs",

@@ -82,8 +82,8 @@ class DeviceBases:
         return Shown(views, find_casts((v.spec for v in views.values()), cast)), ties
 
     def check_place(self, views: Mapping[str, View]) -> None:
-        """Raises: StateError, if one is not on this device."""
-        if away := next((v for v in views.values() if v.tensor.device != self.device), None):
+        """Raises: StateError, if one that has weights is not on this device."""
+        if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self.device), None):
             raise StateError(
                 f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self.device}", tensor=away.spec.name
             )

@@ -43,14 +43,16 @@ class DeviceKeeper:
         return cls(DeviceBases(device, "device"))
 
     def copy(self, share: Share, shown: Shown) -> State:
+        tiles: dict[str, list[Tile]] = {}
+        for tile in share.tiles:
+            tiles.setdefault(tile.tensor.name, []).append(tile)
         flats = {}
         for name, window in share.windows.items():
             source = shown.cast(name)
             flats[name] = torch.zeros(window.local.size, dtype=source.dtype, device=self.bases.device)
-            for tile in share.tiles:
-                if tile.tensor.name == name:
-                    mine = rectangle(flats[name], share.held[tile.ordinal].tile)
-                    mine.copy_(rectangle(source, share.places[tile.ordinal].tile).reshape(mine.shape))
+            for tile in tiles[name]:
+                mine = rectangle(flats[name], share.held[tile.ordinal].tile)
+                mine.copy_(rectangle(source, share.places[tile.ordinal].tile).reshape(mine.shape))
         return self._state(share, flats)
 
     def tensors(self, share: Share, shown: Shown) -> dict[str, Any]:
@@ -61,12 +63,11 @@ class DeviceKeeper:
         }
 
     def adopt(self, share: Share, state: State) -> State:
-        assert isinstance(state, DeviceState)
-        kept = self._state(share, state.flats)
+        kept = self._state(share, state.flats)  # of a rank that owns nothing, the state is the host's
         kept.history = state.history
         return kept
 
-    def _state(self, share: Share, flats: Mapping[str, torch.Tensor]) -> DeviceState:
+    def _state(self, share: Share, flats: Mapping[str, Any]) -> DeviceState:
         return DeviceState(share.layout, flats, places=share.held, device=self.bases.device)
 
     def compare(self, share: Share, state: State, shown: Shown, codec: CodecName, last: Manifest) -> DeviceDifference:
