@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,26 @@ def test_trainers_listen_where_systems_do_not_put_others() -> None:
     if lowest <= PORTS[0]:
         pytest.skip(f"this system hands out ports from {lowest} on")
     assert all(PORTS[0] <= _free_ports(3) < lowest - 3 for _ in range(20))
+
+
+BUSY = """
+import sys, threading, time
+import torch
+from pulsesync.rl.process import leave
+
+def answer():
+    weights = torch.ones(300, 300)
+    while True:
+        (weights @ weights).sum()
+
+for _ in range(4):
+    threading.Thread(target=answer, daemon=True).start()
+time.sleep(0.05)
+print("done")
+leave(0)
+"""
+
+
+def test_a_process_ends_well_while_its_threads_are_in_torch() -> None:
+    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -49,5 +50,15 @@ def main() -> int:
     return 0
 
 
+def leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    Threads that still answer somebody may be inside torch, and where the interpreter ends them there, they abort it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
