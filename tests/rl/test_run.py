@@ -69,7 +69,7 @@ def test_trainers_listen_where_systems_do_not_put_others() -> None:
 
 
 BUSY = """
-import sys, threading, time
+import threading, time
 import torch
 from pulsesync.rl.process import leave
 

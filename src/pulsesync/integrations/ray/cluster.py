@@ -7,7 +7,7 @@ from typing import Any
 from pulsesync.errors import PulseError
 
 NAMESPACE = "pulsesync"  # of all named actors here: any job of the cluster finds them
-SLACK_S = 30.0  # beyond what an actor was told to wait, until it is taken to be lost: on a busy host it starts in ten
+SLACK_S = 10.0  # beyond what an actor was told to wait, until it is taken to be lost
 
 
 def ray(part: str = "") -> Any:
