@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
+from pulsesync.device import encode
 from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
+from pulsesync.format.tables import Contexts
 from pulsesync.model import Codec, TensorSpec
+from tests.device.launches import counted
 from tests.device.pairs import Pair, codecs_of, small, to_bits, trained
 from tests.helpers import FLOATS, same
 
@@ -94,6 +98,20 @@ def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: s
     assert bytes(part.data) == bytes(data)
     pair.state.commit(transition)
     assert pair.state.recount() == record.digest
+
+
+def test_tables_of_any_size_are_counted_by_the_kernels_of_the_first_two_patches(device: str) -> None:
+    rows = torch.tensor([0, 1, 1], dtype=torch.int16, device=device)
+    symbols = torch.tensor([0, 3, 0], dtype=torch.uint8, device=device)
+    with counted() as compiled:
+        for ages in (1, 2, 8, 32):  # the number of the patch in its epoch
+            for classes in (5, 24):
+                counts = encode._count(rows, symbols, Contexts(0, classes, ages, 38)).reshape(classes * ages, -1)
+                assert counts[0, 0] == counts[1, 0] == counts[1, 3] == 1
+                assert counts.sum() == 3
+            if ages == 2:
+                early = len(compiled)
+    assert compiled[early:] == []
 
 
 @pytest.mark.gpu

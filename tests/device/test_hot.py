@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 
-from pulsesync.device.hot import Memories, mark_hot
+from pulsesync.device.hot import Memories, list_hot, mark_hot
 from pulsesync.device.memory import to_host
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History
+from pulsesync.format.tables import Contexts
 from pulsesync.kernels import spec
 from pulsesync.model import TensorSpec
+from tests.device.launches import counted
 from tests.device.pairs import Pair, place, small, to_flats, trained
 
 SPECS = (TensorSpec("a", "BF16", (10, 8), row_cuts=(5,)), TensorSpec("b", "F32", (40,)))
@@ -63,3 +66,16 @@ def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair
     cuts = np.array([pair.state.history.cut(tile.ordinal) for tile in pile.tiles])
     with pytest.raises(VerificationError, match="somebody else"):
         mark_hot(pile, pile.locate(flats), cuts, pair.state.history)
+
+
+def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(pair: Pair) -> None:
+    """What is tracked, and whether changes are counted, depends on the data: neither may cause a compilation."""
+    pile, history = pair.state.piles["BF16"], pair.state.history
+    weights, cuts = pile.locate(pair.state.flats), history.cuts(pile)
+    everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
+    with counted() as compiled:
+        for memories in (Memories(history.index), history):
+            hot = mark_hot(pile, weights, cuts, memories)
+            mark_hot(pile, weights, cuts, memories, changed=hot.bitmap)
+            list_hot(hot, weights, everywhere, Contexts(0, 24, 3, 38), places=True)
+    assert sorted(one.kernel for one in compiled) == ["list_hot", "mark_hot"]

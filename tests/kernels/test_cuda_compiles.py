@@ -15,11 +15,11 @@ ARGUMENTS = {
     "compare": "*i64 *i64 *i64 *i32 *i64 *u32 *i32",
     "collect": "*i64 *i64 *i32 *i64 *u32 *i64 *u32 bits bits",
     "count_classes": "bits *i64 *i64 *i64 *i32 *i64 *i64",
-    "mark_hot": "*i64 *i64 *i32 *i64 *i32 *i32 *i32 *u32 *u32 *u32 *i32 *i32 *i32",
+    "mark_hot": "*i64 *i64 *i32 *i64 *i32 *i32 *i32 *u32 *u32 *u32 *i32 *i32 *i32 i32",
     "list_hot": "*i64 *i32 *i64 *i32 *u32 *u32 *i64 *i64 *u8 *i32 *u16 *u32",
     "decide": "*i32 *i64 *u32 *u32 *i64 bits bits *i64 *i64 *u16 *u8 *u32 *i64 *i64",
-    "count_rows": "*u16 i32 *i64",
-    "count_symbols": "*u16 *u8 i32 *i32 i32",
+    "count_rows": "*u16 i64 *i64",
+    "count_symbols": "*u16 *u8 i64 *i32 i32 i32",
     "encode": "*u16 *u8 *u32 *i64 *i64 *i32 *u16 *i64 *u16 *i64",
     "pack": "*u16 *i64 *i64 *i64 *u8",
     "decode": "*u16 *i64 *i32 *i64 *i64 *u16 *u16 i32 *i64 *u32 *u8 *u32 *i32",
@@ -28,15 +28,14 @@ ARGUMENTS = {
     "count_marks": "*u32 *i32",
     "remember": "*u32 *u32 *u32 *u32 *i64 *i64 *u8 i32 *u8",
     "apply": "*i64 *i32 *i64 *i64 *i64 *i64 *i64 *u32 bits",
-    "gather": "*i64 i32 bits",
+    "gather": "*i64 i64 bits",
     "digest_change": "*i32 *i64 *i64 *i64 *i64 *i64 *u32 bits bits *u32 *i64",
     "digest_bytes": "*u8 *i64 *i64 *i32 *u32 *i64",
     "recount": "*i64 *i64 *i64 *i32 *u32 *i64",
     "recount_any": "*i64 *i64 *i32 *i64 *i64 *i64 *i64 *u32 *i64",
 }
 CONSTANTS = {
-    "PERIOD": 1021, "RUN": 16, "SPAN": 1024, "CHANGES": True, "PLACES": True, "BINS": 32, "PER": 64,
-    "BITS": 6, "COPIES": 16,
+    "PERIOD": 1021, "RUN": 16, "SPAN": 1024, "PLACES": True, "BINS": 32, "PER": 64, "BITS": 6,
 }  # fmt: skip
 SHIFTS = {1: 3, 2: 7, 4: 23, 8: 0}
 ANY_SIZE = {"compare", "collect", "apply", "gather", "digest_change", "recount_any"}  # weights of 8 bytes are not coded

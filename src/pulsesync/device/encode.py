@@ -126,15 +126,15 @@ def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts)
     device, total = rows.device, rows.numel()
     shape = (contexts.classes * contexts.ages, 1 << contexts.bits)
     copies = max(1, min(256, COPIES // (shape[0] * shape[1])))
-    bins = 32 if shape[0] <= 32 else max(1024, 1 << (shape[0] - 1).bit_length())  # few kinds, each compiled once
+    # BINS is compiled in: 32 for the first patch of an epoch, 1,024 for all others, so that nothing is compiled later.
+    bins = 32 if contexts.ages == 1 else max(1024, 1 << (shape[0] - 1).bit_length())
     of_rows = torch.zeros(bins, dtype=torch.int64, device=device)
     of_symbols = torch.zeros((copies, *shape), dtype=torch.int32, device=device)
     if total:
         per, span = 16, 4096
         cuda.count_rows[(-(-total // (per * span)),)](unsigned(rows), total, of_rows, BINS=bins, SPAN=span, PER=per)
         cuda.count_symbols[(-(-total // span),)](
-            unsigned(rows), symbols, total, of_symbols, shape[0] * shape[1], BITS=contexts.bits, COPIES=copies,
-            SPAN=span,
+            unsigned(rows), symbols, total, of_symbols, shape[0] * shape[1], copies, BITS=contexts.bits, SPAN=span
         )  # fmt: skip
     every, changed = to_host(of_rows, of_symbols.sum(dim=0, dtype=torch.int64))
     counts = changed.copy()

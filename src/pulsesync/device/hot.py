@@ -109,7 +109,9 @@ def mark_hot(
     """
     device, words = pile.device, pile.chunks * WORDS
     tracked = np.where(cuts, memories.cuts(pile), 0)
-    history, changes = bool(tracked.any()), changed is not None
+    # Compiled in, so it follows the position in the epoch alone: the first patch has none, and every other patch has
+    # one, even if nothing is tracked in it.
+    history = memories.index > 0
     bitmap = empty(words, torch.int32, device)
     known = empty(words, torch.int32, device) if history else bitmap
     hots, knowns, hot_changes = (empty(pile.chunks, torch.int32, device) for _ in range(3))
@@ -117,18 +119,19 @@ def mark_hot(
         weights.at, pile.sizes, pile.chunk_block, pile.first_chunk, pile.block_tile,
         to_stream(cuts.astype(np.int32), device), to_stream(tracked.astype(np.int32), device),
         unsigned(bitmap if changed is None else changed), unsigned(bitmap), unsigned(known), hots, knowns, hot_changes,
-        ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history, CHANGES=changes,
+        int(changed is not None), ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history,
     )  # fmt: skip
     known_at, last = hots, torch.zeros(1, dtype=torch.uint8, device=device)
     if history:
         known_at = scan(knowns)
         remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
         sizes = np.zeros(pile.blocks, np.int64)
-        sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+        if remembered:
+            sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+            last = _joined(remembered)
         (found,) = to_host(known_at[pile.first_chunk].diff())
         if (found != sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
-        last = _joined(remembered)
     return Hot(pile, cuts, bitmap, hots, known, known_at, last, hot_changes)
 
 

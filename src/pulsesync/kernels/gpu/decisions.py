@@ -45,8 +45,9 @@ def decide(
         n -= some.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["total"])  # which is another in every patch: none is worth a compilation
-def count_rows(rows, total, counts, BINS: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr):
+# Counts differ in every patch: no value is worth a compilation, and neither is the step from 32 bits to 64.
+@triton.jit(do_not_specialize=["total"])
+def count_rows(rows, total: tl.int64, counts, BINS: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr):
     """How many decisions each row of the tables has."""
     begin = tl.program_id(0).to(tl.int64) * SPAN * PER
     found = tl.zeros([BINS], tl.int32)
@@ -57,13 +58,13 @@ def count_rows(rows, total, counts, BINS: tl.constexpr, SPAN: tl.constexpr, PER:
     tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0)
 
 
-@triton.jit(do_not_specialize=["total", "places"])
+@triton.jit(do_not_specialize=["total", "places", "copies"])
 def count_symbols(
-    rows, symbols, total, counts, places, BITS: tl.constexpr, COPIES: tl.constexpr, SPAN: tl.constexpr
+    rows, symbols, total: tl.int64, counts, places, copies, BITS: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
     """Of decisions that are changes: how many each symbol of each row has. Counted in copies, which are then added."""
     pid = tl.program_id(0).to(tl.int64)
-    mine = counts + (pid % COPIES) * places
+    mine = counts + (pid % copies) * places
     j = pid * SPAN + tl.arange(0, SPAN)
     s = tl.load(symbols + j, mask=j < total, other=0).to(tl.int32)
     r = tl.load(rows + j, mask=s > 0, other=0).to(tl.int32) & ROW

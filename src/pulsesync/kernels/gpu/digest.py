@@ -43,7 +43,7 @@ def apply(
 
 
 @triton.jit(do_not_specialize=["total"])
-def gather(addresses, total, out, ITEM: tl.constexpr, SPAN: tl.constexpr):
+def gather(addresses, total: tl.int64, out, ITEM: tl.constexpr, SPAN: tl.constexpr):
     """Read single weights."""
     j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     at = tl.load(addresses + j, mask=j < total, other=0)

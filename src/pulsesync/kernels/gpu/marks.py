@@ -100,10 +100,10 @@ def count_classes(
     tl.atomic_add(sampled + tile * 256 + bins, seen.to(tl.int64), mask=seen > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["changes"])  # the data decides whether they are counted in every patch
 def mark_hot(
     old_at, sizes, chunk_block, first_chunk, block_tile, cuts, tracked, bitmap, hot_map, known_map, hots, knowns,
-    hot_changes, ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, CHANGES: tl.constexpr,
+    hot_changes, changes, ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
     """Mark the weights below the cut, and with a history those that it knows; count them, and the hot changes."""
     c = tl.program_id(0).to(tl.int64)
@@ -119,7 +119,7 @@ def mark_hot(
         known = inside(below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM), count)
         tl.store(known_map + c * ROWS + row, known)
         tl.store(knowns + c, tl.sum(popcount(known)))
-    if CHANGES:
+    if changes != 0:
         tl.store(hot_changes + c, tl.sum(popcount(hot & tl.load(bitmap + c * ROWS + row))))
 
 

@@ -1,0 +1,144 @@
+"""A run compiles its kernels in its first three versions, and none after that, however much changes.
+
+Versions 0, 1 and 2 are an anchor, the first patch of an epoch, which has no history, and the second, which has one.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pulsesync import Publisher, Subscriber, chain
+from pulsesync.bases import Keep
+from pulsesync.device import encode
+from pulsesync.kernels import cuda
+from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
+from pulsesync.store import MemoryStore
+from tests.device.launches import Compiled, counted, key_of
+from tests.device.test_base import Model, equal, on
+
+DENSITIES = [0.0005 * 400 ** (step * 5 % 8 / 7) for step in range(8)]  # from 0.05 % to 20 %, up and down
+INTEGERS = {2: torch.int16, 4: torch.int32}
+APART = 16  # from one small weight to the next: the interpreter's time follows how many a word of 32 has
+
+
+class Trainer:
+    """Tensors whose small weights, of 24 magnitudes, change; of the large ones one does in each step."""
+
+    def __init__(self, device: str, shapes: list[tuple[torch.dtype, int]]) -> None:
+        self.step, self.generator = 0, torch.Generator().manual_seed(1)
+        self.weights: Model = {}
+        for number, (dtype, size) in enumerate(shapes):
+            weights, small = torch.ones(size), self._small(size)
+            weights[small] = torch.exp2(torch.randint(-24, 0, small.shape, generator=self.generator))
+            self.weights[str(number)] = weights.to(dtype).to(device)
+
+    @staticmethod
+    def _small(size: int) -> torch.Tensor:
+        """Where they are: outside the samples that decide which magnitudes are tracked."""
+        where = torch.arange(0, size, APART)
+        return where[where % SAMPLE_PERIOD >= SAMPLE_RUN]
+
+    def train_(self) -> None:
+        """Move weights by a few units in the last place, in place."""
+        density = DENSITIES[self.step % len(DENSITIES)]
+        for weights in self.weights.values():
+            bits, small = weights.view(INTEGERS[weights.element_size()]), self._small(weights.numel())
+            count = max(1, round(density * bits.numel()))
+            chosen = small[torch.randperm(small.numel(), generator=self.generator)[:count]]
+            bits[chosen.to(bits.device)] += 1 + self.step % 3
+            bits[self.step % SAMPLE_RUN] += 1
+        self.step += 1
+
+
+@pytest.fixture
+def compiled(device: str) -> Iterator[list[Compiled]]:
+    with on(device), counted() as found:
+        yield found
+
+
+def late(make: Callable[[], None], versions: int, compiled: list[Compiled]) -> list[tuple[int, Compiled]]:
+    """Make versions; return what is compiled after the third, and in which version."""
+    found = []
+    for version in range(versions):
+        before = len(compiled)
+        make()
+        found += [(version, one) for one in compiled[before:]]
+    return [(version, one) for version, one in found if version > 2]
+
+
+def follow(trainer: Trainer, epochs: int, compiled: list[Compiled]) -> list[tuple[int, Compiled]]:
+    """Publish epochs, and have a worker follow; return what is compiled late."""
+    store = MemoryStore()
+    subscriber = Subscriber(store)
+    worker = {name: torch.zeros_like(weights) for name, weights in trainer.weights.items()}
+    with Publisher(store, codec="history") as publisher:
+
+        def make() -> None:
+            publisher.publish(trainer.weights)
+            subscriber.sync(worker)
+            assert equal(worker, trainer.weights)
+            trainer.train_()
+
+        return late(make, 1 + epochs * chain.EPOCH_PATCHES, compiled)
+
+
+# Ten seconds: the interpreter takes half a second for each end of a version, and it takes two epochs of four patches.
+@pytest.mark.slow
+def test_neither_end_compiles_after_the_third_version(
+    device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 4)
+    monkeypatch.setattr(encode, "COPIES", 1 << 15)  # so that the number of copies falls from the first patch on
+    trainer = Trainer(device, [(torch.bfloat16, 1000)])
+    assert follow(trainer, 2, compiled) == []
+    assert {one.kernel for one in compiled} == set(cuda.__all__)
+
+
+# Four seconds each: two epochs of three patches in the interpreter.
+@pytest.mark.parametrize(("keep", "dtype"), [("host", torch.float32), ("hook", torch.bfloat16)])
+def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_is(
+    keep: Keep,
+    dtype: torch.dtype,
+    device: str,
+    compiled: list[Compiled],
+    many_lanes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 3)
+    monkeypatch.setattr(encode, "COPIES", 1 << 15)
+    trainer = Trainer(device, [(dtype, 500), (dtype, 100)])
+    old: list[Model | None] = [None]
+    with Publisher(MemoryStore(), codec="history", keep=keep) as publisher:
+
+        def make() -> None:
+            publisher.publish(trainer.weights, old=old[0])
+            if keep == "hook":
+                old[0] = {name: weights.clone() for name, weights in trainer.weights.items()}
+            trainer.train_()
+
+        assert late(make, 7, compiled) == []
+    assert {one.kernel for one in compiled} >= {"compare", "count_symbols", "encode", "remember"}
+
+
+def test_a_count_that_outgrows_32_bits_needs_no_other_kernel() -> None:
+    rows, symbols, counts = (torch.zeros(4, dtype=dtype) for dtype in (torch.uint16, torch.uint8, torch.int64))
+    for kernel, before, after, constants in (
+        (cuda.count_rows, [rows], [counts], {"BINS": 32, "SPAN": 1024, "PER": 16}),
+        (cuda.count_symbols, [rows, symbols], [counts, 64, 16], {"BITS": 6, "SPAN": 1024}),
+        (cuda.gather, [counts], [rows], {"ITEM": 2, "SPAN": 1024}),
+    ):
+        assert len({key_of(kernel, *before, total, *after, **constants) for total in (1, 16, 17, 1 << 31)}) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_a_gpu_compiles_nothing_after_the_third_version_of_two_epochs(
+    device: str, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With full epochs, several dtypes, and nothing in Triton's cache on disk."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shapes = [(torch.bfloat16, 3_000_000), (torch.bfloat16, 5000), (torch.float32, 300_000), (torch.float16, 70_000)]
+    assert follow(Trainer(device, shapes), 2, compiled) == []
+    assert {one.kernel for one in compiled} == set(cuda.__all__)
