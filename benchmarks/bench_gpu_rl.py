@@ -43,6 +43,7 @@ from pulsesync.rl import grpo
 from pulsesync.rl.language import LanguageModel, transformers
 
 SHARED_MEMORY = Path("/dev/shm")
+COMPILED: list[str] = []  # names of the kernels that Triton compiled or loaded from its cache, by its own hook
 LESSONS = 300  # for --tiny: random weights never guess a sum, and what is never right teaches nothing
 
 
@@ -219,12 +220,15 @@ class Training:
 
     def block(self, arm: Arm, steps: int) -> tuple[list[Step], float]:
         """Some steps with one arm, checked at their end; what the check took is told beside them."""
+        before = len(COMPILED)
         arm.catch_up(self.number)
         if self.game.device.type == "cuda":
             torch.cuda.synchronize()
         taken = [self.step(arm) for _ in range(arm.lead + steps)][arm.lead :]
         checked_s = arm.check()
         tell(f"{arm.name}: {taken[-1].number} steps, reward {taken[-1].reward:.3f}, {taken[-1].total_s:.3f} s a step")
+        if encoded := [f"{1e3 * step.published['encode_s']:.0f}" for step in taken if step.published]:
+            tell(f"    encoded in {' '.join(encoded)} ms; Triton compiled {len(COMPILED) - before} kernels")
         return taken, checked_s
 
 
@@ -263,8 +267,8 @@ def run(options: argparse.Namespace, folder: str, store: str) -> Measured:
 # -- a small model ---------------------------------------------------------------------------------------------------
 
 
-def make_tiny(folder: str) -> None:
-    """A Llama of 100,000 random weights with tied embeddings, and a tokenizer that takes letter by letter."""
+def make_tiny(folder: str, width: int, layers: int) -> None:
+    """A Llama of random weights with tied embeddings, and a tokenizer that takes letter by letter."""
     import tokenizers
 
     marks = ["<end>", "<pad>", "<sys>", "<user>", "<bot>", "<unk>"]
@@ -278,9 +282,9 @@ def make_tiny(folder: str) -> None:
         tokenizer_object=letters, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=template
     ).save_pretrained(folder)  # fmt: skip
     config = transformers().LlamaConfig(
-        vocab_size=len(symbols), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=symbols["<end>"], pad_token_id=symbols["<pad>"],
+        vocab_size=len(symbols), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 16, num_key_value_heads=width // 32, max_position_embeddings=128,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=symbols["<end>"], pad_token_id=symbols["<pad>"],
     )  # fmt: skip
     torch.manual_seed(0)
     transformers().LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -288,13 +292,20 @@ def make_tiny(folder: str) -> None:
 
 def teach(game: LanguageModel, policy: nn.Module) -> None:
     """Show random weights what answers look like, until some are right."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
+    lr = 3e-3 * 64 / policy.config.hidden_size  # wide models learn at smaller steps
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     for lesson in range(LESSONS):
         shown = game.show(2, lesson)
         game.climb(policy, optimizer, shown, shown.rewards, lambda now, then, better: now * better)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
+
+
+def count_compilations() -> None:
+    from triton import knobs
+
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: COMPILED.append(fn.name)
 
 
 def tell(line: str) -> None:
@@ -306,6 +317,8 @@ def parse() -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint")
     model.add_argument("--tiny", action="store_true", help="a small one, made for the purpose")
+    parser.add_argument("--width", type=int, default=64, help="of --tiny, a multiple of 32")
+    parser.add_argument("--layers", type=int, default=2, help="of --tiny: 64 wide and 2 deep it has 100,000 weights")
     parser.add_argument("--steps", type=int, default=30, help="of each arm")
     parser.add_argument("--warm", type=int, default=5, help="steps of each arm that are not counted")
     parser.add_argument("--block", type=int, default=5, help="steps that an arm takes in turn")
@@ -329,6 +342,8 @@ def main() -> None:
     options.command = f"python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}"
     origin = provenance("torch", "transformers", "triton")
     cuda = options.device == "cuda"
+    if cuda:
+        count_compilations()
     origin["machine"]["device"] = torch.cuda.get_device_name() if cuda else "no GPU"
     with ExitStack() as stack:
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -336,7 +351,7 @@ def main() -> None:
         folder = options.model or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-tiny-"))
         if options.tiny:
             torch.set_num_threads(1)  # two that share a core with others wait for each other at every small operation
-            make_tiny(folder)
+            make_tiny(folder, options.width, options.layers)
         found = run(options, folder, store)
     asked = {name: value for name, value in vars(options).items() if name not in ("json", "store", "model")}
     fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}
