@@ -80,6 +80,42 @@ def test_what_makes_no_sense_is_one_line_and_exit_code_2(arguments: list[str]) -
     assert commands.pulse(*arguments).refused(2, "")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["log", "{run}", "--trust", ""], ["verify", "{run}", "--trust", ""], ["verify", "{run}", "--trust="],
+        ["inspect", "{run}", "--trust", " "], ["publish", "x", "{run}", "--key", ""], ["squash", "{run}", "--key="],
+        ["squash", "{run}", "--cache", ""], ["log", ""],
+    ],
+)  # fmt: skip
+def test_an_option_that_is_given_but_empty_is_exit_code_2(run: Path, arguments: list[str]) -> None:
+    done = commands.pulse(*(argument.format(run=run) for argument in arguments))
+    named = next((argument.rstrip("=") for argument in arguments if argument.startswith("--")), "RUN")
+    assert done.refused(2, f"{named} is empty; give it a value, or leave it out")
+
+
+@pytest.mark.parametrize("trust", [",", "{folder}/empty"])
+def test_a_trust_option_without_a_key_in_it_is_exit_code_2(run: Path, tmp_path: Path, trust: str) -> None:
+    (tmp_path / "empty").touch()
+    assert commands.pulse("verify", run, "--trust", trust.format(folder=tmp_path)).refused(2, "64 hexadecimal digits")
+
+
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize(
+    ("variable", "command"), [("PULSE_TRUST", "verify"), ("PULSE_TRUST", "log"), ("PULSE_KEY", "squash")]
+)
+def test_a_variable_that_is_set_but_empty_is_exit_code_2(
+    run: Path, monkeypatch: pytest.MonkeyPatch, variable: str, command: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert commands.pulse(command, run).refused(2, f"{variable} is set but empty; give it a value, or unset it")
+
+
+def test_an_option_that_is_given_prevails_over_an_empty_variable(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PULSE_TRUST", "")
+    assert commands.pulse("verify", run, "--trust", "ab" * 32).refused(1, "not signed")
+
+
 @pytest.mark.parametrize("command", ["log", "verify", "squash", "prune", "inspect"])
 def test_a_run_that_is_not_there_is_exit_code_3(command: str, tmp_path: Path) -> None:
     assert commands.pulse(command, tmp_path / "run").refused(3, str(tmp_path / "run"))

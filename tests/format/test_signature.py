@@ -336,3 +336,19 @@ def test_a_generated_key_signs_and_no_two_are_the_same() -> None:
     first, second = SigningKey.generate(), SigningKey.generate()
     assert first.secret != second.secret
     assert signature.check(signature.sign(LINE, first), {first.public}) == LINE
+
+
+# -- whom to trust -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["", " ", [], (), frozenset(), [""], ["ab" * 32, ""], "abc"])
+def test_trust_that_is_given_must_hold_public_keys(keys: Any) -> None:
+    with pytest.raises(ValueError, match="trust must be"):
+        signature.trusted(keys)
+
+
+def test_trust_is_one_key_or_several_or_not_asked_for() -> None:
+    assert signature.trusted(None) is None
+    assert signature.trusted(KEY.public) == {KEY.public}
+    assert signature.trusted(KEY.public.upper()) == {KEY.public}
+    assert signature.trusted([KEY.public, STRANGER.public]) == {KEY.public, STRANGER.public}

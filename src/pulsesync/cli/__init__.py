@@ -6,11 +6,32 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.validators import Number
 
 import pulsesync
 from pulsesync.errors import PulseError
+
+
+def _refuse_empty(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse what is given but empty: an unset variable in a script, which must not turn a check off.
+
+    Cyclopts calls this for every command, after the command line and the environment are read.
+
+    Raises:
+        UsageError: it names the option or the variable.
+    """
+    from pulsesync.cli.options import UsageError
+
+    for argument in arguments:
+        for token in argument.tokens:
+            if token.value.strip() or token.implicit_value is not UNSET:
+                continue  # a flag has no value of its own
+            if token.source == "env":
+                raise UsageError(f"{token.keyword} is set but empty; give it a value, or unset it")
+            name = token.keyword or argument.name.removeprefix("--").upper()  # a positional one, as the help writes it
+            raise UsageError(f"{name} is empty; give it a value, or leave it out")
+
 
 app = App(
     name="pulse",
@@ -22,6 +43,7 @@ Exit codes: 0, it is done; 1, it failed, and one line on stderr says why; 2, the
 is no such run, or nothing in it yet: try later; 130, interrupted.""",
     version=pulsesync.__version__,
     suppress_keyboard_interrupt=False,
+    config=_refuse_empty,
 )
 
 Key = Annotated[Path | None, Parameter(env_var="PULSE_KEY")]

@@ -39,7 +39,7 @@ def open_place(location: str) -> Store:
 
 def read_trust(text: str | None) -> frozenset[str] | None:
     """Public keys: 64 hexadecimal digits, several with commas between, or a file of them. Raises: UsageError."""
-    if not text:
+    if text is None:
         return None
     keys = [key.strip().lower() for key in text.split(",")]
     if not all(_HEX.fullmatch(key) for key in keys):

@@ -68,8 +68,19 @@ class SigningKey:
 
 
 def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
-    """Whom to trust, given as one public key or several; None: nobody is asked."""
-    return None if keys is None else frozenset([keys] if isinstance(keys, str) else keys)
+    """The public keys to trust, given as one or several; None accepts records without asking who signed them.
+
+    Raises:
+        ValueError: no key is given, or something that is not a public key. An empty setting is a mistake in a
+            configuration, and must not be taken for the wish to accept everybody's records.
+    """
+    if keys is None:
+        return None
+    found = frozenset(key.lower() for key in ([keys] if isinstance(keys, str) else keys))
+    if not found or not all(_KEY.fullmatch(key) for key in found):
+        shown = ", ".join(repr(key[:80]) for key in sorted(found)) or "none"
+        raise ValueError(f"trust must be one or more public keys of 64 hexadecimal digits, or None; got {shown}")
+    return found
 
 
 def _statement(run: str, public: str) -> bytes:
