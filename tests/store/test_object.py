@@ -98,6 +98,26 @@ def test_the_status_says_whether_to_try_again(status: int) -> None:
             assert "Debug" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>User x isn&apos;t allowed to &lt;read&gt;'
+            b"\nRequestId:1</Message><HostId>h</HostId></Error>",
+            "403 Forbidden, AccessDenied: User x isn't allowed to <read> (credentials from the keywords of the store)",
+        ),
+        (b"<Error><Code>Slow</Code></Error>", "403 Forbidden, Slow (credentials from the keywords of the store)"),
+        (b"<html><h1>Go\naway</h1></html>", "403 Forbidden (credentials from the keywords of the store)"),
+    ],
+)
+def test_what_a_server_answers_is_told_in_one_line_and_not_as_xml(body: bytes, said: str) -> None:
+    with broken_server(lambda request: respond(request, 403, body)) as endpoint:
+        for call in calls(store_at(endpoint)):
+            with pytest.raises(StoreError) as caught:
+                call()
+            assert str(caught.value).endswith(f"in s3://bucket/run: the server answered {said}")
+
+
 def test_two_creates_that_crossed_are_no_conflict_yet() -> None:
     body = b"<Error><Code>ConditionalRequestConflict</Code></Error>"
     with broken_server(lambda request: respond(request, 409, body)) as endpoint, pytest.raises(StoreError) as caught:

@@ -1,13 +1,15 @@
 """S3, Google Cloud Storage and Azure Blob Storage as a store, through obstore.
 
 Credentials, region and endpoint come from the variables that each cloud's own tools read (AWS_ACCESS_KEY_ID,
-AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, …) or as keywords of the constructor;
-never in the URL, which ends up in logs.
+AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, …), for S3 from the profiles in
+`~/.aws/credentials` and `~/.aws/config` too (see aws.py), or as keywords of the constructor; never in the URL, which
+ends up in logs.
 
 A big object is put in pieces. A process that dies meanwhile leaves pieces that no listing shows and the bucket's owner
 pays for: give the bucket a rule that ends unfinished uploads after a day.
 """
 
+import html
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store.aws import Credentials, find_credentials
 from pulsesync.store.base import Entry
 from pulsesync.store.keys import check_key, check_prefix
 
@@ -31,9 +34,12 @@ _CLIENT: "ClientConfig" = {
     "timeout": "15min",
     "read_timeout": "60s",
 }
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"status code: (\d{3}(?: [A-Z][A-Za-z' -]*)?)")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_METADATA = re.compile(r"Error performing \w+ \S+/latest/(?:api/token|meta-data/)")
+_MESSAGE_CHARACTERS = 300
 _PASSING_KINDS = {"Connect", "Request", "Timeout", "Interrupted", "Decode"}
 # The first: two conditional writes crossed, and neither may have won. The second is a 400 of S3 for a slow sender.
 _PASSING_CODES = {"ConditionalRequestConflict", "RequestTimeout"}
@@ -51,7 +57,8 @@ class ObjectStore:
         """Open a location with obstore's settings as keywords: `endpoint`, `access_key_id`, `region`, ….
 
         Raises:
-            ValueError: a URL with a query or without a bucket, or an option that this cloud does not have.
+            ValueError: a URL with a query or without a bucket, an option that this cloud does not have, or an AWS
+                profile that gives no credentials.
         """
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -60,6 +67,10 @@ class ObjectStore:
             raise ValueError(f"{url}: settings are keywords or environment variables, not part of the URL")
         client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
         self.url = url
+        self._credentials = find_credentials(options) if url.startswith("s3://") else None
+        self._has_credentials = self._credentials is not None and not self._credentials.from_metadata
+        if self._credentials:
+            options |= self._credentials.options
         try:
             self._store = from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
         except BaseError as e:
@@ -123,7 +134,15 @@ class ObjectStore:
         except StoreError:
             raise
         except Exception as e:  # the edge: whatever a foreign library raises
-            raise _store_error(e, f"{verb} {key} in {self.url}", key) from e
+            what = f"{verb} {key} in {self.url}"
+            if self._credentials is not None and not self._has_credentials and _is_about_metadata(e):
+                # Outside EC2 nothing answers there, and a retry would not help. If it gave some before, it would.
+                said = self._credentials.missing(_status_text(e) or "no answer")
+                retryable = _status(e) is not None and _is_passing(e)
+                raise StoreError(f"cannot {what}: {said}", key=key, retryable=retryable) from e
+            self._has_credentials |= not _is_about_metadata(e)
+            raise _store_error(e, what, key, self._credentials) from e
+        self._has_credentials = True
 
 
 _process: int | None = None  # the one that made the first call
@@ -148,7 +167,12 @@ def _collect(result: "GetResult", limit: int, key: str) -> bytes:
     return b"".join(content)
 
 
-def _store_error(error: Exception, what: str, key: str) -> StoreError:
+def _is_about_metadata(error: Exception) -> bool:
+    """Whether what failed is not the request itself, but the one before it, for the credentials of an EC2 instance."""
+    return _METADATA.search(str(error)) is not None
+
+
+def _store_error(error: Exception, what: str, key: str, credentials: Credentials | None) -> StoreError:
     from obstore.exceptions import AlreadyExistsError
 
     code = _CODE.search(str(error))
@@ -158,7 +182,8 @@ def _store_error(error: Exception, what: str, key: str) -> StoreError:
         return ConflictError(f"cannot {what}: it exists already", key=key)
     if isinstance(error, FileNotFoundError) and not (code and code[1] in _NO_BUCKET_CODES):
         return NotFoundError(f"cannot {what}: there is none", key=key)
-    return StoreError(f"cannot {what}: {_said(error)}", key=key, retryable=_is_passing(error))
+    source = f" (credentials from {credentials.source})" if credentials and _status(error) in (401, 403) else ""
+    return StoreError(f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error))
 
 
 def _is_passing(error: Exception) -> bool:
@@ -171,10 +196,29 @@ def _is_passing(error: Exception) -> bool:
 
 def _status(error: Exception) -> int | None:
     """The HTTP status that an error of obstore names in its text; it is carried nowhere else."""
+    found = _status_text(error)
+    return int(found[:3]) if found else None
+
+
+def _status_text(error: Exception) -> str | None:
+    """The HTTP status with its words, such as 403 Forbidden."""
     found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
+    return found[1].strip() if found else None
 
 
 def _said(error: Exception) -> str:
-    """The message of an error of obstore, without the dump of its insides."""
-    return str(error).partition("\n\nDebug source")[0].strip()
+    """One line: the status, the code and the message of the server, or what obstore says of a request that failed.
+
+    Never the body of an answer as it is: a page of XML or HTML.
+    """
+    text = str(error).partition("\n\nDebug source")[0]
+    status, code, message = _status_text(error), _CODE.search(text), _MESSAGE.search(text)
+    if status is None:
+        return " ".join(text.split())
+    said = f"the server answered {status}"
+    if code:
+        said += f", {code[1]}"
+    if message and message[1].strip():
+        first = html.unescape(message[1]).strip().splitlines()[0]
+        said += f": {first[:_MESSAGE_CHARACTERS]}"
+    return said
