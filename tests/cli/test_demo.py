@@ -1,22 +1,27 @@
 """The demo as people run it: a small run of each kind in real processes, and what is refused before one starts."""
 
 import contextlib
+import importlib.resources
 import io
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
+import pulsesync
 from pulsesync.cli.demo import check_trainers, find_model, open_folder, read_link, run
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import ChecksumError
-from pulsesync.rl.replay import Recording, find_recording
+from pulsesync.rl import smollm2
+from pulsesync.rl.replay import RECORDED, Recording
 from pulsesync.rl.settings import Settings
 from pulsesync.testing import load_recorded
 from tests import commands
@@ -179,7 +184,10 @@ def test_several_trainers_are_shown_and_summed_up(tmp_path: Path) -> None:
 
 def test_a_model_that_was_not_fetched_names_the_command_that_does(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert commands.pulse("demo", "--model", "smollm2").refused(2, "make smollm2")
+    command = f"{sys.executable} -m pulsesync.rl.smollm2 .models/smollm2"
+    for demo in (["demo"], ["study", "experiment", "scale"]):
+        done = commands.pulse(*demo, "--model", "smollm2")
+        assert done.refused(2, f"{command} downloads it (93 MB) and needs the packages of pip install 'pulsesync[llm]'")
     (tmp_path / ".models" / "smollm2").mkdir(parents=True)
     assert find_model("smollm2") == ".models/smollm2"
 
@@ -206,14 +214,36 @@ def test_a_folder_goes_on_only_with_the_settings_it_was_begun_with(tmp_path: Pat
         open_folder(tmp_path, Settings())
 
 
+def test_the_recording_is_part_of_the_package_with_its_licence() -> None:
+    """A wheel holds what lies under src/pulsesync, and nothing else of a checkout."""
+    data = importlib.resources.files("pulsesync.rl").joinpath("data")
+    assert Path(str(data.joinpath("grpo-slice.npz"))) == RECORDED
+    assert RECORDED.is_relative_to(Path(pulsesync.__file__).parent)
+    assert "Apache-2.0" in data.joinpath("README.md").read_text()
+
+
+@pytest.mark.parametrize("missing", ["torch", "gguf", "tokenizers"])
+def test_the_model_names_what_it_needs_before_it_downloads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, missing: str
+) -> None:
+    def never(folder: Path) -> Path:
+        raise AssertionError("downloaded")
+
+    for name in ("torch", "gguf", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None if name == missing else ModuleType(name))
+    monkeypatch.setattr(smollm2, "download", never)
+    monkeypatch.setattr(sys, "argv", ["smollm2", str(tmp_path / "model")])
+    assert smollm2.main() == 1
+    assert capsys.readouterr().err == f"smollm2: {missing} is not installed: pip install 'pulsesync[llm]'\n"
+
+
 def test_the_recording_that_is_replayed_is_the_recorded_one(tmp_path: Path) -> None:
-    path = find_recording()
-    expected = load_recorded(path)
-    states = Recording.load(path).states()
+    expected = load_recorded(RECORDED)
+    states = Recording.load(RECORDED).states()
     next(states)
     for (_, _, new), state in zip(expected.states(), states, strict=True):
         assert all(np.array_equal(new[name], state[name].view(np.uint16)) for name in new)
-    with np.load(path) as file:
+    with np.load(RECORDED) as file:
         np.savez(tmp_path / "other.npz", **{**file, "final_sha256": "0" * 64})
     with pytest.raises(ChecksumError, match="another state"):
         Recording.load(tmp_path / "other.npz")

@@ -1,5 +1,4 @@
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from pulsesync.format.history import History
 from pulsesync.format.index import Entry, Table
 from pulsesync.format.layout import Layout
 from pulsesync.model import BLOCK, DTYPES, Bits, Codec, Sum, TensorSpec
+from pulsesync.rl.replay import RECORDED
 from pulsesync.testing import AdamUpdates, load_recorded, mutate, random_bits
 from tests.helpers import (
     FLOATS,
@@ -390,7 +390,7 @@ def good_part(codec: patch.CodecName) -> tuple[Layout, Bits, patch.EncodedPart]:
 @cache
 def recorded_sizes() -> dict[str, tuple[int, int]]:
     """For each codec, bytes of the whole part and of its payloads, at the last of 15 recorded steps."""
-    recorded = load_recorded(Path(__file__).parents[1] / "data" / "grpo-slice.npz")
+    recorded = load_recorded(RECORDED)
     layout = layouts.make(
         TensorSpec(name, "BF16", shape) for name, shape in zip(recorded.names, recorded.shapes, strict=True)
     )

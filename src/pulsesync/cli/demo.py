@@ -1,6 +1,7 @@
 """What `pulse demo` does: start a run across processes, show it while it goes, sum it up, and keep it in a folder."""
 
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from pulsesync.rl.run import Run
 from pulsesync.rl.settings import Settings
 from pulsesync.rl.view import Line, Story
 
-SMOLLM2 = Path(".models", "smollm2")  # where make smollm2 puts it
+SMOLLM2 = Path(".models", "smollm2")  # in the current folder
 OWN = ("port", "secret")  # of every start of a run anew
 
 
@@ -33,15 +34,14 @@ def run(settings: Settings, out: Path | None, *, as_json: bool) -> int:
 
 def replay(settings: Settings, out: Path | None, *, as_json: bool) -> int:
     """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
-    from pulsesync.rl.replay import RATE, Recording, ReplayRun, find_recording
+    from pulsesync.rl.replay import RATE, RECORDED, Recording, ReplayRun
 
     if settings.trainers > 1:
         raise UsageError("--replay plays what one trainer did: leave out --trainers to see it, or --replay to train")
     if settings.sync != "pulse" or settings.model != "demo":
         raise UsageError("--replay plays a recorded run by PULSESync: --sync and --model are for real ones")
-    path = find_recording()
-    steps = min(settings.steps, len(Recording.load(path).changes))
-    return _watch(ReplayRun, replace(settings, model=str(path), steps=steps, lr=RATE), out, as_json)
+    steps = min(settings.steps, len(Recording.load(RECORDED).changes))
+    return _watch(ReplayRun, replace(settings, model=str(RECORDED), steps=steps, lr=RATE), out, as_json)
 
 
 def pretrain(seed: int, out: Path, *, as_json: bool) -> int:
@@ -102,7 +102,10 @@ def find_model(name: str) -> str:
         return name
     folder = SMOLLM2 if name == "smollm2" else Path(name)
     if not folder.is_dir():
-        hint = "make smollm2 makes it" if name == "smollm2" else "give demo, smollm2, or a folder with a checkpoint"
+        hint = "give demo, smollm2, or a folder with a checkpoint"
+        if name == "smollm2":
+            command = shlex.join([sys.executable, "-m", "pulsesync.rl.smollm2", str(folder)])
+            hint = f"{command} downloads it (93 MB) and needs the packages of pip install 'pulsesync[llm]'"
         raise UsageError(f"--model {name}: there is no folder {folder}; {hint}")
     return str(folder)
 

@@ -3,8 +3,8 @@
 The trainer's process publishes the recorded states one after another, and waits each time until every worker's process
 has followed; each says in a file of the run's folder what it holds. Both may die and be started again.
 
-The recording is a slice of GRPO on SmolLM2-135M at 3e-6, six whole tensors over 15 steps; tests/data/README.md tells
-more about it. It is part of a checkout, not of an installed package.
+The recording is a slice of GRPO on SmolLM2-135M at 3e-6, six whole tensors over 15 steps, and part of the package;
+data/README.md describes it.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.errors import ChecksumError, NotFoundError, PulseError
+from pulsesync.errors import ChecksumError, PulseError
 from pulsesync.publisher import Publisher, PublishReport
 from pulsesync.records import Records
 from pulsesync.rl.run import WRONG, Run
@@ -31,7 +31,7 @@ from pulsesync.store import Store, ThrottledStore, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.warm import warm_up
 
-RECORDED = Path("tests", "data", "grpo-slice.npz")
+RECORDED = Path(__file__).parent / "data" / "grpo-slice.npz"
 RATE = 3e-6  # at which it was recorded
 POLL_S = 0.02
 
@@ -47,14 +47,6 @@ class ReplayRun(Run):
                 [sys.executable, "-m", "pulsesync.rl.replay", str(self.folder), name],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-
-
-def find_recording() -> Path:
-    """Where the recording is. Raises: NotFoundError, if this is not a checkout."""
-    for folder in (Path(__file__).parents[3], Path.cwd()):
-        if (path := folder / RECORDED).exists():
-            return path
-    raise NotFoundError(f"the recorded run, {RECORDED}, is part of a checkout of pulsesync: run it from there")
 
 
 @dataclass(frozen=True)

