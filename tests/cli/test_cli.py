@@ -147,7 +147,7 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback(number: int, tmp_path: P
     publish_steps(str(tmp_path / "run"), 2)
     process = start("follow", tmp_path / "run", tmp_path / "f", "--json")
     assert process.stdout
-    assert [json.loads(process.stdout.readline())["event"] for _ in range(2)] == ["waits", "version"]
+    assert [json.loads(process.stdout.readline())["event"] for _ in range(3)] == ["waits", "version", "missing"]
     os.kill(process.pid, number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from pulsesync import Publisher
 from pulsesync.integrations.folder import read_mark
 from pulsesync.integrations.safetensors import open_checkpoint
-from tests.commands import pulse
+from tests.commands import pulse, start
 from tests.runs import equal
 
 
@@ -95,6 +96,52 @@ def test_following_nothing_once_is_exit_code_3(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
     assert pulse("follow", tmp_path / "run", tmp_path / "mine", "--once").refused(1, "something else")
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ({}, ["config.json"]),
+        ({"tokenizer.json": b"{}"}, ["config.json"]),
+        ({"config.json": b'{"vocab_size": 9}'}, ["tokenizer.json or tokenizer.model"]),
+        ({"config.json": b'{"text_config": {"vocab_size": 9}}'}, ["tokenizer.json or tokenizer.model"]),
+        ({"config.json": b'{"vocab_size": 9}', "tokenizer.json": b"{}"}, []),
+        ({"config.json": b'{"vocab_size": 9}', "vocab.txt": b""}, []),
+        ({"config.json": b"{}"}, []),  # a model of images has no tokenizer
+        ({"config.json": b"[oops"}, []),
+    ],
+)
+def test_what_a_loader_will_miss_is_said_once(files: dict[str, bytes], missing: list[str], tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "f"
+    with Publisher(str(run), files=files) as publisher:
+        for step in range(2):
+            publisher.publish({"a": np.full(9, step, np.float32)}, step=step)
+    flip, *told = pulse("follow", run, place, "--once", "--json").events
+    assert (flip["event"], flip["missing"]) == ("version", missing)
+    assert told == ([{"event": "missing", "files": missing, "folder": f"{place}/current"}] if missing else [])
+    done = pulse("follow", run, place, "--version", 0, "--hold", 0)
+    assert done.code == 0
+    for name in missing:
+        assert f"{place}/current cannot be loaded as a Hugging Face model: the run has no {name}" in done.err
+        assert 'Publisher(files={"config.json": …})' in done.err
+    assert len(done.err.splitlines()) == len(missing)
+
+
+def test_a_live_follower_says_once_what_a_loader_will_miss(tmp_path: Path) -> None:
+    """A process of its own, as it follows for ever: a second, most of it imports."""
+    with Publisher(str(tmp_path / "run")) as publisher:
+        publisher.publish({"a": np.zeros(9, np.float32)}, step=0)
+        publisher.flush()
+        process = start("follow", tmp_path / "run", tmp_path / "f", "--interval", 0.01, "--hold", 0, "--json")
+        try:
+            assert process.stdout
+            events = [json.loads(process.stdout.readline())["event"] for _ in range(3)]
+            publisher.publish({"a": np.ones(9, np.float32)}, step=1)
+            events.append(json.loads(process.stdout.readline())["event"])
+        finally:
+            process.kill()
+            rest, _ = process.communicate(timeout=30)
+    assert (events, rest) == (["waits", "version", "missing", "version"], "")
 
 
 def test_only_what_a_trusted_key_signed_is_followed(

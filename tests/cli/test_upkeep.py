@@ -40,7 +40,7 @@ def test_a_delegate_squashes_and_readers_who_trust_the_run_follow(tmp_path: Path
     assert summary["written"] == 3
     assert pulse("squash", run, *keys, "--delegation", tmp_path / "said").out.startswith("0 ")
     assert pulse("verify", run, "--trust", trainer).code == 0
-    (flip,) = pulse("follow", run, tmp_path / "f", "--once", "--trust", trainer, "--json").events
+    flip, *_ = pulse("follow", run, tmp_path / "f", "--once", "--trust", trainer, "--json").events
     assert flip["path"] == ["anchor", "squash", "patch"]
 
 

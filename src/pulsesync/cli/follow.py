@@ -30,13 +30,18 @@ def follow(
                 _already(kept, run, Records(store, keys), printer)
             else:
                 _tell(flip, printer)
+                _tell_missing(flip, folder, printer)
             return 0
         if held := kept.current:
             printer.note("holds", f"{folder}/current is version {held.version}; following {run}", **asdict(held))
         else:
             printer.note("waits", f"{folder} holds no version yet; following {run}", folder=str(folder))
+        missing: tuple[str, ...] = ()
         for flip in kept.follow(interval_s, lambda e: _told(e, printer)):
             _tell(flip, printer)
+            if flip.missing != missing:
+                _tell_missing(flip, folder, printer)
+            missing = flip.missing
     return 0
 
 
@@ -60,7 +65,19 @@ def _tell(flip: Flip, printer: Printer) -> None:
         f"{size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
         **asdict(mark), folder=str(flip.folder), began=flip.began, path=list(sync.path), changed=sync.changed,
         fetched_bytes=sync.fetched_bytes, seconds=round(flip.seconds, 3), left_out=list(flip.left_out),
+        missing=list(flip.missing),
     )  # fmt: skip
+
+
+def _tell_missing(flip: Flip, folder: Path, printer: Printer) -> None:
+    """Warn that `from_pretrained` will fail. The trainer has to help: these files travel with a version."""
+    if flip.missing:
+        printer.note(
+            "missing",
+            f"{folder}/current cannot be loaded as a Hugging Face model: the run has no {', no '.join(flip.missing)}. "
+            'Publish a model that has a .config, or give the files to Publisher(files={"config.json": …})',
+            files=list(flip.missing), folder=f"{folder}/current",
+        )  # fmt: skip
 
 
 def _told(error: PulseError, printer: Printer) -> None:

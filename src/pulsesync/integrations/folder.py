@@ -52,6 +52,7 @@ from pulsesync.integrations.safetensors import (
     TensorFolder,
     by_layout,
     is_companion,
+    missing_companions,
     open_checkpoint,
     plan_files,
     writing,
@@ -86,6 +87,7 @@ class Flip:
     began: str  # from: "memory", "resume" (after a restart), "copy" (of the other folder), "nothing"
     sync: SyncReport
     left_out: tuple[str, ...]  # files of the run that are no companions, and were not written
+    missing: tuple[str, ...]  # files that a loader needs beside the weights, and the run does not have
     seconds: float
 
 
@@ -186,7 +188,8 @@ class HuggingFaceFolder:
             self._turn(side)
         self._tidy()
         left_out = tuple(file.name for file in goal.files if file not in companions)
-        return Flip(mark, side.folder, source, report, left_out, time.perf_counter() - began)
+        missing = missing_companions(contents)
+        return Flip(mark, side.folder, source, report, left_out, missing, time.perf_counter() - began)
 
     def _goal(self, version: int | None) -> Manifest | None:
         """The version to go to; None if it is current, or there is none."""

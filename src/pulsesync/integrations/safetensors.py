@@ -39,6 +39,7 @@ _COMPANIONS = (
     "*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "merges.txt",
     "vocab.*", "chat_template*", "*.jinja",
 )  # fmt: skip
+_TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # one of them is enough
 _NEVER = ("*.safetensors", "*.index.json", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 
@@ -116,6 +117,23 @@ def companions(folder: Path) -> dict[str, bytes]:
                 raise LimitError(f"{path} is larger than {MAX_FILE_BYTES} bytes, which no companion may be")
             out[path.name] = path.read_bytes()
     return out
+
+
+def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """What `from_pretrained` will look for in vain beside the weights, given the companions that are there.
+
+    A model needs its configuration; one of language, which says how large its vocabulary is, a tokenizer too.
+    """
+    if "config.json" not in files:
+        return ("config.json",)
+    try:
+        config = json.loads(files["config.json"])
+    except (ValueError, RecursionError):
+        return ()
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    reads_text = any(isinstance(part, dict) and "vocab_size" in part for part in parts)
+    has_tokenizer = any(fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS)
+    return ("tokenizer.json or tokenizer.model",) if reads_text and not has_tokenizer else ()
 
 
 # One file
