@@ -1,5 +1,6 @@
 """How the kernels are compiled, and the two machine instructions that numba has no name for."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,11 @@ from numba.extending import intrinsic
 U = np.uint64  # numba makes floats of sums of signed and unsigned numbers: kernels count in unsigned ones throughout
 ONE = U(1)
 NEVER = ~U(0)  # a position that no weight has
+
+# numba logs every step of its compiler at DEBUG: 53,000 lines for our kernels in a program whose root logger is set to
+# that level. A level that somebody has given to it is left alone.
+if logging.getLogger("numba").level == logging.NOTSET:
+    logging.getLogger("numba").setLevel(logging.WARNING)
 
 
 def can_cache() -> bool:
