@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, Subscriber, chain
+from pulsesync import Publisher, Slice, Subscriber, chain
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import patch
 from pulsesync.store import LocalStore
@@ -145,6 +145,20 @@ def test_reports_count_what_happened(folder: str) -> None:
     assert (synced.step, synced.path, synced.changed, synced.replanned) == (3, ("patch",), 7, 0)
     assert synced.fetched_bytes == second.payload_bytes
     assert synced.digest == sub.verify()
+
+
+def test_an_anchor_counts_every_weight_that_it_writes(folder: str) -> None:
+    weights = {"w": np.ones((10, 100), np.float32), "x": np.ones(5, np.float32)}
+    with Publisher(folder) as pub:
+        pub.publish(weights)
+    blank = {name: np.zeros_like(array) for name, array in weights.items()}
+    report = Subscriber(folder).sync(blank)
+    assert (report.path, report.changed) == (("anchor",), 1005)
+    report = Subscriber(folder).sync(blank)
+    assert (report.path, report.changed) == (("start",), 0)
+    part = Subscriber(folder, slices={"w": Slice(rows=(2, 5)), "x": None})
+    report = part.sync({"w": np.zeros((3, 100), np.float32)})
+    assert (report.path, report.changed) == (("anchor",), 300)
 
 
 def test_the_first_report_counts_its_anchor(folder: str) -> None:

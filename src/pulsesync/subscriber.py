@@ -53,7 +53,7 @@ class SyncReport:
     version: int | None  # now held; None if nothing that is published can be reached yet
     step: int | None  # the trainer's, of that version
     path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
-    changed: int  # weights written by patches
+    changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
     fetched_bytes: int
     replanned: int  # times that something on the way was missing or bad, and another way was taken
     fetch_s: float  # waiting for the store
@@ -320,6 +320,7 @@ class Subscriber:
                 finish(lambda: state.load_whole(bodies, sums))
                 self._state = state
                 self._hold(anchor)
+            progress.changed += sum(len(flat) for flat in state.flats.values())
             if self._cache is not None:
                 spool.keep_only(anchor)
         progress.path.append("anchor")
