@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_inspect_shows_one_version_and_who_signed_it(run: Path) -> None:
         done = commands.pulse("inspect", run, *options)
         assert done.code == 0
         assert facts["run"] in done.out
+
+
+def test_inspect_shows_people_when_a_version_was_made_and_machines_the_seconds(run: Path) -> None:
+    (facts,) = commands.pulse("inspect", run, "--version", 2, "--json").events
+    out = commands.pulse("inspect", run, "--version", 2).out
+    (line,) = (line for line in out.splitlines() if line.startswith("created"))
+    said = datetime.strptime(line, "created      %Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC)
+    assert said.timestamp() == facts["created"]
+    assert str(facts["created"]) not in out
 
 
 def test_inspect_says_what_is_not_there(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pulsesync import chain
 from pulsesync.audit import find_records
-from pulsesync.cli.log import rows
+from pulsesync.cli.log import rows, utc
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
@@ -34,7 +34,9 @@ def show(place: str, *, version: int | None, trust: str | None, as_json: bool) -
         print(json.dumps(facts))
         return 0
     for key, value in facts.items():
-        if not isinstance(value, list):
+        if key == "created":
+            print(f"{key:12} {utc(value)} UTC")
+        elif not isinstance(value, list):
             print(f"{key:12} {'-' if value is None else value}")
     if table:
         print()

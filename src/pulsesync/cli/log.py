@@ -32,9 +32,13 @@ def rows(found: list[Found]) -> Iterator[dict[str, Any]]:
     for record in (one.record for one in found):
         if record is not None:
             facts = describe(record)
-            when = datetime.fromtimestamp(record.created, UTC)
             yield {
                 "version": record.version, "kind": facts["kind"], "from": facts["base"], "step": record.step,
                 "epoch": f"{record.epoch}.{record.index}", "bytes": f"{record.size_bytes:,}",
-                "time (UTC)": f"{when:%Y-%m-%d %H:%M:%S}", "digest": record.digest[:12],
+                "time (UTC)": utc(record.created), "digest": record.digest[:12],
             }  # fmt: skip
+
+
+def utc(created: int) -> str:
+    """Seconds since 1970 as people write a time."""
+    return f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M:%S}"
