@@ -4,7 +4,7 @@ import pytest
 
 from pulsesync.study.recording import Bytes, Recording
 from pulsesync.study.report import findings
-from pulsesync.study.report.findings import Place, Spread, place
+from pulsesync.study.report.findings import Place, Size, Spread, place
 from tests.recordings import NAMES, header, made, step
 
 
@@ -95,12 +95,35 @@ def test_a_spread_of_nothing_is_none() -> None:
     assert Spread.of([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 1.0)
 
 
+def with_sizes(*sizes: dict[str, Bytes]) -> Recording:
+    return Recording(header(), tuple(step(n, 1, 1, 1, 1, sizes=some) for n, some in enumerate(sizes)))
+
+
 def test_predicted_and_real_bytes_are_of_the_same_steps() -> None:
     sizes = (Bytes(100, 90), Bytes(1000), Bytes(1000))
-    steps = tuple(step(n, 1, 1, 1, 1, sizes={"gap": size, "plain": Bytes(n)}) for n, size in enumerate(sizes))
-    found = findings.sizes(Recording(header(), steps))
-    assert (found["gap"].predicted, found["gap"].real) == (100, 90)
-    assert (found["plain"].predicted, found["plain"].real) == (1, None)
+    found = findings.sizes(with_sizes(*({"gap": size, "plain": Bytes(7 + n)} for n, size in enumerate(sizes))))
+    assert found == {"gap": Size(100, 90, 1), "plain": Size(7, None, 1)}
+
+
+def test_codecs_are_compared_over_the_same_steps() -> None:
+    """A run's first patch is long and by another codec; it must not count for one codec and not for the other."""
+    first = {"context": Bytes(9000, 9000), "history": Bytes(9000)}
+    later = [{"context": Bytes(110 + n), "history": Bytes(60 + n, 50 + n)} for n in (1, 2, 3)]
+    found = findings.sizes(with_sizes(first, *later))
+    assert found == {"context": Size(112, None, 3), "history": Size(62, 52, 3)}
+    assert [size.smaller(5600) for size in found.values()] == [50, pytest.approx(5600 / 52)]
+
+
+def test_a_step_that_one_codec_was_not_looked_at_in_counts_for_none() -> None:
+    found = findings.sizes(with_sizes({"gap": Bytes(9000)}, {"gap": Bytes(20), "context": Bytes(10)}))
+    assert found == {"gap": Size(20, None, 1), "context": Size(10, None, 1)}
+
+
+def test_codecs_without_a_step_in_common_are_not_compared() -> None:
+    """Counted by headers, a step has the codec that it was published with, and no other."""
+    found = findings.sizes(with_sizes({"gap": Bytes(None, 900)}, *2 * [{"history": Bytes(None, 50)}]))
+    assert found == {"gap": Size(None, 900, 1, comparable=False), "history": Size(None, 50, 2)}
+    assert [size.smaller(5000) for size in found.values()] == [None, 100]
 
 
 def test_full_bytes_are_those_of_each_tensor() -> None:

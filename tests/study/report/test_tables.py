@@ -34,8 +34,8 @@ def test_windows_dtypes_and_codecs_have_a_row_each() -> None:
     text = drawn(tables.show(made(), "a run"))
     assert row(text, "after 2 steps") == ["98.000%", "98.000%", "98.000%"]
     assert row(text, "in F16")[0] == "90.000%"
-    assert row(text, "history") == ["100", "80", "+25.0%", "100.0"]
-    assert row(text, "gap") == ["200", "–", "–", "40.0"]
+    assert row(text, "history") == ["100", "80", "+25.0%", "100.0", "3"]
+    assert row(text, "gap") == ["200", "–", "–", "40.0", "3"]
 
 
 def test_experts_that_stood_still_are_shown() -> None:
@@ -63,7 +63,7 @@ def test_the_figures_for_machines_are_json() -> None:
     facts = json.loads(json.dumps(tables.facts(made())))
     assert facts["sparsity"]["least"] == 0.96
     assert facts["by_k"]["2"] == 0.98
-    assert facts["bytes"]["history"] == {"predicted": 100, "real": 80}
+    assert facts["bytes"]["history"] == {"predicted": 100, "real": 80, "steps": 3, "comparable": True}
     assert facts["by_step"][1] == [1, 0.96]
 
 

@@ -36,13 +36,20 @@ class Spread:
 
 @dataclass(frozen=True)
 class Size:
-    """Mean bytes of a patch under one codec; None where it was not predicted, or not made."""
+    """Mean bytes of a patch under one codec; None where it was not predicted, or not made, in all of these steps."""
 
     predicted: float | None
     real: float | None
+    steps: int  # that both are the mean of
+    comparable: bool = True  # whether these are the steps of the other codecs too
 
     def smaller(self, full: int) -> float | None:
-        """How many times smaller than all weights: by what it really was, where that is known."""
+        """How many times smaller than all weights: by what it really was, where that is known.
+
+        None where the steps are not those of the other codecs: patches of some steps are much longer than of others.
+        """
+        if not self.comparable:
+            return None
         size = self.predicted if self.real is None else self.real
         return full / size if size else None
 
@@ -181,15 +188,23 @@ def share(steps: Iterable[Step], part: str, whole: str) -> float | None:
 
 
 def sizes(recording: Recording) -> dict[str, Size]:
-    """Mean bytes of a patch by codec; codecs in the order of their length.
+    """Mean bytes of a patch by codec, over the same steps for all; codecs in the order of their length.
 
-    Of a codec that some patches were made with, both means are of these steps; else of all.
+    The steps are those in which patches of the codec that was used most were made, or all if none were made; less
+    those that tell nothing of some other codec. A codec that no such step tells of has the mean of its own steps.
     """
-    told: defaultdict[str, list[Bytes]] = defaultdict(list)
-    for step in recording.steps:
-        for codec, size in step.sizes.items():
-            told[codec].append(size)
-    found = {codec: _mean_size(told[codec]) for codec in sorted(told)}
+    told = [step.sizes for step in recording.steps if step.sizes]
+    codecs = sorted({codec for some in told for codec in some})
+    if not codecs:
+        return {}
+    made = {codec: [some for some in told if codec in some and some[codec].real is not None] for codec in codecs}
+    among = made[max(codecs, key=lambda codec: len(made[codec]))] or told
+    common = [codec for codec in codecs if any(codec in some for some in among)]
+    same = [some for some in among if all(codec in some for codec in common)]
+    found = {codec: _mean_size([some[codec] for some in same], comparable=True) for codec in common if same}
+    for codec in codecs:
+        if codec not in found:
+            found[codec] = _mean_size([some[codec] for some in told if codec in some], comparable=False)
     return dict(sorted(found.items(), key=lambda item: -(item[1].predicted or item[1].real or 0)))
 
 
@@ -199,15 +214,15 @@ def prediction_error(recording: Recording, codec: str) -> float | None:
     return sum(s.predicted or 0 for s in both) / sum(s.real or 0 for s in both) - 1 if both else None
 
 
-def _mean_size(told: Sequence[Bytes]) -> Size:
-    made = [size for size in told if size.real is not None] or told
-    predicted, real = [size.predicted for size in made], [size.real for size in made]
-    return Size(_mean(predicted), _mean(real))
+def _mean_size(told: Sequence[Bytes], comparable: bool) -> Size:
+    predicted, real = _mean([size.predicted for size in told]), _mean([size.real for size in told])
+    return Size(predicted, real, len(told), comparable)
 
 
 def _mean(values: Sequence[int | None]) -> float | None:
+    """None, unless all are known."""
     known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
 # By place

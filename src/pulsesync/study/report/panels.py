@@ -277,7 +277,7 @@ def _overlap(recording: Recording) -> Plot | None:
 
 
 def _bytes(recording: Recording) -> Plot | None:
-    found = findings.sizes(recording)
+    found = {codec: size for codec, size in findings.sizes(recording).items() if size.comparable}
     if not found:
         return None
     series: dict[str, Sequence[float | None]] = {}
@@ -291,8 +291,8 @@ def _bytes(recording: Recording) -> Plot | None:
         Bars("Bytes of a patch by codec, mean", list(found), series, logarithmic=True, numbers=True),
         f"What has to travel for a step: all weights are {full:,} bytes. `plain` writes index and value, `gap` "
         "distances and values, `context` codes against the old weights, `history` against what changed before as well. "
-        "Predicted from the counts, with a manifest of some hundred bytes; real where a patch was made, without. Of a "
-        "codec that has both, both are of the same steps.",
+        "Predicted from the counts, with a manifest of some hundred bytes; real where a patch was made, without. All "
+        "codecs are compared over the same steps.",
     )
 
 

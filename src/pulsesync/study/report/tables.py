@@ -180,8 +180,8 @@ def _after(steps: int) -> str:
 
 def _sizes(recording: Recording) -> Table:
     table = _table(
-        "codec", "bytes predicted", "real", "prediction off by", "× smaller",
-        title="A patch, mean of the steps where it was made, else of all; predicted with its manifest, real without",
+        "codec", "bytes predicted", "real", "prediction off by", "× smaller", "steps",
+        title="A patch, mean of the same steps for all codecs; predicted with its manifest, real without",
     )  # fmt: skip
     for codec, size in findings.sizes(recording).items():
         error, smaller = findings.prediction_error(recording, codec), size.smaller(findings.full_bytes(recording))
@@ -191,6 +191,7 @@ def _sizes(recording: Recording) -> Table:
             *("–" if value is None else f"{value:,.0f}" for value in (size.predicted, size.real)),
             "–" if error is None else f"{error:+.1%}",
             "–" if smaller is None else f"{smaller:,.1f}",
+            f"{size.steps}",
         )
     return table
 
