@@ -141,14 +141,18 @@ class _Profile:
 def _read_profile(environment: Mapping[str, str]) -> _Profile:
     asked = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE")
     name = asked or "default"
-    keys_file = Path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
-    settings_file = Path(environment.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
+    keys_file = _path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
+    settings_file = _path(environment.get("AWS_CONFIG_FILE") or "~/.aws/config")
     secrets, why = _read_section(keys_file, name)
     settings, why_not = _read_section(settings_file, name if name == "default" else f"profile {name}")
     source = f"profile {name!r} in {keys_file}" if _keys(secrets) else f"profile {name!r} in {settings_file}"
     looked = f"profile {name!r} in {keys_file} ({why}) and in {settings_file} ({why_not})"
     use_endpoint = environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true"
     return _Profile(name, asked is not None, secrets, settings, source, looked, use_endpoint)
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # Path.expanduser raises for a user without a home folder, as in containers
 
 
 def _read_section(path: Path, section: str) -> tuple[Mapping[str, str] | None, str]:
