@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pulsesync.store import ObjectStore
 from pulsesync.store.aws import find_credentials
 from tests.s3 import ACCESS_KEY, SECRET_KEY, Server
 from tests.store.test_object import broken_server, respond
@@ -148,6 +149,15 @@ def test_a_user_without_a_home_folder_needs_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda _: {}[0])  # as for a user id that the container does not know
     assert find_credentials({}, {"AWS_ACCESS_KEY_ID": "k"}).source == "AWS_ACCESS_KEY_ID"
+
+
+def test_a_store_without_credentials_says_which_one(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in home.environment(AWS_EC2_METADATA_DISABLED="true").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="cannot open s3://bucket/run: found no AWS credentials"):
+        ObjectStore("s3://bucket/run")
 
 
 def test_secrets_are_not_shown(home: Home) -> None:

@@ -67,14 +67,14 @@ class ObjectStore:
             raise ValueError(f"{url}: settings are keywords or environment variables, not part of the URL")
         client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
         self.url = url
-        self._credentials = find_credentials(options) if url.startswith("s3://") else None
-        self._has_credentials = self._credentials is not None and not self._credentials.from_metadata
-        if self._credentials:
-            options |= self._credentials.options
         try:
+            self._credentials = find_credentials(options) if url.startswith("s3://") else None
+            if self._credentials:
+                options |= self._credentials.options
             self._store = from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
-        except BaseError as e:
+        except (BaseError, ValueError) as e:
             raise ValueError(f"cannot open {url}: {_said(e)}") from e
+        self._has_credentials = self._credentials is not None and not self._credentials.from_metadata
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
