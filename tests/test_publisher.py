@@ -1,6 +1,7 @@
 """The trainer's end: what is published, when the caller may go on, and what stores that fail leave behind."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import tracemalloc
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 
 from pulsesync import Publisher, PublishReport, SigningKey, Subscriber, anchors, chain
 from pulsesync.bases import HostDifference
-from pulsesync.errors import AnotherPublisherError, PulseError, SignatureError, StateError, StoreError
+from pulsesync.errors import AnotherPublisherError, ClosedError, PulseError, SignatureError, StateError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.state import State
 from pulsesync.store import LocalStore, MemoryStore, Store
@@ -252,6 +254,84 @@ def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         pub.publish(Training().weights)
 
 
+class Config:
+    """What the contract asks of a model's configuration: that it can write itself."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.values)
+
+
+class Model(dict[str, Any]):
+    """Weights with the configurations that a Hugging Face model has."""
+
+    config = Config(model_type="llama")
+    generation_config = Config(top_k=7)
+
+
+def files_of(store: Store, number: int) -> dict[str, bytes]:
+    return {file.name: store.get(chain.file_key(file.id)) for file in version(store, number).files}
+
+
+def test_the_configuration_of_a_model_travels_with_it() -> None:
+    store = MemoryStore()
+    publish_steps(store, 1)
+    assert files_of(store, 0) == {}
+    with Publisher(store) as pub:
+        pub.publish(Model(Training().weights))
+    assert files_of(store, 1) == {"config.json": b'{"model_type": "llama"}', "generation_config.json": b'{"top_k": 7}'}
+
+
+def test_files_that_are_given_win_over_the_configuration_of_a_model() -> None:
+    store = MemoryStore()
+    with Publisher(store, files={"config.json": b"mine", "tokenizer.json": b"{}"}) as pub:
+        pub.publish(Model(Training().weights))
+    expected = {"config.json": b"mine", "generation_config.json": b'{"top_k": 7}', "tokenizer.json": b"{}"}
+    assert files_of(store, 0) == expected
+
+
+def test_a_run_that_is_resumed_with_a_model_keeps_its_files() -> None:
+    store = MemoryStore()
+    publish_steps(store, 1, files={"config.json": b"first", "tokenizer.json": b"{}"})
+    with Publisher(store) as pub:
+        pub.publish(Model(Training().weights))
+    expected = {"config.json": b"first", "generation_config.json": b'{"top_k": 7}', "tokenizer.json": b"{}"}
+    assert files_of(store, 1) == expected
+
+
+def test_what_cannot_write_itself_is_no_configuration() -> None:
+    class Other(dict[str, Any]):
+        config = "llama"
+
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(Other(Training().weights))
+    assert files_of(store, 0) == {}
+
+
+def test_a_configuration_that_is_too_large_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.publisher.MAX_FILE_BYTES", 10)
+    with Publisher(MemoryStore()) as pub, pytest.raises(ValueError, match=r"config\.json has 23 bytes"):
+        pub.publish(Model(Training().weights))
+
+
+def test_a_file_may_be_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b'{"vocab": 3}')
+    store, files = MemoryStore(), {"tokenizer.json": tmp_path / "tokenizer.json"}
+    publish_steps(store, 1, files=files)
+    assert files_of(store, 0) == {"tokenizer.json": b'{"vocab": 3}'}
+    monkeypatch.setattr("pulsesync.publisher.MAX_FILE_BYTES", 10)
+    with pytest.raises(ValueError, match=r"tokenizer\.json has 12 bytes"):
+        publish_steps(MemoryStore(), 1, files=files)
+
+
+def test_a_file_that_is_neither_bytes_nor_a_path_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"files\['tokenizer\.json'\] must be bytes or a pathlib\.Path"):
+        publish_steps(MemoryStore(), 1, files={"tokenizer.json": "tokenizer.json"})
+
+
 # -- the order of things -------------------------------------------------------------------------------------------
 
 
@@ -454,6 +534,51 @@ def test_giving_up_on_a_future_stops_nothing() -> None:
         training.step()
         assert pub.publish(training.weights, wait=False).result(5).version == 3
     assert equal(synced(gate.store), training.weights)
+
+
+def test_without_coalescing_every_step_is_a_version() -> None:
+    """Three steps over a store that takes 0.05 s a body; coalesced, they would be two versions."""
+    training, store, states = Training(), Watched(), []
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        store.before = lambda verb, key: time.sleep(0.05) if key.startswith("parts/") else None
+        futures = []
+        for step in (1, 2, 3):
+            training.step()
+            states.append(kept(training.weights))
+            futures.append(pub.publish(training.weights, step=step, wait=False, coalesce=False))
+        assert [(f.result(10).version, f.result().folded) for f in futures] == [(1, 0), (2, 0), (3, 0)]
+    sub, held = Subscriber(store), worker()
+    for number, state in enumerate(states, 1):
+        assert sub.sync(held, version=number).step == number
+        assert equal(held, state)
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_a_step_that_is_not_coalesced_stays_alone_whatever_follows_and_holds_up_the_next(coalesce: bool) -> None:
+    training, gate = Training(), Gate()
+    with Publisher(gate.store) as pub, ThreadPoolExecutor(1) as trainer:
+        pub.publish(training.weights)
+        gate.close()
+        training.step()
+        pub.publish(training.weights, step=1, wait=False)
+        assert gate.reached.wait(10)
+        training.step()
+        alone = pub.publish(training.weights, step=2, wait=False, coalesce=False)
+        training.step()
+        later = trainer.submit(pub.publish, training.weights, step=3, wait=False, coalesce=coalesce)
+        with pytest.raises(TimeoutError):
+            later.result(0.05)  # one version is being sent and one is queued: no third is kept in memory
+        gate.open.set()
+        assert (alone.result(10).version, alone.result().folded) == (2, 0)
+        assert later.result(10).result(10).version == 3  # type: ignore[union-attr]
+    assert equal(synced(gate.store), training.weights)
+
+
+@pytest.mark.parametrize("every", [2, "auto"])
+def test_every_step_alone_and_several_in_a_version_exclude_each_other(every: Any) -> None:
+    with Publisher(MemoryStore(), publish_every=every) as pub, pytest.raises(ValueError, match="publish_every"):
+        pub.publish(Training().weights, coalesce=False)
 
 
 def test_closing_finishes_what_is_under_way() -> None:
@@ -767,6 +892,254 @@ def test_a_base_that_failed_to_move_to_a_committed_version_is_moved_by_the_next(
         assert equal(held, state)
 
 
+# -- failures in the background ------------------------------------------------------------------------------------
+
+
+def failed(pub: Publisher, training: Training) -> Future[PublishReport]:
+    """Publish a step in the background, and wait until it has failed without reading that it did."""
+    training.step()
+    future = pub.publish(training.weights, wait=False)
+    wait_for([future], 10)
+    return future
+
+
+def test_a_failure_is_raised_by_publish_by_flush_and_by_close_once_each_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    training, store = Training(), Watched()
+    pub = Publisher(store)
+    pub.publish(training.weights)
+    store.fail_at("parts/")
+    future = failed(pub, training)
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert "Step 0 was not published: StoreError: the line is down" in caplog.text
+    raised = []
+    for call in (lambda: pub.publish(training.weights), pub.flush, pub.flush, pub.close, pub.close):
+        try:
+            call()
+        except StoreError as e:
+            raised.append(e)
+        else:
+            raised.append(None)
+    assert [error is not None for error in raised] == [True, True, False, True, False]
+    assert {error for error in raised if error} == {future.exception()}
+    assert versions(store) == [0]
+
+
+def test_a_store_that_refuses_for_good_stops_the_loop_that_does_not_wait() -> None:
+    training, store, done = Training(), Watched(), []
+    with pytest.raises(StoreError, match="line is down"), Publisher(store) as pub:  # noqa: PT012 - as in the README
+        for step in range(60):
+            if step == 3:
+                store.fail_at("parts/", "manifests/", "starts/")
+            pub.publish(training.weights, step=step, wait=False)
+            training.step()
+            done.append(step)
+            time.sleep(0.01)  # a trainer's step
+    assert len(done) < 60
+    store.fail_at()
+    assert max(versions(store)) <= 2
+
+
+def test_closing_after_the_last_publish_failed_raises() -> None:
+    training, store = Training(), Watched()
+    pub = Publisher(store)
+    pub.publish(training.weights)
+    store.fail_at("manifests/")
+    training.step()
+    pub.publish(training.weights, wait=False)
+    with pytest.raises(StoreError, match="line is down"):
+        pub.close()
+
+
+def test_what_the_body_raises_is_not_masked_by_closing(caplog: pytest.LogCaptureFixture) -> None:
+    training, store = Training(), Watched()
+    with pytest.raises(ZeroDivisionError), Publisher(store) as pub:  # noqa: PT012 - the block is what is tested
+        pub.publish(training.weights)
+        store.fail_at("parts/")
+        failed(pub, training)
+        raise ZeroDivisionError
+    assert "Closing the publisher failed as well: StoreError: the line is down" in caplog.text
+
+
+def test_the_publish_that_raises_a_failure_publishes_nothing_and_the_next_covers_all() -> None:
+    training, store = Training(), Watched()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        store.fail_at("parts/")
+        failed(pub, training)
+        store.fail_at()
+        training.step()
+        with pytest.raises(StoreError, match="line is down"):
+            pub.publish(training.weights)
+        assert versions(store) == [0]
+        report = pub.publish(training.weights)
+        assert (report.version, report.folded) == (1, 0)
+    assert equal(synced(store), training.weights)
+
+
+@pytest.mark.parametrize("read", ["result", "exception", "callback", "wait"])
+def test_a_failure_that_was_read_is_not_raised_again(read: str) -> None:
+    training, store = Training(), Watched()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        store.fail_at("parts/")
+        if read == "wait":
+            with pytest.raises(StoreError):
+                pub.publish(training.weights)
+        elif read == "callback":
+            failed(pub, training).add_done_callback(lambda future: future.exception() and None)
+        elif read == "exception":
+            assert isinstance(failed(pub, training).exception(), StoreError)
+        else:
+            with pytest.raises(StoreError):
+                failed(pub, training).result()
+        pub.flush()
+        store.fail_at()
+        if read != "wait":
+            assert pub.publish(training.weights).version == 1
+
+
+def test_waiting_too_short_for_a_future_reads_nothing() -> None:
+    training, gate = Training(), Gate()
+    pub = Publisher(gate.store)
+    pub.publish(training.weights)
+    gate.close()
+    training.step()
+    future = pub.publish(training.weights, wait=False)
+    assert gate.reached.wait(10)
+    with pytest.raises(TimeoutError):
+        future.result(0)
+    gate.store.fail_at("manifests/")
+    gate.open.set()
+    with pytest.raises(StoreError):
+        pub.close()
+
+
+def test_a_failure_that_a_later_version_made_up_for_is_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    training, gate = Training(), Gate()
+    with Publisher(gate.store) as pub:
+        pub.publish(training.weights)
+        gate.close()
+        training.step()
+        first = pub.publish(training.weights, wait=False)
+        assert gate.reached.wait(10)
+        training.step()
+        second = pub.publish(training.weights, wait=False)
+        gate.store.before = lambda verb, key: down(key) if key == chain.manifest_key(1) and not first.done() else None
+        gate.open.set()
+        wait_for([second], 10)
+        pub.flush()
+        pub.publish(training.weights)
+    assert isinstance(first.exception(), StoreError)
+    assert second.result().version == 1
+    assert "the line is down" in caplog.text
+    assert equal(synced(gate.store), training.weights)
+
+
+def test_a_version_that_was_committed_without_an_answer_is_no_failure_once_that_is_known() -> None:
+    training, flaky = Training(), Unanswered()
+    with Publisher(flaky.store) as pub:
+        pub.publish(training.weights)
+        flaky.times = 1
+        first = failed(pub, training)
+        assert pub.publish(training.weights).version == 2
+    assert isinstance(first.exception(), StoreError)
+    assert versions(flaky.store) == [0, 1, 2]
+
+
+def test_a_failure_that_is_retried_is_raised_when_it_goes_on_and_at_the_end() -> None:
+    """A short outage does not stop a trainer: each next version is the retry. One that does not end does."""
+    training, store = Training(), Watched()
+    pub = Publisher(store, max_behind=3)
+    pub.publish(training.weights)
+
+    def away(verb: str, key: str) -> None:
+        raise StoreError("timed out", key=key, retryable=True)
+
+    store.before = away
+    failed(pub, training)
+    store.fail_at()
+    assert pub.publish(training.weights).version == 1
+    store.before = away
+    for _ in range(3):
+        failed(pub, training)
+    with pytest.raises(StoreError, match="timed out"):
+        pub.publish(training.weights)
+    failed(pub, training)
+    with pytest.raises(StoreError, match="timed out"):
+        pub.close()
+
+
+def test_failures_are_bounded_in_number_and_hold_none_of_the_memory_they_took() -> None:
+    weights, store = {"w": np.zeros(1 << 16, np.float32)}, Watched()
+    pub = Publisher(store, codec="gap")
+    pub.publish(weights)
+    store.fail_at("parts/")
+    tracemalloc.start()
+    try:
+        for step in range(20):
+            weights["w"][:] = step + 1
+            with suppress(StoreError):
+                wait_for([pub.publish(weights, wait=False)], 10)
+        pub._tip._unsure = None  # type: ignore[union-attr] - the last one, which may have been committed
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(pub._failures) <= 2
+    assert kept_bytes < weights["w"].nbytes
+    with pytest.raises(StoreError):
+        pub.close()
+
+
+def test_after_closing_a_publisher_says_that_it_is_closed() -> None:
+    with Publisher(MemoryStore()) as pub:
+        pub.publish(Training().weights)
+    with pytest.raises(ClosedError, match="closed; create a new one"):
+        pub.publish(Training().weights)
+
+
+def test_an_executor_that_takes_no_more_work_stops_neither_versions_nor_anchors(short_epochs: int) -> None:
+    training, store, pool = Training(), MemoryStore(), ThreadPoolExecutor(2)
+    with Publisher(store, executor=pool, anchor_every=0) as pub:
+        pub.publish(training.weights)
+        pool.shutdown()
+        for step in (1, 2, 3):
+            training.step()
+            assert pub.publish(training.weights).version == step
+        pub.flush()
+    assert anchored(store) == [0, 1]
+    assert equal(synced(store), training.weights)
+
+
+def test_without_any_thread_versions_are_sent_and_anchors_wait(
+    short_epochs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, store, pool = Training(), MemoryStore(), ThreadPoolExecutor(2)
+    with Publisher(store, executor=pool, anchor_every=0) as pub:
+        pub.publish(training.weights)
+        pool.shutdown()
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for step in (1, 2, 3):
+            training.step()
+            assert pub.publish(training.weights, wait=False).result(0).version == step
+        assert "The anchor of epoch 1 waits for a later version: can't start new thread" in caplog.text
+        with pytest.raises(StoreError, match="the anchor of epoch 1 was not begun"):
+            pub.flush()
+        monkeypatch.undo()
+        monkeypatch.setattr(chain, "EPOCH_PATCHES", short_epochs)
+        pub.publish(training.weights)
+        pub.flush()
+    assert anchored(store) == [0, 2]
+    assert equal(synced(store), training.weights)
+
+
+# -- the end of the process ----------------------------------------------------------------------------------------
+
 LEFT = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -813,6 +1186,219 @@ def test_a_publisher_that_is_not_closed_finishes_when_the_process_ends(tmp_path:
     assert versions(store) == [0, 1, 2]
     Subscriber(store).sync(held)
     assert {(array[1], array[2]) for array in held.values()} == {(1.0, 2.0)}
+
+
+ENDS = """
+import atexit, os
+parent = os.getpid()
+atexit.register(lambda: os.getpid() == parent or os._exit(0))  # runs last: to take modules down takes most of a second
+
+import concurrent.futures.thread as pools
+import sys, threading, time
+from pathlib import Path
+import numpy as np
+from pulsesync import Publisher, chain
+from pulsesync.store import LocalStore, MemoryStore
+
+chain.EPOCH_PATCHES = 2
+folder, calls = Path(sys.argv[1]), int(sys.argv[2])
+
+class Ending(LocalStore):
+    # one call, counted from version 2 on, takes until executors accept nothing any more
+    at, seen, reached, lock = None, 0, threading.Event(), threading.Lock()
+
+    def put(self, key, data):
+        self.count()
+        super().put(key, data)
+
+    def create(self, key, data):
+        self.count()
+        super().create(key, data)
+
+    def count(self):
+        with self.lock:
+            mine = self.at is not None and self.seen == self.at
+            self.seen += self.at is not None
+        if mine:
+            self.reached.set()
+            while not pools._shutdown:
+                time.sleep(0.001)
+
+def live(number):
+    weights, store = {"w": np.zeros(500, np.float32)}, Ending(folder / str(number))
+    pub = Publisher(store, anchor_every=0)
+    for step in range(4):
+        weights["w"][step::7] += step
+        if step == 2:
+            pub.flush()
+            store.at = number
+        pub.publish(weights, step=step, wait=step < 2)
+        while step == 2 and store.seen == 0:  # step 3 is pending then
+            time.sleep(0.001)
+    store.reached.wait(1)
+
+with Publisher(MemoryStore()) as warm:  # the kernels are loaded once, not in every child
+    for step in range(4):
+        warm.publish({"w": np.full(500, step, np.float32)})
+for number in range(calls):
+    child = os.fork()
+    if child == 0:
+        live(number)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0, number
+"""
+
+
+def test_wherever_in_a_version_the_interpreter_ends_everything_published_is_sent(
+    tmp_path: Path, short_epochs: int
+) -> None:
+    """Version 2 ends an epoch, so an anchor is due; version 3 is pending. A process for each store call: seconds."""
+    calls = 10
+    program = [sys.executable, "-c", ENDS, str(tmp_path), str(calls)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=55)
+    assert (done.returncode, done.stderr) == (0, "")
+    for number in range(calls):
+        store, held = LocalStore(tmp_path / str(number)), {"w": np.zeros(500, np.float32)}
+        Subscriber(store).sync(held)
+        assert held["w"][3] == 3.0, number
+        assert versions(store)[-1] == 3, number
+        assert anchored(store) == [0, 1], number
+
+
+ENDING = """
+import atexit, sys, threading, time
+from pathlib import Path
+import numpy as np
+from pulsesync import Publisher
+from pulsesync.store import LocalStore
+
+class Slow(LocalStore):
+    def put(self, key, data):
+        if slow:
+            time.sleep(0.1)
+        super().put(key, data)
+
+def publish(step):
+    weights["w"][step::7] += step
+    pub.publish(weights, step=step, wait=False)
+
+def late():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    publish(2)
+
+ending, slow = sys.argv[2], False
+weights = {"w": np.zeros(500, np.float32)}
+pub = Publisher(Slow(sys.argv[1]))
+publish(0)
+pub.flush()
+slow = True
+publish(1)
+if ending == "thread":
+    threading.Thread(target=late).start()
+elif ending == "atexit":
+    atexit.register(publish, 2)
+else:
+    publish(2)
+    if ending == "exit":
+        sys.exit(3)
+    if ending == "exception":
+        raise ZeroDivisionError
+    if ending == "refused":
+        time.sleep(0.01)
+        def refuse(*args):
+            raise PermissionError("403")
+        Slow.create = refuse
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "newest", "message"),
+    [
+        ("exit", 3, 2, ""),
+        ("exception", 1, 2, "ZeroDivisionError"),
+        ("thread", 0, 2, ""),  # that is no daemon, after the main thread has ended
+        ("atexit", 0, 1, "ClosedError: the interpreter is shutting down"),
+        ("refused", 0, 0, "Step 2 was not published: PermissionError: 403"),  # by Python's handler of last resort
+    ],
+)
+def test_however_the_interpreter_ends_what_was_published_is_sent_or_reported(
+    tmp_path: Path, ending: str, code: int, newest: int, message: str
+) -> None:
+    program = [sys.executable, "-c", ENDING, str(tmp_path), ending]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert bool(message) == bool(done.stderr), done.stderr
+    store = LocalStore(tmp_path)
+    last = version(store, versions(store)[-1])
+    assert last.step == newest
+
+
+FORKED = """
+import os, sys, threading, time
+from pathlib import Path
+import numpy as np
+from pulsesync import Publisher, Subscriber
+from pulsesync.errors import ClosedError
+from pulsesync.store import LocalStore
+
+go, reached = threading.Event(), threading.Event()
+
+class Slow(LocalStore):
+    def put(self, key, data):
+        if slow:
+            reached.set()
+            go.wait(30)
+        super().put(key, data)
+
+def raised(call):
+    try:
+        call()
+    except ClosedError as e:
+        assert f"belongs to process {parent}" in str(e) and "create a new Publisher" in str(e), e
+        return True
+    return False
+
+place, weights, parent, slow = Path(sys.argv[1]), {"w": np.zeros((700, 100), np.float32)}, os.getpid(), False
+held = {"w": np.zeros((700, 100), np.float32)}
+unused = Publisher(str(place / "unused"))
+pub = Publisher(Slow(place / "run"))
+pub.publish(weights)
+Subscriber(str(place / "run")).sync(held)
+weights["w"][::3], slow = 1, True
+future = pub.publish(weights, wait=False)
+assert reached.wait(30)
+if os.fork() == 0:
+    with pub:  # closing it here does nothing
+        assert raised(lambda: pub.publish(weights))
+        assert raised(lambda: pub.publish(weights, wait=False))
+        assert raised(pub.flush)
+    with Publisher(str(place / "own")) as own:
+        own.publish(weights)
+        weights["w"][5] = 2
+        own.publish(weights)
+    unused.publish(weights)  # nobody has published with it
+    held["w"][...] = 7
+    Subscriber(str(place / "own")).sync(held)
+    assert (held["w"] == weights["w"]).all()
+    Subscriber(str(place / "run")).sync(held)
+    assert (held["w"] == 0).all()
+    sys.exit(0)  # with the finalizers and threads of the parent
+assert os.wait()[1] == 0
+assert pub._spool.exists() and unused._spool.exists()
+go.set()
+assert future.result(30).version == 1
+pub.close()
+assert not pub._spool.exists()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_in_a_forked_process_a_publisher_raises_and_leaves_alone_what_is_its_parents(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- two publishers ------------------------------------------------------------------------------------------------

@@ -1,25 +1,30 @@
 """Writing anchors: whole states, behind everything else, from a snapshot to disk and from there to the store."""
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from pulsesync import chain
 from pulsesync.chain import Look
-from pulsesync.errors import ChainError, ConflictError, FormatError, PulseError
+from pulsesync.errors import ChainError, ConflictError, FormatError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.manifest import Kind, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.model import Tile
+from pulsesync.parallel import submit
 from pulsesync.spool import Outbox
 from pulsesync.state import Snapshot, State
 from pulsesync.store import Store
 
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
+
+logger = logging.getLogger(__name__)
 
 
 class AnchorWriter:
@@ -48,17 +53,38 @@ class AnchorWriter:
         """Write the anchor of a version, of which this is the state, unless one is being written."""
         if not self.busy:
             self.owed = True
-            self._current = self._executor.submit(self._write, snapshot, version)
+            self._current = self._start(version.starts, self._write, snapshot, version)
 
     def finish(self, run: str) -> None:
         """Upload what a process before this one has left finished on disk."""
         if not self.busy and (waiting := self._waiting(run)):
-            self._current = self._executor.submit(self._finish, waiting)
+            self._current = self._start(waiting[0][0], self._finish, waiting)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
         if self._current is not None:
             self._current.result(timeout_s)
+
+    def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> "Future[None]":
+        """Run work in the background; what stops it is logged, and raised by `wait`."""
+
+        def run() -> None:
+            try:
+                work(*args)
+            except BaseException as e:
+                logger.warning(
+                    "The anchor of epoch %d is not in the store: %s: %s. It is tried again with a later version.",
+                    epoch, type(e).__name__, e,
+                )  # fmt: skip
+                raise
+
+        try:
+            return submit(self._executor, run)
+        except RuntimeError as e:
+            logger.warning("The anchor of epoch %d waits for a later version: %s.", epoch, e)
+            waits: Future[None] = Future()
+            waits.set_exception(StoreError(f"the anchor of epoch {epoch} was not begun: {e}", retryable=True))
+            return waits
 
     def _write(self, snapshot: Snapshot | State, version: Manifest) -> None:
         epoch = version.starts

@@ -13,6 +13,7 @@
     │   ├── NotFoundError
     │   └── ConflictError           somebody else created it first
     │       └── AnotherPublisherError   the run has one: this one must stop, or take the run up anew
+    ├── ClosedError                 this publisher can send nothing any more: create another one
     ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
     ├── GroupError                  a process of a group died or fell behind: nothing changed, go on in a new group
     ├── RoundError                  trainers did not complete a round: nothing changed, the next try makes up for it
@@ -83,6 +84,10 @@ class ConflictError(StoreError):
 
 class AnotherPublisherError(ConflictError):
     """A version that was to be published exists: somebody else publishes into the same run (`version`)."""
+
+
+class ClosedError(PulseError):
+    """A publisher that can send nothing: it is closed, belongs to another process, or the interpreter is ending."""
 
 
 class StateError(PulseError):

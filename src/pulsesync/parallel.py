@@ -6,7 +6,7 @@ The kernels release the GIL; nothing else here is parallel.
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
@@ -65,6 +65,39 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
     if faults:
         raise faults[0]
     return out
+
+
+def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Future[Result]":
+    """Run work(*args) on an executor, or in a thread of its own when the executor accepts no more work.
+
+    When the main thread has ended, a ThreadPoolExecutor accepts nothing more, although its threads and all others that
+    are not daemons finish what they do, and may need it. The interpreter waits for this thread as it does for those.
+
+    Raises:
+        RuntimeError: no thread can be started either.
+    """
+    try:
+        return executor.submit(work, *args)
+    except RuntimeError:
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args))
+            except BaseException as e:  # noqa: BLE001 - for those who have the future
+                future.set_exception(e)
+
+        threading.Thread(target=run, name="pulse-late", daemon=False).start()
+        return future
+
+
+def outlives_threads() -> bool:
+    """Whether the interpreter is ending and would not wait for a thread that is started here.
+
+    It waits for threads that are started by threads that it waits for; neither an atexit handler nor a daemon is one.
+    """
+    here, main = threading.current_thread(), threading.main_thread()
+    return not main.is_alive() and (here is main or here.daemon)
 
 
 def finish(work: Callable[[], None]) -> None:

@@ -6,11 +6,16 @@
             pub.publish(model, step=step, wait=False)      # held for the comparison alone
 
 What was committed last is the base of the next version, and the only copy of the state that is kept.
+
+A version that was published with wait=False and failed is logged, and raised by the next `publish`, by `flush` and by
+`close`, once by each, until a later version is committed: that one contains it.
 """
 
 import hashlib
+import logging
 import math
 import operator
+import os
 import shutil
 import tempfile
 import threading
@@ -23,6 +28,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, get_args, overload
 
 from pulsesync import chain
@@ -32,6 +38,7 @@ from pulsesync.chain import Held
 from pulsesync.errors import (
     AnotherPublisherError,
     ChainError,
+    ClosedError,
     FormatError,
     NotFoundError,
     PulseError,
@@ -47,12 +54,18 @@ from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Mani
 from pulsesync.format.signature import SigningKey
 from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
+from pulsesync.parallel import outlives_threads, submit
 from pulsesync.records import CACHE_BYTES, Records
 from pulsesync.spool import Outbox
 from pulsesync.state import State
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.tip import Draft, Tip, create, root_record
+
+Files = Mapping[str, bytes | os.PathLike[str]]  # by name: the content, or the path of a file that has it
+_Raiser = Literal["publish", "flush", "close"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,25 @@ class PublishReport:
         return self.changed / self.total if self.total else 0.0
 
 
+class _Answer(Future[PublishReport]):
+    """A future that knows whether its caller has read how the publish ended."""
+
+    def __init__(self, awaited: bool) -> None:
+        super().__init__()
+        self.awaited = awaited  # the caller waits for it within publish
+        self.was_read = False
+        self.set_running_or_notify_cancel()  # it cannot be cancelled: the base moves with it
+
+    def result(self, timeout: float | None = None) -> PublishReport:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.was_read = True
+        return error
+
+
 @dataclass
 class _Job:
     """A state that is to become a version: how it differs from the base it was compared with."""
@@ -83,9 +115,31 @@ class _Job:
     base: int  # version
     difference: Difference
     folded: int
+    alone: bool  # no later step is coalesced with it
     blocked_s: float = 0.0
-    futures: list[Future[PublishReport]] = field(default_factory=list)
-    fault: StoreError | None = None  # what kept it from being sent
+    futures: list[_Answer] = field(default_factory=list)
+    fault: BaseException | None = None  # what kept it from being sent
+    record: Manifest | None = None  # once it was sent
+
+
+@dataclass
+class _Failure:
+    """A version that was not committed, until a later one is. Keeps none of the memory that the version took."""
+
+    record: Manifest | None
+    futures: list[_Answer]
+    error: BaseException
+    traceback: TracebackType | None
+    raised_by: set[_Raiser] = field(default_factory=set)
+
+    @property
+    def was_read(self) -> bool:
+        return any(future.was_read for future in self.futures)
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether the next version is the retry: the store may work again by then."""
+        return isinstance(self.error, StoreError) and self.error.retryable
 
 
 class Publisher:
@@ -94,11 +148,17 @@ class Publisher:
     codec: how patches are coded. cast: the dtype that workers use, for all FP32 tensors or by name pattern. grid: how
     tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces, of which none gets
     less than min_tile weights, or as the borders themselves. signing_key: records are signed with it. files: small
-    files that belong to the model. publish_every: steps in a version, or "auto", at most max_behind. anchor_every: a
-    whole state is written when the patches since the last one add up to so many of it. spool: a folder of the trainer's
-    own in which bodies are kept for a restart, and anchors until they are uploaded; a temporary one if not given.
+    files that belong to the model, as bytes or paths; the `config` and `generation_config` of a source that can write
+    them (`to_json_string`, as Hugging Face models can) are added under the names that they have in a checkpoint.
+    publish_every: steps in a version, or "auto", at most max_behind. anchor_every: a whole state is written when the
+    patches since the last one add up to so many of it. spool: a folder of the trainer's own in which bodies are kept
+    for a restart, and anchors until they are uploaded; a temporary one if not given.
     keep: where the copy of the last version is, for tensors on a GPU: there as well ("device", the default), in pinned
     host memory ("host"), or nowhere: then it is handed over at every publish ("hook", see `device.hook`).
+
+    A publisher belongs to the process that first publishes with it. In a process forked from that one, `publish` and
+    `flush` raise ClosedError and `close` does nothing. When the interpreter ends (by return, `sys.exit` or an
+    exception) everything that was published is sent first; a signal that ends the process does not wait for it.
     """
 
     def __init__(
@@ -110,7 +170,7 @@ class Publisher:
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
-        files: Mapping[str, bytes] | None = None,
+        files: Files | None = None,
         publish_every: Every = 1,
         max_behind: int = 16,
         anchor_every: float = 1.0,
@@ -132,7 +192,7 @@ class Publisher:
         self._files = dict(files or {})
         self._pace = Pace(publish_every, max_behind)
         self._spool = Path(spool or tempfile.mkdtemp(prefix="pulse-spool-"))
-        self._tidy = weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
+        self._tidy = weakref.finalize(self, _remove_own, self._spool, os.getpid())
         if spool:
             self._tidy.detach()
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
@@ -145,50 +205,99 @@ class Publisher:
         self._quiet = threading.Event()  # set while nothing is being sent
         self._quiet.set()
         self._anchors = AnchorWriter(self.store, Outbox(self._spool / "outbox"), self._sign, self._behind, self._quiet)
+        self._process: int | None = None  # that published first
         self._lock = threading.RLock()  # over all that follows
+        self._taken = threading.Condition(self._lock)  # the sender took what was pending, or has nothing more to do
         self.keep: Keep | None = keep
         self._bases: Bases | None = None  # how the base is kept, once a source was seen
         self._tip: Tip | None = None  # the end of the run, once it is known
         self._refs: tuple[FileRef, ...] = ()
         self._way_bytes = 0.0  # patches since the newest anchor
         self._pending: _Job | None = None
-        self._latest: Future[PublishReport] | None = None
+        self._latest: _Answer | None = None
         self._sending = False
+        self._failures: list[_Failure] = []  # since the last commit
+        self._closed = False
 
     # For people
 
     @overload
     def publish(
-        self, source: Any, *, step: int = ..., wait: Literal[True] = ..., now: bool = ..., old: Any = ...
+        self,
+        source: Any,
+        *,
+        step: int = ...,
+        wait: Literal[True] = ...,
+        now: bool = ...,
+        coalesce: bool = ...,
+        old: Any = ...,
     ) -> PublishReport: ...
     @overload
     def publish(
-        self, source: Any, *, step: int = ..., wait: Literal[False], now: bool = ..., old: Any = ...
+        self,
+        source: Any,
+        *,
+        step: int = ...,
+        wait: Literal[False],
+        now: bool = ...,
+        coalesce: bool = ...,
+        old: Any = ...,
     ) -> "Future[PublishReport]": ...
     def publish(
-        self, source: Any, *, step: int = 0, wait: bool = True, now: bool = False, old: Any = None
+        self,
+        source: Any,
+        *,
+        step: int = 0,
+        wait: bool = True,
+        now: bool = False,
+        coalesce: bool = True,
+        old: Any = None,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
-        launched later in the same stream, or in one that waits for it); encoding and sending go on behind, and the
-        future gives the report. A version that is under way is not disturbed; one that has not been begun is replaced,
-        and its future gives the report of the version it went into. now: do not wait for more steps, whatever
-        publish_every says. old: the weights of the last version, where none are kept (keep="hook").
+        launched later in the same stream, or in one that waits for it); encoding and sending go on in the background,
+        and the future gives the report. A version that is being sent is not disturbed; one that is still queued is
+        replaced, and its future gives the report of the version that contains it.
+
+        A failure in the background is logged. If the caller has not read it from the future, the next publish raises it
+        before it compares anything: that call publishes nothing, and may be repeated. A StoreError that is `retryable`
+        is raised only when max_behind versions in a row have failed, because each next version is the retry. A failure
+        that a later version has made up for is not raised any more.
+
+        Args:
+            source: what is published.
+            step: the trainer's step, for the record.
+            wait: return the report when the version is committed, not a future.
+            now: publish this step whatever publish_every says.
+            coalesce: False makes a version of this step alone. No other step is coalesced with it, so publish waits
+                while a version is queued behind the one being sent: at most two are in memory. It excludes
+                publish_every.
+            old: the weights of the last version, where none are kept (keep="hook").
 
         Raises:
-            StateError: tensors came, went, changed shape or tie; AnotherPublisherError: somebody else publishes here;
-            StoreError. After any exception the base is still the last version committed: the next one covers both.
+            StateError: tensors came, went, changed shape or tie; AnotherPublisherError: another publisher writes to
+            this run; ClosedError: the publisher was closed, belongs to another process, or the interpreter is ending;
+            StoreError, or what else stopped an earlier version. After any exception the base is still the last version
+            committed: the next one covers both.
         """
         began = time.perf_counter()
         step = checked_step(step)
         if old is not None and self.keep != "hook":
             raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
+        if not coalesce and self._pace.every != 1:
+            raise ValueError(
+                f"coalesce=False makes a version of every step, publish_every={self._pace.every!r} makes one of "
+                "several; leave one of them out"
+            )
+        self._check_usable()
         if self.keep == "hook":
             self._wait_for_last()
         with self._lock:
+            self._taken.wait_for(lambda: self._pending is None or (coalesce and not self._pending.alone))
             if self._lost:
                 raise self._lost
+            self._raise_failure("publish")
             due = self._pace.step(time.monotonic()) or now
             if self._tip is not None and not due:
                 return self._skipped(self._tip, step, wait, began)
@@ -196,18 +305,42 @@ class Publisher:
             shown, ties = bases.read(source, self.cast)
             specs = [shown.spec(name) for name in shown.views]
             if self._tip is None:
-                last = self._open(bases, shown, specs, ties)
+                last = self._open(source, bases, shown, specs, ties)
                 self._bases = bases
                 if self._tip is None:
                     return self._publish_root(last, shown, specs, ties, step, wait, began)
             same_tensors(self._tip.state.layout, specs, ties)
             tip = self._tip
             difference = self._compare(bases, tip, shown, old)
-            future = self._enqueue(tip, difference, step, began)
+            job = _Job(step, tip.last.version, difference, self._pace.published(), alone=not coalesce)
+            future = self._enqueue(tip, job, wait, began)
             at_start = chain.position(tip.last)[1] == chain.EPOCH_PATCHES
         if self.keep == "hook" and at_start:
             wait_for([future])  # an anchor may be due, which reads the source
         return future.result() if wait else future
+
+    def _check_usable(self) -> None:
+        """Raises: ClosedError, if this publisher can send nothing any more."""
+        self._check_process()
+        if self._closed:
+            raise ClosedError("this Publisher is closed; create a new one, which resumes the run")
+        if outlives_threads():
+            raise ClosedError(
+                "the interpreter is shutting down and waits for no more threads, so nothing can be published; publish "
+                "and close before the main thread ends, not in an atexit handler or a daemon thread"
+            )
+        self._process = os.getpid()
+
+    def _check_process(self) -> None:
+        if self._is_forked:
+            raise ClosedError(
+                f"this Publisher belongs to process {self._process} and this is process {os.getpid()}, forked from it, "
+                "where its threads do not run; create a new Publisher here, or start the process with 'spawn'"
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process not in (None, os.getpid())
 
     def _compare(self, bases: Bases, tip: Tip, shown: Shown, old: Any) -> Difference:
         try:
@@ -218,14 +351,11 @@ class Publisher:
             raise
 
     def _wait_for_last(self) -> None:
-        """Without a base there is no folding: the last version goes first; if it failed, a new root comes next."""
-        if self._latest is None:
-            return
-        wait_for([self._latest])
-        self._sender.submit(lambda: None).result()  # the sender has nothing more to do with its source
+        """Without a base nothing is coalesced: the last version goes first; if it failed, a new root comes next."""
         with self._lock:
-            if self._latest.exception() is not None:
-                self._tip, self._latest = None, None
+            self._taken.wait_for(lambda: not self._sending)  # the sender is done with its source
+            if self._failures:
+                self._tip = None
 
     @property
     def version(self) -> int | None:
@@ -251,16 +381,26 @@ class Publisher:
         """Wait until everything that was published is in the store, anchors too.
 
         Raises:
-            StoreError: an anchor could not be written; it is tried again at the next epoch's start.
+            What stopped a version, once, unless its future was read or a later version was committed. StoreError: an
+            anchor could not be written; it is tried again at the next epoch's start. ClosedError: the publisher belongs
+            to another process.
         """
-        while (latest := self._latest) is not None and not latest.done():
-            wait_for([latest])  # what it raises is for whoever holds the future
-        self._anchors.wait()
+        self._check_process()
+        self._finish("flush")
 
     def close(self) -> None:
-        """Finish what is under way, and stop. A publisher that is not closed finishes when the process ends."""
+        """Finish what is in progress, and stop. A publisher that is not closed finishes when the process ends.
+
+        Raises: what `flush` does, once more. A second call does nothing.
+        """
+        if self._is_forked:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         try:
-            self.flush()
+            self._finish("close")
         finally:
             for executor in (self._sender, self._behind):
                 if executor is not self._given:
@@ -270,25 +410,53 @@ class Publisher:
     def __enter__(self) -> "Publisher":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as e:
+            if kind is None:
+                raise
+            logger.warning("Closing the publisher failed as well: %s: %s", type(e).__name__, e)
+
+    def _finish(self, caller: _Raiser) -> None:
+        while (latest := self._latest) is not None and not latest.done():
+            wait_for([latest])
+        try:
+            self._anchors.wait()
+        except Exception:
+            self._raise_failure(caller)  # a version comes before an anchor
+            raise
+        self._raise_failure(caller)
+
+    def _raise_failure(self, caller: _Raiser) -> None:
+        """Raise the first failure since the last commit that the caller has neither read nor been raised here."""
+        with self._lock:
+            new = [failure for failure in self._failures if caller not in failure.raised_by and not failure.was_read]
+            if caller == "publish" and len(new) < self._pace.longest:
+                new = [failure for failure in new if not failure.is_retried]
+            if not new:
+                return
+            for failure in self._failures:
+                failure.raised_by.add(caller)
+        raise new[0].error.with_traceback(new[0].traceback)  # without the frames of whom it was raised to before
 
     # Taking up a run
 
-    def _open(self, bases: Bases, shown: Shown, specs: list[TensorSpec], ties: Mapping[str, str]) -> Manifest | None:
+    def _open(
+        self, source: Any, bases: Bases, shown: Shown, specs: list[TensorSpec], ties: Mapping[str, str]
+    ) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
-        self._refs = put_files(self.store, self._files)
         last = find_last(self.store, self.signing_key)
+        self._refs = put_companions(self.store, self._files, source, last)
         if last is None:
             return None
         layout = self._records().layout(last.layout)
         same_tensors(layout, specs, ties)
-        self._refs = self._refs or last.files
         self._anchors.newest = last.anchor
         self._anchors.finish(last.run)
         state = self._rebuild(last, layout, bases, shown)
         if state is None and self._anchors.busy:
-            with suppress(StoreError):
+            with suppress(StoreError):  # logged where the anchor is written
                 self._anchors.wait()  # the way may begin at an anchor that was still in the outbox
                 state = self._rebuild(last, layout, bases, shown)
         if state is not None:
@@ -343,6 +511,7 @@ class Publisher:
             self._lost = e
             raise
         self._tip, self._way_bytes = Tip(self.store, self._sign, manifest, state), math.inf
+        self._failures.clear()
         self._pace.published()
         blocked_s = time.perf_counter() - began
         self._maybe_anchor(self._tip)
@@ -362,34 +531,27 @@ class Publisher:
         report = PublishReport(None, step, 0, layout.size, 0, layout.size_bytes, 0, blocked_s, 0.0, 0.0)
         return _answer(report, wait=wait)
 
-    def _enqueue(self, tip: Tip, difference: Difference, step: int, began: float) -> "Future[PublishReport]":
+    def _enqueue(self, tip: Tip, job: _Job, wait: bool, began: float) -> _Answer:
         """Have a difference from the base sent; it takes the place of one that has not been begun."""
-        job = _Job(step, tip.last.version, difference, self._pace.published())
         if self._pending:
             job.folded += 1 + self._pending.folded
             job.futures += self._pending.futures
-        future: Future[PublishReport] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be taken back: the base moves with it
+        future = _Answer(awaited=wait)
         job.futures.append(future)
         job.blocked_s = time.perf_counter() - began
         self._pending, self._latest = job, future
         if not self._sending:
             self._sending = True
-            self._sender.submit(self._drain, tip)
+            try:
+                submit(self._sender, self._drain, tip)
+            except RuntimeError:  # no thread can be started: the caller sends, and waits for it
+                self._drain(tip)
         return future
 
     def _drain(self, tip: Tip) -> None:
-        """Send what is pending until nothing is: the sender's whole life."""
-        try:
-            while (job := self._take(tip)) is not None:
-                self._attempt(tip, job)
-        except BaseException as e:
-            with self._lock:
-                self._sending = False
-                for future in self._pending.futures if self._pending else ():
-                    future.set_exception(e)
-                self._pending = None
-            raise
+        """Send what is pending until nothing is: the sender's whole life. Raises nothing: nobody would see it."""
+        while (job := self._take(tip)) is not None:
+            self._attempt(tip, job)
 
     def _take(self, tip: Tip) -> _Job | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
@@ -398,50 +560,70 @@ class Publisher:
             try:
                 if committed := tip.settle():
                     self._advance(tip, committed)
-                    with suppress(PulseError):
-                        self._maybe_anchor(tip)
-            except StoreError as e:
+                    self._make_up_for(committed)
+                    self._try_anchor(tip)
+            except BaseException as e:  # noqa: BLE001 - the pending job fails with it
                 fault = e
+                logger.warning("Cannot find out whether the last version was committed: %s: %s", type(e).__name__, e)
             job, self._pending = self._pending, None
             if job is None:
                 self._sending = False
             else:
                 job.fault = fault
+            self._taken.notify_all()
             return job
 
     def _attempt(self, tip: Tip, job: _Job) -> None:
-        """Send a job, and tell those who wait for it how that went."""
+        """Send a job, and report to those who wait for it."""
         try:
             if job.fault:
                 raise job.fault
             self._quiet.clear()
             report = self._send(tip, job)
-        except BaseException as e:  # noqa: BLE001 - for whoever holds the future
-            if isinstance(e, AnotherPublisherError):
-                self._lost = e
-            traceback.clear_frames(e.__traceback__)  # what it took is not held for as long as the future
-            for future in job.futures:
-                future.set_exception(e)
+        except BaseException as e:  # noqa: BLE001 - for those who have the futures, and for the next call
+            self._quiet.set()
+            self._fail(job, e)
         else:
             self._quiet.set()
-            try:
-                with suppress(PulseError):  # an anchor can wait; versions cannot
-                    self._maybe_anchor(tip)  # before the future is done: flush waits for both
-            finally:
-                for future in job.futures:
-                    future.set_result(report)
-        finally:
-            self._quiet.set()
+            self._try_anchor(tip)  # before the future is done: flush waits for both
+            for future in job.futures:
+                future.set_result(report)
+        del job  # an exception's traceback refers to this frame, for as long as the future is kept
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        """Keep what stopped a version until a later one is committed, and report it."""
+        if isinstance(error, AnotherPublisherError):
+            self._lost = error
+        traceback.clear_frames(error.__traceback__)  # what it took is not held for as long as the future
+        with self._lock:
+            unseen = [one for one in self._failures if "publish" not in one.raised_by and not one.was_read]
+            self._failures = [*unseen, _Failure(job.record, job.futures, error, error.__traceback__)]
+        if not all(future.awaited for future in job.futures):
+            logger.error(
+                "Step %d was not published: %s: %s. The next version that is committed contains it.",
+                job.step, type(error).__name__, error, exc_info=None if isinstance(error, PulseError) else error,
+            )  # fmt: skip
+        for future in job.futures:
+            future.set_exception(error)
+
+    def _make_up_for(self, committed: Draft) -> None:
+        """Forget the failures that a version contains: those up to its own."""
+        for number, failure in enumerate(self._failures):
+            if failure.record is committed.manifest:
+                del self._failures[: number + 1]
+                return
 
     def _send(self, tip: Tip, job: _Job) -> PublishReport:
         """Encode a job against the base, commit it, and move the base."""
         began = time.perf_counter()
         encoded_next = job.difference.encode(tip.last, self.codec)
         draft = tip.draft(encoded_next, job.step, self._anchors.newest, self._refs)
+        job.record = draft.manifest
         encoded = time.perf_counter()
         written = tip.commit(draft)
         with self._lock:
             self._advance(tip, draft)
+            self._failures.clear()
             stored = time.perf_counter()
             self._pace.sent(Sent(job.folded + 1, stored - began))
         return report_of(
@@ -459,6 +641,13 @@ class Publisher:
 
     # Anchors
 
+    def _try_anchor(self, tip: Tip) -> None:
+        """Begin an anchor if one is due, or leave it to a later epoch: an anchor can wait, versions cannot."""
+        try:
+            self._maybe_anchor(tip)
+        except BaseException as e:  # noqa: BLE001 - in the sender's thread nobody else would report it
+            logger.warning("An anchor that may be due was not begun: %s: %s", type(e).__name__, e)
+
     def _maybe_anchor(self, tip: Tip) -> None:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
         if tip is not self._tip or self._anchors.busy:
@@ -469,11 +658,13 @@ class Publisher:
             return
         longest = self.anchor_every * tip.state.layout.size_bytes
         if not self._anchors.owed and self._way_bytes >= longest and not math.isinf(self._way_bytes):
-            with suppress(StoreError):  # then by what was counted here
+            try:
                 self._way_bytes = self._way_since_anchor(tip.last)
+            except StoreError as e:  # then by what was counted here
+                logger.info("The path from the newest anchor could not be measured: %s", e)
         if self._anchors.owed or self._way_bytes >= longest:
-            self._way_bytes = 0
             self._anchors.begin(tip.state.snapshot(), tip.last)
+            self._way_bytes = 0
 
     def _records(self) -> Records:
         return records_of(self.store, self.signing_key)
@@ -499,15 +690,51 @@ def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
     return last
 
 
-def put_files(store: Store, files: Mapping[str, bytes]) -> tuple[FileRef, ...]:
-    """Put the small files that belong to a model. Raises: ValueError, for one that is not small; StoreError."""
+def put_companions(store: Store, files: Files, source: Any, last: Manifest | None) -> tuple[FileRef, ...]:
+    """Put the files that travel with a run: those given, or else those of the run resumed; and the source's own.
+
+    Raises:
+        ValueError, TypeError, OSError: a file is too large, or none; StoreError.
+    """
+    refs = put_files(store, files) or (last.files if last else ())
+    names = {ref.name for ref in refs}
+    own = {name: data for name, data in _configs_of(source).items() if name not in names}
+    return tuple(sorted((*refs, *put_files(store, own)), key=lambda ref: ref.name))
+
+
+def put_files(store: Store, files: Files) -> tuple[FileRef, ...]:
+    """Put small files. Raises: ValueError, TypeError, OSError: one is too large, or none; StoreError."""
     refs = []
-    for name, data in sorted(files.items()):
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"{name} has {len(data)} bytes; files that travel along have at most {MAX_FILE_BYTES}")
+    for name, given in sorted(files.items()):
+        data = _content(name, given)
         refs.append(FileRef(name, hashlib.sha256(data).hexdigest(), len(data)))
         store.put(chain.file_key(refs[-1].id), data)
     return tuple(refs)
+
+
+def _content(name: str, given: bytes | os.PathLike[str]) -> bytes:
+    if isinstance(given, str):
+        raise TypeError(f"files[{name!r}] must be bytes or a pathlib.Path; got the text {given[:80]!r}")
+    size = os.stat(given).st_size if isinstance(given, os.PathLike) else len(given)
+    if size > MAX_FILE_BYTES:
+        raise ValueError(f"{name} has {size} bytes; files that travel with a run have at most {MAX_FILE_BYTES}")
+    return Path(given).read_bytes() if isinstance(given, os.PathLike) else given
+
+
+def _configs_of(source: Any) -> dict[str, bytes]:
+    """The configuration of a model that can write it, as Hugging Face's can, under its name in a checkpoint."""
+    found = {}
+    for name in ("config", "generation_config"):
+        to_json = getattr(getattr(source, name, None), "to_json_string", None)
+        if callable(to_json):
+            found[f"{name}.json"] = to_json().encode()
+    return found
+
+
+def _remove_own(folder: Path, process: int) -> None:
+    """Remove a folder, unless this is another process: one that was forked has the finalizers of its parent."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:

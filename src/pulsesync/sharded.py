@@ -10,6 +10,7 @@ it. The ranks tell each other digests and sizes; rank 0, the lead, writes the re
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +44,11 @@ from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.format.signature import SigningKey
 from pulsesync.publisher import (
+    Files,
     PublishReport,
     checked_step,
     find_last,
-    put_files,
+    put_companions,
     records_of,
     report_of,
     same_tensors,
@@ -63,6 +65,8 @@ LEAD = 0
 MAX_FAULT = 1000  # characters of an error that are told to the others
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class ShardedPublisher:
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
-        files: Mapping[str, bytes] | None = None,
+        files: Files | None = None,
         anchor_every: float = 1.0,
     ) -> None:
         if codec not in get_args(patch.CodecName):
@@ -159,7 +163,7 @@ class ShardedPublisher:
         try:
             shards, step = self._begin(source, step)
             if self._base is None:
-                plan = self._open(shards)
+                plan = self._open(source, shards)
                 if self._base is None:
                     return self._publish_root(plan, shards, step, clock)
             return self._publish_patch(self._base, shards, step, clock)
@@ -271,23 +275,23 @@ class ShardedPublisher:
 
     # Taking up a run
 
-    def _open(self, shards: Shards) -> "_Plan":
+    def _open(self, source: Any, shards: Shards) -> "_Plan":
         """Agree on a layout, and look for a run; if there is one that can be taken up, that is where the base is."""
         _, told = self._together(lambda: (None, windows_to(shards)))
         everyones, ties = agreed([windows_from(note) for note in told])
         layout = layout_of(everyones, ties, self.grid, self.min_tile)
-        word = self._hear(self._find_last)
+        word = self._hear(lambda: self._find_last(source))
         plan = _Plan(layout, everyones, word.record, manifests.parse(word.record) if word.record else None)
         if plan.last is not None:
             self._take_up(plan, plan.last, shards)
         return plan
 
-    def _find_last(self) -> "_Word":
-        self._refs = put_files(self.store, self._files)
+    def _find_last(self, source: Any) -> "_Word":
         last = find_last(self.store, self.signing_key)
+        self._refs = put_companions(self.store, self._files, source, last)
         if last is None:
             return _Word()
-        self._refs, self._newest = self._refs or last.files, last.anchor
+        self._newest = last.anchor
         return _Word(signed(last, self.signing_key))
 
     def _take_up(self, plan: "_Plan", last: Manifest, shards: Shards) -> None:
@@ -419,8 +423,10 @@ class ShardedPublisher:
             return False
         longest = self.anchor_every * layout.size_bytes
         if longest <= self._way_bytes < math.inf:
-            with suppress(StoreError):  # then by what was counted here
+            try:
                 self._way_bytes = self._way_since_anchor(last)
+            except StoreError as e:  # then by what was counted here
+                logger.info("The path from the newest anchor could not be measured: %s", e)
         return self._way_bytes >= longest
 
     def _way_since_anchor(self, last: Manifest) -> float:
@@ -432,8 +438,13 @@ class ShardedPublisher:
     def _try_anchor(self) -> None:
         """Write an anchor, or leave it to a later publish: anchors can wait, versions cannot."""
         assert self._base is not None
-        with suppress(StoreError):
+        try:
             self._write_anchor(self._base)
+        except StoreError as e:
+            logger.warning(
+                "The anchor of epoch %d is not in the store: %s. It is tried again with a later version.",
+                self._base.last.starts, e,
+            )  # fmt: skip
 
     def _write_anchor(self, base: _Base) -> int:
         """Write the whole state of the last version, each rank its own tiles; return the bytes of all."""

@@ -3,10 +3,10 @@
 The state here is the base that the trainer's weights are compared with. It moves only when a version was committed.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from pulsesync import chain, digest
@@ -23,6 +23,8 @@ from pulsesync.state import State, Transition
 from pulsesync.store import Store
 
 Sign = Callable[[Manifest], bytes]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
             "it is now",
             key=key, version=manifest.version,
         ) from e  # fmt: skip
-    with suppress(StoreError):  # it may lag; the version is there
+    try:
         store.put(chain.HEAD, str(manifest.version).encode())
+    except StoreError as e:  # it may lag; the version is there
+        logger.warning("Version %d is committed; the hint to it could not be written: %s", manifest.version, e)
     return len(data)

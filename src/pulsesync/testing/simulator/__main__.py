@@ -1,6 +1,7 @@
 """The command line: one schedule with all its events, or many and what they came to."""
 
 import argparse
+import logging
 import sys
 import time
 from collections import Counter
@@ -56,4 +57,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("pulsesync").setLevel(logging.CRITICAL)  # what fails here fails on purpose
     sys.exit(main())
