@@ -168,6 +168,24 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Executors that accept no more work
+
+
+def test_work_that_an_executor_refuses_runs_in_a_thread_that_the_interpreter_waits_for() -> None:
+    pool, here = ThreadPoolExecutor(1), threading.get_ident()
+    assert parallel.submit(pool, int, "7").result(10) == 7
+    pool.shutdown()
+    thread = parallel.submit(pool, threading.current_thread).result(10)
+    assert thread.ident != here
+    assert not thread.daemon
+    assert isinstance(parallel.submit(pool, int, "seven").exception(10), ValueError)
+
+
+def test_while_the_main_thread_lives_no_thread_comes_too_late() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert [parallel.outlives_threads(), pool.submit(parallel.outlives_threads).result(10)] == [False, False]
+
+
 # Work that is not left half done
 
 

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -504,6 +505,21 @@ def test_files_and_a_signature_travel_along() -> None:
         synced(store, trust=SigningKey.generate().public)
 
 
+def test_the_configuration_of_a_model_and_files_given_as_paths_travel_along(tmp_path: Path) -> None:
+    class Config:
+        def to_json_string(self) -> str:
+            return '{"model_type": "llama"}'
+
+    class Model(dict[str, Any]):
+        config = Config()
+
+    (tmp_path / "vocab").write_bytes(b"a b c")
+    store = MemoryStore()
+    ShardedPublisher(store, Solo(), files={"vocab.txt": tmp_path / "vocab"}).publish(Model(Training().weights))
+    files = {file.name: store.get(chain.file_key(file.id)) for file in version(store, 0).files}
+    assert files == {"config.json": b'{"model_type": "llama"}', "vocab.txt": b"a b c"}
+
+
 def test_a_team_of_one_publishes_too() -> None:
     store, training = MemoryStore(), Training()
     pub = ShardedPublisher(store, Solo())
@@ -564,7 +580,9 @@ def test_an_anchor_that_failed_is_written_by_the_next_publish() -> None:
     assert equal(synced(base), training.weights)
 
 
-def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions(short_epochs: int) -> None:
+def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions_and_is_logged(
+    short_epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
     base, training = MemoryStore(), Training()
     lead = Watched(base)
     group = Group([lead, base], 2, anchor_every=0.0)
@@ -574,6 +592,7 @@ def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions(short_epoc
         training.step()
         assert group.publish(training.weights).version == step
     assert [entry.key for entry in base.list("anchors/")] == [chain.anchor_key(0)]
+    assert "The anchor of epoch 1 is not in the store: the line is down" in caplog.text
     lead.fail_at()
     training.step()
     group.publish(training.weights)

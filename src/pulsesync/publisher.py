@@ -290,11 +290,13 @@ class Publisher:
                 f"coalesce=False makes a version of every step, publish_every={self._pace.every!r} makes one of "
                 "several; leave one of them out"
             )
-        self._check_usable()
+        self._check_process()  # before the lock, which a thread of the parent may hold for ever
         if self.keep == "hook":
             self._wait_for_last()
         with self._lock:
             self._taken.wait_for(lambda: self._pending is None or (coalesce and not self._pending.alone))
+            self._check_open()
+            self._process = os.getpid()
             if self._lost:
                 raise self._lost
             self._raise_failure("publish")
@@ -319,9 +321,8 @@ class Publisher:
             wait_for([future])  # an anchor may be due, which reads the source
         return future.result() if wait else future
 
-    def _check_usable(self) -> None:
-        """Raises: ClosedError, if this publisher can send nothing any more."""
-        self._check_process()
+    def _check_open(self) -> None:
+        """Raises: ClosedError, if nothing can be sent any more."""
         if self._closed:
             raise ClosedError("this Publisher is closed; create a new one, which resumes the run")
         if outlives_threads():
@@ -329,9 +330,9 @@ class Publisher:
                 "the interpreter is shutting down and waits for no more threads, so nothing can be published; publish "
                 "and close before the main thread ends, not in an atexit handler or a daemon thread"
             )
-        self._process = os.getpid()
 
     def _check_process(self) -> None:
+        """Raises: ClosedError, in a process that was forked from the one that publishes."""
         if self._is_forked:
             raise ClosedError(
                 f"this Publisher belongs to process {self._process} and this is process {os.getpid()}, forked from it, "

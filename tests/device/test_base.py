@@ -220,6 +220,23 @@ def test_what_is_published_is_what_was_there_at_the_call(keep: Keep, device: str
     assert equal(read(store, 2, states[2]), states[2])
 
 
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_without_coalescing_every_step_is_a_version(keep: Keep, device: str) -> None:
+    """The store takes 0.1 s for a body, so that steps come faster than versions are sent."""
+    store, weights, states = Watched(), model(device), []
+    with on(device), Publisher(store, codec="gap", keep=keep) as pub:
+        pub.publish(weights, step=0)
+        store.before = lambda verb, key: time.sleep(0.1) if key.startswith("parts/") else None
+        futures = []
+        for step in range(1, 4):
+            train_(weights, step)
+            states.append(kept(weights))
+            futures.append(pub.publish(weights, step=step, wait=False, coalesce=False))
+        assert [future.result(30).version for future in futures] == [1, 2, 3]
+    for number, state in enumerate(states, 1):
+        assert equal(read(store, number, state), state)
+
+
 def overwrite_(weights: Model) -> None:
     for tensor in weights.values():
         tensor.zero_()
