@@ -1000,6 +1000,31 @@ def test_a_failure_that_was_read_is_not_raised_again(read: str) -> None:
             assert pub.publish(training.weights).version == 1
 
 
+def test_a_failure_after_an_interrupted_wait_is_logged_and_raised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, gate = Training(), Gate()
+    pub = Publisher(gate.store)
+    pub.publish(training.weights)
+    gate.close()
+    training.step()
+    monkeypatch.setattr(Future, "exception", lambda future, timeout=None: raise_interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        pub.publish(training.weights)
+    monkeypatch.undo()
+    gate.store.fail_at("manifests/")
+    gate.open.set()
+    with pytest.raises(StoreError, match="line is down"):
+        pub.flush()
+    assert "Step 0 was not published" in caplog.text
+    with pytest.raises(StoreError, match="line is down"):
+        pub.close()
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_waiting_too_short_for_a_future_reads_nothing() -> None:
     training, gate = Training(), Gate()
     pub = Publisher(gate.store)
@@ -1817,6 +1842,26 @@ def test_a_later_anchor_that_was_cut_off_is_finished_from_the_same_spool(
     assert before == at + 1
     assert record(store, chain.anchor_key(1)).digest == version(store, 2).digest
     assert equal(synced(store), training.weights)
+
+
+def test_an_anchor_from_the_spool_that_fails_again_is_logged_and_tried_with_the_next_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, store = Training(), Watched()
+    store.before = lambda verb, key: down(key) if verb == "create" and key.startswith("anchors/") else None
+    with abandoned(store, tmp_path) as pub:
+        pub.publish(training.weights)
+    with Publisher(store, spool=tmp_path) as pub:
+        caplog.clear()
+        for number in (1, 2):
+            assert pub.publish(training.weights).version == number
+            with suppress(StoreError):
+                pub.flush()
+            training.step()
+        assert caplog.text.count("The anchor of epoch 0 is not in the store: StoreError: the line is down") >= 2
+        store.fail_at()
+        pub.publish(training.weights)
+    assert anchored(store) == [0]
 
 
 def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class AnchorWriter:
     def finish(self, run: str) -> None:
         """Upload what a process before this one has left finished on disk."""
         if not self.busy and (waiting := self._waiting(run)):
+            self.owed = True
             self._current = self._start(waiting[0][0], self._finish, waiting)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -115,6 +116,7 @@ class AnchorWriter:
                 self._upload(epoch, record, data)
             else:
                 self.outbox.discard(epoch)
+        self.owed = False
 
     def _upload(self, epoch: int, record: Manifest, data: bytes) -> None:
         """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""

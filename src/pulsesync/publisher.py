@@ -319,7 +319,12 @@ class Publisher:
             at_start = chain.position(tip.last)[1] == chain.EPOCH_PATCHES
         if self.keep == "hook" and at_start:
             wait_for([future])  # an anchor may be due, which reads the source
-        return future.result() if wait else future
+        if not wait:
+            return future
+        try:
+            return future.result()
+        finally:
+            future.awaited = False  # an interrupted caller does not hear of a failure that comes later
 
     def _check_open(self) -> None:
         """Raises: ClosedError, if nothing can be sent any more."""
@@ -565,7 +570,7 @@ class Publisher:
                     self._try_anchor(tip)
             except BaseException as e:  # noqa: BLE001 - the pending job fails with it
                 fault = e
-                logger.warning("Cannot find out whether the last version was committed: %s: %s", type(e).__name__, e)
+                logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
             job, self._pending = self._pending, None
             if job is None:
                 self._sending = False
@@ -695,7 +700,7 @@ def put_companions(store: Store, files: Files, source: Any, last: Manifest | Non
     """Put the files that travel with a run: those given, or else those of the run resumed; and the source's own.
 
     Raises:
-        ValueError, TypeError, OSError: a file is too large, or none; StoreError.
+        ValueError, TypeError, OSError: a file is too large, of another type, or cannot be read; StoreError.
     """
     refs = put_files(store, files) or (last.files if last else ())
     names = {ref.name for ref in refs}
@@ -704,7 +709,7 @@ def put_companions(store: Store, files: Files, source: Any, last: Manifest | Non
 
 
 def put_files(store: Store, files: Files) -> tuple[FileRef, ...]:
-    """Put small files. Raises: ValueError, TypeError, OSError: one is too large, or none; StoreError."""
+    """Put small files. Raises: as `put_companions`."""
     refs = []
     for name, given in sorted(files.items()):
         data = _content(name, given)
