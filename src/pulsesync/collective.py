@@ -2,11 +2,17 @@
 
 `Team` is what is asked of one. `Collective` is a process group of torch.distributed, over gloo or NCCL: bytes travel at
 their exact lengths, sizes first, every wait has an end, and what went is counted.
+
+A rank that dies closes its connections, so the ranks that wait for it get an error at once; but a collective runs
+around a ring or down a tree, and the other ranks wait for those that got the error. Over gloo a rank that gets an error
+therefore closes its own connections to the group: the error reaches every rank within milliseconds.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +23,7 @@ from pulsesync.errors import GroupError
 from pulsesync.model import Bits
 
 MAX_NOTE_BYTES = 1 << 30  # that anybody gathers from one process
+CLOSING_TAG = 0x70756C73  # of a message that no rank ever sends
 
 
 class Team(Protocol):
@@ -47,7 +54,8 @@ class Collective:
     """A process group, the default one if none is given.
 
     Args:
-        group: The group. It should be used for nothing else while this is.
+        group: The group. It should be used for nothing else while this is. After a GroupError it is of no use: over
+            gloo its connections are closed, so that no other rank waits for this one.
         timeout_s: How long to wait for the others, each time. A group has a timeout of its own: the shorter one counts.
     """
 
@@ -57,7 +65,8 @@ class Collective:
 
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        on_gpu = distributed.get_backend(group) == "nccl"
+        backend = distributed.get_backend(group)
+        self._over_gloo, on_gpu = backend == "gloo", backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.messages = self.sent_bytes = self.received_bytes = 0
         self.last_s = math.nan  # how long the last gather of a fixed size took
@@ -65,7 +74,7 @@ class Collective:
     def gather(self, note: bytes) -> list[bytes]:
         lengths = [int(row[0]) for row in self.gather_rows(np.array([len(note)], np.int64))]
         if not all(0 <= length <= MAX_NOTE_BYTES for length in lengths):
-            raise GroupError(f"the group is out of step: somebody tells {max(lengths)} bytes", rank=self.rank)
+            raise self._failure(f"the group is out of step: somebody tells {max(lengths)} bytes")
         padded = np.frombuffer(note.ljust(max(lengths), b"\0"), np.uint8)
         rows = self.gather_rows(padded) if max(lengths) else [padded] * self.size
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -130,7 +139,7 @@ class Collective:
         lengths = [0 if rank == self.rank else len(data) for rank, data in enumerate(outgoing)]
         coming = [int(row[self.rank]) for row in self.gather_rows(np.array(lengths, np.int64))]
         if not all(0 <= length <= most for length in coming):
-            raise GroupError(f"the group is out of step: somebody sends {max(coming)} bytes", rank=self.rank)
+            raise self._failure(f"the group is out of step: somebody sends {max(coming)} bytes")
         boxes = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in coming]
         moves = []
         for rank, data in enumerate(outgoing):
@@ -162,14 +171,31 @@ class Collective:
 
     def _end(self, work: Any) -> None:
         if self._translated(lambda: work.wait(timedelta(seconds=self.timeout_s))) is False:
-            raise GroupError(f"rank {self.rank} waited {self.timeout_s:g} s for the others", rank=self.rank)
+            raise self._failure(f"rank {self.rank} waited {self.timeout_s:g} s for the others")
 
     def _translated(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except (RuntimeError, ValueError) as e:  # torch's own: timeouts, closed connections, a destroyed group
-            raise GroupError(
+            raise self._failure(
                 f"rank {self.rank} lost the others: one died, fell {self.timeout_s:g} s behind, or does something else "
-                f"({str(e).splitlines()[0][-160:]})",
-                rank=self.rank,
+                f"({str(e).splitlines()[0][-160:]})"
             ) from e
+
+    def _failure(self, why: str) -> GroupError:
+        """Return the error to raise, after making sure that no other rank waits for this one.
+
+        torch has no call that closes connections over gloo: `abort` and `shutdown` do nothing, and a group is destroyed
+        only once its pending works have ended. But gloo closes all connections of a group when a receive times out.
+        """
+        import torch
+        from torch import distributed
+
+        devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has its own connections, chosen by tag
+        for tag in range(CLOSING_TAG, CLOSING_TAG + devices) if self._over_gloo else ():
+            for rank in range(self.size):
+                with suppress(RuntimeError, ValueError):  # that it timed out, or that the connection is closed already
+                    work = distributed.irecv(torch.empty(1, dtype=torch.uint8), self._global(rank), self.group, tag)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
+        return GroupError(why, rank=self.rank)
