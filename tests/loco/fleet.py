@@ -102,11 +102,12 @@ class Watched:
 
     def confirm(self, coder: Any, outcome: Any, after: Any) -> None:
         self.inner.confirm(coder, outcome, after)
-        self._took(coder, outcome)
+        if np.isfinite(outcome.total).all():
+            self._took(coder, outcome)
 
     def missed(self, coder: Any, size: int) -> Any:
         outcome = self.inner.missed(coder, size)
-        if outcome is not None:
+        if outcome is not None and np.isfinite(outcome.total).all():
             self._took(coder, outcome)
         return outcome
 
@@ -170,6 +171,11 @@ class Trainer:
             self.gradients()
             self.taken += 1
             self.optimizer.step()
+
+    def diverge(self, by: float = 3e38) -> None:
+        """Let its update have one value that is finite, and so large that two of them are not."""
+        with torch.no_grad():
+            self.parameters[2][0] -= by
 
     def rejoin(self, exchange: Any) -> None:
         watched = Watched(exchange, self.ledger)

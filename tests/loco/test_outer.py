@@ -183,7 +183,9 @@ def shared(size: int = 20, round_: int = 4) -> Shared:
 
 def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
     before = shared(3)
-    after = before.after(Outcome({"ada": "1" * 64, "cia": "2" * 64}, f32(2.0, 0.0, -4.0)), Nesterov(0.5, 0.5))
+    decided = Outcome({"ada": "1" * 64, "cia": "2" * 64}, f32(2.0, 0.0, -4.0))
+    counted, after = before.resolve(decided, Nesterov(0.5, 0.5))
+    assert counted is decided
     wanted = Nesterov(0.5, 0.5).step(before.theta, before.momentum, f32(1.0, 0.0, -2.0))
     assert np.array_equal(after.theta, wanted[0])
     assert np.array_equal(after.momentum, wanted[1])
@@ -191,6 +193,18 @@ def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
     assert after.parts == {"ada": Part(5, "1" * 64), "bea": Part(2, "b" * 64), "cia": Part(5, "2" * 64)}
     assert before.round == 4
     assert before.parts["ada"] == Part(4, "a" * 64)
+
+
+@pytest.mark.parametrize("total", [np.inf, -np.inf, np.nan, 3e38])  # the last: with momentum on top
+def test_a_round_that_leads_to_values_which_are_not_finite_is_empty_and_only_its_number_changes(total: float) -> None:
+    before = shared(3)
+    counted, after = before.resolve(Outcome({"ada": "1" * 64}, f32(2.0, total, 0.0)), Nesterov(0.7, 0.9))
+    assert not counted.members
+    assert not counted.total.any()
+    assert (after.round, after.parts) == (5, before.parts)
+    assert np.array_equal(after.theta, before.theta)
+    assert np.array_equal(after.momentum, before.momentum)
+    assert after.digest == replace(before, round=5).digest
 
 
 def test_equal_states_have_equal_digests_whoever_took_part() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pulsesync.errors import ConflictError, PulseError, RoundError, StateError, StoreError
-from pulsesync.loco import StoreExchange
+from pulsesync.loco import SGD, StoreExchange
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import FaultyStore
 from tests.loco.fleet import Trainer, Turns, meet, same, settle, together
@@ -461,6 +461,101 @@ def test_of_two_who_decide_at_once_one_wins_and_both_go_on_with_it() -> None:
     table["b"].step()
     assert table["b"].loco.rounds == [2]
     settle(table.all.values())
+
+
+# Who diverges
+
+
+WAYS: list[dict[str, Any]] = [{}, {"compact": 2}, {"kind": "DiLoCo"}]
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_a_round_whose_sum_is_not_finite_is_empty_for_all_and_everybody_goes_on(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    table = Table(training=options)
+    table.round("abc")
+    theta, momentum = table["c"].theta, table["c"].loco.state_dict()["shared"][0]["momentum"].numpy()
+    table["a"].diverge()
+    table["b"].diverge()
+    table.round("abc")
+    assert table.decided(2) == ["a", "b", "c"]
+    for t in table.all.values():
+        assert t.loco.rounds == [2]
+        assert (t.reports[-1].members, t.reports[-1].took_part, t.reports[-1].moved) == ((), False, 0)
+        assert same(t.theta, theta)
+        assert same(t.weights, theta)
+        assert same(t.loco.state_dict()["shared"][0]["momentum"].numpy(), momentum)
+    assert len({t.loco.digests[0] for t in table.all.values()}) == 1
+    assert not table["a"].residual.any()  # what diverged is dropped: kept, it would make every round empty
+    assert not table["b"].residual.any()
+    sent, kept = list(table["c"].ledger.letters.values())[-1]
+    assert same(table["c"].residual, sent + kept)  # what is sound is kept
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("pulsesync.")]
+    assert [level for level, _ in said].count("ERROR") == 2
+    assert any(level == "ERROR" and "Trainer a has diverged: its update of 'norm'" in words for level, words in said)
+    assert any("Round 2 of fragment 0 is empty" in words and "a, b, c" in words for _, words in said)
+    table.round("abc")
+    assert table["a"].reports[-1].members == ("a", "b", "c")
+    settle([table["c"]])
+    newcomer = table.seat("d")
+    assert newcomer.loco.digests == table["a"].loco.digests == table["b"].loco.digests == table["c"].loco.digests
+    table.round("abcd")
+    assert table.decided(4) == ["a", "b", "c", "d"]
+
+
+def test_a_round_is_decided_without_those_whose_updates_have_no_finite_sum_if_enough_are_left() -> None:
+    table = Table("abcde", quorum=3)
+    table.round("abcde")
+    table["b"].diverge()
+    table["d"].diverge()
+    table.round("abcde")
+    assert table.decided(2) == ["a", "c", "e"]
+    assert table["a"].reports[-1].members == ("a", "c", "e")
+    assert not table["b"].residual.any()
+    table.round("abcde")
+    assert table.decided(3) == ["a", "b", "c", "d", "e"]
+    assert len({t.loco.digests[0] for t in table.all.values()}) == 1
+    settle([table["a"], table["c"], table["e"]])
+
+
+def test_large_updates_with_a_finite_sum_are_all_taken() -> None:
+    table = Table(training={"outer": SGD(1.0)})
+    table.round("abc")
+    table["a"].diverge(3e38)
+    table["b"].diverge(-3e38)
+    table.round("abc")
+    assert table.decided(2) == ["a", "b", "c"]
+    assert table["c"].reports[-1].members == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("state_every", [32, 2])  # with 2 the empty round leaves a state, too
+def test_one_that_was_away_follows_the_others_over_an_empty_round(state_every: int) -> None:
+    table = Table(state_every=state_every)
+    table.round("abc")
+    table["a"].diverge()
+    table["b"].diverge()
+    table.round("ab")
+    table.round("ab")
+    table["c"].step(2)
+    assert table["c"].loco.rounds == [3]
+    assert same(table["c"].theta, table["a"].theta)
+    assert bool(table.names_of("states/")) == (state_every == 2)
+    settle([table["c"]])
+
+
+@pytest.mark.parametrize("options", [{}, {"sync_every": 2, "delay": 1, "blend": 0.25}])
+def test_one_whose_update_alone_leads_beyond_fp32_goes_on_from_the_shared_weights(options: dict[str, Any]) -> None:
+    table = Table("a", training=options)
+    table.round("a")
+    theta = table["a"].theta
+    table["a"].diverge()
+    table.round("a")
+    assert table["a"].loco.rounds == [2]
+    assert same(table["a"].theta, theta)
+    assert same(table["a"].weights, theta)
+    table.round("a")
+    assert table["a"].reports[-1].took_part
 
 
 # Lives

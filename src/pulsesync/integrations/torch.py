@@ -10,7 +10,8 @@ model (DTensors, `pulsesync.shards.Placed`, or what `pulsesync.integrations.runt
 
 A sync is a few messages however many tensors there are: who holds what (one), how long the first bucket is (one), the
 buckets themselves, and whether all went well (one). Buckets are encoded, sent and decoded beside each other. If a rank
-dies or falls behind, the others get a GroupError within `timeout_s`; in a new group they go on with `regroup`.
+dies, the others get a GroupError at once (over gloo), if it falls behind, within `timeout_s`; in a new group they go on
+with `regroup`.
 """
 
 import hashlib

@@ -12,6 +12,7 @@ A round is a transaction: shared weights, momentum and residual change together,
 and computed. An exception out of `optimizer.step()` leaves them as they were, and the next step tries again.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -27,8 +28,10 @@ from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.gate import Everything, Rule, Visible
 from pulsesync.loco.meeting import Held, Meeting, Met, RoundReport
 from pulsesync.loco.outer import SGD, Nesterov, mean_of
-from pulsesync.loco.shared import Shared
+from pulsesync.loco.shared import Outcome, Shared
 from pulsesync.parallel import finish
+
+logger = logging.getLogger(__name__)
 
 EXIT_S = 60.0  # that a context waits, when it ends, for a round that is on its way
 
@@ -126,10 +129,12 @@ class _Rounds(Meeting):
         """Change everything at once, whatever interrupts. After a failure before this the next step tries again."""
 
         def work() -> None:
-            weights = met.after.theta
-            if self._blend:
+            weights, s = met.after.theta, met.proposal.split.s
+            took_part = self.exchange.trainer in met.outcome.members
+            dropped = not took_part and self._drop_diverged(fragment, s)
+            if self._blend and not dropped:
                 weights = weights + self._blend * (self._tensors[fragment].read() - weights)
-            residual = self._left(fragment, met.proposal.split.s, met.outcome, offered=True)
+            residual = self._left(fragment, s, met.outcome, offered=True)
             self._steps, self._flying = 0, None
             self._set(fragment, Held(met.after, residual), weights)
 
@@ -155,7 +160,8 @@ class DiLoCo(_Rounds):
 
     Out of `optimizer.step()` may come RoundError (there was no round; go on, the next step tries again) and StoreError
     (the same, if it is retryable), StateError (what this trainer brings does not fit, or is not finite) and
-    VerificationError (replicas have parted: stop).
+    VerificationError (replicas have parted: stop). A round whose sum is not finite raises nothing: it is empty, and
+    what diverged is dropped by its own trainer.
 
     Args:
         model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
@@ -241,7 +247,17 @@ class DDP(Meeting):
             sent, received = exchange.sent_bytes, exchange.received_bytes
             outcome = exchange.propose(coder, exchange.prepare(coder, proposal.split), tensors.size)
             exchange.confirm(coder, outcome, None)
-            tensors.write(mean_of(outcome.total, len(outcome.members)), gradients=True)
+            mean = mean_of(outcome.total, len(outcome.members))
+            if np.isfinite(mean).all():
+                tensors.write_gradients(mean)
+            else:
+                logger.warning(
+                    "Step %d is empty for all trainers: the gradients of %s have a sum that is not finite. No weights "
+                    "change in this step.",
+                    coder.round, ", ".join(outcome.members),
+                )  # fmt: skip
+                tensors.write_gradients(None)
+                outcome = Outcome({}, np.zeros_like(mean))
             after = replace(shared, round=shared.round + 1)
             self._held[fragment] = replace(held, shared=after)
             passed = exchange.sent_bytes - sent, exchange.received_bytes - received

@@ -44,18 +44,26 @@ class Tensors:
                 out[place] = source.detach().reshape(-1).cpu().numpy()
         return out
 
-    def write(self, values: F32, gradients: bool = False) -> None:
+    def write(self, values: F32) -> None:
         import torch
 
         with torch.no_grad():
             for _, tensor, place in self._places():
-                new = torch.from_numpy(values[place]).view(tensor.shape)
-                if not gradients:
-                    tensor.copy_(new)
-                elif tensor.grad is None:
-                    tensor.grad = new.to(tensor.device, copy=True)
-                else:
-                    tensor.grad.copy_(new)
+                tensor.copy_(torch.from_numpy(values[place]).view(tensor.shape))
+
+    def write_gradients(self, values: F32 | None) -> None:
+        """Replace the gradients; None removes them, so that an optimizer's step changes nothing."""
+        import torch
+
+        for _, tensor, place in self._places():
+            if values is None:
+                tensor.grad = None
+                continue
+            new = torch.from_numpy(values[place]).view(tensor.shape)
+            if tensor.grad is None:
+                tensor.grad = new.to(tensor.device, copy=True)
+            else:
+                tensor.grad.copy_(new)
 
     def vector(self, saved: Any) -> F32:
         """A saved vector of this fragment, in memory of its own. Raises: StateError, if it is none."""

@@ -37,7 +37,8 @@ class GroupExchange:
         reduce: See above.
         trainer: This trainer's name, by its rank if not given. Give one that stays if ranks may change when a group
             is made anew: a trainer is known by it.
-        timeout_s: How long to wait for the others, each time; the group's own timeout may be shorter.
+        timeout_s: How long to wait for the others, each time; the group's own timeout may be shorter. Over gloo, a
+            trainer that dies is noticed by all at once; this is for those that hang.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """What DiLoCo, PULSELoCo and DDP have in common: fragments, hooks, the exchange, and rounds as transactions."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,8 +15,10 @@ from pulsesync.loco.fragments import Tensors, check_covered, fragments_of
 from pulsesync.loco.gate import F32, Rule, Sparse, Split, update
 from pulsesync.loco.outer import SGD
 from pulsesync.loco.payload import Coder, describe
-from pulsesync.loco.shared import Outcome, Shared, read_part
+from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, read_part
 from pulsesync.parallel import finish
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class RoundReport:
 
     fragment: int
     round: int  # that its weights are at now
-    took_part: bool  # False: the round was decided without it, and all its update was kept
-    members: tuple[str, ...]
+    took_part: bool  # False: the round did not take its update, which was kept, or dropped if it had diverged
+    members: tuple[str, ...]  # none: the round was empty, because its sum or result was not finite
     sent: int  # entries that it sent ...
     total: int  # ... of so many
     moved: int  # entries in which the sum of all is not zero
@@ -155,6 +158,8 @@ class Meeting:
             self._pending[fragment][taken.pop()].take_from(residual)
         elif mine is not None and mine.round > held.shared.round:
             residual[:] = 0  # a payload that this trainer does not remember: what it left of the residual is not known
+        else:
+            self._drop_diverged(fragment, residual)
         self._set(fragment, Held(shared, residual), shared.theta)
 
     def _catch_up(self, fragment: int) -> None:
@@ -164,8 +169,11 @@ class Meeting:
             outcome = self.exchange.missed(self._coder(fragment, held.shared), held.shared.theta.size)
             if outcome is None:
                 return
-            after = held.shared.after(outcome, self._outer)
-            residual = self._left(fragment, self._update(fragment, held), outcome, offered=False)
+            outcome, after = self._resolve(fragment, held.shared, outcome)
+            s = self._update(fragment, held)
+            if self.exchange.trainer not in outcome.members:
+                self._drop_diverged(fragment, s)
+            residual = self._left(fragment, s, outcome, offered=False)
             self._set(fragment, Held(after, residual), after.theta)
 
     def _update(self, fragment: int, held: Held) -> F32:
@@ -193,10 +201,20 @@ class Meeting:
         coder = self._coder(fragment, shared)
         letter = exchange.prepare(coder, split)
         self._pending[fragment][letter.id] = split.sent
-        outcome = exchange.propose(coder, letter, split.s.size)
-        after = shared.after(outcome, self._outer)
-        exchange.confirm(coder, outcome, after)
+        decided = exchange.propose(coder, letter, split.s.size)
+        outcome, after = self._resolve(fragment, shared, decided)
+        exchange.confirm(coder, decided, after)
         return Met(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
+
+    def _resolve(self, fragment: int, shared: Shared, decided: Outcome) -> tuple[Outcome, Shared]:
+        outcome, after = shared.resolve(decided, self._outer)
+        if not outcome.members:
+            logger.warning(
+                "Round %d of fragment %d is empty for all trainers: the updates of %s lead to values that are not "
+                "finite. The shared weights and momentum stay as they were.",
+                after.round, fragment, ", ".join(decided.members),
+            )  # fmt: skip
+        return outcome, after
 
     def _left(self, fragment: int, s: F32, outcome: Outcome, offered: bool) -> F32:
         """What a round that was decided leaves of an update, which is written over.
@@ -214,6 +232,22 @@ class Meeting:
         else:
             s[taken.positions] = 0
         return s
+
+    def _drop_diverged(self, fragment: int, s: F32) -> bool:
+        """Clear an update that was not taken, if it is so large that no later sum could hold it; return whether it was.
+
+        Kept in the residual, it would be offered again and make every round empty.
+        """
+        at = int(np.abs(s).argmax()) if s.size else 0
+        if not s.size or abs(s[at]) <= LARGEST_UPDATE:
+            return False
+        logger.error(
+            "Trainer %s has diverged: its update of %r has a value of %g, and a sum of such updates is not finite. No "
+            "round took the update, so it is dropped; this trainer resumes from the shared weights.",
+            self.exchange.trainer, self._tensors[fragment].name_of(at), s[at],
+        )  # fmt: skip
+        s[:] = 0
+        return True
 
     def _set(self, fragment: int, held: Held, weights: F32) -> None:
         """Replace a fragment's state and weights, whatever interrupts."""

@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from pulsesync.digest import count_tile
-from pulsesync.errors import ChecksumError, FormatError, StateError
+from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
 from pulsesync.loco.gate import F32, Sparse
@@ -19,6 +19,8 @@ from pulsesync.model import TensorSpec
 
 FORMAT = "pulse-loco-state/1-draft"
 MAX_HEAD_BYTES = 1 << 20
+MAX_TRAINERS = 1 << 12  # of a round
+LARGEST_UPDATE = np.finfo(np.float32).max / MAX_TRAINERS  # 8.3e34: the sum of any round of smaller updates is finite
 
 
 class Part(NamedTuple):
@@ -56,13 +58,17 @@ class Shared:
             h.update(count_tile(tile, values.view(np.uint32)).to_bytes())
         return h.hexdigest()
 
-    def after(self, outcome: Outcome, outer: SGD) -> "Shared":
-        """The state that a round leads to. Raises: StateError, if FP32 cannot hold it."""
-        theta, momentum = outer.step(self.theta, self.momentum, outcome.total, len(outcome.members))
+    def resolve(self, decided: Outcome, outer: SGD) -> tuple[Outcome, "Shared"]:
+        """Return a decided round as it counts, and the state that it leads to.
+
+        A round that leads to values which are not finite is an empty round: it has no members, and only the round's
+        number changes. This depends on nothing but the decision and the shared state, so all trainers agree on it.
+        """
+        theta, momentum = outer.step(self.theta, self.momentum, decided.total, max(len(decided.members), 1))
         if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
-            raise StateError(f"round {self.round + 1} leads beyond what FP32 can hold: training has diverged")
-        took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in outcome.members.items()}
-        return Shared(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
+            return Outcome({}, np.zeros_like(self.theta)), replace(self, round=self.round + 1)
+        took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in decided.members.items()}
+        return decided, Shared(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
 
     def to_bytes(self) -> bytes:
         """All of it: a line that describes it, then weights and momentum, FP32, little-endian."""

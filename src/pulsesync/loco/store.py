@@ -15,12 +15,15 @@ its whole update for the next round, and one that was away follows the decisions
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
+
+import numpy as np
 
 from pulsesync.errors import (
     ChainError,
@@ -40,15 +43,16 @@ from pulsesync.loco.exchange import Letter
 from pulsesync.loco.gate import Sparse, Split
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder
-from pulsesync.loco.shared import Outcome, Shared
+from pulsesync.loco.shared import MAX_TRAINERS, Outcome, Shared
 from pulsesync.store import Store, forget, open_store
 
 FORMAT = "pulse-loco-round/1-draft"
 MAX_RECORD_BYTES = 1 << 20
-MAX_TRAINERS = 1 << 12
 TRIES = 3  # at reading a payload
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ID = re.compile(r"[0-9a-f]{64}")
+
+logger = logging.getLogger(__name__)
 
 
 class StoreExchange:
@@ -165,7 +169,7 @@ class StoreExchange:
         while (members := self._decided(coder)) is None:
             found, expected = self._look(coder, size, read, refused)
             if self._is_time(coder.round, set(found), expected, self._clock() - began):
-                self._decide(coder, found)
+                self._decide(coder, self._summable(coder, found, read))
             elif self._clock() - began > self._patience_s:
                 self._check_not_gone(coder)
                 why = "".join(f"; {faults[-1]}" for faults in refused.values() if faults)
@@ -223,6 +227,25 @@ class StoreExchange:
         enough = self._trainers if round_ == 1 else self._quorum
         in_time = len(found) >= enough and expected <= found
         return in_time or (waited_s >= self._deadline_s and len(found) >= self._quorum)
+
+    def _summable(self, coder: Coder, found: dict[str, str], read: dict[str, Sparse]) -> dict[str, str]:
+        """Those whose updates have a finite sum, if they make a quorum; otherwise all: then the round is an empty one.
+
+        Left out are updates that would overflow if everybody had sent them; without any of these no sum does.
+        """
+        parts = {trainer: read[_place(coder, f"sent/{trainer}.{id_}")] for trainer, id_ in found.items()}
+        limit = np.finfo(np.float32).max / len(found)
+        large = [t for t, part in sorted(parts.items()) if np.abs(part.values).max(initial=0) > limit]
+        rest = {trainer: id_ for trainer, id_ in found.items() if trainer not in large}
+        if not large or len(rest) < self._quorum:
+            return found
+        size = next(iter(parts.values())).size
+        if np.isfinite(aggregate((part for _, part in sorted(parts.items())), size)).all():
+            return found
+        logger.warning(
+            "Round %d is decided without %s: with their updates its sum is not finite.", coder.round, ", ".join(large)
+        )
+        return rest
 
     def _decide(self, coder: Coder, found: dict[str, str]) -> None:
         record = _json({"format": FORMAT, "base": coder.base, "members": dict(sorted(found.items()))})
