@@ -5,8 +5,9 @@ import socket
 import socketserver
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_the_token_goes_with_every_request() -> None:
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
 def test_a_refusal_names_the_options_and_not_the_token(status: str) -> None:
     with asking(lambda _: answer(status), token="s3cret") as (store, _):
-        with pytest.raises(StoreError, match="--token-file or PULSE_TOKEN") as caught:
+        with pytest.raises(StoreError, match=r"set PULSE_TOKEN .*PULSE_UPSTREAM_TOKEN") as caught:
             store.get("a")
         assert not caught.value.retryable
         assert "s3cret" not in str(caught.value)
@@ -225,6 +226,115 @@ def test_silence_ends_after_the_timeout_and_may_be_tried_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match="timed out") as caught:
         HttpStore(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).get("a")
     assert caught.value.retryable
+
+
+TRICKLED = {  # what comes at once, and what follows one byte at a time
+    "in the status line": (b"", b"HTTP/1.1 200 OK\r\n"),
+    "in the headers": (b"HTTP/1.1 200 OK\r\n", b"X-Long: " + b"a" * 60_000),
+    "in interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    "in the body": (b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n", bytes(60_000)),
+    "after much of the body": (b"HTTP/1.1 200 OK\r\nContent-Length: 360000\r\n\r\n" + bytes(300_000), bytes(60_000)),
+    "in a body without a length": (b"HTTP/1.1 200 OK\r\n\r\n", bytes(60_000)),
+    "in a chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\n", bytes(60_000)),
+    "in the size of a chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0" * 60_000),
+    "in words of an error": (b"HTTP/1.1 503 Busy\r\nContent-Length: 60000\r\n\r\n", bytes(60_000)),
+}
+
+
+@pytest.mark.parametrize(("at_once", "slowly"), TRICKLED.values(), ids=TRICKLED)
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up_and_may_be_tried_again(
+    at_once: bytes, slowly: bytes
+) -> None:
+    with trickling(at_once, slowly, pause_s=0.08) as url, closing(HttpStore(url, timeout_s=0.2)) as store:
+        begin = time.monotonic()
+        with pytest.raises(StoreError, match="timed out") as caught:
+            store.get("a", 0, 1 << 20)
+        assert time.monotonic() - begin < 2  # 0.2 s for the headers, 0.2 s for each 3,277 bytes; the machine is busy
+    assert caught.value.retryable
+
+
+def test_a_tls_handshake_that_does_not_end_is_given_up() -> None:
+    record = b"\x16\x03\x03\x40\x00"  # of 16 KiB, which begins a handshake
+    with trickling(record, bytes(1 << 14), pause_s=0.08) as url:
+        store = HttpStore(url.replace("http:", "https:"), timeout_s=0.2)
+        begin = time.monotonic()
+        with pytest.raises(StoreError, match="timed out") as caught:
+            store.get("a")
+        assert time.monotonic() - begin < 2
+    assert caught.value.retryable
+
+
+def test_a_slow_server_that_keeps_the_minimum_rate_is_read_to_its_end() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n"
+    with (
+        trickling(head, bytes(30), pause_s=0.02) as url,
+        closing(HttpStore(url, timeout_s=0.2, min_bytes_per_s=10)) as store,
+    ):
+        assert store.get("a") == bytes(30)  # takes three times timeout_s
+
+
+@contextmanager
+def trickling(at_once: bytes, slowly: bytes, pause_s: float) -> Iterator[str]:
+    """Answer every request with some bytes at once, and then with others one by one, until the client leaves."""
+    ending = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.settimeout(10)
+            connection.recv(4096)
+            connection.sendall(at_once)
+            for at in range(len(slowly)):
+                if ending.wait(pause_s):
+                    return
+                connection.sendall(slowly[at : at + 1])
+
+    def accept(listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=trickle, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=accept, args=(listening,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            ending.set()
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_the_size_is_that_of_an_earlier_answer_else_it_is_asked_for() -> None:
+    def reply(request: str) -> bytes:
+        return answer("200 OK", CONTENT)[: -len(CONTENT)] if request.startswith("HEAD ") else ranged(request)
+
+    with asking(reply) as (store, place):
+        assert store.size("parts/a") == store.size("parts/a") == len(CONTENT)
+        assert store.get("parts/b", 0, 10) == CONTENT[:10]
+        assert store.size("parts/b") == len(CONTENT)
+        assert store.get("parts/c", 1 << 20, None) == b""
+        assert store.size("head") == store.size("head") == len(CONTENT)  # may change: asked for each time
+    assert [line.partition(" HTTP")[0] for line in place.requests] == [
+        "HEAD /parts/a", "GET /parts/b", "GET /parts/c", "HEAD /head", "HEAD /head",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("status", ["405 Method Not Allowed", "501 Not Implemented"])
+@pytest.mark.parametrize("body", [answer("200 OK", CONTENT), b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + CONTENT])
+def test_the_size_is_had_from_a_server_that_does_not_answer_head(status: str, body: bytes) -> None:
+    def reply(request: str) -> bytes:
+        return f"HTTP/1.1 {status}\r\n\r\n".encode() if request.startswith("HEAD ") else body
+
+    with asking(reply) as (store, _):
+        assert store.size("parts/a") == len(CONTENT)
+
+
+def test_the_size_of_what_is_not_there_is_not_found() -> None:
+    with (
+        asking(lambda _: b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\n") as (store, _),
+        pytest.raises(NotFoundError),
+    ):
+        store.size("none")
 
 
 OVERSIZED = {
@@ -316,8 +426,42 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "münchen"])
 def test_a_token_that_is_no_header_is_refused(token: str) -> None:
-    with pytest.raises(ValueError, match="token"):
-        HttpStore("http://host", token)
+    with pytest.raises(ValueError, match=r"the token is empty|must be printable ASCII"):
+        HttpStore("https://host", token)
+
+
+@pytest.mark.parametrize("url", ["http://host", "http://10.0.0.7:8765", "http://localhost.example.com", "http://[::2]"])
+def test_a_token_is_not_sent_in_clear_to_another_machine_unless_that_is_asked_for(url: str) -> None:
+    with pytest.raises(ValueError, match=r"https.*token_in_clear=True") as caught:
+        HttpStore(url, "s3cret")
+    assert "s3cret" not in str(caught.value)
+    HttpStore(url, "s3cret", token_in_clear=True)
+    HttpStore(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://host", "http://localhost:1", "http://127.0.0.1:1", "http://127.9.9.9:1", "http://[::1]:1"]
+)
+def test_a_token_is_sent_over_tls_and_to_this_machine(url: str) -> None:
+    HttpStore(url, "s3cret")
+
+
+def test_a_redirect_is_not_followed_so_that_the_token_goes_nowhere_else() -> None:
+    with answering(plain) as other, asking(lambda _: moved(other.url), token="s3cret") as (store, _):
+        for ask, key in ((store.get, "parts/a"), (store.size, "parts/a"), (store.list, "parts/")):
+            with pytest.raises(StoreError, match="302"):
+                ask(key)
+    assert other.requests == []
+
+
+def moved(url: str) -> bytes:
+    return answer("302 Found", Location=f"{url}/parts/a")
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"timeout_s": -1}, {"min_bytes_per_s": 0}])
+def test_limits_under_which_a_request_might_never_end_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        HttpStore("https://host", **options)  # type: ignore[arg-type]
 
 
 def listing(*lines: object) -> Reply:

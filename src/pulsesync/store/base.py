@@ -6,6 +6,8 @@ from typing import Protocol
 
 CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
 
+WINDOW_BYTES = 1 << 22  # what a server, and whatever measures an object by reading it, reads of one at once
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -39,10 +41,29 @@ class Store(Protocol):
 
 
 def forget(store: Store, key: str) -> None:
-    """Have every cache on the way to the origin drop an object that turned out to be bad. No verb: most have none.
+    """Have every cache on the path to the origin replace an object that turned out to be bad. No verb: most have none.
 
-    A cache drops it, a wrapper passes the word on, and a client over HTTP tells the server with its next request.
+    A cache checks its copy and fetches it again if it cannot show that it is right; a wrapper passes the call on, and a
+    client over HTTP sends `Cache-Control: no-cache` with its next request.
     """
     tell = getattr(store, "forget", None)
     if tell is not None:
         tell(key)
+
+
+def size_of(store: Store, key: str) -> int:
+    """Return the bytes of an object. No verb: a store without a `size` of its own is read to the object's end.
+
+    Raises:
+        NotFoundError: there is no such object.
+        StoreError: it cannot be read.
+    """
+    ask = getattr(store, "size", None)
+    if ask is not None:
+        return int(ask(key))
+    size = 0
+    while piece := store.get(key, size, size + WINDOW_BYTES):
+        size += len(piece)
+        if size % WINDOW_BYTES:
+            break
+    return size

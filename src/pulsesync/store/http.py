@@ -7,9 +7,12 @@ a listing. What the objects hold is for the reader to check, as with any store.
 
 import http.client
 import io
+import ipaddress
 import json
 import re
+import socket
 import ssl
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import Entry
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry
 from pulsesync.store.keys import check_key, check_prefix
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
@@ -26,39 +29,87 @@ _PIECE = 1 << 18  # bytes asked of a connection at once
 _MAX_LISTING = 1 << 28
 _MAX_NUMBER = 1 << 53
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", re.ASCII)
+_DIGITS = re.compile(r"\d{1,16}", re.ASCII)
 _TOKEN = re.compile(r"[!-~]+")
 _BUSY = (408, 425, 429)  # with all of 5xx: worth another try
+_NO_HEAD = (405, 501)
+_MAX_SIZES = 1024  # sizes of objects that are kept in memory
+
+
+def check_token(token: str) -> None:
+    """Accept what can be sent as a bearer token. Raises: ValueError, which does not show the token."""
+    if not token:
+        raise ValueError("the token is empty; give a token, or none at all to go without authentication")
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("a token must be printable ASCII characters without spaces; this token has others")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine by its own name or address: localhost, 127.0.0.0/8 or ::1."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class HttpStore:
     """Objects below an address. Writing is refused. Connections are kept open and shared by all threads.
 
+    Every request ends. Connecting, the TLS handshake and the response's headers may take `timeout_s` each. Of the body,
+    `timeout_s * min_bytes_per_s` bytes must arrive in every `timeout_s`, so that a body of n bytes takes at most
+    `timeout_s + n / min_bytes_per_s` seconds. A server that is slower raises a retryable StoreError. Redirects are not
+    followed.
+
     Args:
         url: `https://host/path` or `http://host:port`; keys are added to its path.
         token: Sent as a bearer token with every request.
-        timeout_s: Without a byte from the server.
+        timeout_s: See above.
         cafile: Certificates to trust instead of the system's, for a server that signed its own.
+        min_bytes_per_s: See above. The default lets a link of 131 kbit/s pass.
+        token_in_clear: Send the token over http to another machine too, where everybody on the path can read it.
 
     Raises:
-        ValueError: the address is not one of http or https, or the token is not plain ASCII.
+        ValueError: the address is not one of http or https; the token is empty, is not plain ASCII, or would be sent
+            in clear; timeout_s or min_bytes_per_s is not positive.
         StoreError: the certificates of cafile cannot be read.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 30, cafile: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout_s: float = 30,
+        cafile: str | None = None,
+        *,
+        min_bytes_per_s: float = 1 << 14,
+        token_in_clear: bool = False,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not an address such as https://host/path")
         if parts.username is not None:
             raise ValueError("an address carries no user or password; give a token")
-        if token is not None and not _TOKEN.fullmatch(token):
-            raise ValueError("a token is printable ASCII without spaces")
+        if not (timeout_s > 0 and min_bytes_per_s > 0):
+            raise ValueError(f"{timeout_s=} and {min_bytes_per_s=} must be positive, or a request might never end")
+        if token is not None:
+            check_token(token)
+            if parts.scheme == "http" and not is_loopback(parts.hostname) and not token_in_clear:
+                raise ValueError(
+                    f"{url} is not https, so that the token would be sent in clear to another machine; use https, or "
+                    "permit it with token_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1, for a relay "
+                    "--upstream-token-in-clear)"
+                )
         self.url = url.rstrip("/")
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._timeout_s = timeout_s
+        self._timeout_s, self._min_bytes_per_s = timeout_s, min_bytes_per_s
         self._tls = _trust(cafile) if parts.scheme == "https" else None
         self._doubted: set[str] = set()  # keys whose next request asks caches in between not to answer
-        self._idle: list[http.client.HTTPConnection] = []  # append and pop are atomic: no lock
+        self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them
+        self._idle: list[_Connection] = []  # append and pop are atomic: no lock
         weakref.finalize(self, _close, self._idle)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -78,6 +129,7 @@ class HttpStore:
             self._doubted.discard(key)
             headers["Cache-Control"] = "no-cache"
         with self._asked(f"/{quote(key)}", headers, key) as response:
+            self._learn_size(key, response)
             if response.status == 416:
                 return b""
             if response.status == 206:
@@ -85,6 +137,39 @@ class HttpStore:
             if _skip(response, begin, key) < begin:
                 return b""
             return _read(response, None if end is None else end - begin, key)
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object: as an earlier answer stated them, else by a HEAD request.
+
+        Raises:
+            NotFoundError, StoreError: as for get.
+        """
+        check_key(key)
+        if (known := self._sizes.get(key)) is not None:
+            return known
+        with self._asked(f"/{quote(key)}", {}, key, "HEAD") as response:
+            stated = response.headers.get("Content-Length", "")
+            if response.status == 200 and stated.isascii() and stated.isdigit() and int(stated) <= _MAX_NUMBER:
+                return self._keep_size(key, int(stated))
+        with self._asked(f"/{quote(key)}", {}, key) as response:  # a server that does not answer HEAD with a length
+            size = response.length
+            return self._keep_size(key, _skip(response, _MAX_NUMBER, key) if size is None else size)
+
+    def _learn_size(self, key: str, response: http.client.HTTPResponse) -> None:
+        if response.status == 200:
+            size = response.length
+        else:
+            total = response.headers.get("Content-Range", "").rpartition("/")[2]
+            size = int(total) if _DIGITS.fullmatch(total) else None
+        if size is not None:
+            self._keep_size(key, size)
+
+    def _keep_size(self, key: str, size: int) -> int:
+        if key.startswith(CONTENT_ADDRESSED):
+            if len(self._sizes) >= _MAX_SIZES:
+                self._sizes.clear()
+            self._sizes[key] = size
+        return size
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Refuse. Raises: StoreError."""
@@ -117,6 +202,7 @@ class HttpStore:
     def forget(self, key: str) -> None:
         """Ask the server, and whatever caches are in front of it, for a fresh copy the next time."""
         self._doubted.add(key)
+        self._sizes.pop(key, None)
 
     def close(self) -> None:
         """Close the connections that wait for the next request; the store can be used again."""
@@ -129,12 +215,15 @@ class HttpStore:
         return StoreError(f"{self.url} cannot list; it is not served by pulse serve or pulse relay", key=prefix)
 
     @contextmanager
-    def _asked(self, path: str, headers: dict[str, str], key: str) -> Iterator[http.client.HTTPResponse]:
-        """Give the answer to a GET, if its status is one that answers; keep the connection if all of it was read."""
+    def _asked(
+        self, path: str, headers: dict[str, str], key: str, method: str = "GET"
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Give the answer to a request, if its status is one that answers; keep the connection if all was read."""
         try:
-            connection, response = self._send(path, headers)
+            connection, response = self._send(method, path, headers)
             try:
-                self._check(response, key)
+                if not (method == "HEAD" and response.status in _NO_HEAD):
+                    self._check(response, key)
                 yield response
             finally:
                 keep = _is_done(response)
@@ -146,13 +235,16 @@ class HttpStore:
             cause = str(e) or type(e).__name__
             raise StoreError(f"cannot read {key} from {self.url}: {cause}", key=key, retryable=True) from e
 
-    def _send(self, path: str, headers: dict[str, str]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple["_Connection", http.client.HTTPResponse]:
         """Ask over a kept connection if there is one that still works, else over a new one."""
         while True:
             kept, connection = self._connection()
             try:
-                connection.request("GET", self._path + path, headers=self._headers | headers)
-                return connection, connection.getresponse()
+                connection.clock.start()
+                connection.request(method, self._path + path, headers=self._headers | headers)
+                response = connection.getresponse()
+                connection.clock.start()  # for the body
+                return connection, response
             except (ConnectionError, ssl.SSLEOFError):  # RemoteDisconnected is one
                 connection.close()
                 if not kept:
@@ -161,14 +253,12 @@ class HttpStore:
                 connection.close()
                 raise
 
-    def _connection(self) -> tuple[bool, http.client.HTTPConnection]:
+    def _connection(self) -> tuple[bool, "_Connection"]:
         try:
             return True, self._idle.pop()
         except IndexError:
-            pass
-        if self._tls is None:
-            return False, http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        return False, http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
+            clock = _Clock(self._timeout_s, self._min_bytes_per_s)
+            return False, _Connection(self._host, self._port, clock, self._tls)
 
     def _check(self, response: http.client.HTTPResponse, key: str) -> None:
         """Raise what a status means, unless it comes with the bytes or says that there are none."""
@@ -180,7 +270,8 @@ class HttpStore:
         if status in (401, 403):
             wants = "does not accept this token" if self._headers else "asks for a token"
             raise StoreError(
-                f"{self.url} {wants} ({status}): give token=, or on the command line --token-file or PULSE_TOKEN",
+                f"{self.url} {wants} ({status}): pass token=, or set PULSE_TOKEN on the command line "
+                "(PULSE_UPSTREAM_TOKEN for the upstream of a relay)",
                 key=key,
             )
         if status not in (200, 206, 416):
@@ -190,6 +281,108 @@ class HttpStore:
             raise StoreError(f"{self.url} encodes {key}, which was not asked for", key=key)
 
 
+class _Clock:
+    """When a request has to end unless more of it arrives."""
+
+    def __init__(self, timeout_s: float, min_bytes_per_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._portion = timeout_s * min_bytes_per_s
+        self.start()
+
+    def start(self) -> None:
+        self._ends_at = time.monotonic() + self.timeout_s
+        self._missing = self._portion
+
+    def count(self, received: int) -> None:
+        """Take note of bytes of a body; each full portion starts the clock again."""
+        self._missing -= received
+        if self._missing <= 0:
+            self.start()
+
+    def left_s(self) -> float:
+        """Return the seconds that are left. Raises: TimeoutError, if there are none."""
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"timed out: the server sends too slowly for a limit of {self.timeout_s:g} s")
+        return left
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection, with TLS if there is a context for it, whose reads and writes end by a clock."""
+
+    def __init__(self, host: str, port: int | None, clock: _Clock, tls: ssl.SSLContext | None) -> None:
+        if tls is not None:
+            self.default_port = http.client.HTTPS_PORT
+        super().__init__(host, port, timeout=clock.timeout_s)
+        self.response_class = _Response
+        self.clock = clock
+        self._tls = tls
+
+    def connect(self) -> None:
+        super().connect()
+        connected = self.sock
+        try:
+            if self._tls is not None:
+                connected = self._tls.wrap_socket(connected, server_hostname=self.host)
+        except BaseException:
+            connected.close()
+            raise
+        self.sock = _ClockedSocket(connected, self.clock)  # has what http.client calls
+        self.clock.start()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer whose body is counted by the clock of its connection."""
+
+    def __init__(self, sock: "_ClockedSocket", *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)  # type: ignore[arg-type]
+        self._clock = sock.clock
+
+    def read1(self, n: int = -1) -> bytes:
+        piece = super().read1(n)
+        self._clock.count(len(piece))
+        return piece
+
+
+class _ClockedSocket:
+    """As much of a socket as http.client uses."""
+
+    def __init__(self, sock: socket.socket, clock: _Clock) -> None:
+        self.sock, self.clock = sock, clock
+
+    def sendall(self, data: bytes) -> None:
+        self.sock.settimeout(self.clock.left_s())
+        self.sock.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_ClockedReader(self), _PIECE)
+
+    def shutdown(self, how: int) -> None:
+        self.sock.shutdown(how)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class _ClockedReader(io.RawIOBase):
+    """Reads from a socket; each read has the time that the clock has left, however few bytes the last one brought."""
+
+    def __init__(self, clocked: _ClockedSocket) -> None:
+        self._clocked = clocked
+        self._raw = clocked.sock.makefile("rb", buffering=0)  # keeps the socket open until the answer was read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._clocked.sock.settimeout(self._clocked.clock.left_s())
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
 def _trust(cafile: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=cafile)
@@ -197,7 +390,7 @@ def _trust(cafile: str | None) -> ssl.SSLContext:
         raise StoreError(f"cannot read certificates from {cafile}: {e}") from e
 
 
-def _close(connections: list[http.client.HTTPConnection]) -> None:
+def _close(connections: list[_Connection]) -> None:
     while connections:
         connections.pop().close()
 

@@ -18,12 +18,10 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        check_key(key)
-        with self._lock:
-            if key not in self._objects:
-                raise NotFoundError(f"there is no {key} in memory", key=key)
-            data, _ = self._objects[key]
-        return data[begin:end]
+        return self._found(key)[begin:end]
+
+    def size(self, key: str) -> int:
+        return len(self._found(key))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         check_key(key)
@@ -49,6 +47,13 @@ class MemoryStore:
         check_key(key)
         with self._lock:
             self._objects.pop(key, None)
+
+    def _found(self, key: str) -> bytes:
+        check_key(key)
+        with self._lock:
+            if key not in self._objects:
+                raise NotFoundError(f"there is no {key} in memory", key=key)
+            return self._objects[key][0]
 
 
 _NAMED: dict[str, MemoryStore] = {}

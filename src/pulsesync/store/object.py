@@ -89,6 +89,11 @@ class ObjectStore:
                     return b""
                 raise
 
+    def size(self, key: str) -> int:
+        check_key(key)
+        with self._translated(key, "read"):
+            return int(self._store.head(key)["size"])
+
     def put(self, key: str, data: bytes | memoryview) -> None:
         check_key(key)
         with self._translated(key, "write"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import Entry, Store, forget
+from pulsesync.store.base import Entry, Store, forget, size_of
 
 T = TypeVar("T")
 
@@ -38,6 +38,9 @@ class RetryStore:
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         return self._retried(lambda: self.store.get(key, begin, end))
+
+    def size(self, key: str) -> int:
+        return self._retried(lambda: size_of(self.store, key))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._retried(lambda: self.store.put(key, data))

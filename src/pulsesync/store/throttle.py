@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from pulsesync.store.base import Entry, Store, forget
+from pulsesync.store.base import Entry, Store, forget, size_of
 
 
 class ThrottledStore:
@@ -36,6 +36,10 @@ class ThrottledStore:
         data = self.store.get(key, begin, end)
         self._carry(len(data))
         return data
+
+    def size(self, key: str) -> int:
+        self._carry(0)
+        return size_of(self.store, key)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._carry(memoryview(data).nbytes)

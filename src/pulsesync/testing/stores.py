@@ -19,7 +19,7 @@ from typing import TypeVar
 import pytest
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store import Entry, Store
+from pulsesync.store import Entry, Store, size_of
 
 NOT_KEYS = ["", "/", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a//b", "a/", "..\\x", "a\\..\\x", "a\0b"]
 NOT_PREFIXES = ["", "/", "../", "a/../../", "//", "a//", "parts"]
@@ -95,6 +95,16 @@ class StoreTests:
     def test_an_empty_object_has_nothing_in_any_range(self, store: Store, begin: int, end: int | None) -> None:
         store.put("parts/a", b"")
         assert store.get("parts/a", begin, end) == b""
+
+    @pytest.mark.parametrize("key", ["head", "parts/a"])
+    def test_the_size_of_an_object_is_known(self, store: Store, key: str) -> None:
+        for data in (b"", TEN, bytes(self.large_bytes)):
+            store.put(key, data)
+            for _ in range(2):  # the second may come from a cache
+                assert size_of(store, key) == len(data)
+            store.delete(key)
+            with pytest.raises(NotFoundError):
+                size_of(store, key)
 
     @pytest.mark.parametrize(("begin", "end"), [(0, None), (0, 5), (2, 2), (3, None)])
     @pytest.mark.parametrize("key", ["head", "manifests/0", "parts/b", "a/b/c"])
