@@ -1,16 +1,19 @@
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import chdir, suppress
 from pathlib import Path
 
 import pytest
 
-from pulsesync.errors import ConflictError, StoreError
-from pulsesync.store import LocalStore
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.store import LocalStore, size_of
+from pulsesync.store.local import ServedFolder
 from pulsesync.testing.stores import StoreTests
 
 
@@ -249,3 +252,127 @@ def test_a_huge_range_takes_no_more_memory_than_the_object(store: LocalStore) ->
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+NO_OBJECTS = {
+    "a folder": "folder",
+    "below a file": "file/x",
+    "a name that no folder can hold": "a" * 300,
+    "a path that is too long": "/".join(["a" * 200] * 30),
+    "a FIFO": "fifo",
+    "a socket": "socket",
+    "a device": "null",
+    "links in a circle": "circle",
+    "a link that leads nowhere": "dangling",
+    "a temporary file": ".spool-1",
+}
+
+
+def fill(folder: Path) -> None:
+    """Put everything into a folder that a file system can hold and that is not an object."""
+    (folder / "folder").mkdir(parents=True)
+    for name in ("file", ".spool-1"):
+        (folder / name).write_bytes(b"1")
+    os.mkfifo(folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as bound, chdir(folder):  # the path of a socket is limited to 100 bytes
+        bound.bind("socket")
+    (folder / "null").symlink_to("/dev/null")
+    (folder / "circle").symlink_to("circle")
+    (folder / "dangling").symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("kind", [LocalStore, ServedFolder])
+@pytest.mark.parametrize("key", NO_OBJECTS.values(), ids=NO_OBJECTS)
+def test_what_is_not_a_file_is_not_found(tmp_path: Path, kind: type[LocalStore], key: str) -> None:
+    fill(tmp_path / "run" / "x")
+    store = kind(tmp_path / "run")
+    for read in (store.get, store.size):
+        with pytest.raises(NotFoundError):
+            read(f"x/{key}")
+
+
+@pytest.mark.parametrize("kind", [LocalStore, ServedFolder])
+def test_what_is_not_a_file_is_not_listed(tmp_path: Path, kind: type[LocalStore]) -> None:
+    fill(tmp_path / "run" / "x")
+    store = kind(tmp_path / "run")
+    assert [entry.key for entry in store.list("x/")] == ["x/file"]
+    for prefix in ("x/file/", "x/circle/", "x/fifo/", "a" * 300 + "/"):
+        assert list(store.list(prefix)) == []
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A run, reached by a link, with links in it: to files and folders inside and outside."""
+    outside, run = tmp_path / "outside", tmp_path / "disk" / "run"
+    LocalStore(outside).put("parts/secret", b"secret")
+    LocalStore(run).put("parts/a", b"1")
+    LocalStore(run).put("elsewhere/b", b"22")
+    (run / "parts" / "inside").symlink_to(run / "elsewhere" / "b")
+    (run / "parts" / "outside").symlink_to(outside / "parts" / "secret")
+    (run / "layouts").symlink_to(outside / "parts")
+    (run / "files").symlink_to("elsewhere")
+    (run / "up").symlink_to("..")
+    (tmp_path / "link").symlink_to(run)
+    return tmp_path / "link"
+
+
+def test_the_owner_of_a_run_may_keep_some_of_it_elsewhere(linked: Path) -> None:
+    store = LocalStore(linked)
+    assert store.get("layouts/secret") == b"secret"
+    assert [entry.key for entry in store.list("layouts/")] == ["layouts/secret"]
+
+
+def test_a_served_folder_is_not_left_through_a_link(linked: Path) -> None:
+    store = ServedFolder(linked)
+    for key in ("parts/outside", "layouts/secret", "up/run/parts/a", "up/run/parts/outside"):
+        for read in (store.get, store.size):
+            if key == "up/run/parts/a":
+                assert read(key) in (b"1", 1)  # it leads out, and in again
+                continue
+            with pytest.raises(NotFoundError):
+                read(key)
+    assert [entry.key for entry in store.list("parts/")] == ["parts/a", "parts/inside"]
+    assert list(store.list("layouts/")) == []
+    assert list(store.list("up/")) == []
+
+
+def test_links_inside_a_served_folder_are_followed(linked: Path) -> None:
+    store = ServedFolder(linked)
+    assert [store.get(key) for key in ("parts/a", "parts/inside", "files/b")] == [b"1", b"22", b"22"]
+    assert [entry.key for entry in store.list("files/")] == ["files/b"]
+    assert size_of(store, "parts/inside") == 2
+
+
+def test_a_link_that_appears_between_the_check_and_the_opening_is_not_followed(
+    linked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, target = ServedFolder(linked), linked / "parts" / "a"
+    resolve = os.path.realpath
+
+    def replacing(path: Path) -> str:
+        real = resolve(path)
+        if Path(real).name == "a" and not target.is_symlink():
+            target.unlink()
+            target.symlink_to(linked.parent / "outside" / "parts" / "secret")
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", replacing)
+    with pytest.raises(NotFoundError):
+        store.get("parts/a")
+
+
+def test_a_served_folder_is_not_written(linked: Path) -> None:
+    store = ServedFolder(linked)
+    for write in (lambda: store.put("x", b""), lambda: store.create("x", b""), lambda: store.delete("parts/a")):
+        with pytest.raises(StoreError, match="for reading"):
+            write()
+    assert store.get("parts/a") == b"1"
+
+
+def test_reading_leaves_no_file_open(linked: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for store in (LocalStore(linked), ServedFolder(linked)):
+        for key in ("parts/a", "parts/outside", "parts", "files/b", "parts/a/b", "none/none"):
+            with suppress(NotFoundError):
+                store.get(key)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -4,11 +4,13 @@ What was written is on the disk, under its name, before the call returns: a vers
 after a power cut, and so is every body that was put before it.
 """
 
+import errno
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
@@ -17,6 +19,9 @@ from pulsesync.store.keys import check_key, check_prefix
 
 _SPOOL = ".spool-"
 _SPOOL_AGE_S = 3600.0
+# What the system answers where no object can be: below a file, a name that no folder can hold, links in a circle, a
+# socket or a device without a driver.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
 class LocalStore:
@@ -27,12 +32,16 @@ class LocalStore:
         self._settled: set[Path] = set()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        with self._translated(key, "read"), self._path(key).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with self._translated(key, "read"), self._opened(key) as handle, open(handle, "rb", closefd=False) as file:
+            size = os.fstat(handle).st_size
             if end is None:
                 end = size
             file.seek(begin)
             return file.read(max(0, min(end, size) - begin))  # read() takes memory for all it is asked for
+
+    def size(self, key: str) -> int:
+        with self._translated(key, "read"), self._opened(key) as handle:
+            return os.fstat(handle).st_size
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         path = self._path(key)
@@ -51,7 +60,7 @@ class LocalStore:
         with self._translated(prefix, "list"):
             found = [
                 Entry(path.relative_to(self.folder).as_posix(), status.st_size, status.st_mtime)
-                for path, status in _walk(self.folder / prefix)
+                for path, status in self._listed(self.folder / prefix)
                 if not path.name.startswith(_SPOOL)
             ]
         return iter(sorted(found, key=lambda entry: entry.key))
@@ -71,6 +80,26 @@ class LocalStore:
             for path in stale:
                 path.unlink(missing_ok=True)
         return len(stale)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[int]:
+        """Open the file of an object, which waits for nothing: a FIFO is no object. Raises: NotFoundError, OSError."""
+        check_key(key)
+        if key.rpartition("/")[2].startswith(_SPOOL):
+            raise NotFoundError(f"there is no {key} in {self.folder}: it is the name of a temporary file", key=key)
+        handle = self._open(self.folder / key)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise NotFoundError(f"there is no {key} in {self.folder}: what has that name is not a file", key=key)
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _open(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _listed(self, folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+        return _walk(folder)
 
     def _path(self, key: str) -> Path:
         check_key(key)
@@ -120,7 +149,58 @@ class LocalStore:
         except FileNotFoundError as e:
             raise NotFoundError(f"there is no {key} in {self.folder}", key=key) from e
         except OSError as e:
+            if verb == "read" and e.errno in _ABSENT:
+                raise NotFoundError(f"there is no {key} in {self.folder}: {e.strerror}", key=key) from e
             raise StoreError(f"cannot {verb} {key} in {self.folder}: {e}", key=key) from e
+
+
+class ServedFolder(LocalStore):
+    """A folder for others to read: no symbolic link is followed out of it. The folder itself may be one.
+
+    A LocalStore follows every link, because the owner of a run may have put its bodies on another disk. A server would
+    thereby hand out whatever somebody who may write to the run can name. What a link outside leads to is not found
+    here, and not listed.
+    """
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Refuse. Raises: StoreError."""
+        raise self._read_only(key)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Refuse. Raises: StoreError."""
+        raise self._read_only(key)
+
+    def delete(self, key: str) -> None:
+        """Refuse. Raises: StoreError."""
+        raise self._read_only(key)
+
+    def _read_only(self, key: str) -> StoreError:
+        return StoreError(f"{self.folder} is served for reading; {key} is written through a LocalStore", key=key)
+
+    def _open(self, path: Path) -> int:
+        """Resolve all links, and then open what they lead to without following any: one may be new by then."""
+        inside = self._resolved(path)
+        if inside is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        handle = os.open(os.path.realpath(self.folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for name in inside.parts:
+            try:
+                inner = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=handle)
+            finally:
+                os.close(handle)
+            handle = inner
+        return handle
+
+    def _listed(self, folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+        if self._resolved(folder) is not None:
+            for path, status in _walk(folder):
+                if not path.is_symlink() or self._resolved(path) is not None:
+                    yield path, status
+
+    def _resolved(self, path: Path) -> Path | None:
+        """Return where a path leads, relative to the folder; None if that is outside."""
+        root, real = Path(os.path.realpath(self.folder)), Path(os.path.realpath(path))
+        return real.relative_to(root) if real.is_relative_to(root) else None
 
 
 def _sync_folder(folder: Path) -> None:
@@ -136,14 +216,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files below a folder; none where there is no folder, and not those that vanish meanwhile."""
+    """Yield the files below a folder, and nothing else; none where there is no folder, or for those that vanish."""
 
     def failed(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        if error.errno not in _ABSENT:
             raise error
 
     for where, _, names in os.walk(folder, onerror=failed):
         for name in names:
             path = Path(where, name)
-            with suppress(FileNotFoundError):
-                yield path, path.stat()
+            try:
+                status = path.stat()
+            except OSError as e:
+                if e.errno not in _ABSENT:  # a link that leads nowhere is no object, either
+                    raise
+            else:
+                if stat.S_ISREG(status.st_mode):
+                    yield path, status
