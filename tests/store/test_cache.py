@@ -1,16 +1,23 @@
 import errno
+import hashlib
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.format.container import build
 from pulsesync.store import CachedStore, Entry, LocalStore, MemoryStore, Store
 from pulsesync.testing.stores import StoreTests, in_threads
 
-LARGE = bytes(range(256)) * 10_000  # three blocks
+LARGE = bytes(range(256)) * 10_000  # three pieces
+PIECE = 1 << 20
 
 
 class TestCachedStore(StoreTests):
@@ -59,6 +66,10 @@ def entries(store: CachedStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
+def taken(store: CachedStore) -> int:
+    return sum(path.stat().st_size for path in store.folder.iterdir()) if store.folder.exists() else 0
+
+
 @pytest.mark.parametrize("key", ["parts/a", "layouts/a", "files/a"])
 def test_what_is_named_by_its_content_is_fetched_once(cached: CachedStore, upstream: Counting, key: str) -> None:
     for _ in range(3):
@@ -93,25 +104,94 @@ def test_ranges_come_from_the_whole_where_it_is_there(
     assert len(upstream.gets) == 1
 
 
-def test_a_range_alone_is_kept_alone(cached: CachedStore, upstream: Counting) -> None:
+def test_a_range_is_kept_as_the_aligned_pieces_it_lies_in(cached: CachedStore, upstream: Counting) -> None:
     for _ in range(2):
         assert cached.get("parts/a", 10, 20) == LARGE[10:20]
-        assert cached.get("parts/a", 20) == LARGE[20:]
-    assert upstream.gets == [("parts/a", 10, 20), ("parts/a", 20, None)]
-    assert entries(cached) == ["parts%2Fa@10-20", "parts%2Fa@20-"]
+        assert cached.get("parts/a", PIECE + 5, 2 * PIECE + 5) == LARGE[PIECE + 5 : 2 * PIECE + 5]
+    assert upstream.gets == [("parts/a", 0, PIECE), ("parts/a", PIECE, 3 * PIECE)]
+    assert entries(cached) == ["parts%2Fa@0", "parts%2Fa@1", "parts%2Fa@2", "parts%2Fa@size"]
+
+
+def test_ranges_of_an_object_never_take_more_room_than_the_object(cached: CachedStore) -> None:
+    for begin in range(len(LARGE) + 3 * PIECE, 0, -77_777):
+        for end in (begin + 1, begin + 100_000, 1 << 40, None):
+            assert cached.get("parts/a", begin, end) == LARGE[begin:end]
+    assert taken(cached) <= len(LARGE) + 4 * 40  # a checksum for each of three pieces and for the size
+
+
+@pytest.mark.parametrize("begin", [0, 5, PIECE, 100 * PIECE])
+def test_what_does_not_exist_takes_no_room(cached: CachedStore, begin: int) -> None:
+    for read in (lambda: cached.get("parts/none", begin, begin + 5), lambda: cached.size("parts/none")):
+        with pytest.raises(NotFoundError):
+            read()
+    assert taken(cached) == 0
+    assert entries(cached) == []
+
+
+def test_what_lies_beyond_the_end_takes_no_room(cached: CachedStore) -> None:
+    for number in range(10, 30):
+        assert cached.get("parts/a", number * PIECE, None) == b""
+        assert cached.get("parts/a", number * PIECE, (number + 1) * PIECE) == b""
+    assert taken(cached) == 0
+
+
+def test_a_piece_that_is_there_is_not_fetched_with_its_neighbours(cached: CachedStore, upstream: Counting) -> None:
+    cached.get("parts/a", PIECE, PIECE + 1)
+    assert cached.get("parts/a") == LARGE
+    assert upstream.gets == [("parts/a", PIECE, 2 * PIECE), ("parts/a", 0, PIECE), ("parts/a", 2 * PIECE, None)]
 
 
 def test_a_range_that_ends_beyond_the_object_holds_all_of_it(cached: CachedStore, upstream: Counting) -> None:
     assert cached.get("parts/a", 0, len(LARGE) + 1) == LARGE
     assert cached.get("parts/a") == LARGE
     assert cached.get("parts/a", 3, 5) == LARGE[3:5]
+    assert cached.get("parts/a", 1 << 30) == b""
+    assert cached.size("parts/a") == len(LARGE)
     assert len(upstream.gets) == 1
+
+
+@pytest.mark.parametrize("size", [0, 10, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+def test_a_size_once_known_is_known_while_the_store_is_away(tmp_path: Path, size: int) -> None:
+    upstream = Away()
+    upstream.put("parts/a", bytes(size))
+    CachedStore(upstream, tmp_path).size("parts/a")
+    CachedStore(upstream, tmp_path).get("parts/a")
+    upstream.away = True
+    assert CachedStore(upstream, tmp_path).size("parts/a") == size
+
+
+class Away(Counting):
+    """A store that can be away."""
+
+    away = False
+    refused = 0
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        self.check()
+        return super().get(key, begin, end)
+
+    def size(self, key: str) -> int:
+        self.check()
+        return super().size(key)
+
+    def check(self) -> None:
+        if self.away:
+            self.refused += 1
+            raise StoreError("away", retryable=True)
 
 
 def test_what_was_put_is_found_without_a_fetch(cached: CachedStore, upstream: Counting) -> None:
     cached.put("parts/new", memoryview(b"one"))
     assert cached.get("parts/new") == upstream.get("parts/new") == b"one"
     assert len(upstream.gets) == 1
+
+
+def test_what_is_put_over_another_is_found_with_its_own_size(cached: CachedStore) -> None:
+    for data in (LARGE, b"one", LARGE[:PIECE], b"", LARGE):
+        cached.put("parts/a", data)
+        assert cached.get("parts/a") == data
+        assert cached.get("parts/a", 0, 1 << 40) == data
+        assert cached.size("parts/a") == len(data)
 
 
 def test_a_put_that_fails_is_not_kept(tmp_path: Path) -> None:
@@ -126,56 +206,160 @@ def test_a_put_that_fails_is_not_kept(tmp_path: Path) -> None:
         store.get("parts/a")
 
 
-@pytest.mark.parametrize("at", [0, 7, 8, 39, 40, 50, 1 << 20, (1 << 20) + 48, -1])
-def test_a_damaged_entry_is_fetched_again(cached: CachedStore, upstream: Counting, at: int) -> None:
+@pytest.mark.parametrize("name", ["0", "1", "2"])
+@pytest.mark.parametrize("at", [0, 31, 32, 400_000, -1])
+def test_a_damaged_piece_is_fetched_again(cached: CachedStore, upstream: Counting, name: str, at: int) -> None:
     cached.get("parts/a")
-    path = cached.folder / "parts%2Fa"
-    damaged = bytearray(path.read_bytes())
-    damaged[at] ^= 1
-    path.write_bytes(damaged)
+    damage(cached.folder / f"parts%2Fa@{name}", at)
     for _ in range(2):
         assert cached.get("parts/a") == LARGE
     assert len(upstream.gets) == 2
 
 
-@pytest.mark.parametrize("left", [0, 5, 8, 40, 100, (1 << 20) + 40, 2_000_000])
-def test_an_entry_cut_short_is_fetched_again(cached: CachedStore, upstream: Counting, left: int) -> None:
+@pytest.mark.parametrize("left", [0, 5, 32, 100, PIECE + 31])
+@pytest.mark.parametrize("name", ["0", "2"])
+def test_a_piece_cut_short_is_fetched_again(cached: CachedStore, upstream: Counting, name: str, left: int) -> None:
     cached.get("parts/a")
-    os.truncate(cached.folder / "parts%2Fa", left)
+    path = cached.folder / f"parts%2Fa@{name}"
+    os.truncate(path, min(left, path.stat().st_size - 1))
     for _ in range(2):
         assert cached.get("parts/a") == LARGE
     assert len(upstream.gets) == 2
+
+
+@pytest.mark.parametrize("at", [0, 32, -1])
+def test_a_damaged_size_is_found_out_again(cached: CachedStore, upstream: Counting, at: int) -> None:
+    cached.get("parts/a")
+    damage(cached.folder / "parts%2Fa@size", at)
+    assert cached.get("parts/a") == LARGE
+    assert cached.size("parts/a") == len(LARGE)
+    assert len(upstream.gets) == 1
 
 
 def test_damage_outside_a_range_does_not_spoil_it(cached: CachedStore, upstream: Counting) -> None:
     cached.get("parts/a")
-    path = cached.folder / "parts%2Fa"
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
+    damage(cached.folder / "parts%2Fa@2", -1)
     assert cached.get("parts/a", 0, 100) == LARGE[:100]
     assert len(upstream.gets) == 1
+
+
+def damage(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def test_what_is_forgotten_is_fetched_again(cached: CachedStore, upstream: Counting) -> None:
     upstream.put("parts/ab", b"")
     cached.get("parts/ab")
-    cached.get("parts/a", 0, 5)
     cached.get("parts/a")
     cached.forget("parts/a")
-    assert entries(cached) == ["parts%2Fab"]
+    upstream.put("parts/a", b"new")
+    assert cached.get("parts/a") == b"new"
+    assert cached.size("parts/a") == 3
+    assert len(upstream.gets) == 3
+
+
+def test_what_is_forgotten_is_still_served_while_the_store_is_away(tmp_path: Path) -> None:
+    upstream = Away()
+    upstream.put("parts/a", LARGE)
+    CachedStore(upstream, tmp_path).get("parts/a")
+    upstream.away = True
+    for _ in range(3):
+        CachedStore(upstream, tmp_path).forget("parts/a")
+        cached = CachedStore(upstream, tmp_path)
+        assert cached.get("parts/a") == LARGE
+        assert cached.get("parts/a", PIECE, PIECE + 5) == LARGE[PIECE : PIECE + 5]
+        assert cached.size("parts/a") == len(LARGE)
+    upstream.away = False
+    upstream.put("parts/a", LARGE[::-1])
+    assert CachedStore(upstream, tmp_path).get("parts/a") == LARGE[::-1]
+    assert not [name for name in entries(cached) if name.endswith("!")]
+
+
+def test_a_store_that_is_away_is_not_asked_again_at_once_for_what_was_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pulsesync.store.cache.time.monotonic", lambda: now)
+    upstream = Away()
+    upstream.put("parts/a", LARGE)
+    cached = CachedStore(upstream, tmp_path)
     cached.get("parts/a")
-    assert len(upstream.gets) == 4
+    cached.forget("parts/a")
+    upstream.away = True
+    for _ in range(3):
+        assert cached.get("parts/a") == LARGE
+    assert upstream.refused == 1  # as many as it may take to time out
+    assert len(caplog.records) == 1
+    now += 10
+    upstream.away = False
+    upstream.put("parts/a", b"new")
+    assert cached.get("parts/a") == b"new"
+
+
+def named(kind: str) -> tuple[str, bytes]:
+    """A content-addressed object with the key it has in a run: two pieces, of which a part has three sections."""
+    data = LARGE[: PIECE + 99]
+    if kind == "parts":
+        id_, content = build("ab" * 32, [[data[:5]], [data[5:PIECE]], [data[PIECE:]]])
+        return f"parts/{id_}", bytes(content)
+    return f"{kind}/{hashlib.sha256(data).hexdigest()}", data
+
+
+@pytest.mark.parametrize("kind", ["parts", "layouts", "files"])
+def test_a_copy_with_the_right_hash_is_not_fetched_again_whatever_a_reader_reports(tmp_path: Path, kind: str) -> None:
+    key, data = named(kind)
+    upstream = Counting()
+    upstream.put(key, data)
+    cached = CachedStore(upstream, tmp_path)
+    cached.get(key)
+    before = entries(cached)
+    for _ in range(3):
+        cached.forget(key)
+        assert cached.get(key) == data
+    assert entries(cached) == before
+    assert len(upstream.gets) == 1
+
+
+@pytest.mark.parametrize("kind", ["parts", "layouts", "files"])
+@pytest.mark.parametrize("at", [0, 200, PIECE // 2, -1])
+def test_a_copy_with_a_wrong_hash_is_fetched_again_when_a_reader_reports_it(tmp_path: Path, kind: str, at: int) -> None:
+    key, data = named(kind)
+    wrong = bytearray(data)
+    wrong[at] ^= 1
+    upstream = Counting()
+    for bad in (bytes(wrong), data[:-1], data + b"1", data[: PIECE - 1], data[:10], b""):
+        upstream.put(key, bad)
+        cached = CachedStore(upstream, tmp_path)
+        assert cached.get(key) == bad
+        upstream.put(key, data)
+        assert cached.get(key) == bad
+        cached.forget(key)
+        assert cached.get(key) == data
+        cached.delete(key)
+
+
+def test_of_an_object_that_is_here_in_part_the_reported_pieces_are_fetched_again(tmp_path: Path) -> None:
+    key, data = named("parts")
+    upstream = Counting()
+    upstream.put(key, data)
+    cached = CachedStore(upstream, tmp_path)
+    for _ in range(2):
+        assert cached.get(key, 0, 10) == data[:10]
+        cached.forget(key)
+    assert cached.get(key, 0, 10) == data[:10]
+    assert upstream.gets == [(key, 0, PIECE)] * 3
 
 
 def test_what_was_not_used_for_longest_goes_first(upstream: Counting, tmp_path: Path) -> None:
     store = CachedStore(upstream, tmp_path / "cache", max_bytes=3 * 1100)
     for age, name in enumerate("abc"):
         store.put(f"parts/{name}", bytes(1000))
-        os.utime(store.folder / f"parts%2F{name}", (age, age))
+        os.utime(store.folder / f"parts%2F{name}@0", (age, age))
     store.get("parts/a")
     store.put("parts/d", bytes(1000))
-    assert entries(store) == ["parts%2Fa", "parts%2Fc", "parts%2Fd"]
+    assert entries(store) == ["parts%2Fa@0", "parts%2Fc@0", "parts%2Fd@0"]
 
 
 def test_what_a_killed_process_left_goes_like_any_other(upstream: Counting, tmp_path: Path) -> None:
@@ -183,7 +367,7 @@ def test_what_a_killed_process_left_goes_like_any_other(upstream: Counting, tmp_
     (tmp_path / ".spool-old").write_bytes(bytes(2500))
     os.utime(tmp_path / ".spool-old", (1, 1))
     store.put("parts/x", bytes(1000))
-    assert entries(store) == ["parts%2Fx"]
+    assert entries(store) == ["parts%2Fx@0"]
 
 
 @pytest.mark.parametrize("call", ["replace", "utime"])
@@ -227,7 +411,7 @@ def test_a_folder_that_cannot_be_written_is_still_read(
 def test_threads_wait_for_the_one_that_fetches(cached: CachedStore, upstream: Counting) -> None:
     assert in_threads(8, lambda _: cached.get("parts/a")) == [LARGE] * 8
     assert len(upstream.gets) == 1
-    assert entries(cached) == ["parts%2Fa"]
+    assert entries(cached) == ["parts%2Fa@0", "parts%2Fa@1", "parts%2Fa@2", "parts%2Fa@size"]
 
 
 def test_after_a_fetch_that_failed_the_next_one_tries(upstream: Counting, tmp_path: Path) -> None:
@@ -236,7 +420,7 @@ def test_after_a_fetch_that_failed_the_next_one_tries(upstream: Counting, tmp_pa
         store.get("parts/late")
     upstream.put("parts/late", b"1")
     assert store.get("parts/late") == b"1"
-    assert entries(store) == ["parts%2Flate"]
+    assert entries(store) == ["parts%2Flate@0"]
 
 
 READER = """
@@ -278,7 +462,9 @@ def test_of_six_processes_one_fetches_each_object(tmp_path: Path) -> None:
         reader.stdin.flush()
     fetched = [line for reader in readers for line in reader.communicate(timeout=50)[0].splitlines()]
     assert [reader.returncode for reader in readers] == [0] * 6
-    expected = [f"parts/{number} 0 None" for number in range(20)] + [f"files/{number} 5 9" for number in range(20)]
+    expected = [f"parts/{number} 0 None" for number in range(20)] + [
+        f"files/{number} 0 1048576" for number in range(20)
+    ]
     assert sorted(fetched) == sorted(expected)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
 
@@ -303,7 +489,104 @@ CachedStore(Stuck(), {str(tmp_path)!r}).get("parts/a")
     upstream = MemoryStore()
     upstream.put("parts/a", b"1")
     assert CachedStore(upstream, tmp_path).get("parts/a") == b"1"
-    assert [path.name for path in tmp_path.iterdir()] == ["parts%2Fa"]
+    assert [path.name for path in tmp_path.iterdir()] == ["parts%2Fa@0"]
+
+
+FETCHING = """
+import sys, time
+from pulsesync.store import CachedStore, MemoryStore
+
+class Stuck(MemoryStore):
+    def get(self, key, begin=0, end=None):
+        print("fetching", flush=True)
+        time.sleep(float(sys.argv[2]))
+        return b"1"
+
+CachedStore(Stuck(), sys.argv[1]).get("parts/a")
+"""
+
+
+@contextmanager
+def fetching(cache: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the turn to fetch parts/a, for a while."""
+    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", FETCHING, str(cache), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=source) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "fetching\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_process_that_is_stopped_while_it_fetches_does_not_hold_up_the_others(
+    upstream: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fetching(tmp_path, 60) as stuck:
+        stuck.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        assert CachedStore(upstream, tmp_path, patience_s=0.3).get("parts/a") == LARGE
+        assert 0.3 <= time.monotonic() - begin < 5
+    assert "does not get on" in caplog.text
+
+
+def test_a_process_that_fetches_slowly_and_is_alive_is_waited_for(upstream: Counting, tmp_path: Path) -> None:
+    with fetching(tmp_path, 1.5):  # longer than the patience: a sign of life comes every second
+        assert CachedStore(upstream, tmp_path, patience_s=1.2).get("parts/a") == b"1"
+    assert upstream.gets == []
+
+
+def test_no_process_is_waited_for_without_end(
+    upstream: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.store.cache._LONGEST_WAIT_S", 0.2)
+    with fetching(tmp_path, 60):
+        assert CachedStore(upstream, tmp_path).get("parts/a") == LARGE
+
+
+def test_threads_that_miss_the_same_piece_by_other_ranges_fetch_it_once(tmp_path: Path) -> None:
+    class Slow(Counting):
+        def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+            time.sleep(0.1)
+            return super().get(key, begin, end)
+
+    upstream = Slow()
+    upstream.put("parts/a", LARGE)
+    cached = CachedStore(upstream, tmp_path)
+    assert in_threads(8, lambda i: cached.get("parts/a", i, i + 9)) == [LARGE[i : i + 9] for i in range(8)]
+    assert upstream.gets == [("parts/a", 0, PIECE)]
+
+
+def test_the_folder_is_measured_now_and_then_and_stays_below_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CachedStore(MemoryStore(), tmp_path, max_bytes=100_000)
+    measured = 0
+    scan = os.scandir
+
+    def counting(folder: Path) -> object:
+        nonlocal measured
+        measured += 1
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", counting)
+    for number in range(300):
+        store.put(f"parts/{number}", bytes(968))
+        assert taken(store) <= 100_000
+    assert taken(store) > 90_000
+    assert measured <= 110  # three files of 1,000 bytes go into a 32nd
+
+
+def test_threads_that_write_at_the_same_time_leave_the_folder_below_its_limit(tmp_path: Path) -> None:
+    cached = CachedStore(MemoryStore(), tmp_path, max_bytes=100_000)
+    for turn in range(5):
+        in_threads(8, lambda i, turn=turn: cached.put(f"parts/{turn}-{i}", bytes(30_000)))  # type: ignore[misc]
+        assert taken(cached) <= 100_000
+
+
+def test_there_is_a_limit_unless_there_is_to_be_none() -> None:
+    assert CachedStore(MemoryStore(), "cache")._max_bytes == 1 << 34
 
 
 def test_listings_and_creations_are_the_store_s_own(tmp_path: Path) -> None:

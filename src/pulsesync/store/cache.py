@@ -1,63 +1,112 @@
 """A cache on the disk of a host: of all its processes together, one fetches an object, and the others find it there.
 
-An entry is one file: the size of its content (u64), then the content in blocks of 1 MiB (the last may be shorter), each
-behind its SHA-256. So a range is checked by reading the blocks it touches, and an entry that was cut short or damaged
-is found out, thrown away and fetched again.
+An object is kept in aligned pieces of 1 MiB, whatever ranges of it are asked for, so that it never takes more room than
+its own size. Each piece is a file of its own: the SHA-256 of its content, then the content. A piece that was cut short
+or damaged is thereby found, thrown away and fetched again. The size of an object of 1 MiB or more is kept as a file
+too, so that it is known while the store is away.
+
+    parts%2F<id>@0        the first piece of parts/<id>
+    parts%2F<id>@size     its size in bytes, as a u64
+    parts%2F<id>@0!       a piece that a reader reported as bad, kept until it has been fetched again
 """
 
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from typing import IO, TypeVar
 from urllib.parse import quote
 
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget
+from pulsesync.errors import FormatError, StoreError
+from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Entry, Store, forget, size_of
+
+MAX_BYTES = 1 << 34  # of what a cache keeps unless it is given another limit
 
 _SIZE = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-_BLOCK_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+_SUSPECT = "!"  # behind the name of a file; a quoted key contains neither ! nor @
+_PROBES = 64  # pieces that are looked for ahead of one that is missing
 _LOCK = ".lock-"
 _SPOOL = ".spool-"
+_BEAT_S = 1.0  # between two signs of life of a process that fetches
+_LONGEST_WAIT_S = 900.0  # for a process that shows signs of life
+_ASK_AGAIN_S = 10.0  # after the store failed: it may take as long to fail each time
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class CachedStore:
     """Keeps content-addressed objects in a folder; everything else passes through.
 
-    Processes of one host, also those of several runs, may share the folder. It is kept below `max_bytes` by throwing
-    out what was not used for longest. A disk that is full, read-only or broken costs the cache, never the read.
+    Processes of one host, also those of several runs, may share the folder. A disk that is full, read-only or broken
+    costs the cache, never the read.
 
     The checks find what the disk did. What the store sent is kept as it came: a reader that finds an object bad calls
     `forget` before it asks again.
+
+    Args:
+        store: Where objects come from.
+        folder: Made if it is not there.
+        max_bytes: The folder is kept below this size, but for what is being written at the moment, by removing what was
+            not used for longest; None for no limit.
+        patience_s: While another process fetches the same piece, this one waits for it. If the other shows no sign of
+            life for this long (it was stopped, or its machine hangs), this one fetches the piece itself.
     """
 
-    def __init__(self, store: Store, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str | os.PathLike[str],
+        max_bytes: int | None = MAX_BYTES,
+        *,
+        patience_s: float = 15.0,
+    ) -> None:
         self.store = store
         self.folder = Path(folder)
         self._max_bytes = max_bytes
+        self._patience_s = patience_s
+        self._room_bytes = 0  # that may be written before the folder is measured again
+        self._right: set[str] = set()  # keys whose pieces together have the hash that the key states
+        self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         if not key.startswith(CONTENT_ADDRESSED):
             return self.store.get(key, begin, end)
-        found = self._look_up(key, begin, end)
-        if found is not None:
-            return found
-        with self._turn(_name(key, begin, end)):
-            found = self._look_up(key, begin, end)  # whoever had the turn before has put it there
-            if found is None:
-                found = self.store.get(key, begin, end)
-                whole = begin == 0 and (end is None or len(found) < end)
-                self._keep(_name(key) if whole else _name(key, begin, end), found)
-        return found
+        stop = None if end is None else max(end, begin + 1)  # an empty range must find the object, too
+        size = self._stored_size(key)
+        if size is not None:
+            stop = size if stop is None else min(stop, size)
+        at = first = begin - begin % _PIECE_BYTES
+        found, ended = [], False
+        while not ended and (stop is None or at < stop):
+            data, ended = self._look_up(key, at) or self._fetch(key, at, stop)
+            found.append(data)
+            at += len(data)
+        return b"".join(found)[begin - first : None if end is None else max(0, end - first)]
+
+    def size(self, key: str) -> int:
+        if not key.startswith(CONTENT_ADDRESSED):
+            return size_of(self.store, key)
+        size = self._known_size(key)
+        if size is None:
+            size = self._ask(key, lambda: self._measure(key), lambda: self._known_size(key, _SUSPECT))
+        return size
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.store.put(key, data)
         if key.startswith(CONTENT_ADDRESSED):
-            self._drop(key)
-            self._keep(_name(key), data)
+            self._keep_pieces(key, 0, memoryview(data).cast("B"), ended=True)
 
     def create(self, key: str, data: bytes) -> None:
         self.store.create(key, data)
@@ -67,101 +116,299 @@ class CachedStore:
 
     def delete(self, key: str) -> None:
         self.store.delete(key)
-        self._drop(key)
+        self._right.discard(key)
+        self._away_until.pop(key, None)
+        with suppress(OSError):
+            for path in self._files(key):
+                path.unlink(missing_ok=True)
 
     def forget(self, key: str) -> None:
-        """Throw out what the cache holds of an object, so that the next read asks the store; and pass the word on."""
-        self._drop(key)
+        """Fetch an object again at its next read, unless all of it is here and is what the key names.
+
+        What is here is replaced piece by piece as each is fetched, and is still given out while the store is away: the
+        reader may be wrong, or may want others to go without.
+        """
+        if key.startswith(CONTENT_ADDRESSED):
+            if key in self._right or self._is_right(key):
+                self._right.add(key)
+                logger.info("A reader reported %s as bad; the copy in %s has the right hash.", key, self.folder)
+                return
+            with suppress(OSError):
+                for path in self._files(key):
+                    if not path.name.endswith(_SUSPECT):
+                        path.replace(path.with_name(path.name + _SUSPECT))
         forget(self.store, key)
 
-    def _drop(self, key: str) -> None:
-        whole = _name(key)
-        with suppress(OSError):
-            for path in list(self.folder.iterdir()):
-                if path.name == whole or path.name.startswith(whole + "@"):
-                    path.unlink(missing_ok=True)
+    def _files(self, key: str) -> Iterator[Path]:
+        prefix = _name(key, "")
+        return (self.folder / name for name in os.listdir(self.folder) if name.startswith(prefix))
 
-    def _look_up(self, key: str, begin: int, end: int | None) -> bytes | None:
-        """Return these bytes from the whole object, else from an entry of just this range, if either is there."""
-        found = self._read(_name(key), begin, end)
-        if found is None and (begin, end) != (0, None):
-            found = self._read(_name(key, begin, end), 0, None)
-        return found
+    def _is_right(self, key: str) -> bool:
+        """Return whether all pieces of an object are here and have the hash that its key states."""
+        size = self._known_size(key)
+        return size is not None and _is_named_by(key, size, self._pieces(key))
 
-    def _read(self, name: str, begin: int, end: int | None) -> bytes | None:
-        path = self.folder / name
+    def _pieces(self, key: str) -> Iterator[bytes]:
+        """Yield the pieces of an object as far as they are here."""
+        for number in count():
+            piece = self._read(_name(key, number))
+            if piece is None:
+                return
+            yield piece
+            if len(piece) < _PIECE_BYTES:
+                return
+
+    # Fetching
+
+    def _look_up(self, key: str, at: int, suspect: str = "") -> tuple[bytes, bool] | None:
+        """Return the piece that begins at a place, if it is here, and whether the object ends with it."""
+        piece = self._read(_name(key, at // _PIECE_BYTES) + suspect)
+        return None if piece is None else (piece, len(piece) < _PIECE_BYTES)
+
+    def _fetch(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
+        """Return an object from a place on, up to `stop` or to a piece that is here, and whether it ends there.
+
+        Of several that miss a piece in the same window of an object, one fetches it.
+        """
+        with self._turn(_name(key, f"w{at // WINDOW_BYTES}")):
+            found = self._look_up(key, at)  # the one before has put it there
+            if found is not None:
+                return found
+            return self._ask(key, lambda: self._download(key, at, stop), lambda: self._look_up(key, at, _SUSPECT))
+
+    def _download(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
+        end = self._missing_until(key, at, stop)
+        data = self.store.get(key, at, end)
+        ended = end is None or len(data) < end - at
+        self._keep_pieces(key, at, memoryview(data), ended)
+        return data, ended
+
+    def _measure(self, key: str) -> int:
+        size = size_of(self.store, key)
+        self._keep_size(key, size)
+        return size
+
+    def _ask(self, key: str, ask: Callable[[], T], recall: Callable[[], T | None]) -> T:
+        """Ask the store; if it fails, and for some time after, return what a reader has reported as bad instead."""
+        old = recall() if time.monotonic() < self._away_until.get(key, 0.0) else None
+        if old is not None:
+            return old
         try:
-            found = _read_entry(path, begin, end)
-            if found is None:
-                path.unlink(missing_ok=True)
-        except OSError:
-            return None
-        with suppress(OSError):  # a cache that may only be read serves all the same
-            os.utime(path)  # used just now
-        return found
+            return ask()
+        except StoreError as e:
+            old = recall()
+            if old is None:
+                raise
+            self._away_until[key] = time.monotonic() + _ASK_AGAIN_S
+            logger.warning("A reader reported %s as bad, but the store fails, so the old copy stays: %s", key, e)
+            return old
 
-    def _keep(self, name: str, data: bytes | memoryview) -> None:
-        spool = self.folder / f"{_SPOOL}{secrets.token_hex(8)}"
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                _write_entry(spool, data)
-                os.replace(spool, self.folder / name)
-            finally:
-                spool.unlink(missing_ok=True)
-            self._make_room()
-
-    def _make_room(self) -> None:
-        if self._max_bytes is None:
-            return
-        entries = []
-        for path in self.folder.iterdir():
-            with suppress(FileNotFoundError):
-                if path.is_file() and not path.name.startswith(_LOCK):
-                    status = path.stat()
-                    entries.append((status.st_mtime_ns, status.st_size, path))
-        excess = sum(size for _, size, _ in entries) - self._max_bytes
-        for _, size, path in sorted(entries):
-            if excess <= 0:
-                break
-            path.unlink(missing_ok=True)
-            excess -= size
+    def _missing_until(self, key: str, at: int, stop: int | None) -> int | None:
+        """Return where to end a fetch, so that it has whole pieces and none that is here; None for the object's end."""
+        first = at // _PIECE_BYTES
+        last = first + _PROBES if stop is None else -(-stop // _PIECE_BYTES)
+        for number in range(first + 1, min(last, first + _PROBES)):
+            if (self.folder / _name(key, number)).exists():
+                return number * _PIECE_BYTES
+        return None if stop is None else last * _PIECE_BYTES
 
     @contextmanager
     def _turn(self, name: str) -> Iterator[None]:
         """Let one thread of one process at a time into the block; all of them, where the disk cannot lock."""
         with ExitStack() as stack:
-            with suppress(OSError):
+            try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(self.folder / f"{_LOCK}{name}"))
+                stack.enter_context(_locked(self.folder / f"{_LOCK}{name}", self._patience_s))
+            except TimeoutError:
+                logger.warning("Another process in %s does not get on with %s; fetching it here.", self.folder, name)
+            except OSError:  # as for every other failure of the disk: it costs the cache alone
+                logger.debug("Cannot lock in %s.", self.folder, exc_info=True)
             yield
 
+    # Files
 
-def _name(key: str, begin: int = 0, end: int | None = None) -> str:
-    """The file of an object, or of a range of it. A quoted key holds no @."""
-    whole = quote(key, safe="")
-    return whole if (begin, end) == (0, None) else f"{whole}@{begin}-{'' if end is None else end}"
+    def _stored_size(self, key: str, suspect: str = "") -> int | None:
+        data = self._read(_name(key, "size") + suspect)
+        return _SIZE.unpack(data)[0] if data is not None and len(data) == _SIZE.size else None
+
+    def _known_size(self, key: str, suspect: str = "") -> int | None:
+        """Return the size of an object, as far as it can be known from what is here."""
+        size = self._stored_size(key, suspect)
+        if size is None and (found := self._look_up(key, 0, suspect)) and found[1]:
+            size = len(found[0])
+        return size
+
+    def _keep_size(self, key: str, size: int) -> None:
+        name = _name(key, "size")
+        if size >= _PIECE_BYTES:
+            self._keep(name, memoryview(_SIZE.pack(size)))
+            return
+        with suppress(OSError):  # the only piece of a smaller one says it, and another copy may have been larger
+            for old in (name, name + _SUSPECT):
+                (self.folder / old).unlink(missing_ok=True)
+
+    def _keep_pieces(self, key: str, at: int, data: memoryview, ended: bool) -> None:
+        if at and not data:
+            return  # beyond the end: there is no such piece, and nothing tells how far beyond
+        self._right.discard(key)
+        for begin in range(0, max(1, len(data)), _PIECE_BYTES):
+            self._keep(_name(key, (at + begin) // _PIECE_BYTES), data[begin : begin + _PIECE_BYTES])
+        if ended:
+            self._keep_size(key, at + len(data))
+
+    def _read(self, name: str) -> bytes | None:
+        """Return the content of a file, None if it is not here; one that is damaged is removed."""
+        path = self.folder / name
+        try:
+            with path.open("rb") as file:
+                digest, content = file.read(_DIGEST_BYTES), file.read(_PIECE_BYTES + 1)
+            if hashlib.sha256(content).digest() != digest:
+                path.unlink(missing_ok=True)
+                return None
+        except OSError:
+            return None
+        with suppress(OSError):  # a cache that may only be read serves all the same
+            os.utime(path)  # used just now
+        return content
+
+    def _keep(self, name: str, content: memoryview) -> None:
+        if self._max_bytes is not None and _DIGEST_BYTES + len(content) > self._max_bytes * 31 // 32:
+            return
+        spool = self.folder / f"{_SPOOL}{secrets.token_hex(8)}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with spool.open("xb") as file:
+                    file.write(hashlib.sha256(content).digest())
+                    file.write(content)
+                self._make_room(_DIGEST_BYTES + len(content))
+                os.replace(spool, self.folder / name)
+            finally:
+                spool.unlink(missing_ok=True)
+            (self.folder / f"{name}{_SUSPECT}").unlink(missing_ok=True)
+        except OSError:
+            logger.debug("Cannot keep %s in %s.", name, self.folder, exc_info=True)
+
+    def _make_room(self, written_bytes: int) -> None:
+        """Bring the folder below its limit, with what was just written and is being written by others. Raises: OSError.
+
+        It is measured once for every 32nd of the limit that this process writes, and that much is left free.
+        """
+        if self._max_bytes is None:
+            return
+        self._room_bytes -= written_bytes
+        if self._room_bytes >= 0:
+            return
+        files = list(_measure(self.folder))
+        excess = sum(size for _, size, _ in files) - self._max_bytes * 31 // 32
+        for _, size, path in sorted(files):
+            if excess <= 0:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+        self._room_bytes = self._max_bytes // 32
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes that a cache takes in its folder; none if there is no folder."""
+    try:
+        return sum(size for _, size, _ in _measure(folder))
+    except OSError:
+        return 0
+
+
+def _measure(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield when each file of a cache was last used, its size and its path. Raises: OSError."""
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            if entry.is_file() and not entry.name.startswith(_LOCK):
+                status = entry.stat()
+                yield status.st_mtime_ns, status.st_size, Path(entry.path)
+
+
+def _name(key: str, what: int | str) -> str:
+    """Return the name of a file that has something of an object."""
+    return f"{quote(key, safe='')}@{what}"
+
+
+def _is_named_by(key: str, size: int, pieces: Iterator[bytes]) -> bool:
+    """Return whether the content of these pieces is what a content-addressed key names: see docs/PROTOCOL.md."""
+    kind, _, name = key.partition("/")
+    sections = [(size, name)]
+    front = b""
+    if kind == "parts":
+        from pulsesync.format.container import parse_header
+
+        front = next(pieces, b"")
+        try:
+            header = parse_header(front, name)  # no header is longer than a piece
+        except FormatError:
+            return False
+        front = front[header.size :]
+        sections = [(length, digest.hex()) for length, digest in header.sections]
+        if header.file_size != size:
+            return False
+    for length, digest in sections:
+        hashed = hashlib.sha256()
+        while length and (front := front or next(pieces, b"")):
+            hashed.update(front[:length])
+            length, front = length - min(length, len(front)), front[length:]
+        if length or hashed.hexdigest() != digest:
+            return False
+    return True
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file that is there only while somebody holds it or waits. Raises: OSError."""
-    while True:
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_open_as(path, file.fileno()):
-                break
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # whoever had it has removed it, and the next holds another file by that name
+def _locked(path: Path, patience_s: float) -> Iterator[None]:
+    """Hold the lock of a file that is there only while a process holds it or waits for it.
+
+    Raises:
+        TimeoutError: the holder shows no sign of life, or does not come to an end.
+        OSError: the disk cannot lock.
+    """
+    file = _acquire(path, patience_s)
+    done = threading.Event()
+    thread = threading.Thread(target=_show_life, args=(file, done), daemon=True)
+    thread.start()
     try:
         yield
     finally:
+        done.set()
+        thread.join()
         with suppress(OSError):
             path.unlink(missing_ok=True)
         file.close()
+
+
+def _acquire(path: Path, patience_s: float) -> IO[bytes]:
+    began = alive = time.monotonic()
+    beat, pause_s = 0, 0.001
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_open_as(path, file.fileno()):
+                return file
+            file.close()  # its holder has removed it, and the next one holds another file of that name
+            continue
+        except BlockingIOError:
+            now, seen = time.monotonic(), os.fstat(file.fileno()).st_mtime_ns
+            file.close()
+        except BaseException:
+            file.close()
+            raise
+        if seen != beat:  # compared with itself: the clock of the disk may be another one
+            beat, alive = seen, now
+        if now - alive > patience_s or now - began > _LONGEST_WAIT_S:
+            raise TimeoutError(f"{path} was locked for {now - began:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+
+
+def _show_life(file: IO[bytes], done: threading.Event) -> None:
+    while not done.wait(_BEAT_S):
+        with suppress(OSError):
+            os.utime(file.fileno())
 
 
 def _is_open_as(path: Path, handle: int) -> bool:
@@ -169,35 +416,3 @@ def _is_open_as(path: Path, handle: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:
         return False
-
-
-def _write_entry(path: Path, data: bytes | memoryview) -> None:
-    view = memoryview(data).cast("B")
-    with path.open("xb") as file:
-        file.write(_SIZE.pack(len(view)))
-        for at in range(0, len(view), _BLOCK_BYTES):
-            block = view[at : at + _BLOCK_BYTES]
-            file.write(hashlib.sha256(block).digest())
-            file.write(block)
-
-
-def _read_entry(path: Path, begin: int, end: int | None) -> bytes | None:
-    """Return bytes begin..end of the content, or None if the file is damaged there. Raises: OSError."""
-    with path.open("rb") as file:
-        head = file.read(_SIZE.size)
-        size = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else -1
-        blocks = -(-size // _BLOCK_BYTES)
-        if os.fstat(file.fileno()).st_size != _SIZE.size + blocks * _DIGEST_BYTES + size:
-            return None
-        end = size if end is None else min(end, size)
-        if begin >= end:
-            return b""
-        first = begin // _BLOCK_BYTES
-        file.seek(_SIZE.size + first * (_DIGEST_BYTES + _BLOCK_BYTES))
-        content = []
-        for _ in range(first, -(-end // _BLOCK_BYTES)):
-            digest, block = file.read(_DIGEST_BYTES), file.read(_BLOCK_BYTES)
-            if hashlib.sha256(block).digest() != digest:
-                return None
-            content.append(block)
-    return b"".join(content)[begin - first * _BLOCK_BYTES : end - first * _BLOCK_BYTES]

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget, size_of
 from pulsesync.store.keys import check_key, check_prefix
 
 _REMEMBER_S = 1.0
+_FORGET_S = 10.0  # between two reports about one object that are acted on: each may cost a fetch from the upstream
 _WHOLE_BYTES = 1 << 22  # records below this size are fetched whole, so that any ranges of them are one request
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 1 << 26
@@ -42,14 +43,18 @@ class Coalescing:
         check_key(key)
         if key.startswith(CONTENT_ADDRESSED):
             return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
-        whole = self._once((key,), lambda: self.store.get(key, 0, _WHOLE_BYTES), remember=True)
+        whole = self._once((key,), lambda: self.store.get(key, 0, _WHOLE_BYTES), _REMEMBER_S)
         if len(whole) < _WHOLE_BYTES or (end is not None and end <= _WHOLE_BYTES):
             return whole[begin:end]
         return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
 
+    def size(self, key: str) -> int:
+        check_key(key)
+        return self._once(("size", key), lambda: size_of(self.store, key), _REMEMBER_S)
+
     def list(self, prefix: str) -> Iterator[Entry]:
         check_prefix(prefix)
-        return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix)), remember=True))
+        return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix)), _REMEMBER_S))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Refuse. Raises: StoreError."""
@@ -64,10 +69,15 @@ class Coalescing:
         raise _read_only(key)
 
     def forget(self, key: str) -> None:
-        """Pass the word on, at most once a second for each object: whoever is served can say it."""
-        self._once(("forget", key), lambda: forget(self.store, key), remember=True)
+        """Pass a report on, once in ten seconds for each object: any client of a relay can make one."""
+        self._once(("forget", key), lambda: self._forget(key), _FORGET_S)
 
-    def _once(self, name: _Call, call: Callable[[], T], remember: bool = False) -> T:
+    def _forget(self, key: str) -> None:
+        forget(self.store, key)
+        with self._lock:
+            self._remembered.pop(("size", key), None)
+
+    def _once(self, name: _Call, call: Callable[[], T], remember_s: float = 0.0) -> T:
         """Make a call, or share the outcome of an equal one that is under way or is remembered."""
         now = time.monotonic()
         with self._lock:
@@ -80,8 +90,10 @@ class Coalescing:
                 future.set_exception(e)
             with self._lock:
                 del self._under_way[name]
-                if remember or future.exception():
-                    self._remember(name, now, future)
+                if future.exception():
+                    remember_s = _REMEMBER_S
+                if remember_s:
+                    self._remember(name, now, now + remember_s, future)
         outcome: T = future.result()
         return outcome
 
@@ -89,10 +101,10 @@ class Coalescing:
         held = self._remembered.get(name)
         return held.future if held is not None and now < held.until else None
 
-    def _remember(self, name: _Call, began: float, future: Future[Any]) -> None:
-        """Keep an outcome for a second from when its call began; drop what is older, and the oldest of too much."""
+    def _remember(self, name: _Call, began: float, until: float, future: Future[Any]) -> None:
+        """Keep an outcome for a while from when its call began; drop what is older, and the oldest of too much."""
         self._remembered.pop(name, None)
-        self._remembered[name] = _Held(began + _REMEMBER_S, _weigh(future), future)
+        self._remembered[name] = _Held(until, _weigh(future), future)
         weight = sum(held.weight for held in self._remembered.values())
         for old, held in list(self._remembered.items()):
             too_much = len(self._remembered) > _MAX_REMEMBERED or weight > _MAX_REMEMBERED_BYTES
@@ -113,7 +125,7 @@ def _weigh(future: Future[Any]) -> int:
     if future.exception():
         return 0
     outcome = future.result()
-    if outcome is None:
+    if outcome is None or isinstance(outcome, int):
         return _ENTRY_BYTES
     return len(outcome) if isinstance(outcome, bytes) else _ENTRY_BYTES * len(outcome)
 
