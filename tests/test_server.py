@@ -1,10 +1,13 @@
 """Servers and relays as processes of their own, asked over loopback; and what coalesces inside a relay."""
 
+import hashlib
 import http.client
 import http.server
+import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,16 +24,20 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pulsesync.cli.options import UsageError
 from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, serve
-from pulsesync.store import LocalStore, MemoryStore, forget
+from pulsesync.server import relay as make_relay
+from pulsesync.server.service import _Service
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, forget
 from pulsesync.store.coalesce import Coalescing
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")
+from starlette.datastructures import Headers
 
 SMALL = b"0123456789"
 PIECE = 1 << 22  # what a server reads at once
@@ -47,7 +54,8 @@ options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, priv
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
 given = json.loads(sys.argv[3])
-options.update({name: value if name == "max_cache" else Path(value) for name, value in given.items()})
+plain = ("max_cache", "token_in_clear", "upstream_token_in_clear")
+options.update({name: value if name in plain else Path(value) for name, value in given.items()})
 place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
 sys.exit(getattr(serve, sys.argv[1])(place, **options))
 """
@@ -143,7 +151,7 @@ def test_a_range_is_what_it_is_of_the_whole(store: HttpStore, key: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "content_range", "body"),
     [
-        ("bytes=2-4", "bytes 2-4/*", b"234"),
+        ("bytes=2-4", "bytes 2-4/10", b"234"),
         ("bytes=8-99", "bytes 8-9/10", b"89"),
         ("bytes=8-", "bytes 8-9/10", b"89"),
         ("bytes=-3", "bytes 7-9/10", b"789"),
@@ -271,10 +279,9 @@ def test_a_certificate_makes_it_https(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_within_a_second_though_a_request_hangs(tmp_path: Path, number: int) -> None:
-    os.mkfifo(tmp_path / "hangs")  # opening it waits for a writer
-    with running("serve", tmp_path) as server, ThreadPoolExecutor() as threads:
-        hanging = threads.submit(ask, server.url, "/hangs")
+def test_it_ends_within_a_second_though_a_request_hangs(upstream: "Upstream", tmp_path: Path, number: int) -> None:
+    with running("relay", upstream.url, cache=tmp_path) as server, ThreadPoolExecutor() as threads:
+        hanging = threads.submit(ask, server.url, "/hang")
         time.sleep(0.2)
         begin = time.monotonic()
         assert server.stop(number) == 0
@@ -282,6 +289,94 @@ def test_it_ends_within_a_second_though_a_request_hangs(tmp_path: Path, number: 
         assert server.process.stdout is not None
         assert server.process.stdout.read() == ""  # nothing to complain about
         assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a folder with all that is not an object in it."""
+    folder = tmp_path_factory.mktemp("odd")
+    LocalStore(folder / "run").put("parts/a", SMALL)
+    LocalStore(folder / "outside").put("secret", b"secret")
+    os.mkfifo(folder / "run" / "parts" / "fifo")
+    (folder / "run" / "parts" / "link").symlink_to(folder / "outside" / "secret")
+    (folder / "run" / "linked").symlink_to(folder / "outside")
+    (folder / "run" / "parts" / "device").symlink_to("/dev/zero")
+    with running("serve", folder / "run") as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/parts", "/parts/fifo", "/parts/device", "/parts/a/b", "/parts/" + "a" * 300, "/" + "a/" * 3000 + "a",
+        "/parts/link", "/linked/secret", "/linked", "/parts/.spool-1", "/parts/a%00",
+    ],
+)  # fmt: skip
+def test_what_is_not_a_file_of_the_folder_is_not_found(odd: str, path: str, method: str) -> None:
+    answer = ask(odd, path, method)
+    assert answer.status == 404
+    assert b"secret" not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("prefix", "keys"), [("parts/", ["parts/a"]), ("linked/", []), ("parts/fifo/", []), ("a" * 300 + "/", [])]
+)
+def test_a_listing_has_the_files_of_the_folder_alone(odd: str, prefix: str, keys: list[str]) -> None:
+    answer = ask(odd, f"/?list={prefix}")
+    assert answer.status == 200
+    assert [json.loads(line)["key"] for line in answer.body.splitlines()] == keys
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words"])
+def test_a_token_that_nobody_could_show_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="token"):
+        make_app(MemoryStore(), token)
+    with pytest.raises(ValueError, match="token"):
+        serve(MemoryStore(), token=token)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "trainer"])
+def test_a_token_is_not_asked_for_in_clear_from_other_machines(host: str) -> None:
+    with pytest.raises(ValueError, match=r"in clear to .* certificate .*--token-in-clear"):
+        serve(MemoryStore(), host, token="s3cret")
+
+
+def test_a_token_may_be_asked_for_in_clear_where_that_is_permitted() -> None:
+    for options in ({"token": "s3cret", "token_in_clear": True}, {}):
+        with pytest.raises(PulseError, match="cannot listen"):  # this machine does not have that address
+            serve(MemoryStore(), "192.0.2.7", 0, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variable", ["PULSE_TOKEN", "PULSE_UPSTREAM_TOKEN"])
+def test_a_token_that_was_given_and_is_empty_is_a_usage_error(
+    folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = importlib.import_module("pulsesync.cli.serve")  # of that name there is a command, too
+    common = {"host": "127.0.0.1", "port": 0, "certificate": None, "private_key": None, "as_json": True}
+    relayed = {**common, "cache": tmp_path / "cache", "max_cache": None, "cafile": None, "token_file": None}
+    empty = tmp_path / "token"
+    empty.write_text("\n")
+    with pytest.raises(UsageError, match="empty token"):
+        serving.serve(folder, **common, token_file=empty)
+    with pytest.raises(UsageError, match="empty token"):
+        serving.relay("http://127.0.0.1:1", **relayed, upstream_token_file=empty)
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(UsageError, match=f"{variable} has an empty token"):
+        serving.relay("http://127.0.0.1:1", **relayed)
+    if variable == "PULSE_TOKEN":
+        with pytest.raises(UsageError, match="PULSE_TOKEN has an empty token"):
+            serving.serve(folder, **common, token_file=None)
+
+
+def test_a_size_is_asked_for_and_not_probed() -> None:
+    slow = Slow(seconds=0)
+    slow.put("parts/a", LARGE)
+    app = _Service(slow, None)
+    for header in ({}, {"range": "bytes=-7"}, {"range": f"bytes=0-{N}"}, {"range": f"bytes={N}-"}):
+        slow.asked.clear()
+        app._object("parts/a", not header, Headers(header))
+        assert len(slow.asked) <= 1
 
 
 def test_a_client_that_leaves_early_does_no_harm(url: str) -> None:
@@ -339,8 +434,13 @@ class Upstream(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _UpstreamHandler)
         self.objects = objects
         self.asked: Counter[str] = Counter()
+        self.shown: set[str | None] = set()  # as Authorization
+        self.states_sizes = True
         self.ending = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def stated(self, data: bytes | None) -> str:
+        return str(len(data)) if data is not None and self.states_sizes else "*"
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # a relay that was stopped
@@ -354,6 +454,7 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
         self.server.asked[f"{self.path[1:]} {first}-{last}"] += 1
+        self.server.shown.add(self.headers.get("Authorization"))
         time.sleep(0.1)  # so that many can wait for it
         if self.path.startswith("/hang"):
             self.server.ending.wait(10)
@@ -361,9 +462,17 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
         part = b"" if data is None else data[int(first) : int(last) + 1]
         self.send_response(404 if data is None else 206 if part else 416)
         self.send_header("Content-Length", str(len(part)))
-        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/*")
+        where = f"{first}-{int(first) + len(part) - 1}" if part else "*"
+        self.send_header("Content-Range", f"bytes {where}/{self.server.stated(data)}")
         self.end_headers()
         self.wfile.write(part)
+
+    def do_HEAD(self) -> None:
+        self.server.asked[f"HEAD {self.path[1:]}"] += 1
+        data = self.server.objects.get(self.path[1:])
+        self.send_response(404 if data is None else 200)
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
         pass
@@ -380,7 +489,11 @@ def upstream() -> Iterator[Upstream]:
         thread.join()
 
 
-def test_many_clients_of_a_relay_cost_one_request_for_each_piece(upstream: Upstream, tmp_path: Path) -> None:
+@pytest.mark.parametrize("states_sizes", [True, False])
+def test_many_clients_of_a_relay_cost_one_request_for_each_piece(
+    upstream: Upstream, tmp_path: Path, states_sizes: bool
+) -> None:
+    upstream.states_sizes = states_sizes
     with (
         running("relay", upstream.url, cache=tmp_path) as relay,
         closing(HttpStore(relay.url)) as store,
@@ -391,7 +504,8 @@ def test_many_clients_of_a_relay_cost_one_request_for_each_piece(upstream: Upstr
         large = [threads.submit(store.get, "parts/large", 0, N) for _ in range(16)]
         assert all(future.result() == LARGE for future in large)
     assert set(upstream.asked.values()) == {1}
-    assert sum(upstream.asked.values()) == 1 + 7  # the small one; six pieces of the large one, and its last byte
+    # The small one and six pieces of the large one; its size, if the upstream does not state it with a piece.
+    assert sum(upstream.asked.values()) == 1 + 6 + (not states_sizes)
 
 
 def test_polling_costs_the_upstream_one_request_a_second_and_key(upstream: Upstream, tmp_path: Path) -> None:
@@ -465,6 +579,106 @@ def test_a_relay_serves_what_it_has_while_its_upstream_is_away(folder: Path, tmp
             with pytest.raises(StoreError) as caught:
                 store.get(key)
             assert caught.value.retryable
+
+
+def taken(cache: Path) -> int:
+    return sum(path.stat().st_size for path in cache.iterdir())
+
+
+def test_clients_cannot_make_a_relay_keep_more_of_an_object_than_there_is(upstream: Upstream, tmp_path: Path) -> None:
+    with running("relay", upstream.url, cache=tmp_path) as relay:
+        for i in range(0, 40, 5):
+            assert ask(relay.url, "/parts/large", Range=f"bytes={i * 500_009}-").body == LARGE[i * 500_009 :]
+            assert ask(relay.url, "/parts/large", Range=f"bytes={i}-{i + 9}").body == LARGE[i : i + 10]
+            assert ask(relay.url, "/parts/large", "HEAD").headers["Content-Length"] == str(N)
+            assert ask(relay.url, f"/parts/none{i}", Range=f"bytes={i}-").status == 404
+            assert ask(relay.url, "/parts/large", Range=f"bytes={N + i * PIECE}-").status == 416
+    assert taken(tmp_path) <= N + 40 * 32  # a checksum for each MiB and for the size
+    assert sum(count for asked, count in upstream.asked.items() if "none" not in asked) <= 6
+
+
+def test_a_relay_of_a_folder_does_not_leave_it_through_a_link(tmp_path: Path) -> None:
+    LocalStore(tmp_path / "run").put("head", b"41")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "secret")
+    with running("relay", tmp_path / "run", cache=tmp_path / "cache") as relay:
+        assert ask(relay.url, "/head").body == b"41"
+        assert ask(relay.url, "/link").status == 404
+
+
+def test_a_relay_keeps_its_cache_below_a_limit(upstream: Upstream, tmp_path: Path) -> None:
+    with running("relay", upstream.url, cache=tmp_path, max_cache="10MB") as relay:
+        for _ in range(2):
+            assert ask(relay.url, "/parts/large").body == LARGE
+            assert taken(tmp_path) <= 10_000_000
+
+
+def test_without_a_limit_given_a_relay_leaves_half_of_the_free_disk(tmp_path: Path) -> None:
+    relayed = make_relay(MemoryStore(), tmp_path / "to" / "come")
+    assert isinstance(relayed, Coalescing)
+    assert isinstance(relayed.store, CachedStore)
+    limit = relayed.store._max_bytes
+    assert limit is not None
+    assert abs(limit / (shutil.disk_usage(tmp_path).free / 2) - 1) < 0.1
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["the copy is right", "the copy cannot be checked"])
+def test_no_client_can_evict_the_only_copy_while_the_upstream_is_away(tmp_path: Path, right: bool) -> None:
+    key = f"files/{hashlib.sha256(LARGE).hexdigest()}" if right else "parts/large"
+    origin = LocalStore(tmp_path / "run")
+    origin.put(key, LARGE)
+    with running("serve", origin.folder) as server, running("relay", server.url, cache=tmp_path / "cache") as relay:
+        assert ask(relay.url, f"/{key}").body == LARGE
+        server.stop()
+        for _ in range(3):
+            answer = ask(relay.url, f"/{key}", Cache_Control="no-cache")
+            assert (answer.status, answer.body == LARGE) == (200, True)
+            assert ask(relay.url, f"/{key}", Range="bytes=5-9").body == LARGE[5:10]
+            assert ask(relay.url, f"/{key}", "HEAD").headers["Content-Length"] == str(N)
+
+
+def test_reports_about_an_object_make_a_relay_fetch_it_now_and_then_alone(upstream: Upstream, tmp_path: Path) -> None:
+    name = f"files/{hashlib.sha256(SMALL).hexdigest()}"
+    upstream.objects[name] = SMALL
+    with running("relay", upstream.url, cache=tmp_path) as relay:
+        for _ in range(10):
+            for key in (name, "parts/small"):
+                assert ask(relay.url, f"/{key}", Cache_Control="no-cache").body == SMALL
+    asked = Counter(asked.partition(" ")[0] for asked, count in upstream.asked.items() for _ in range(count))
+    assert asked == {name: 1, "parts/small": 1}  # the first report came before there was a copy
+
+
+def test_a_relay_shows_its_own_token_upstream_and_never_that_of_its_clients(upstream: Upstream, tmp_path: Path) -> None:
+    for environment, shown in (({}, None), ({"PULSE_UPSTREAM_TOKEN": "relay"}, "Bearer relay")):
+        upstream.shown.clear()
+        with running("relay", upstream.url, {"PULSE_TOKEN": "client", **environment}, cache=tmp_path) as relay:
+            assert ask(relay.url, "/head").status == 401
+            assert ask(relay.url, "/head", Authorization="Bearer relay").status == 401
+            assert ask(relay.url, "/head", Authorization="Bearer client").body == b"41"
+        assert upstream.shown == {shown}
+
+
+def test_a_relay_does_not_show_its_token_in_clear_to_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = importlib.import_module("pulsesync.cli.serve")
+    monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "s3cret")
+    with pytest.raises(UsageError, match="in clear"):
+        serving.relay(
+            "http://trainer:8765", cache=tmp_path, max_cache=None, cafile=None, host="127.0.0.1", port=0,
+            token_file=None, certificate=None, private_key=None, as_json=True,
+        )  # fmt: skip
+
+
+def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
+    with running("relay", "http://127.0.0.1:1", cache=tmp_path) as relay:
+        for _ in range(5):
+            assert ask(relay.url, "/a%0db").status == 503
+        relay.stop()
+        assert relay.process.stdout is not None
+        lines = relay.process.stdout.read().splitlines()
+    assert len(lines) == 1
+    assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
 
 
 def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(

@@ -511,17 +511,21 @@ def serve(
     host: str = "127.0.0.1",
     port: Count = 8765,
     token_file: Path | None = None,
+    token_in_clear: Flag = False,
     certificate: Path | None = None,
     private_key: Path | None = None,
     json: Json = False,
 ) -> int:
     """Serve a folder of runs over http, for workers on other machines to read.
 
+    Symbolic links are followed only as far as they stay inside the folder.
+
     Args:
         folder: What to serve: a run, or a folder above several.
         host: The address to listen on; 0.0.0.0 for every one of this machine.
         port: The port; 0 for any that is free.
         token_file: File with a token that readers must show; else PULSE_TOKEN, else nobody is asked.
+        token_in_clear: Permit that readers on other machines show the token without https.
         certificate: Certificate for https, in PEM.
         private_key: Its private key, in PEM.
         json: Print the address as one JSON object, for machines.
@@ -530,7 +534,7 @@ def serve(
 
     return work(
         folder, host=host, port=port, token_file=token_file, certificate=certificate, private_key=private_key,
-        as_json=json,
+        as_json=json, token_in_clear=token_in_clear,
     )  # fmt: skip
 
 
@@ -541,9 +545,12 @@ def relay(
     cache: Path | None = None,
     max_cache: str | None = None,
     cafile: Path | None = None,
+    upstream_token_file: Path | None = None,
+    upstream_token_in_clear: Flag = False,
     host: str = "127.0.0.1",
     port: Count = 8765,
     token_file: Path | None = None,
+    token_in_clear: Flag = False,
     certificate: Path | None = None,
     private_key: Path | None = None,
     json: Json = False,
@@ -553,11 +560,15 @@ def relay(
     Args:
         upstream: What to serve: a bucket, or the address of another server.
         cache: Folder to keep bodies in; one in your cache folder if not given.
-        max_cache: Keep it below this size, such as 500MB or 20GiB.
+        max_cache: Keep it below this size, such as 500MB or 20GiB; half of the disk space that is free if not given.
+            What was not used for longest is removed first.
         cafile: Certificates to trust upstream, instead of the system's.
+        upstream_token_file: File with the token that the relay itself shows upstream; else PULSE_UPSTREAM_TOKEN.
+        upstream_token_in_clear: Permit that the relay shows its token to another machine without https.
         host: The address to listen on; 0.0.0.0 for every one of this machine.
         port: The port; 0 for any that is free.
-        token_file: File with a token that readers must show, and that is shown upstream; else PULSE_TOKEN.
+        token_file: File with a token that readers must show to the relay; else PULSE_TOKEN, else nobody is asked.
+        token_in_clear: Permit that readers on other machines show the token without https.
         certificate: Certificate for https, in PEM.
         private_key: Its private key, in PEM.
         json: Print the address as one JSON object, for machines.
@@ -566,7 +577,8 @@ def relay(
 
     return work(
         upstream, cache=cache, max_cache=max_cache, cafile=cafile, host=host, port=port, token_file=token_file,
-        certificate=certificate, private_key=private_key, as_json=json,
+        certificate=certificate, private_key=private_key, as_json=json, token_in_clear=token_in_clear,
+        upstream_token_file=upstream_token_file, upstream_token_in_clear=upstream_token_in_clear,
     )  # fmt: skip
 
 

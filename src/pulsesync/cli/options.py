@@ -26,15 +26,36 @@ class NothingThereError(NotFoundError):
 
 def open_place(location: str) -> Store:
     """Open the store of a run, with the token of the environment where it is behind http. Raises: UsageError."""
-    token = os.environ.get("PULSE_TOKEN") or None
     try:
-        if token and location.startswith(("http://", "https://")):
-            from pulsesync.store.http import HttpStore
+        if not location.startswith(("http://", "https://")):
+            return open_store(location)
+        from pulsesync.store.http import HttpStore
 
-            return RetryStore(HttpStore(location, token))
-        return open_store(location)
+        return RetryStore(HttpStore(location, read_token(), token_in_clear=_read_switch("PULSE_TOKEN_IN_CLEAR")))
     except ValueError as e:
         raise UsageError(str(e)) from e
+
+
+def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str | None:
+    """Return the token in a file, else that of an environment variable, else none. Raises: UsageError."""
+    if file is None:
+        token, where = os.environ.get(variable), variable
+    else:
+        try:
+            token, where = file.read_text(encoding="ascii").strip(), str(file)
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"cannot read a token from {file}: {e}") from e
+    if token == "":
+        raise UsageError(f"{where} has an empty token: give one, or leave it out to go without authentication")
+    return token
+
+
+def _read_switch(variable: str) -> bool:
+    """Return whether an environment variable is 1; not if it is 0 or not there. Raises: UsageError."""
+    value = os.environ.get(variable, "0")
+    if value not in ("0", "1"):
+        raise UsageError(f"{variable} must be 0 or 1; got {value!r}")
+    return value == "1"
 
 
 def read_trust(text: str | None) -> frozenset[str] | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pulsesync import server
+from pulsesync.cli.options import UsageError, read_token
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.store import LocalStore, Store, open_store
 from pulsesync.store.http import HttpStore
@@ -23,18 +24,24 @@ def serve(
     certificate: Path | None,
     private_key: Path | None,
     as_json: bool,
+    token_in_clear: bool = False,
 ) -> int:
     """Serve a folder until Ctrl-C; exit code 0.
 
     Raises:
+        UsageError: the token is empty, or would travel in clear.
         PulseError: there is no such folder, or it cannot be served.
     """
     if not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder}", key=str(folder))
-    server.serve(
-        LocalStore(folder), host, port, token=_token(token_file), certificate=certificate, private_key=private_key,
-        on_ready=_announcer("folder", str(folder), as_json),
-    )  # fmt: skip
+    token = read_token(token_file)
+    try:
+        server.serve(
+            server.ServedFolder(folder), host, port, token=token, certificate=certificate, private_key=private_key,
+            token_in_clear=token_in_clear, on_ready=_announcer("folder", str(folder), as_json),
+        )  # fmt: skip
+    except ValueError as e:
+        raise UsageError(str(e)) from e
     return 0
 
 
@@ -50,19 +57,27 @@ def relay(
     certificate: Path | None,
     private_key: Path | None,
     as_json: bool,
+    token_in_clear: bool = False,
+    upstream_token_file: Path | None = None,
+    upstream_token_in_clear: bool = False,
 ) -> int:
     """Serve what another place has until Ctrl-C, with a cache on this disk; exit code 0.
 
     Raises:
-        PulseError: it makes no sense as a place, or cannot be served.
+        UsageError: it makes no sense as a place; a token is empty, or would travel in clear.
+        PulseError: it cannot be served.
     """
-    token = _token(token_file)
+    token = read_token(token_file)
     max_bytes = None if max_cache is None else parse_size(max_cache)
-    store = server.relay(_open(upstream, token, cafile), cache or _default_cache(), max_bytes)
-    server.serve(
-        store, host, port, token=token, certificate=certificate, private_key=private_key,
-        on_ready=_announcer("upstream", upstream, as_json),
-    )  # fmt: skip
+    try:
+        far = _open(upstream, upstream_token_file, cafile, upstream_token_in_clear)
+        server.serve(
+            server.relay(far, cache or _default_cache(), max_bytes), host, port, token=token, certificate=certificate,
+            private_key=private_key, token_in_clear=token_in_clear,
+            on_ready=_announcer("upstream", upstream, as_json),
+        )  # fmt: skip
+    except ValueError as e:
+        raise UsageError(str(e)) from e
     return 0
 
 
@@ -75,27 +90,16 @@ def parse_size(text: str) -> int:
     return int(match[1]) * int((1024 if match[3] else 1000) ** exponent)
 
 
-def _open(upstream: str, token: str | None, cafile: Path | None) -> Store:
-    try:
-        if upstream.startswith(("http://", "https://")):
-            # Without retries: those who ask the relay have their own, and the two would multiply.
-            return HttpStore(upstream, token, timeout_s=10, cafile=None if cafile is None else str(cafile))
-        return open_store(upstream)
-    except ValueError as e:
-        raise PulseError(str(e)) from e
-
-
-def _token(file: Path | None) -> str | None:
-    """Return the token of a file, else that of the environment, else none. Raises: PulseError."""
-    if file is None:
-        return os.environ.get("PULSE_TOKEN") or None
-    try:
-        token = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise PulseError(f"cannot read a token from {file}: {e}") from e
-    if not token:
-        raise PulseError(f"there is no token in {file}")
-    return token
+def _open(upstream: str, token_file: Path | None, cafile: Path | None, token_in_clear: bool) -> Store:
+    """Open the upstream of a relay, with a token of its own: that of the relay's clients is shown to nobody."""
+    if not upstream.startswith(("http://", "https://")):
+        store = open_store(upstream)
+        return server.ServedFolder(store.folder) if isinstance(store, LocalStore) else store
+    token = read_token(token_file, "PULSE_UPSTREAM_TOKEN")
+    # Without retries: those who ask the relay have their own, and the two would multiply.
+    return HttpStore(
+        upstream, token, timeout_s=10, cafile=None if cafile is None else str(cafile), token_in_clear=token_in_clear
+    )
 
 
 def _default_cache() -> Path:

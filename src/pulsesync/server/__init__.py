@@ -1,6 +1,6 @@
 """A run over HTTP: any store, served for reading. Needs `pip install 'pulsesync[serve]'`.
 
-    serve(LocalStore("run"))                                    what `pulse serve` does
+    serve(ServedFolder("run"))                                  what `pulse serve` does
     serve(relay(HttpStore("https://trainer:8765"), "cache"))    what `pulse relay` does
 
 Plain GET and HEAD with ranges, so that any cache or content network can stand in between, and one addition: `/?list=`
@@ -12,20 +12,40 @@ store says goes out unaltered and unchecked; readers check everything.
 """
 
 import os
+import shutil
+from pathlib import Path
 
 from pulsesync.server.service import make_app
 from pulsesync.server.serving import serve
 from pulsesync.store.base import Store
-from pulsesync.store.cache import CachedStore
+from pulsesync.store.cache import MAX_BYTES, CachedStore, folder_bytes
 from pulsesync.store.coalesce import Coalescing
+from pulsesync.store.local import ServedFolder
 
-__all__ = ["make_app", "relay", "serve"]
+__all__ = ["ServedFolder", "make_app", "relay", "serve"]
 
 
 def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None = None) -> Store:
     """Return a store for `serve` that many may poll: it asks the upstream once a second, and for each body once.
 
-    Bodies are kept in a folder, up to max_bytes of them; while the upstream is away they are still served. They are
-    fetched in pieces, so an upstream over HTTP should know range requests: one that does not sends each from its start.
+    Bodies are kept in a folder; while the upstream is away they are still served. They are fetched in pieces, so an
+    upstream over HTTP should know range requests: one that does not sends each from its start.
+
+    Args:
+        upstream: What to serve.
+        folder: Where bodies are kept; made if it is not there.
+        max_bytes: The folder is kept below this size by removing what was not used for longest. If it is not given, the
+            limit is half of the disk space that is free, so that clients cannot fill the disk.
     """
-    return Coalescing(CachedStore(upstream, folder, max_bytes))
+    return Coalescing(
+        CachedStore(upstream, folder, _half_of_the_disk(Path(folder)) if max_bytes is None else max_bytes)
+    )
+
+
+def _half_of_the_disk(folder: Path) -> int:
+    """Return half of what is free where a folder is, or will be, with what it already takes."""
+    try:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        return (shutil.disk_usage(existing).free + folder_bytes(folder)) // 2
+    except OSError:  # nothing can be kept there, either
+        return MAX_BYTES

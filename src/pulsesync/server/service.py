@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from pulsesync.errors import NotFoundError, PulseError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Store, forget
-from pulsesync.store.http import LISTING_TYPE
+from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Store, forget, size_of
+from pulsesync.store.http import LISTING_TYPE, check_token
 from pulsesync.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -26,23 +28,28 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-_PIECE = 1 << 22  # bytes of an object that are read at once
+_PIECE = WINDOW_BYTES  # bytes of an object that are read at once, from multiples of it on: a cache keeps such pieces
 _AHEAD = 3  # pieces read while one is sent: an upstream 50 ms away then gives 250 MB/s
 _BODIES = 32  # content-addressed objects that are read and sent at a time: with the above, 512 MiB at most
 _RECORDS = 1024  # everything else: small, and a worker that polls may wait long for a store that is away
 _SEND_TIMEOUT_S = 60.0  # for a piece; a client that takes longer is dropped, lest a few of them stop the server
 _MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
+_LOG_EVERY_S = 10.0  # a store that is away fails every request; the log says it now and then
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def make_app(store: Store, token: str | None = None) -> "Starlette":
     """Return an ASGI application that serves a store for reading, to those who show the token if there is one.
 
     Raises:
+        ValueError: the token is empty, or is not plain ASCII.
         PulseError: Starlette is not installed.
     """
+    if token is not None:
+        check_token(token)
     try:
         from starlette.applications import Starlette
         from starlette.routing import Route
@@ -59,6 +66,7 @@ class _Service:
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._bodies = asyncio.Semaphore(_BODIES)
         self._records = asyncio.Semaphore(_RECORDS)
+        self._logged_at = -_LOG_EVERY_S
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         from starlette.requests import Request
@@ -82,7 +90,12 @@ class _Service:
         except NotFoundError:
             return _words(404, "there is no such object")
         except StoreError as e:
-            return _words(503 if e.retryable else 500, "the store behind this server failed")
+            status = 503 if e.retryable else 500
+            if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
+                self._logged_at = time.monotonic()
+                cause = " ".join(str(e).split())  # it may have a key in it, with whatever a client put there
+                logger.warning("Answered %r with %d, because the store failed: %s", key or prefix, status, cause)
+            return _words(status, "the store behind this server failed")
 
     def _may_read(self, shown: str) -> bool:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
@@ -108,56 +121,56 @@ class _Service:
             return _words(404, "there is no such object")
         if key.startswith(CONTENT_ADDRESSED) and "no-cache" in asks.get("cache-control", ""):
             forget(self._store, key)  # a reader found it bad
-        read, headers = self._source(key)
+        read, size, headers = self._source(key)
         tag = headers.get("ETag")
         if tag is not None and _names(asks.get("if-none-match", ""), tag):
             return _Answer(304, headers, read, 0, 0, b"")
-        asked = None
-        if not head and asks.get("if-range", tag) == tag:
-            asked = _asked_range(asks.get("range", ""))
-        found = _find(read, asked, measure=head)
-        if asked is not None and not found.piece:
-            size = _find_end(read, 0, found.begin)
-            return _words(416, "the object ends before that", {"Content-Range": f"bytes */{size}"})
-        if found.end is not None:
-            headers["Content-Length"] = str(found.end - found.begin)
         if head:
+            headers["Content-Length"] = str(size())
             return _Answer(200, headers, read, 0, 0, b"")
-        if asked is None or found.end is None:
+        asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
+        found = _find(read, size, asked or (0, None))
+        if asked is not None and not found.piece:
+            return _words(416, "the object ends before that", {"Content-Range": f"bytes */{found.size}"})
+        headers["Content-Length"] = str(found.end - found.begin)
+        if asked is None:
             return _Answer(200, headers, read, found.begin, found.end, found.piece)
-        headers["Content-Range"] = f"bytes {found.begin}-{found.end - 1}/{found.size or '*'}"
+        stated = "*" if found.size is None else found.size
+        headers["Content-Range"] = f"bytes {found.begin}-{found.end - 1}/{stated}"
         return _Answer(206, headers, read, found.begin, found.end, found.piece)
 
-    def _source(self, key: str) -> tuple["_Read", dict[str, str]]:
-        """Return how to read an object, and the headers that are the same for all of it and for parts."""
+    def _source(self, key: str) -> tuple["_Read", "_Size", dict[str, str]]:
+        """Return how to read an object, how to measure it, and the headers that do not depend on the range."""
         headers = {"Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
         headers["Content-Type"] = "application/octet-stream"
+        read, size = partial(self._store.get, key), partial(size_of, self._store, key)
         if key.startswith(CONTENT_ADDRESSED):
             # Behind a token, a cache in between must not hand it to others; "public" would allow just that.
             audience = "public" if self._authorization is None else "private"
             headers["Cache-Control"] = f"{audience}, max-age=31536000, immutable"
             headers["ETag"] = f'"{quote(key, safe="")}"'
-            return partial(self._store.get, key), headers
+            return read, size, headers
         headers["Cache-Control"] = "no-cache"
         start = self._store.get(key, 0, _PIECE)
         if len(start) == _PIECE:
-            return partial(self._store.get, key), headers
+            return read, size, headers
         headers["ETag"] = f'"{hashlib.sha256(start).hexdigest()}"'
-        return lambda begin, end: start[begin:end], headers  # one reading: it may be replaced at any time
+        return lambda begin, end: start[begin:end], lambda: len(start), headers  # one reading: it may be replaced
 
 
 _Read = Callable[[int, int], bytes]
+_Size = Callable[[], int]
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer with bytes begin..end of an object in it, or from begin to wherever it ends, and the first piece."""
+    """An answer with bytes begin..end of an object in it, and the first piece of them."""
 
     status: int
     headers: dict[str, str]
     read: _Read
     begin: int
-    end: int | None
+    end: int
     piece: bytes
 
     async def send(self, receive: "Receive", send: "Send") -> None:
@@ -178,20 +191,16 @@ class _Answer:
                         return
         finally:
             left.cancel()
-        if self.end is not None and at != self.end:
+        if at != self.end:
             raise StoreError(f"an object ended {self.end - at} bytes early while it was sent")
         await _send_piece(send, b"", more=False)
 
     async def _pieces(self) -> AsyncGenerator[bytes]:
-        """Yield the piece that was read and then the rest; as far as the end is known, some of it read ahead."""
+        """Yield the piece that was read and then the rest, some of it read ahead."""
         yield self.piece
-        at = self.begin + len(self.piece)
-        while self.end is None and (piece := await _in_thread(partial(self.read, at, at + _PIECE))):
-            yield piece
-            at += len(piece)
         reading: deque[asyncio.Task[bytes]] = deque()
         try:
-            for begin in range(at, self.end or at, _PIECE):
+            for begin in range(self.begin + len(self.piece), self.end, _PIECE):
                 call = partial(self.read, begin, _bounded(begin, self.end))
                 reading.append(asyncio.create_task(_in_thread(call)))
                 if len(reading) > _AHEAD:
@@ -206,61 +215,44 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Found:
-    """Bytes begin..end of an object, as far as they were looked for: the first piece, and what is known of the rest."""
+    """Bytes begin..end of an object, and the first piece of them."""
 
     begin: int
-    end: int | None  # None: there is more, and nobody asked how much
-    size: int | None
+    end: int
+    size: int | None  # of the object; None if it could not be found out and was not needed
     piece: bytes
 
 
-def _find(read: _Read, asked: tuple[int | None, int | None] | None, measure: bool) -> _Found:
-    """Read the first piece of what is asked for; find out where it ends if it was a range, or is to be measured."""
-    (begin, end), size = asked or (0, None), None
-    if begin is None:  # the last so many bytes
-        size = _find_end(read, 0)
-        begin, end = max(0, size - (end or 0)), size
-    limit = _bounded(begin, end)
-    piece = read(begin, limit)
-    if begin + len(piece) < limit:
-        return _Found(begin, begin + len(piece), begin + len(piece), piece)
-    if limit == end:
-        return _Found(begin, end, size, piece)
-    if asked is None and not measure:
-        return _Found(begin, None, None, piece)
-    stop = _find_end(read, limit, end)
-    return _Found(begin, stop, size if stop == end else stop, piece)
-
-
-def _find_end(read: _Read, least: int, most: int | None = None) -> int:
-    """Return where an object ends that has at least so many bytes; most, if it goes on there.
-
-    No verb of a store tells a size, so single bytes are read. Those just before `most` come first: a reader that knows
-    the size asks for as much, or for one more to see that there is none.
+def _find(read: _Read, size: _Size, asked: tuple[int | None, int | None]) -> _Found:
+    """Read the first piece of what is asked for, and find out where it ends.
 
     Raises:
-        StoreError: it has no end within reason.
+        StoreError: the object cannot be read, or was replaced meanwhile.
     """
-    if most is None:
-        most = least + _PIECE
-        while read(most - 1, most):
-            least, most = most, 2 * most
-            if most > _MAX_SIZE:
-                raise StoreError(f"an object is larger than {_MAX_SIZE} bytes")
-    step = 1
-    while least < most:
-        middle = max(most - step, (least + most) // 2)
-        if read(middle, middle + 1):
-            least = middle + 1
-        else:
-            most = middle
-        step *= 2
-    return least
+    begin, end = asked
+    if begin is None:  # the last bytes
+        total = size()
+        begin, end = max(0, total - (end or 0)), total
+    limit = _bounded(begin, end)
+    piece = read(begin, limit)
+    read_to = begin + len(piece)
+    if read_to < limit and (piece or not begin):
+        return _Found(begin, read_to, read_to, piece)
+    try:
+        stated = size()
+    except StoreError:
+        if read_to != end:
+            raise
+        return _Found(begin, end, None, piece)
+    if piece and stated < read_to:
+        raise StoreError("the object was replaced while it was read", retryable=True)
+    return _Found(begin, max(begin, stated if end is None else min(end, stated)), stated, piece)
 
 
 def _bounded(begin: int, end: int | None) -> int:
     """Return the end of a piece."""
-    return begin + _PIECE if end is None else min(end, begin + _PIECE)
+    limit = begin - begin % _PIECE + _PIECE
+    return limit if end is None else min(end, limit)
 
 
 def _asked_range(header: str) -> tuple[int | None, int | None] | None:

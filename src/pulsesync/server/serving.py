@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pulsesync.errors import PulseError
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
+from pulsesync.store.http import is_loopback
 
 if TYPE_CHECKING:
     from granian.server.embed import Server
@@ -30,6 +31,7 @@ def serve(
     token: str | None = None,
     certificate: Path | None = None,
     private_key: Path | None = None,
+    token_in_clear: bool = False,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve a store until SIGINT or SIGTERM, then end within a second. To be called from the main thread.
@@ -41,14 +43,22 @@ def serve(
         token: What clients have to show; anybody may read if there is none.
         certificate: PEM file, with the private key, for https.
         private_key: PEM file, not encrypted.
+        token_in_clear: Let clients on other machines show the token without TLS, where everybody on the path can read
+            it; for a server behind another one that has the certificate.
         on_ready: Called with the address once connections are accepted.
 
     Raises:
+        ValueError: the token is empty, is not plain ASCII, or would travel in clear.
         PulseError: the extra is not installed, the port is taken, the certificate is not usable.
     """
     if (certificate is None) != (private_key is None):
         raise PulseError("a certificate and its private key go together")
     app = make_app(store, token)
+    if token is not None and certificate is None and not is_loopback(host) and not token_in_clear:
+        raise ValueError(
+            f"clients would send their token in clear to {host}: serve https with a certificate and its private key, "
+            "or permit it with token_in_clear=True (--token-in-clear on the command line)"
+        )
     try:
         from granian.constants import HTTPModes, Interfaces
         from granian.log import LogLevels
