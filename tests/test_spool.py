@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulsesync import chain
+from pulsesync import Subscriber, anchors, chain
 from pulsesync.errors import ChecksumError, FormatError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -17,7 +17,7 @@ from pulsesync.model import TensorSpec
 from pulsesync.spool import AnchorSpool, Outbox
 from pulsesync.testing import random_bits
 from tests.helpers import RUN, count_sums
-from tests.runs import Watched
+from tests.runs import Watched, equal, parts_of, publish_steps, worker
 
 LAYOUT = layouts.make([TensorSpec(f"t{i}", "U16", (300,)) for i in range(3)])
 
@@ -201,3 +201,32 @@ def test_what_is_no_anchor_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert list(Outbox(tmp_path).waiting()) == []
     assert (tmp_path / "notes").exists()
+
+
+def test_a_part_that_stays_bad_is_read_twice_and_no_other_part_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An anchor was fetched twice, all of it, before its damaged part was reported: two seconds for 135 M weights."""
+    monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    store = Watched()
+    publish_steps(store, 1)
+    *good, bad = parts_of(store, chain.anchor_key(0))
+    data = store.store.get(bad)
+    store.store.put(bad, data[:-1] + bytes([data[-1] ^ 1]))
+    store.gets.clear()
+    with pytest.raises(ChecksumError):
+        Subscriber(store).sync(worker())
+    assert sorted(store.got("parts/")) == sorted([*good, bad, bad])
+
+
+def test_a_patch_that_stays_bad_is_read_twice_and_no_other_patch_again() -> None:
+    store = Watched()
+    states = publish_steps(store, 4)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    (good,), (bad,) = (parts_of(store, chain.manifest_key(number)) for number in (2, 3))
+    data = store.store.get(bad)
+    store.store.put(bad, data[:-1] + bytes([data[-1] ^ 1]))
+    store.gets.clear()
+    with pytest.raises(ChecksumError):
+        sub.sync(held)
+    assert (store.got(good), store.got(bad)) == ([good], [bad, bad])
+    assert equal(held, states[0])

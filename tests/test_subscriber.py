@@ -348,7 +348,8 @@ def test_an_object_that_is_bad_once_is_read_again(name: str, how: str) -> None:
         sub.sync(held)
     else:
         assert report.version == 4
-        assert report.replanned == (0 if name == "head" or (name, how) == ("link", "another") else 1)
+        at_once = name.endswith("part") and how != "missing"  # the object alone was read again
+        assert report.replanned == (0 if name == "head" or (name, how) == ("link", "another") or at_once else 1)
     assert equal(held, states[4])
     sub.verify()
 

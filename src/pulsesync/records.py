@@ -3,10 +3,11 @@
 What Subscriber, Publisher, squash and prune have in common. Nothing here changes a run or a weight.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from pulsesync import chain
 from pulsesync.errors import ChainError, FormatError, NotFoundError, PulseError, StoreError
@@ -24,6 +25,8 @@ MAX_PROBES = 1 << 16  # versions that a head may lag behind
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
 HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
 
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
 _KINDS = {"manifests": Kind.VERSION, "anchors": Kind.ANCHOR, "squashes": Kind.SQUASH}
 
 
@@ -142,16 +145,42 @@ def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[in
     """Fetch a part, or those sections in which wanted tiles are, and check every byte; say how many were fetched.
 
     Raises:
-        StoreError; FormatError: and branches, if these are not the bytes the id names.
+        StoreError; FormatError: and branches, if these are not the bytes the id names, not when read again either.
     """
     key = chain.part_key(ref.id)
-    with forgetting(store, key):
+
+    def fetch() -> tuple[Body, int]:
         if wanted is None or ref.size <= SMALL_PART:
-            data = store.get(key, 0, ref.size + 1)
-            if len(data) != ref.size:
-                raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+            data = fetch_part(store, ref)
             return Body.of(data, layout, ref.id), len(data)
         return _fetch_sections(store, key, ref, layout, wanted)
+
+    return read_again(store, key, fetch)
+
+
+def fetch_part(store: Store, ref: PartRef) -> bytes:
+    """Fetch the bytes of a part, unchecked except for their number. Raises: StoreError; FormatError."""
+    data = store.get(chain.part_key(ref.id), 0, ref.size + 1)
+    if len(data) != ref.size:
+        raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+    return data
+
+
+def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
+    """Read and check an object; if its bytes are bad, read it once more, at once and past every cache.
+
+    Bytes that are bad twice were not damaged on the network: to wait, or to fetch other objects again, does not help.
+
+    Raises:
+        FormatError: the bytes were bad both times; and whatever else `read` raises, at once.
+    """
+    try:
+        with forgetting(store, key):
+            return read()
+    except FormatError as e:
+        _log.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
+    with forgetting(store, key):
+        return read()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.parallel import spread
-from pulsesync.records import fetch_body, forgetting
+from pulsesync.records import fetch_body, fetch_part, read_again
 from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
 
@@ -61,9 +61,13 @@ class AnchorSpool:
 
     def _download(self, ref: PartRef, store: Store, layout: Layout) -> int:
         key = chain.part_key(ref.id)
-        data = store.get(key, 0, ref.size + 1)
-        with forgetting(store, key):
+
+        def fetch() -> bytes:
+            data = fetch_part(store, ref)
             Body.of(data, layout, ref.id)
+            return data
+
+        data = read_again(store, key, fetch)
         self._files.put(key, data)
         return len(data)
 

@@ -75,6 +75,7 @@ class _Progress:
     changed: int = 0
     fetched_bytes: int = 0
     replanned: int = 0
+    refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
 
     @contextmanager
@@ -165,6 +166,8 @@ class Subscriber:
                 if (about := e.__dict__.get("record") or e.__dict__.get("key", "")) in avoid:
                     break  # there is no way round it
                 avoid.add(about)
+                if isinstance(e, FormatError) and "record" in e.__dict__:
+                    progress.refused[about] = e  # its bodies were read twice
                 if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
                     self._forget()  # what is held is not what it was thought to be
             progress.replanned = attempt + 1
@@ -200,7 +203,7 @@ class Subscriber:
         if self._go_back(goal, progress):
             return
         with progress.timed("fetch"):
-            way = self._way(goal, records)
+            way = self._way(goal, records, progress)
         if way is not None:
             self._walk(way, records, progress)
 
@@ -222,7 +225,7 @@ class Subscriber:
             self._hold(start)
             progress.path.append("start")
 
-    def _way(self, goal: Manifest, records: Records) -> list[Manifest] | None:
+    def _way(self, goal: Manifest, records: Records, progress: _Progress) -> list[Manifest] | None:
         held = self._held
         if held and held.version > goal.version:
             held = None  # backwards: from an anchor
@@ -230,11 +233,15 @@ class Subscriber:
             with suppress(ChainError):  # what was bad is avoided if there is another way
                 return chain.find_way(held, goal, records.look)
         try:
-            return chain.find_way(held, goal, records.fetched)
+            way = chain.find_way(held, goal, records.fetched)
         except MissingLinkError:
             if self._held is None and not self._has_anchor(goal, records):
                 return None  # the first anchor is still being written: nothing can be reached yet
             raise
+        for record in way:
+            if error := progress.refused.get(records.key_of(record)):
+                raise error  # before anything else on this path is fetched again
+        return way
 
     def _has_anchor(self, goal: Manifest, records: Records) -> bool:
         return goal.anchor is not None or bool(records.avoid)
