@@ -1,8 +1,10 @@
 """Anchors on disk, on the worker's side and on the trainer's."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from pulsesync.format.manifest import Kind, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.model import TensorSpec
 from pulsesync.spool import AnchorSpool, Outbox
+from pulsesync.state import State
 from pulsesync.testing import random_bits
 from tests.helpers import RUN, count_sums
 from tests.runs import Watched, equal, parts_of, publish_steps, worker
@@ -230,3 +233,65 @@ def test_a_patch_that_stays_bad_is_read_twice_and_no_other_patch_again() -> None
         sub.sync(held)
     assert (store.got(good), store.got(bad)) == ([good], [bad, bad])
     assert equal(held, states[0])
+
+
+def flip_behind(monkeypatch: pytest.MonkeyPatch, step: str, path: Callable[[], Path]) -> None:
+    """Have another writer of the folder flip a bit of a part just before a step of loading an anchor."""
+    run = getattr(State, step)
+
+    def meddled(state: State, *given: Any) -> Any:
+        with path().open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+        return run(state, *given)
+
+    monkeypatch.setattr(State, step, meddled)
+
+
+@pytest.mark.parametrize("step", ["check_whole", "load_whole"])
+@pytest.mark.parametrize("known", [False, True], ids=["just fetched", "found in the folder"])
+def test_what_another_process_writes_into_the_folder_does_not_become_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, known: bool
+) -> None:
+    store = Watched()
+    (state,) = publish_steps(store, 1)
+    (key,) = parts_of(store, chain.anchor_key(0))
+    path = tmp_path / "anchors" / key
+    if known:
+        Subscriber(store, cache=tmp_path).sync(worker())
+    flip_behind(monkeypatch, step, lambda: path)
+    sub, held = Subscriber(store, cache=tmp_path), worker()
+    assert sub.sync(held).version == 0
+    assert equal(held, state)
+    assert not path.exists()  # the next process fetches it again
+    sub.verify()
+
+
+def test_a_folder_that_another_process_spoils_while_the_store_is_away_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Watched()
+    (state,) = publish_steps(store, 1)
+    (key,) = parts_of(store, chain.anchor_key(0))
+    Subscriber(store, cache=tmp_path).sync(worker())
+    flip_behind(monkeypatch, "load_whole", lambda: tmp_path / "anchors" / key)
+    store.fail_at("parts/")
+    sub, held = Subscriber(store, cache=tmp_path), worker()
+    with pytest.raises(StoreError):
+        sub.sync(held)
+    assert sub.version is None
+    monkeypatch.undo()
+    store.fail_at()
+    assert sub.sync(held).version == 0
+    assert equal(held, state)
+
+
+def test_a_part_that_another_process_cuts_short_is_read_from_the_store(tmp_path: Path) -> None:
+    """A mapped file that is cut short reads as zeros to the end of its last page, and beyond that as SIGBUS."""
+    anchor = Anchor()
+    bodies, _ = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    os.truncate(tmp_path / "parts" / anchor.refs[0].id, 100)
+    header = bodies[0].index.header
+    assert bytes(bodies[0].sections[1]) == bytes(anchor.parts[0].data)[header.borders[1] : header.borders[2]]

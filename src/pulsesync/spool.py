@@ -1,15 +1,18 @@
 """Anchors on disk: where a worker checks one before it touches a weight, and where a trainer keeps one to upload."""
 
 import fcntl
-import mmap
+import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pulsesync import chain
-from pulsesync.errors import FormatError, NotFoundError, StoreError
+from pulsesync.errors import ChecksumError, FormatError, NotFoundError, StoreError
+from pulsesync.format import container, patch
+from pulsesync.format.container import Header
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
@@ -19,11 +22,16 @@ from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
 
 DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
+_log = logging.getLogger(__name__)
 _FETCHING = ".fetching"  # locked by all who fetch, together, and alone by one who throws away
 
 
 class AnchorSpool:
-    """Parts of anchors in a folder, by id, each checked whenever it is opened. Processes of a host can share it."""
+    """Parts of anchors in a folder, by id. Processes of a host can share it.
+
+    Another process can write to a file at any time, after it was checked too. So a section is read into memory of this
+    process and checked every time that it is used; one that has changed is replaced by the store's.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,10 +52,11 @@ class AnchorSpool:
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
         with self._lock(_part_lock(ref.id), fcntl.LOCK_EX):  # one process at a time fetches a part
-            body, fetched = self._open(ref, layout), 0
+            body, fetched = self._open(ref, store, layout, check=True), 0
             if body is None:
-                fetched = self._download(ref, store, layout)
-                body = self._open(ref, layout)
+                data = _download(ref, store, layout)
+                self._files.put(chain.part_key(ref.id), data)
+                body, fetched = self._open(ref, store, layout, check=False), len(data)
         if body is None:
             raise StoreError(f"{self.folder} does not keep what is written to it", key=ref.id)
         return body, fetched
@@ -59,30 +68,19 @@ class AnchorSpool:
         got = [fetch_body(store, ref, layout, wanted) for ref in record.parts]
         return [body for body, _ in got], sum(size for _, size in got)
 
-    def _download(self, ref: PartRef, store: Store, layout: Layout) -> int:
-        key = chain.part_key(ref.id)
-
-        def fetch() -> bytes:
-            data = fetch_part(store, ref)
-            Body.of(data, layout, ref.id)
-            return data
-
-        data = read_again(store, key, fetch)
-        self._files.put(key, data)
-        return len(data)
-
-    def _open(self, ref: PartRef, layout: Layout) -> Body | None:
-        """A part that is here and whole, mapped rather than read; a damaged one is removed."""
+    def _open(self, ref: PartRef, store: Store, layout: Layout, check: bool) -> Body | None:
+        """A part that is in the folder; None if it is not, or is damaged. check: read all of it now."""
         path = self.folder / "parts" / ref.id
         try:
-            with path.open("rb") as file:
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            if len(data) != ref.size:
-                raise FormatError("of another size")
-            return Body.of(data, layout, ref.id)
-        except (OSError, ValueError):  # not there, or empty
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
             return None
-        except FormatError:
+        try:
+            sections = _FileSections(handle, ref, path, lambda: _download(ref, store, layout))
+            if check:
+                spread(sections.read, range(len(sections)))
+            return Body(patch.open_index(sections.header, sections.read(0), layout), sections)
+        except (OSError, FormatError):
             path.unlink(missing_ok=True)
             return None
 
@@ -110,6 +108,69 @@ class AnchorSpool:
             for path in [*self.folder.glob("parts/*"), *self.folder.glob(_part_lock("*"))]:
                 if path.name not in wanted:
                     path.unlink(missing_ok=True)
+
+
+def _download(ref: PartRef, store: Store, layout: Layout) -> bytes:
+    """Fetch a part and check all of it. Raises: StoreError; FormatError, and branches."""
+
+    def fetch() -> bytes:
+        data = fetch_part(store, ref)
+        Body.of(data, layout, ref.id)
+        return data
+
+    return read_again(store, chain.part_key(ref.id), fetch)
+
+
+class _FileSections(Mapping[int, memoryview]):
+    """The sections of a part in an open file that other processes may write: read and checked whenever one is used.
+
+    A file that was changed since it was opened is unlinked, and the store's bytes are used in its place.
+
+    Raises:
+        FormatError: the file is not the part that was asked for; OSError.
+    """
+
+    def __init__(self, handle: int, ref: PartRef, path: Path, download: Callable[[], bytes]) -> None:
+        self._handle, self._path, self._download = handle, path, download
+        self._replacement: memoryview | None = None  # the part from the store, checked, in memory
+        weakref.finalize(self, os.close, handle)
+        size = container.header_size(_read(handle, 0, container.HEADER.size))
+        self.header: Header = container.parse_header(_read(handle, 0, size), ref.id)
+        if not self.header.file_size == ref.size == os.fstat(handle).st_size:
+            raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+
+    def read(self, number: int) -> memoryview:
+        """A section of the file. Raises: ChecksumError, if it was damaged; OSError."""
+        begin, end = self.header.borders[number : number + 2]
+        data = _read(self._handle, begin, end - begin)
+        self.header.check_section(number, data)
+        return data
+
+    def __getitem__(self, number: int) -> memoryview:
+        if self._replacement is None:
+            try:
+                return self.read(number)
+            except (ChecksumError, OSError) as e:
+                _log.warning("%s was changed while it was in use (%s). Fetching the part again.", self._path, e)
+            self._replacement = memoryview(self._download())
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        begin, end = self.header.borders[number : number + 2]
+        return self._replacement[begin:end]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.header.sections)
+
+
+def _read(handle: int, begin: int, size: int) -> memoryview:
+    """Bytes of a file in memory of their own; fewer if the file ends earlier. Raises: OSError."""
+    data, filled = memoryview(bytearray(size)), 0
+    while filled < size and (count := os.preadv(handle, [data[filled:]], begin + filled)):
+        filled += count
+    return data[:filled].toreadonly()
 
 
 def _part_lock(id_: str) -> str:

@@ -269,13 +269,19 @@ def decode_tiles(
 def payloads(
     opened: OpenedIndex, sections: Mapping[int, memoryview], wanted: Collection[int] | None = None
 ) -> Iterable[tuple[Entry, memoryview]]:
-    """The tiles that are wanted with their payloads, which stand in their section one after the other."""
+    """The tiles that are wanted with their payloads, which stand in their section one after the other.
+
+    Sections are asked for in order, each once, and only those with wanted tiles: they may be read from a disk.
+    """
     places = [0] * len(opened.header.sections)
+    number, section = 0, memoryview(b"")
     for entry in opened.entries:
         begin = places[entry.section]
         places[entry.section] += entry.size
         if wanted is None or entry.tile in wanted:
-            yield entry, sections[entry.section][begin : begin + entry.size]
+            if entry.section != number:
+                number, section = entry.section, sections[entry.section]
+            yield entry, section[begin : begin + entry.size]
 
 
 @dataclass(frozen=True)
