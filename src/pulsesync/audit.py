@@ -10,7 +10,6 @@ other records are where the versions say, or where one could be.
 
 import hashlib
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from pulsesync.errors import (
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.records import Records, fetch_body
+from pulsesync.scratch import ScratchFolder
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import State
 from pulsesync.store import Store, open_store
@@ -175,8 +175,7 @@ class Audit:
                 anchors[found.record.version].append(found)
             elif found.record and found.record.base and found.record.kind == Kind.SQUASH:
                 squashes[found.record.base.version].append(found)
-        with tempfile.TemporaryDirectory(prefix="pulse-audit-") as folder:
-            self._spool = Path(folder)
+        with ScratchFolder("audit") as self._spool:
             for found in self.found:
                 if found.record is None:
                     yield Checked(found.key, None, found.fault)

@@ -16,12 +16,9 @@ import logging
 import math
 import operator
 import os
-import shutil
-import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -56,6 +53,7 @@ from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
 from pulsesync.parallel import outlives_threads, submit
 from pulsesync.records import CACHE_BYTES, Records
+from pulsesync.scratch import ScratchFolder
 from pulsesync.spool import Outbox
 from pulsesync.state import State
 from pulsesync.store import CachedStore, Store, open_store
@@ -191,10 +189,11 @@ class Publisher:
         self.signing_key, self.anchor_every = signing_key, anchor_every
         self._files = dict(files or {})
         self._pace = Pace(publish_every, max_behind)
-        self._spool = Path(spool or tempfile.mkdtemp(prefix="pulse-spool-"))
-        self._tidy = weakref.finalize(self, _remove_own, self._spool, os.getpid())
-        if spool:
-            self._tidy.detach()
+        self._scratch = None if spool else ScratchFolder("spool")
+        if self._scratch:
+            self._spool = self._scratch.path
+        elif spool:
+            self._spool = Path(spool)
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
         self._lost: AnotherPublisherError | None = None
@@ -411,7 +410,8 @@ class Publisher:
             for executor in (self._sender, self._behind):
                 if executor is not self._given:
                     executor.shutdown()
-            self._tidy()
+            if self._scratch:
+                self._scratch.close()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -735,12 +735,6 @@ def _configs_of(source: Any) -> dict[str, bytes]:
         if callable(to_json):
             found[f"{name}.json"] = to_json().encode()
     return found
-
-
-def _remove_own(folder: Path, process: int) -> None:
-    """Remove a folder, unless this is another process: one that was forked has the finalizers of its parent."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:

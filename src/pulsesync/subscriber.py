@@ -7,7 +7,6 @@ Everything is looked at before a weight changes: records first, then bodies, the
 deep. The pause, in which the weights are not to be used, is the commit at the end alone.
 """
 
-import tempfile
 import threading
 import time
 import traceback
@@ -37,6 +36,7 @@ from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.parallel import finish
 from pulsesync.records import CACHE_BYTES, Records, fetch_body, located
+from pulsesync.scratch import ScratchFolder
 from pulsesync.slices import Slices
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import Body, State, Transition
@@ -337,8 +337,8 @@ class Subscriber:
         if self._cache is not None:
             yield AnchorSpool(self._cache / "anchors")
             return
-        with tempfile.TemporaryDirectory(prefix="pulse-anchor-") as folder:
-            yield AnchorSpool(Path(folder))
+        with ScratchFolder("anchor") as folder:
+            yield AnchorSpool(folder)
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
         """Undo kept syncs down to a version, in one commit, if one of them began there."""

@@ -1,0 +1,124 @@
+"""Temporary folders that are removed even if the process that uses them is killed.
+
+Beside a folder `pulse-spool-<token>` is a file `pulse-spool-<token>.lock`, on which its process holds an flock for as
+long as it lives. A process that makes a folder first removes those whose lock is free. Folders without such a file, as
+earlier releases made them, are left alone: nothing shows whether they are in use.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_LOCK = ".lock"
+_PREFIX = "pulse-"
+
+
+class ScratchFolder:
+    """A new, empty folder in the system's temporary folder, for this process alone.
+
+    It is removed by `close`, at the end of a `with` block, when the object is collected, or when the process exits; if
+    the process is killed, by the next process that makes one. A forked child never removes its parent's folder, but
+    keeps it in use for as long as the child runs.
+
+    Args:
+        kind: A word for the folder's name: `pulse-<kind>-<token>`.
+
+    Raises:
+        OSError: the temporary folder cannot be written.
+    """
+
+    def __init__(self, kind: str) -> None:
+        where = Path(tempfile.gettempdir())
+        sweep(where)
+        self.path, lock = _make(where, kind)
+        self._end = weakref.finalize(self, _remove_own, os.getpid(), self.path, lock)
+
+    def close(self) -> None:
+        """Remove the folder and all that is in it; nothing if that was done already."""
+        self._end()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sweep(where: Path) -> None:
+    """Remove the folders of processes that have ended. What belongs to other users is left alone."""
+    for lock in where.glob(f"{_PREFIX}*{_LOCK}"):
+        with suppress(OSError):  # in use, another user's, or removed by another process meanwhile
+            _remove_abandoned(lock)
+
+
+def _make(where: Path, kind: str) -> tuple[Path, int | None]:
+    """Make a folder; return it with the open lock, None where the file system has no locks. Raises: OSError."""
+    while True:
+        path = where / f"{_PREFIX}{kind}-{secrets.token_hex(8)}"
+        lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = _is_open_as(_lock_of(path), lock)
+        except BlockingIOError:  # a sweeping process has opened the file before it was locked, and removes it
+            mine = False
+        except OSError as e:
+            _log.info("%s has no locks (%s): %s stays there if this process is killed.", where, e.strerror, path)
+            _lock_of(path).unlink(missing_ok=True)
+            os.close(lock)
+            path.mkdir(mode=0o700)
+            return path, None
+        if mine:
+            path.mkdir(mode=0o700)
+            return path, lock
+        os.close(lock)
+
+
+def _remove_own(process: int, path: Path, lock: int | None) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            with suppress(OSError):
+                _lock_of(path).unlink(missing_ok=True)
+    if lock is not None:
+        os.close(lock)  # in a forked child: its copy alone
+
+
+def _remove_abandoned(lock: Path) -> None:
+    """Remove the folder that a lock is for, if nobody holds the lock. Raises: OSError."""
+    handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            return
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_open_as(lock, handle):
+            return  # another process was quicker
+        path = lock.with_name(lock.name.removesuffix(_LOCK))
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid != os.getuid():
+                return
+            shutil.rmtree(path)
+            _log.info("Removed %s, which a process that has ended left behind.", path)
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + _LOCK)
+
+
+def _is_open_as(path: Path, handle: int) -> bool:
+    """Whether this name still leads to the open file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
