@@ -28,7 +28,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.format.signature import trusted
-from pulsesync.records import Records, fetch_body
+from pulsesync.records import Records, check_room, fetch_body
 from pulsesync.scratch import ScratchFolder
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import State
@@ -228,7 +228,9 @@ class Audit:
         if (anchor.run, anchor.digest, anchor.layout) != (record.run, record.digest, record.layout):
             raise VerificationError("the anchor is of another state than its version")
         if self._state is None or self._state.layout.id != anchor.layout:
-            self._state, self._held = State.empty(self._records.layout(anchor.layout)), None
+            layout = self._records.layout(anchor.layout)
+            check_room(self.store, anchor, layout)
+            self._state, self._held = State.empty(layout), None
         spool = AnchorSpool(self._spool)
         bodies, _ = spool.fetch(anchor, self.store, self._state.layout)
         try:

@@ -193,6 +193,22 @@ def forgetting(store: Store, key: str) -> Iterator[None]:
         raise located(e, key) from None
 
 
+def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
+    """Check that an anchor is there and large enough for its layout, before memory is taken for its state.
+
+    A record and a layout of a few hundred bytes can describe a state of any size. For readers that hold no tensors
+    with which the layout could be compared. One small request for each part.
+
+    Raises:
+        LimitError: it cannot hold such a state; FormatError: a part is shorter than the record says; StoreError.
+    """
+    patch.check_fits(layout, anchor.size_bytes)
+    for ref in anchor.parts:
+        key = chain.part_key(ref.id)
+        if ref.size and not store.get(key, ref.size - 1, ref.size):
+            raise FormatError(f"part {ref.id[:12]} is shorter than {ref.size} bytes", part=ref.id, key=key)
+
+
 def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted: Collection[int]) -> tuple[Body, int]:
     front = store.get(key, 0, min(HEADER_GUESS, ref.size))
     if len(front) < (need := container.header_size(front)):

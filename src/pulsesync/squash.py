@@ -18,7 +18,7 @@ from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
 from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.model import Sum
-from pulsesync.records import CACHE_BYTES, Records, fetch_body
+from pulsesync.records import CACHE_BYTES, Records, check_room, fetch_body
 from pulsesync.state import State, Transition
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
@@ -113,8 +113,10 @@ class Squasher:
             anchor = chain.find_way(None, newest, records.look)[0]
         except MissingLinkError:
             return False  # no anchor yet
+        layout = records.layout(anchor.layout)
+        check_room(self.store, anchor, layout)
         reader = Subscriber(self.store, trust=self.trust, undo=0)
-        reader.sync(new_tensors(records.layout(anchor.layout).tensors), version=anchor.version)
+        reader.sync(new_tensors(layout.tensors), version=anchor.version)
         self._state, self._at = reader.state, records.version(anchor.version)
         return self._at is not None
 

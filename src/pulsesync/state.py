@@ -26,7 +26,7 @@ from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.parallel import spread
 from pulsesync.slices import Memory, Place, Slices, windows
-from pulsesync.tensors import view_bits
+from pulsesync.tensors import view_bits, zeros
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class State:
 
     @classmethod
     def empty(cls, layout: Layout) -> "State":
-        """A state of zeros in memory of its own."""
-        return cls(layout, {spec.name: np.zeros(spec.size, spec.kind.bits) for spec in layout.tensors})
+        """A state of zeros in memory of its own. Raises: LimitError, if there is no memory for it."""
+        return cls(layout, {spec.name: zeros(spec, (spec.size,), spec.kind.bits) for spec in layout.tensors})
 
     @classmethod
     def attach(cls, source: Any, layout: Layout, slices: Slices | None = None) -> "State":

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.errors import StateError
+from pulsesync.errors import LimitError, StateError
 from pulsesync.model import BLOCK, DTYPES, Bits, TensorSpec, Tile
 
 _NUMPY_NAMES = {
@@ -152,9 +152,22 @@ def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:
 
 
 def new_tensors(specs: Iterable[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
-    """Zeros in the shapes and dtypes of tensors, as numpy arrays."""
+    """Zeros in the shapes and dtypes of tensors, as numpy arrays. Raises: LimitError, if there is no memory."""
     by_dtype = {dtype: label for label, dtype in _NUMPY_NAMES.items()}
-    return {spec.name: np.zeros(spec.shape, _numpy_dtype(by_dtype[spec.dtype])) for spec in specs}
+    return {spec.name: zeros(spec, spec.shape, _numpy_dtype(by_dtype[spec.dtype])) for spec in specs}
+
+
+def zeros(spec: TensorSpec, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray[Any, Any]:
+    """Memory for a tensor whose size was read from a file. Raises: LimitError, if there is not so much."""
+    try:
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as e:  # ValueError: more than an array can have on any machine
+        size = spec.size * spec.kind.itemsize
+        raise LimitError(
+            f"tensor {spec.name!r} has {size} bytes, and this machine has no memory for it",
+            tensor=spec.name,
+            value=size,
+        ) from e
 
 
 def _encoded(name: Any) -> bytes:

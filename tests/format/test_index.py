@@ -1,3 +1,4 @@
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -191,3 +192,16 @@ def test_a_symbol_that_does_not_exist_is_refused() -> None:
     data = b"\x01\x09\x00\x01\x01" + wire.number(1) + wire.number(41) + wire.number(tables.TOTAL - 1) + b"\x00"
     with pytest.raises(FormatError, match="symbol"):
         index.parse(section(data), 0, [1])
+
+
+def test_an_index_of_more_tiles_than_payload_bytes_is_refused_before_they_are_listed() -> None:
+    count = 1 << 18
+    section = index.build([], [Entry(tile, Codec.DENSE, 1, 0, Sum(0, 0)) for tile in range(count)])
+    assert len(section) < 10_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="262144 tiles, and their payloads have 0 bytes"):
+            index.parse(section, count, [len(section), 0])
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # the list would take 60 MB
+    finally:
+        tracemalloc.stop()

@@ -214,3 +214,35 @@ def test_codes_of_dtypes_never_change() -> None:
         "U16": (6, 2, None), "I16": (7, 2, None), "F16": (8, 2, 10), "BF16": (9, 2, 7), "U32": (10, 4, None),
         "I32": (11, 4, None), "F32": (12, 4, 23), "U64": (13, 8, None), "I64": (14, 8, None), "F64": (15, 8, None),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns", "allowed"),
+    [
+        ((512, 512), 512, 512, False),  # 5.8 kB that cost a reader 243 MB and 33 s
+        ((512, 512), 64, 64, True),  # as many as any layout may have
+        ((1 << 15, 1 << 15), 512, 512, True),  # 4,096 weights in each
+        ((1 << 15, 1 << 14), 512, 512, False),
+    ],
+)
+def test_a_layout_has_tiles_in_proportion_to_its_weights(
+    shape: tuple[int, int], rows: int, columns: int, allowed: bool
+) -> None:
+    spec = layouts.cut_evenly(TensorSpec("w", "BF16", shape), rows, columns, 1)
+    data = layouts.Layout((spec,)).data
+    if allowed:
+        assert layouts.parse(data) == layouts.make([spec])
+        return
+    with pytest.raises(LimitError, match="cut the tensors into fewer tiles"):
+        layouts.parse(data)
+    with pytest.raises(LimitError):
+        layouts.make([spec])  # a writer does not make what readers refuse
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tile_by_its_number_is_that_of_the_list(seed: int) -> None:
+    layout = random_layout(seed)
+    assert [layout.tile(tile.ordinal) for tile in layout.tiles] == list(layout.tiles)
+    assert layout.tile_count == len(layout.tiles)
+    with pytest.raises(IndexError):
+        layout.tile(layout.tile_count)

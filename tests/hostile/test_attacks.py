@@ -8,12 +8,13 @@ are what it is about.
 import dataclasses
 import hashlib
 import json
+import resource
 import struct
 import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ import pytest
 import zstandard
 
 from pulsesync import kernels
+from pulsesync.audit import Audit
 from pulsesync.errors import (
     ChainError,
     ChecksumError,
@@ -43,9 +45,13 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch, wire
 from pulsesync.format.index import MAX_TABLES
 from pulsesync.format.signature import SigningKey
+from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.kernels import reference, spec
 from pulsesync.model import TensorSpec
+from pulsesync.squash import Squasher
+from pulsesync.state import State
 from pulsesync.store.local import LocalStore
+from pulsesync.tensors import new_tensors
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers
 
@@ -2205,6 +2211,13 @@ def more_tiles_than_allowed(v: Version) -> None:
     forge.new_layout(v, table)
 
 
+@attack(LimitError, on="big.anchor")
+def a_tile_for_each_weight(v: Version) -> None:
+    table = {"columns": list(range(1, 16)), "dtype": "BF16", "name": "main", "rows": list(range(1, 1 << 14))}
+    tensors = [table | {"shape": [1 << 14, 16]}]
+    forge.new_layout(v, {"format": "pulse-layout/1-draft", "tensors": tensors, "ties": {}})
+
+
 @attack(StateError, on="anchor")
 def a_layout_of_other_tensors(v: Version) -> None:
     table = tensors(v)
@@ -2221,7 +2234,7 @@ def ten_thousand_aliases_of_the_last_of_ten_thousand_tensors(v: Version) -> None
 
 @attack(FormatError, on="big.anchor")
 def a_grid_of_a_row_for_each_tile_and_a_part_for_another_layout(v: Version) -> None:
-    rows = layouts.make([TensorSpec("main", "BF16", (1 << 14, 16), tuple(range(1, 1 << 14)))])
+    rows = layouts.make([TensorSpec("main", "BF16", (1 << 14, 16), tuple(range(4, 1 << 14, 4)))])
     forge.new_layout(v, rows.data)
     part_of(v).layout = bytes(32)
 
@@ -2332,6 +2345,68 @@ def test_an_anchor_in_the_middle_of_an_epoch_is_gone_round() -> None:
     assert target.accepted_the_right_state()
 
 
+def terabyte(folder: Path, size: int | None = None) -> str:
+    """A run of a kilobyte whose layout describes a tensor of a terabyte; size: what its record says of its part."""
+    version = forge.sample("big.anchor").version.copy()
+    tensor = {"dtype": "U8", "name": "main", "shape": [1 << 40]}
+    forge.new_layout(version, {"format": "pulse-layout/1-draft", "tensors": [tensor], "ties": {}})
+    part_of(version).place([(0, 0, bytes(16), Dense([Plane(b"x")]))])
+    objects, store = version.objects(), LocalStore(folder)
+    if size is not None:
+        (part,) = (key.removeprefix("parts/") for key in objects if key.startswith("parts/"))
+        objects[version.key] = forge.signed(version.manifest | {"parts": [{"id": part, "size": size}]}, None)
+    for key, data in objects.items():
+        store.put(key, data)
+    assert sum(map(len, objects.values())) < 2000
+    return str(folder)
+
+
+READERS: dict[str, Callable[[str, Path], object]] = {
+    "squash": lambda run, folder: Squasher(run).run(),
+    "follow": lambda run, folder: HuggingFaceFolder(run, folder).update(),
+}
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file can grow beyond a gigabyte: a reader that fails here does not fill the disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("reader", ["squash", "follow"])
+def test_a_kilobyte_that_describes_a_terabyte_is_refused_before_memory_is_taken(tmp_path: Path, reader: str) -> None:
+    run = terabyte(tmp_path / "run")
+    with pytest.raises(LimitError, match="1099511627776 bytes of weights"):
+        READERS[reader](run, tmp_path / "folder")
+
+
+def test_a_kilobyte_that_describes_a_terabyte_is_a_fault_that_verify_reports(tmp_path: Path) -> None:
+    faults = [check.fault for check in Audit(terabyte(tmp_path)).run()]
+    assert any(fault and "1099511627776 bytes of weights" in fault for fault in faults)
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("reader", ["squash", "follow"])
+def test_an_anchor_that_says_it_is_large_and_is_not_is_refused_before_memory_is_taken(
+    tmp_path: Path, reader: str
+) -> None:
+    run = terabyte(tmp_path / "run", size=1 << 30)
+    with pytest.raises(FormatError, match="is shorter than 1073741824 bytes"):
+        READERS[reader](run, tmp_path / "folder")
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_an_error_with_its_name() -> None:
+    layout = layouts.make([TensorSpec("w", "F64", (1 << 46,))])
+    with pytest.raises(LimitError, match="'w' has 562949953421312 bytes"):
+        State.empty(layout)
+    with pytest.raises(LimitError, match="'w' has 562949953421312 bytes"):
+        new_tensors(layout.tensors)
+
+
 def test_a_history_part_is_refused_where_no_history_is_kept() -> None:
     good = forge.sample("history")
     (part,) = good.version.parts
@@ -2357,6 +2432,8 @@ from pulsesync.errors import PulseError
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.model import TensorSpec
+from pulsesync.squash import Squasher
+from pulsesync.state import State
 from pulsesync.state import State
 
 size = 1 << 20

@@ -57,7 +57,7 @@ def _run(records: Records, place: str) -> tuple[dict[str, Any], list[dict[str, A
         "run": newest.run,
         "newest": newest.version,
         "tensors": len(layout.tensors),
-        "tiles": len(layout.tiles),
+        "tiles": layout.tile_count,
         "weights": sum(spec.size for spec in layout.tensors),
         "bytes": sum(spec.size * spec.kind.itemsize for spec in layout.tensors),
         "ties": len(layout.ties),
@@ -100,17 +100,17 @@ def _part(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         layout = layouts.parse(store.get(chain.layout_key(header.layout)))
     except NotFoundError as e:
         raise FormatError(f"the layout {header.layout[:12]} of this part is not beside it, in ../layouts") from e
-    shared, entries = index.parse(sections[0], len(layout.tiles), [len(s) for s in sections])
+    shared, entries = index.parse(sections[0], layout.tile_count, [len(s) for s in sections])
     tiles = [
         {
             "tile": e.tile,
-            "tensor": layout.tiles[e.tile].tensor.name,
-            "weights": layout.tiles[e.tile].size,
+            "tensor": tile.tensor.name,
+            "weights": tile.size,
             "codec": e.codec.name.lower(),
             "section": e.section,
             "bytes": e.size,
         }
-        for e in entries
+        for e, tile in ((e, layout.tile(e.tile)) for e in entries)
     ]
     facts = {
         "part": header.id,

@@ -83,6 +83,8 @@ def parse(section: bytes | memoryview, tiles: int, sections: Sequence[int]) -> t
     outer.end()
     shared = [_parse_table(reader) for _ in range(reader.number(MAX_TABLES))]
     count = reader.number(tiles)
+    if count > sum(sections[1:]):
+        raise FormatError(f"the index names {count} tiles, and their payloads have {sum(sections[1:])} bytes together")
     ordinals = np.cumsum(reader.numbers(count, tiles) + 1) - 1
     codecs = reader.take(count)
     places = 1 + np.cumsum(reader.numbers(count, len(sections)))

@@ -19,7 +19,8 @@ from pulsesync.model import DTYPES, TensorSpec, Tile
 FORMAT = "pulse-layout/1-draft"
 MAX_BYTES = 1 << 27
 MAX_TENSORS = 1 << 20
-MAX_TILES = 1 << 22
+MAX_TILES = 1 << 22  # and in proportion to the model: see most_tiles
+FREE_TILES, TENSOR_TILES, WEIGHTS_A_TILE = 1 << 12, 8, 1 << 12
 MAX_NAME_BYTES = 1 << 10
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 46  # of a tensor
@@ -45,6 +46,23 @@ class Layout:
                 )
             ]
         return tuple(out)
+
+    @cached_property
+    def tile_count(self) -> int:
+        """How many tiles there are, without making them."""
+        return sum(map(count_tiles, self.tensors))
+
+    def tile(self, ordinal: int) -> Tile:
+        """One tile, without making the others. Raises: IndexError."""
+        first = 0
+        for spec in self.tensors:
+            if ordinal < first + count_tiles(spec):
+                i, j = divmod(ordinal - first, len(spec.column_cuts) + 1)
+                r, r_end = (0, *spec.row_cuts, spec.rows)[i : i + 2]
+                c, c_end = (0, *spec.column_cuts, spec.columns)[j : j + 2]
+                return Tile(ordinal, spec, r, c, r_end - r, c_end - c)
+            first += count_tiles(spec)
+        raise IndexError(f"tile {ordinal} of {first}")
 
     @cached_property
     def size(self) -> int:
@@ -73,6 +91,19 @@ class Layout:
     @cached_property
     def id(self) -> str:
         return hashlib.sha256(self.data).hexdigest()
+
+
+def count_tiles(spec: TensorSpec) -> int:
+    return (len(spec.row_cuts) + 1) * (len(spec.column_cuts) + 1)
+
+
+def most_tiles(layout: Layout) -> int:
+    """How many tiles a layout of these tensors may have.
+
+    A few kB of cuts can make millions of tiles. Each costs a reader about 1 kB and 0.1 ms, and so there may be one for
+    4,096 weights, 8 for each tensor, and 4,096 in any case.
+    """
+    return min(MAX_TILES, FREE_TILES + TENSOR_TILES * len(layout.tensors) + layout.size // WEIGHTS_A_TILE)
 
 
 def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Layout:
@@ -205,12 +236,15 @@ def _check(layout: Layout) -> None:
     for alias, canonical in layout.ties.items():
         if alias in known or canonical not in known:
             raise FormatError(f"the tie {alias!r} -> {canonical!r} must lead from a new name to a tensor")
-    tiles = 0
     for spec in layout.tensors:
         _check_spec(spec)
-        tiles += (len(spec.row_cuts) + 1) * (len(spec.column_cuts) + 1)
-    if tiles > MAX_TILES:
-        raise LimitError(f"{tiles} tiles in a layout; at most {MAX_TILES} are allowed", value=tiles)
+    tiles, most = layout.tile_count, most_tiles(layout)
+    if tiles > most:
+        raise LimitError(
+            f"the layout has {tiles} tiles; with {len(layout.tensors)} tensors of {layout.size} weights at most {most} "
+            "are allowed: cut the tensors into fewer tiles",
+            value=tiles, limit=most,
+        )  # fmt: skip
 
 
 def _check_spec(spec: TensorSpec) -> None:

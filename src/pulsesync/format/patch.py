@@ -20,7 +20,7 @@ from pulsesync.format.codecs import context, dense, gap
 from pulsesync.format.diff import Changed, Diff, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import Entry, Table
-from pulsesync.format.layout import Layout
+from pulsesync.format.layout import Layout, count_tiles
 from pulsesync.format.predict import Coded, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
@@ -230,7 +230,7 @@ def open_index(header: container.Header, section: bytes | memoryview, layout: La
     if header.layout != layout.id:
         raise FormatError("the part is for another layout", expected=layout.id, actual=header.layout)
     sizes = [size for size, _ in header.sections]
-    return OpenedIndex(header, *index.parse(section, len(layout.tiles), sizes))
+    return OpenedIndex(header, *index.parse(section, layout.tile_count, sizes))
 
 
 def decode_tiles(
@@ -385,6 +385,23 @@ def _run_plain(job: _Job, old: Weights) -> list[BlockChange]:
             if here.size:
                 out.append(BlockChange(number, here.astype(np.uint32), before, after))
     return out
+
+
+def check_fits(layout: Layout, size_bytes: int) -> None:
+    """Check that the parts of an anchor, which have this many bytes, can hold all weights that a layout describes.
+
+    For readers that would take memory for a state because a layout says so. No anchor that is valid is refused.
+
+    Raises:
+        LimitError: they cannot.
+    """
+    tiles = sum(count_tiles(spec) for spec in layout.tensors if spec.size)
+    if layout.size_bytes > dense.MAX_RATIO * size_bytes or dense.MIN_BYTES * tiles > size_bytes:
+        raise LimitError(
+            f"the layout describes {layout.size_bytes} bytes of weights in {tiles} tiles, which an anchor of "
+            f"{size_bytes} bytes cannot hold",
+            value=layout.size_bytes,
+        )
 
 
 def dense_blocks(

@@ -57,7 +57,7 @@ from pulsesync.integrations.safetensors import (
     plan_files,
     writing,
 )
-from pulsesync.records import Records, forgetting
+from pulsesync.records import Records, check_room, forgetting
 from pulsesync.spool import AnchorSpool
 from pulsesync.state import State
 from pulsesync.store import CachedStore, Store, open_store
@@ -179,6 +179,10 @@ class HuggingFaceFolder:
             companions = [file for file in goal.files if is_companion(file.name)]
             contents = {file.name: self._fetch(file) for file in companions}
             plan = plan_files(self._layout_of(goal), self.shard_bytes)
+            if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()) and not self._has_room(
+                goal
+            ):
+                return None  # its first anchor is still being written
             source = self._begin(side, plan, goal)
             report = side.sync(goal.version)
             if report.version != goal.version:
@@ -210,6 +214,22 @@ class HuggingFaceFolder:
         if self._layout is None or self._layout.id != goal.layout:
             self._layout = Records(self.store, self.trust).layout(goal.layout)
         return self._layout
+
+    def _has_room(self, goal: Manifest) -> bool:
+        """Whether there is an anchor for a run that is new here; checked before files are made as large as it says.
+
+        Raises:
+            LimitError: the anchor cannot hold what the layout describes; MissingLinkError, FormatError, StoreError.
+        """
+        records = Records(self.store, self.trust)
+        try:
+            anchor = chain.find_way(None, goal, records.look)[0]
+        except MissingLinkError:
+            if goal.anchor is None:
+                return False
+            raise
+        check_room(self.store, anchor, self._layout_of(goal))
+        return True
 
     @contextmanager
     def _to_write(self) -> "Iterator[_Side]":
