@@ -5,6 +5,7 @@ exactly may go is written down before anything does, so that a prune that dies i
 """
 
 import json
+import logging
 import secrets
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -21,6 +22,11 @@ CLOCK = "pruned/clock"  # put to read the store's own time
 ORPHAN_HOURS = 24.0  # after which a body that no record names is taken to be left over from a crash
 HOUR = 3600.0
 MAX_LIST_BYTES = 1 << 28
+LOOK_EVERY = 100  # bodies that are deleted after a look at what there is, before the next look
+LISTED_A_CALL = 1000  # keys in an answer of a store's listing
+_RECORDS = ("manifests/", "anchors/", "squashes/")
+_BODIES = ("parts/", "files/", "layouts/")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ def prune(
     left = [record for entry, record in (*versions, *others) if entry.key not in deleted]
     if gone:
         _take_out(store, keys, [record for _, record in gone])
-    bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR)
+    seen = {entry.key for entry, _ in (*versions, *others)}
+    bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen)
     if isinstance(store, LocalStore):
         store.sweep()
     newest = max((record.version for _, record in versions), default=None)
@@ -130,10 +137,12 @@ def _bodies(record: Manifest) -> Iterator[str]:
         yield chain.file_key(file.id)
 
 
-def _delete_bodies(store: Store, left: list[Manifest], now_s: float, grace_s: float) -> tuple[int, int]:
+def _delete_bodies(
+    store: Store, left: list[Manifest], now_s: float, grace_s: float, records: Records, seen: Collection[str]
+) -> tuple[int, int]:
     """Delete bodies that were taken out of use long enough ago, or never were in use; return how many, and bytes."""
     named = {key for record in left for key in _bodies(record)}
-    stored = {entry.key: entry for prefix in ("parts/", "files/", "layouts/") for entry in store.list(prefix)}
+    stored = {entry.key: entry for prefix in _BODIES for entry in store.list(prefix)}
     waiting: set[str] = set()
     due: set[str] = set()
     lists = [entry for entry in store.list(PRUNED) if entry.key != CLOCK]
@@ -146,10 +155,29 @@ def _delete_bodies(store: Store, left: list[Manifest], now_s: float, grace_s: fl
     orphans = {
         key for key, entry in stored.items() if entry.modified_s < now_s - ORPHAN_HOURS * HOUR and key not in waiting
     }
-    doomed = sorted(((due - waiting) | orphans) & (stored.keys() - named))
-    for key in doomed:
-        store.delete(key)
+    doomed = [stored[key] for key in sorted(((due - waiting) | orphans) & (stored.keys() - named))]
+    deleted: list[Entry] = []
+    some = max(LOOK_EVERY, len(stored) // LISTED_A_CALL)  # so that looking takes no longer than deleting
+    for first in range(0, len(doomed), some):
+        going = _still_unused(store, doomed[first : first + some], records, seen)
+        for entry in going:
+            store.delete(entry.key)
+        deleted += going
     for entry in lists:
         if entry.modified_s <= now_s - grace_s:
             store.delete(entry.key)
-    return len(doomed), sum(stored[key].size_bytes for key in doomed)
+    return len(deleted), sum(entry.size_bytes for entry in deleted)
+
+
+def _still_unused(store: Store, doomed: list[Entry], records: Records, seen: Collection[str]) -> list[Entry]:
+    """Of these bodies, those that no publisher has put again since, and that no new record names.
+
+    The bytes of a patch can recur. Its publisher puts the body again before it creates the record.
+    """
+    there = {entry for prefix in _BODIES for entry in store.list(prefix)}
+    keys = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if entry.key not in seen]
+    named = {key for record in map(records.look, keys) if record for key in _bodies(record)}
+    going = [entry for entry in doomed if entry in there and entry.key not in named]
+    if len(going) < len(doomed):
+        _log.info("%d bodies were put again while they were to be deleted, and stay.", len(doomed) - len(going))
+    return going

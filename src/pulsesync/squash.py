@@ -23,6 +23,7 @@ from pulsesync.state import State, Transition
 from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.tensors import new_tensors
+from pulsesync.tip import keep_body
 
 HIGHEST = 10  # a span of 2^10 epochs is 32,768 versions
 
@@ -187,4 +188,5 @@ class Squasher:
             self.store.create(key, signature.sign(line, self.signing_key) if self.signing_key else line)
         except ConflictError:
             return None
+        keep_body(self.store, part)
         return Squashed(level, span.number, span.base.version, span.end.version, len(part.data), span.patch_bytes)

@@ -20,9 +20,10 @@ from pulsesync.format.manifest import Base, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.state import State, Transition
-from pulsesync.store import Store
+from pulsesync.store import CachedStore, Store
 
 Sign = Callable[[Manifest], bytes]
+_log = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ class Tip:
         self._unsure = draft  # until the base has moved: whatever interrupts that, `settle` finds it
         try:
             self.store.put(chain.part_key(draft.part.id), draft.part.data)
-            return len(draft.part.data) + create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
+            added = create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
+            keep_body(self.store, draft.part)
+            return len(draft.part.data) + added
         except AnotherPublisherError:
             self._unsure = None
             raise
@@ -86,6 +89,8 @@ class Tip:
         draft = self._unsure
         if not is_committed(self.store, draft.manifest.version, self.sign(draft.manifest)):
             self._unsure = None
+        else:
+            keep_body(self.store, draft.part)
         return self._unsure
 
     def advance(self, draft: Draft) -> None:
@@ -171,6 +176,22 @@ def is_committed(store: Store, version: int, data: bytes) -> bool:
         except FormatError as e:
             raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
     return stored == data
+
+
+def keep_body(store: Store, part: EncodedPart) -> None:
+    """Check that the part that a new record names is still there; put it again if not.
+
+    Its bytes may be those of an earlier patch, whose part a prune was about to delete when this one was put.
+    """
+    key = chain.part_key(part.id)
+    origin = store.store if isinstance(store, CachedStore) else store
+    try:
+        origin.get(key, 0, 1)
+    except NotFoundError:
+        _log.info("%s was deleted while the version that names it was made. Putting it again.", key)
+        store.put(key, part.data)
+    except StoreError as e:
+        _log.warning("Could not check that %s is still there: %s", key, e)
 
 
 def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:

@@ -2371,7 +2371,7 @@ READERS: dict[str, Callable[[str, Path], object]] = {
 def small_files() -> Iterator[None]:
     """No file can grow beyond a gigabyte: a reader that fails here does not fill the disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30 if hard == resource.RLIM_INFINITY else min(1 << 30, hard), hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
