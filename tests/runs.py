@@ -63,6 +63,10 @@ class Watched:
         """The keys below a prefix that were read, as often as they were."""
         return [key for key, _, _ in self.gets if key.startswith(prefix)]
 
+    def fetched(self, prefix: str) -> list[str]:
+        """The same, without looks at a single byte, which only ask whether an object is there."""
+        return [key for key, begin, end in self.gets if key.startswith(prefix) and end != begin + 1]
+
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         self.gets.append((key, begin, end))
         self.before("get", key)

@@ -1535,7 +1535,7 @@ def test_with_weights_that_are_a_start_no_body_is_fetched() -> None:
     store.gets.clear()
     with Publisher(store) as pub:
         pub.publish(training.weights)
-    assert store.got("parts/") == []
+    assert store.fetched("parts/") == []
     assert version(store, 1).base is not None
 
 
@@ -1546,7 +1546,7 @@ def test_with_the_same_spool_no_body_is_fetched(tmp_path: Path) -> None:
     training.step()
     with Publisher(store, spool=tmp_path) as pub:
         assert pub.publish(training.weights).version == 4
-    assert store.got("parts/") == []
+    assert store.fetched("parts/") == []
     assert equal(synced(store), training.weights)
 
 
