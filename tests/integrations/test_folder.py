@@ -79,8 +79,7 @@ def test_every_body_is_fetched_once_for_both_copies(tmp_path: Path) -> None:
         for _ in range(6):
             trainer.publish()
             folder.update()
-    bodies = [(key, begin) for key, begin, _ in watched.gets if key.startswith("parts/")]
-    fetched = Counter(key for key, begin in bodies if not begin)  # else a look whether an anchor is all there
+    fetched = Counter(watched.fetched("parts/"))
     assert len(fetched) == 6  # an anchor, five patches
     assert set(fetched.values()) == {1}
 
