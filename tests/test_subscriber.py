@@ -1,12 +1,15 @@
 """The worker's end: which way it takes, what it fetches for that, and what bad objects and interrupts do to it."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,15 @@ import pytest
 from pulsesync import Publisher, SigningKey, Slice, Subscriber, anchors, chain, records, subscriber
 from pulsesync.errors import (
     ChainError,
+    ClosedError,
     FormatError,
     MissingLinkError,
     NotFoundError,
+    NothingPublishedError,
     PulseError,
+    RunForkedError,
+    RunReplacedError,
+    RunRolledBackError,
     SignatureError,
     StateError,
     StoreError,
@@ -190,13 +198,15 @@ def test_falling_behind_far_enough_the_next_sync_goes_by_an_anchor(short_epochs:
     assert len(report.path) <= 3
 
 
-def test_the_next_version_costs_four_calls() -> None:
+def test_the_next_version_costs_five_calls() -> None:
     store, _ = run_of(4)
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=2)
     store.gets.clear()
     sub.sync(held)
-    assert [key.partition("/")[0] for key, _, _ in store.gets] == ["head", "manifests", "manifests", "parts"]
+    assert [key.partition("/")[0] for key, _, _ in store.gets] == [
+        "manifests", "head", "manifests", "manifests", "parts",
+    ]  # fmt: skip
 
 
 # -- fetching ahead, one pause -------------------------------------------------------------------------------------
@@ -940,22 +950,6 @@ def test_tensors_that_were_replaced_are_followed_in_their_new_memory() -> None:
     assert old.tobytes() == states[1]["norm"].tobytes()
 
 
-def test_a_run_in_the_place_of_another_is_not_followed_by_the_same_subscriber() -> None:
-    store, states = run_of(2)
-    sub, held = Subscriber(store), worker()
-    sub.sync(held)
-    for prefix in ("manifests/", "anchors/", "starts/"):
-        for entry in list(store.list(prefix)):
-            store.delete(entry.key)
-    store.delete("head")
-    other = publish_steps(store, 4, Training(seed=1))
-    with pytest.raises(ChainError, match="another"):
-        sub.sync(held)
-    assert equal(held, states[1])
-    Subscriber(store).sync(held)
-    assert equal(held, other[3])
-
-
 # -- slices --------------------------------------------------------------------------------------------------------
 
 
@@ -1105,6 +1099,448 @@ def test_a_flipped_bit_in_a_slice_is_found() -> None:
         local["layer.1.weight"].view(np.uint16)[5, 5] ^= 1
         with pytest.raises(VerificationError):
             sub.verify(local)
+
+
+# -- a run that is not there, or not yet ---------------------------------------------------------------------------
+
+
+def empty_places(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "empty").mkdir()
+    return {
+        "missing folder": str(tmp_path / "typo"),
+        "empty folder": str(tmp_path / "empty"),
+        "memory": MemoryStore(),
+    }
+
+
+@pytest.mark.parametrize("place", ["missing folder", "empty folder", "memory"])
+def test_a_sync_of_a_place_without_a_run_raises_what_was_looked_for_and_where(tmp_path: Path, place: str) -> None:
+    location = empty_places(tmp_path)[place]
+    held = worker()
+    with pytest.raises(NotFoundError, match="wait_s=") as caught:
+        Subscriber(location).sync(held)
+    assert "manifests/" in str(caught.value)
+    assert (location if isinstance(location, str) else "MemoryStore") in str(caught.value)
+    assert equal(held, worker())
+
+
+def test_a_sync_waits_for_the_first_version(caplog: pytest.LogCaptureFixture) -> None:
+    store, training = MemoryStore(), Training()
+    sub, held = Subscriber(store), worker()
+
+    def publish_later() -> None:
+        time.sleep(0.3)  # longer than the first two pauses
+        publish_steps(store, 1, training)
+
+    caplog.set_level("INFO", logger="pulsesync")
+    thread = threading.Thread(target=publish_later)
+    thread.start()
+    report = sub.sync(held, wait_s=30)
+    thread.join()
+    assert report.version == 0
+    assert equal(held, training.weights)
+    assert len([r for r in caplog.records if "waiting" in r.getMessage().lower()]) == 1
+
+
+def test_a_sync_that_has_waited_in_vain_raises() -> None:
+    began = time.monotonic()
+    with pytest.raises(NothingPublishedError):
+        Subscriber(MemoryStore()).sync(worker(), wait_s=0.2)
+    assert 0.2 <= time.monotonic() - began < 5
+
+
+def test_a_version_whose_first_anchor_is_being_written_is_waited_for_too() -> None:
+    store, training, go = Watched(), Training(), threading.Event()
+    store.before = lambda verb, key: go.wait(10) if key.startswith("parts/") and verb == "put" else None
+    sub, held = Subscriber(store), worker()
+    with Publisher(store) as pub:
+        pub.publish(training.weights, wait=False).result(10)
+        with pytest.raises(NothingPublishedError, match="anchor") as caught:
+            sub.sync(held)
+        assert caught.value.version == 0
+        threading.Timer(0.05, go.set).start()
+        assert sub.sync(held, wait_s=30).version == 0
+    assert equal(held, training.weights)
+
+
+def test_a_store_that_answers_late_is_asked_again_while_the_first_version_is_awaited() -> None:
+    store, states = run_of(1)
+    refused = iter([True] * 2)
+
+    def refuse(verb: str, key: str) -> None:
+        if next(refused, False):
+            raise StoreError("no answer", retryable=True)
+
+    store.before = refuse
+    held = worker()
+    with pytest.raises(StoreError, match="no answer"):
+        Subscriber(store).sync(held)
+    assert Subscriber(store).sync(held, wait_s=30).version == 0
+    assert equal(held, states[0])
+
+
+# -- watching ------------------------------------------------------------------------------------------------------
+
+
+def test_watch_yields_a_report_for_each_version_that_was_applied() -> None:
+    store, training, held = MemoryStore(), Training(), worker()
+    seen = []
+    with Publisher(store) as pub, Subscriber(store) as sub:
+        pub.publish(training.weights)
+        for report in sub.watch(held, interval_s=0.001):
+            assert equal(held, training.weights)
+            seen.append(report.version)
+            if len(seen) == 3:
+                break
+            training.step()
+            pub.publish(training.weights)
+    assert seen == [0, 1, 2]
+
+
+def test_watch_backs_off_while_nothing_is_new_and_begins_again_after_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, training, held = MemoryStore(), Training(), worker()
+    sub, waits = Subscriber(store), []
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+
+        def waited(timeout: float) -> bool:
+            waits.append(timeout)
+            if len(waits) == 5:
+                training.step()
+                pub.publish(training.weights)
+            return False
+
+        monkeypatch.setattr(sub._closed, "wait", waited)
+        reports = sub.watch(held, interval_s=0.5, max_interval_s=3.0)
+        assert next(reports).version == 0
+        assert next(reports).version == 1
+        assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
+        waits[:] = [0.0] * 4
+        training.step()
+        next(reports)
+        assert waits[4] == 0.5
+
+
+def test_watch_raises_where_there_is_no_run_and_waits_if_it_is_asked_to() -> None:
+    store = MemoryStore()
+    with pytest.raises(NothingPublishedError):
+        next(Subscriber(store).watch(worker()))
+    threading.Timer(0.05, lambda: publish_steps(store, 1)).start()
+    assert next(Subscriber(store).watch(worker(), wait_s=30)).version == 0
+
+
+def test_watch_goes_on_after_an_error_that_may_pass_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    refused = iter([True] * 3)
+
+    def refuse(verb: str, key: str) -> None:
+        if next(refused, False):
+            raise StoreError("no answer", retryable=True)
+
+    store.before = refuse
+    assert next(sub.watch(held, interval_s=0.001)).version == 1
+    assert equal(held, states[1])
+    assert [r.levelname for r in caplog.records if "no answer" in r.getMessage()] == ["WARNING"] * 3
+
+
+def test_watch_raises_an_error_that_stays() -> None:
+    store, _ = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    store.fail_at("head")
+    with pytest.raises(StoreError, match="line is down"):
+        next(sub.watch(held))
+
+
+@pytest.mark.parametrize("waits_for", ["the first version", "the next version"])
+def test_close_from_another_thread_ends_a_watch_at_once(waits_for: str) -> None:
+    store = MemoryStore()
+    if waits_for == "the next version":
+        publish_steps(store, 1)
+    sub, held = Subscriber(store), worker()
+    if waits_for == "the next version":
+        sub.sync(held)
+    threading.Timer(0.1, sub.close).start()
+    began = time.monotonic()
+    assert list(sub.watch(held, wait_s=600, interval_s=300)) == []
+    assert time.monotonic() - began < 30
+
+
+# -- closing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_subscriber_holds_no_weights_and_refuses_by_name() -> None:
+    store, states = run_of(2)
+    held = worker()
+    with Subscriber(store) as sub:
+        sub.sync(held)
+        references = [weakref.ref(array) for array in held.values()]
+    sub.close()  # once more does no harm
+    assert equal(held, states[1])
+    del held
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    for call in (lambda: sub.sync(worker()), sub.verify, lambda: next(sub.watch(worker()))):
+        with pytest.raises(ClosedError, match="closed"):
+            call()
+
+
+def test_a_close_during_a_sync_takes_effect_when_the_sync_is_done() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    store.before = lambda verb, key: sub.close() if key.startswith("parts/") else None
+    assert sub.sync(held).version == 1
+    assert equal(held, states[1])
+    assert sub.state is None
+    with pytest.raises(ClosedError):
+        sub.sync(held)
+
+
+# -- recounting ----------------------------------------------------------------------------------------------------
+
+
+def zero_most(held: dict[str, Any]) -> None:
+    """What an engine's sleep does to weights: all but a few rows become zeros."""
+    held["layer.0.weight"][:55] = 0
+    held["layer.1.weight"][...] = 0
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["with a new version", "with nothing new"])
+def test_a_sync_with_verify_finds_weights_that_something_else_wrote_and_repairs_them(
+    new: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1 if new else 2)
+    zero_most(held)
+    report = sub.sync(held, verify=True)
+    assert equal(held, states[2])
+    assert report.repaired == ("layer.0.weight", "layer.1.weight")
+    assert report.path[0] == "anchor"
+    (warning,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "layer.0.weight" in warning.getMessage()
+    assert sub.sync(held, verify=True).repaired == ()
+
+
+def test_a_sync_with_verify_of_weights_that_nothing_else_wrote_costs_no_anchor() -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=1, verify=True)
+    store.gets.clear()
+    assert sub.sync(held, verify=True).path == ("patch",)
+    assert sub.sync(held, verify=True).path == ()
+    assert store.got("anchors/") == []
+    assert equal(held, states[2])
+
+
+def test_verify_every_recounts_at_every_nth_sync() -> None:
+    store, states = run_of(1)
+    sub, held = Subscriber(store, verify_every=3), worker()
+    sub.sync(held)
+    zero_most(held)
+    assert sub.sync(held).repaired == ()
+    assert sub.sync(held).repaired == ("layer.0.weight", "layer.1.weight")
+    assert equal(held, states[0])
+    with pytest.raises(ValueError, match="verify_every"):
+        Subscriber(store, verify_every=-1)
+
+
+def test_a_tied_copy_that_something_else_wrote_is_repaired_by_a_recount() -> None:
+    store, bits = MemoryStore(), np.arange(64, dtype=np.uint16)
+    weights = {"a": bits.view(ml_dtypes.bfloat16)}
+    weights["b"] = weights["a"]
+    held = {name: np.zeros(64, ml_dtypes.bfloat16) for name in "ab"}
+    with Publisher(store) as pub:
+        pub.publish(weights)
+    sub = Subscriber(store)
+    sub.sync(held)
+    held["b"].view(np.uint16)[3] ^= 1
+    assert sub.sync(held, verify=True).repaired == ("a",)
+    assert equal(held, weights)
+
+
+# -- runs that were replaced, forked or rolled back ----------------------------------------------------------------
+
+
+def wipe(store: Any) -> None:
+    for prefix in ("manifests/", "anchors/", "starts/", "squashes/", "parts/", "layouts/"):
+        for entry in list(store.list(prefix)):
+            store.delete(entry.key)
+    store.delete("head")
+
+
+def restore(store: Any, newest: int) -> None:
+    """Bring a store back to what a backup at a version holds."""
+    for prefix in ("manifests/", "starts/"):
+        for entry in list(store.list(prefix)):
+            number = int(store.get(entry.key)) if prefix == "starts/" else int(entry.key.rpartition("/")[2])
+            if number > newest:
+                store.delete(entry.key)
+    store.put("head", str(newest).encode())
+
+
+@pytest.fixture
+def look_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+
+
+def test_a_run_that_was_replaced_by_a_shorter_one_raises_and_is_followed_if_asked(look_again_at_once: None) -> None:
+    store, states = run_of(8)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    old = version(store, 7).run
+    wipe(store)
+    others = publish_steps(store, 3, Training(seed=1))
+    for _ in range(2):  # it is not forgotten by having been said
+        with pytest.raises(RunReplacedError, match="follow_replaced") as caught:
+            sub.sync(held)
+        assert (caught.value.version, caught.value.expected, caught.value.actual) == (7, old, version(store, 0).run)
+        assert equal(held, states[7])
+    with pytest.raises(RunReplacedError):
+        sub.sync(held, version=1)
+    report = sub.sync(held, follow_replaced=True)
+    assert (report.version, report.path[0]) == (2, "anchor")
+    assert equal(held, others[2])
+    assert sub.sync(held).path == ()
+
+
+def test_a_run_that_was_replaced_by_a_longer_one_raises(look_again_at_once: None) -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    wipe(store)
+    others = publish_steps(store, 4, Training(seed=1))
+    with pytest.raises(RunReplacedError):
+        sub.sync(held)
+    assert equal(held, states[1])
+    assert sub.sync(held, follow_replaced=True).version == 3
+    assert equal(held, others[3])
+
+
+def test_a_run_that_was_forked_behind_a_worker_raises_and_is_followed_if_asked(look_again_at_once: None) -> None:
+    store, states = run_of(11)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    expected = version(store, 10).digest
+    restore(store, 5)
+    training = Training(seed=3)
+    for name, array in training.weights.items():
+        array[...] = states[5][name]
+    with Publisher(store) as pub:
+        for step in range(6, 11):
+            training.weights["norm"].view(np.uint16)[step] ^= 1
+            pub.publish(training.weights, step=step)
+        pub.flush()
+    assert version(store, 10).run == sub.held.run  # type: ignore[union-attr]
+    with pytest.raises(RunForkedError) as caught:
+        sub.sync(held)
+    assert (caught.value.version, caught.value.expected) == (10, expected)
+    assert caught.value.actual == version(store, 10).digest
+    assert equal(held, states[10])
+    assert sub.sync(held, follow_replaced=True).version == 10
+    assert equal(held, training.weights)
+    sub.verify()
+
+
+def test_a_run_that_was_rolled_back_raises_and_is_followed_if_asked(look_again_at_once: None) -> None:
+    store, states = run_of(8)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    restore(store, 4)
+    with pytest.raises(RunRolledBackError) as caught:
+        sub.sync(held)
+    assert (caught.value.version, caught.value.newest, caught.value.run) == (7, 4, version(store, 4).run)
+    assert sub.sync(held, follow_replaced=True).version == 4
+    assert equal(held, states[4])
+
+
+def test_a_run_that_is_gone_is_nothing_published_and_the_weights_stay(look_again_at_once: None) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    wipe(store)
+    with pytest.raises(NothingPublishedError, match="version 2"):
+        sub.sync(held)
+    assert sub.version == 2
+    assert equal(held, states[2])
+
+
+def test_the_local_version_may_be_pruned_away() -> None:
+    store, states = run_of(8)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=2)
+    for number in range(5):
+        store.delete(chain.manifest_key(number))
+    sub._undo.clear()
+    with suppress(MissingLinkError):  # whether a path is left is another question
+        sub.sync(held)
+    store.put(chain.manifest_key(3), run_of(8)[0].get(chain.manifest_key(3)))
+    store.put(chain.manifest_key(4), run_of(8)[0].get(chain.manifest_key(4)))
+    assert sub.sync(held).path == ("patch",) * 5
+    assert equal(held, states[7])
+
+
+@pytest.mark.parametrize("head", [b"0", b"3", b"", b"9999", None])
+def test_a_head_that_lags_is_no_rollback(head: bytes | None) -> None:
+    store, _ = run_of(8)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    store.put("head", head) if head is not None else store.delete("head")
+    assert sub.sync(held).path == ()
+
+
+def test_a_relay_that_is_a_second_behind_another_is_no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.01)
+    store, _ = run_of(8)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    behind, until = run_of(8)[0].store, time.monotonic() + 0.005
+    restore(behind, 5)
+    now = store.store
+
+    def old(verb: str, key: str) -> None:
+        store.store = behind if time.monotonic() < until else now
+
+    store.before = old
+    assert sub.sync(held).version == 7
+
+
+def test_a_local_record_that_cannot_be_read_is_logged_and_gone_round(caplog: pytest.LogCaptureFixture) -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=3)
+    Spoiler(store, chain.manifest_key(3), "truncated")
+    assert sub.sync(held).version == 4
+    assert equal(held, states[4])
+    assert any(chain.manifest_key(3) in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("what", ["digest", "run"])
+@pytest.mark.parametrize("record", ["local", "next"])
+def test_a_record_that_is_read_wrong_once_is_no_fork_and_no_other_run(
+    look_again_at_once: None, what: str, record: str
+) -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=3)
+    there, wrong = version(store, 3 if record == "local" else 4), iter([True])
+    old = (there.digest if what == "digest" else there.run).encode()
+    new = (b"1" if old[:1] == b"0" else b"0") + old[1:]
+    key = chain.manifest_key(there.version)
+    store.received = lambda k, data: data.replace(old, new) if k == key and next(wrong, False) else data
+    assert sub.sync(held).version == 4
+    assert equal(held, states[4])
+
+
+def test_a_sync_with_nothing_new_costs_three_small_reads(tmp_path: Path) -> None:
+    store, _ = run_of(4)
+    sub, held = Subscriber(store, cache=tmp_path), worker()
+    sub.sync(held)
+    store.gets.clear()
+    sub.sync(held)
+    assert [key for key, _, _ in store.gets] == [chain.manifest_key(3), "head", chain.manifest_key(4)]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

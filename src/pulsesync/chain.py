@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pulsesync.errors import ChainError, MissingLinkError
+from pulsesync.errors import (
+    ChainError,
+    MissingLinkError,
+    RunForkedError,
+    RunReplacedError,
+    RunRolledBackError,
+)
 from pulsesync.format.manifest import Kind, Manifest
 
 EPOCH_PATCHES = 32  # patches in which history builds up; FORMAT.md says what follows from it
@@ -101,6 +107,40 @@ def accept(held: Held | None, record: Manifest) -> None:
         in_place = (record.epoch, record.index) == (held.epoch, held.index + 1)
     if not in_place:
         raise ChainError(f"version {record.version} is out of place in its epoch", version=record.version)
+
+
+def check_unchanged(run: str, version: int, digest: str, published: Manifest | None, newest: Manifest | None) -> None:
+    """Check that a run is still the one from which a local version was taken.
+
+    Args:
+        run: The id of the run that the local version belongs to.
+        version: The local version.
+        digest: The digest of its state.
+        published: The record of that version as the store has it now; None if there is none.
+        newest: The newest record in the store. It is looked at only where `published` is None.
+
+    Raises:
+        RunReplacedError, RunForkedError, RunRolledBackError: it is not. A version that was pruned is no reason.
+    """
+    found = published or newest
+    start_over = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of what is there now"
+    if found is not None and found.run != run:
+        raise RunReplacedError(
+            f"the location now holds run {found.run}, and local version {version} belongs to run {run}; {start_over}",
+            version=version, run=found.run, expected=run, actual=found.run,
+        )  # fmt: skip
+    if published is not None and published.digest != digest:
+        raise RunForkedError(
+            f"local version {version} has the digest {digest[:12]}, and the published version {version} of the same "
+            f"run has {published.digest[:12]}: the run was continued from an earlier version; {start_over}",
+            version=version, run=run, expected=digest, actual=published.digest,
+        )  # fmt: skip
+    if published is None and newest is not None and newest.version < version:
+        raise RunRolledBackError(
+            f"the newest published version is {newest.version}, and the local version is {version}: the run was rolled "
+            f"back; {start_over}",
+            version=version, run=run, newest=newest.version, expected=version, actual=newest.version,
+        )  # fmt: skip
 
 
 Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says

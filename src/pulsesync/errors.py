@@ -8,12 +8,17 @@
     │   └── LimitError              a count or size is beyond what a reader accepts
     ├── ChainError                  good bytes, wrong state: take another way (squash, anchor)
     │   ├── BaseMismatchError       the weights held are not the patch's base
-    │   └── MissingLinkError        no published way from here to there
+    │   ├── MissingLinkError        no published way from here to there
+    │   └── RunChangedError         the location no longer holds what was followed: `follow_replaced=True` starts over
+    │       ├── RunReplacedError    it holds another run
+    │       ├── RunForkedError      it holds another state under the local version
+    │       └── RunRolledBackError  its newest version is older than the local one
     ├── StoreError                  the transport; `retryable` says whether to try again
     │   ├── NotFoundError
+    │   │   └── NothingPublishedError   no version can be synced yet: check the location, or wait
     │   └── ConflictError           somebody else created it first
     │       └── AnotherPublisherError   the run has one: this one must stop, or take the run up anew
-    ├── ClosedError                 this publisher can send nothing any more: create another one
+    ├── ClosedError                 this Publisher or Subscriber can do nothing any more: create another one
     ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
     ├── GroupError                  a process of a group died or fell behind: nothing changed, go on in a new group
     ├── RoundError                  trainers did not complete a round: nothing changed, the next try makes up for it
@@ -68,6 +73,25 @@ class MissingLinkError(ChainError):
     """No published version leads from the one held to the one asked for."""
 
 
+class RunChangedError(ChainError):
+    """The run at a location is not the one that was followed so far (`version`: the local one, `run`: what is there).
+
+    The local weights are unchanged. `sync(follow_replaced=True)` starts over from an anchor of what is there now.
+    """
+
+
+class RunReplacedError(RunChangedError):
+    """The location holds another run than before (`expected`, `actual`: run ids)."""
+
+
+class RunForkedError(RunChangedError):
+    """The local version exists with another state, so the run was continued from a backup (`expected`, `actual`)."""
+
+
+class RunRolledBackError(RunChangedError):
+    """The newest published version (`newest`) is older than the local one, so the run was restored from a backup."""
+
+
 class StoreError(PulseError):
     """The store could not do what was asked (`key`; `retryable`, if the same call may succeed a little later)."""
 
@@ -76,6 +100,10 @@ class StoreError(PulseError):
 
 class NotFoundError(StoreError):
     """There is no such object (`key`)."""
+
+
+class NothingPublishedError(NotFoundError):
+    """No version that can be synced is published at a location, or not yet (`location`)."""
 
 
 class ConflictError(StoreError):
@@ -87,7 +115,7 @@ class AnotherPublisherError(ConflictError):
 
 
 class ClosedError(PulseError):
-    """A publisher that can send nothing: it is closed, belongs to another process, or the interpreter is ending."""
+    """A Publisher or Subscriber that was closed, belongs to another process, or meets the end of the interpreter."""
 
 
 class StateError(PulseError):

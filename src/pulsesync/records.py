@@ -4,13 +4,23 @@ What Subscriber, Publisher, squash and prune have in common. Nothing here change
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from pulsesync import chain
-from pulsesync.errors import ChainError, FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import (
+    ChainError,
+    FormatError,
+    NotFoundError,
+    NothingPublishedError,
+    PulseError,
+    RunChangedError,
+    SignatureError,
+    StoreError,
+)
 from pulsesync.format import container, patch
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
@@ -20,6 +30,7 @@ from pulsesync.state import Body
 from pulsesync.store import Store, forget
 
 HINT_BYTES = 32
+LOOK_AGAIN_S = 1.5  # after which a relay, which remembers for a second what was missing, has asked the store again
 CACHE_BYTES = 1 << 34  # of bodies that a cache keeps: those not used for longest go first
 MAX_PROBES = 1 << 16  # versions that a head may lag behind
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
@@ -92,6 +103,48 @@ class Records:
             found = later
         raise ChainError(f"head lags by more than {MAX_PROBES} versions")
 
+    def check_run(self, run: str, version: int, digest: str) -> None:
+        """Check that the run is still the one from which a local version was taken: one small read if it is.
+
+        What speaks against it is read a second time, a little later: of two relays behind one address, one may be a
+        second behind the other; and a record that nobody signed may have been damaged on its path.
+
+        Raises:
+            RunReplacedError, RunForkedError, RunRolledBackError: as `chain.check_unchanged`; NothingPublishedError:
+            no version is there any more; FormatError, SignatureError: the record cannot be read.
+        """
+        try:
+            self._check_run(run, version, digest)
+        except (RunChangedError, NothingPublishedError):
+            time.sleep(LOOK_AGAIN_S)
+            Records(self.store, self.trust, self.avoid)._check_run(run, version, digest)
+
+    def _check_run(self, run: str, version: int, digest: str) -> None:
+        try:
+            published = self.version(version)
+        except SignatureError:
+            raise
+        except (FormatError, ChainError) as e:
+            if (key := chain.manifest_key(version)) not in self.avoid:  # it is read once more
+                raise
+            _log.warning("%s cannot be read, so nobody knows whether the run is still the same: %s.", key, e)
+            return
+        newest = None
+        if published is None:
+            newest = self.newest(version) or self.newest()
+            if newest is None:
+                raise self.nothing_published(f"; the local weights are version {version} of a run that was there")
+        chain.check_unchanged(run, version, digest, published, newest)
+
+    def nothing_published(self, more: str = "") -> NothingPublishedError:
+        """The error for a location at which there is no version."""
+        place = place_of(self.store)
+        return NothingPublishedError(
+            f"there is no run at {place}: neither {chain.HEAD} nor anything below manifests/ was found{more}. Check "
+            "the location; if the first version is still to come, pass wait_s= to wait for it",
+            key="manifests/", location=place,
+        )  # fmt: skip
+
     def _head(self) -> int:
         try:
             text = self.store.get(chain.HEAD, 0, HINT_BYTES)
@@ -133,6 +186,14 @@ def _number(text: bytes) -> int:
     if not digits.isdigit() or (value := int(digits)) > manifests.MAX_VERSION:
         return -1
     return value
+
+
+def place_of(store: Store) -> str:
+    """Where a store is, as a person would name it: its address or folder, whatever wraps it."""
+    inner: Any = store
+    while (under := getattr(inner, "store", None)) is not None:
+        inner = under
+    return str(getattr(inner, "url", None) or getattr(inner, "folder", None) or type(inner).__name__)
 
 
 def located(error: PulseError, key: str) -> PulseError:

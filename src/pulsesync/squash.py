@@ -85,7 +85,8 @@ class Squasher:
         """Write every squashed patch that is possible now and not there yet.
 
         Raises:
-            FormatError, StoreError, ChainError: the run cannot be read; what was written is good.
+            FormatError, StoreError, ChainError: the run cannot be read; what was written is good. RunChangedError:
+            the run was replaced, forked or rolled back since the last call; the next call starts over.
         """
         return list(self.steps())
 
@@ -103,7 +104,13 @@ class Squasher:
             raise
 
     def _ready(self, records: Records) -> bool:
-        """Stand at an epoch start: the one after the last epoch taken, or that of the newest anchor."""
+        """Stand at an epoch start: the one after the last epoch taken, or that of the newest anchor.
+
+        Raises:
+            RunChangedError: the run is not the one that was followed so far; the next call starts over.
+        """
+        if self._at is not None:
+            records.check_run(self._at.run, self._at.version, self._at.digest)
         newest = records.newest()
         if newest is None:
             return False

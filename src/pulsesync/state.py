@@ -170,6 +170,16 @@ class State:
         self.sums = self.count()
         return self.digest
 
+    def find_damaged(self) -> list[str]:
+        """Recount all the weights; return the names of the tensors that something other than a commit has changed.
+
+        Of a tile that is local in part there is no digest to compare with.
+        """
+        with self.lock:
+            counted, untied = self.count(), self._find_untied()
+            differ = {self.layout.tiles[n].tensor.name for n, total in counted.items() if total != self.sums[n]}
+        return sorted(differ | {untied} if untied else differ)
+
     def find_damage(self) -> Tile | None:
         """Recount tile by tile, letting commits in between; return one whose weights somebody else has changed."""
         for tile in self.layout.tiles:

@@ -1,12 +1,14 @@
 """The worker's end: find the way to a version, fetch and check it, bring the weights there in place.
 
     sub = Subscriber("s3://bucket/run", trust=public_key)
-    report = sub.sync(model)
+    report = sub.sync(model)                      # to the newest version, once
+    for report in sub.watch(model): ...           # to each version as it comes
 
 Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
 deep. The pause, in which the weights are not to be used, is the commit at the end alone.
 """
 
+import logging
 import threading
 import time
 import traceback
@@ -23,11 +25,15 @@ from pulsesync.chain import Held
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
+    ClosedError,
     FormatError,
     MissingLinkError,
     NotFoundError,
+    NothingPublishedError,
     PulseError,
+    RunChangedError,
     SignatureError,
+    StoreError,
     VerificationError,
 )
 from pulsesync.format.history import History
@@ -35,7 +41,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.parallel import finish
-from pulsesync.records import CACHE_BYTES, Records, fetch_body, located
+from pulsesync.records import CACHE_BYTES, Records, fetch_body, located, place_of
 from pulsesync.scratch import ScratchFolder
 from pulsesync.slices import Slices
 from pulsesync.spool import AnchorSpool
@@ -44,14 +50,17 @@ from pulsesync.store import CachedStore, Store, open_store
 
 REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
 AHEAD = 4  # patches fetched before they are decoded
+INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a store with nothing new, and the longest
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """What a sync did."""
 
-    version: int | None  # now held; None if nothing that is published can be reached yet
-    step: int | None  # the trainer's, of that version
+    version: int  # that the weights are at now
+    step: int  # the trainer's, of that version
     path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
     changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
     fetched_bytes: int
@@ -59,7 +68,8 @@ class SyncReport:
     fetch_s: float  # waiting for the store
     prepare_s: float  # checking and decoding
     apply_s: float  # writing: the only time the weights are not to be used
-    digest: str | None
+    digest: str
+    repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
 
     @property
     def applied(self) -> int:
@@ -76,6 +86,7 @@ class _Progress:
     fetched_bytes: int = 0
     replanned: int = 0
     refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
+    repaired: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
 
     @contextmanager
@@ -90,9 +101,19 @@ class _Progress:
 class Subscriber:
     """Follows a run. Give it the location and whom to trust; what both ends must agree on travels in the records.
 
-    trust: public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are not
-    looked at. cache: a folder in which bodies are kept, shared by the processes of a host; a restarted worker finds
-    them there. slices: which part of each tensor is held, by name pattern. undo: how many syncs can be taken back.
+    What a sync knows: a plain sync checks everything that it fetches and writes, against the state that it last knew.
+    It does not read weights that no patch touches. If another program writes to the weights (an engine's sleep mode, a
+    user's edit), only a recount of all of them finds that: `sync(verify=True)`, `verify_every`, `verify` or `scrub`.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
+            not looked at.
+        cache: A folder in which bodies are kept, shared by the processes of a host; a restarted worker finds them.
+        slices: Which part of each tensor is local, by name pattern.
+        undo: How many syncs can be undone without fetching anything.
+        verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: at none.
+        executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
     """
 
     def __init__(
@@ -103,12 +124,16 @@ class Subscriber:
         cache: str | Path | None = None,
         slices: Slices | None = None,
         undo: int = 1,
+        verify_every: int = 0,
         executor: Executor | None = None,
     ) -> None:
+        if verify_every < 0:
+            raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
         self.slices = slices
+        self.verify_every = verify_every
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
         self._state: State | None = None
@@ -117,6 +142,47 @@ class Subscriber:
         self._undo: deque[tuple[Held, int, Transition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
+        self._syncs = 0
+        self._closed = threading.Event()
+        self._busy = threading.Lock()  # while a sync runs
+
+    # Closing
+
+    def close(self) -> None:
+        """Let go of the weights and of the undo logs, and end what waits for a version. The weights stay as they are.
+
+        Any thread may call this. A sync that is running is completed; it lets go of the weights when it is done.
+        """
+        self._closed.set()
+        self._release()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Run one sync, unless this is closed; if it is closed meanwhile, let go of the weights afterwards."""
+        try:
+            with self._busy:
+                self._check_open()
+                yield
+        finally:
+            if self._closed.is_set():
+                self._release()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError("this Subscriber was closed; make a new one to sync again")
+
+    def _release(self) -> None:
+        if self._busy.acquire(blocking=False):  # else the sync that is running does it
+            try:
+                self._forget()
+            finally:
+                self._busy.release()
 
     # What is held
 
@@ -135,30 +201,119 @@ class Subscriber:
 
     # Syncing
 
-    def sync(self, source: Any, version: int | None = None) -> SyncReport:
+    def sync(
+        self,
+        source: Any,
+        version: int | None = None,
+        *,
+        wait_s: float = 0.0,
+        verify: bool = False,
+        follow_replaced: bool = False,
+    ) -> SyncReport:
         """Bring a module, state dict or mapping of arrays to the newest version, or to one, in place.
 
+        Args:
+            source: The tensors to write to.
+            version: The version to go to; None: the newest.
+            wait_s: How long to wait for the first version, if there is none yet. A store that does not answer is asked
+                again in that time.
+            verify: Recount all the weights first. If something else has written to them, the tensors are named in a
+                warning and in the report, and all weights are loaded again from an anchor.
+            follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
+                start over from an anchor of what is there now. The version may then be lower than before.
+
         Raises:
-            StateError: the tensors are not those of the run; SignatureError: the run is not by whom it should be;
-            MissingLinkError: no published way leads there; FormatError, ChainError, StoreError, VerificationError.
-            The weights are then at the version they had, or at the last one that was wholly committed, and the same
-            call can be repeated.
+            NothingPublishedError: there is no run at the location, or its first anchor is still being written; this is
+                a NotFoundError. StateError: the tensors are not those of the run; SignatureError: no trusted key signed
+                the run; RunReplacedError, RunForkedError, RunRolledBackError: the location no longer holds what was
+                followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
+                FormatError, ChainError, StoreError, VerificationError.
+                The weights are then at the version they had, or at the last one that was wholly committed, and the same
+                call can be repeated.
         """
+        with self._working():
+            self._syncs += 1
+            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+            until, waiting = time.monotonic() + wait_s, False
+            for pause_s in _pauses(INTERVAL_S, MAX_INTERVAL_S):
+                try:
+                    return self._sync(source, version, verify, follow_replaced)
+                except StoreError as e:
+                    awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._held is None)
+                    left_s = until - time.monotonic()
+                    if not awaited or left_s <= 0:
+                        raise
+                    if not waiting:
+                        _log.info("Waiting up to %.0f s for the first version at %s.", wait_s, place_of(self.store))
+                    waiting = True
+                self._closed.wait(min(pause_s, left_s))
+                self._check_open()
+        raise AssertionError  # the pauses have no end
+
+    def watch(
+        self,
+        source: Any,
+        *,
+        wait_s: float = 0.0,
+        interval_s: float = INTERVAL_S,
+        max_interval_s: float = MAX_INTERVAL_S,
+        verify: bool = False,
+        follow_replaced: bool = False,
+    ) -> Iterator[SyncReport]:
+        """Bring the tensors to each version as it comes, and yield a report each time that weights were written.
+
+        It ends when the caller leaves the loop, or when `close` is called, from any thread. An error of the store that
+        may pass is logged as a warning, and the store is asked again.
+
+        Args:
+            source: The tensors to write to.
+            wait_s: How long to wait for the first version, as for `sync`; `math.inf`: without end.
+            interval_s: The pause after a look at the store that found nothing new. It doubles with each such look.
+            max_interval_s: The longest pause.
+            verify: As for `sync`, at every look.
+            follow_replaced: As for `sync`.
+
+        Raises:
+            PulseError: as `sync` does, but for errors of the store that are `retryable`.
+        """
+        self._check_open()
+        pauses = _pauses(interval_s, max_interval_s)
+        while not self._closed.is_set():
+            try:
+                report = self.sync(source, wait_s=wait_s, verify=verify, follow_replaced=follow_replaced)
+            except ClosedError:
+                return
+            except StoreError as e:
+                if not e.retryable:
+                    raise
+                _log.warning("The store did not answer, and will be asked again: %s.", e)
+            else:
+                if report.path:
+                    yield report
+                    pauses = _pauses(interval_s, max_interval_s)
+                    continue
+            self._closed.wait(next(pauses))
+
+    def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
+        """One sync: plan, fetch and apply; where something on the path is missing or bad, plan again."""
         self._check_scrub()
+        progress = _Progress()
         if self._state is not None and not self._state.holds(source):
             self._forget()  # other memory: what was synced is not there
-        progress = _Progress()
+        elif verify:
+            with progress.timed("prepare"):
+                progress.repaired = self._find_repairs()
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
             records = Records(self.store, self.trust, avoid)
             try:
                 with progress.timed("fetch"):
-                    goal = self._goal(version, records)
+                    goal = self._find_goal(version, records, follow_replaced)
                 if goal is not None:
                     self._go(goal, source, records, progress)
                 return self._report(progress, records)
-            except SignatureError:
+            except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
                 first = first or e
@@ -175,12 +330,26 @@ class Subscriber:
         assert first is not None
         raise first
 
+    def _find_repairs(self) -> tuple[str, ...]:
+        """Recount the local weights; if something else wrote to some, forget that they were at a version."""
+        damaged = self._state.find_damaged() if self._state is not None and self._held is not None else ()
+        if damaged:
+            assert self._held is not None
+            _log.warning(
+                "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
+                "weights are loaded again from an anchor.", len(damaged), self._held.version, damaged[0],
+            )  # fmt: skip
+            self._forget()
+        return tuple(damaged)
+
     def _damaged(self) -> bool:
         return self._state is not None and self._state.find_damage() is not None
 
     def _report(self, progress: _Progress, records: Records) -> SyncReport:
+        assert self._held is not None
+        assert self._step is not None
         return SyncReport(
-            version=self.version,
+            version=self._held.version,
             step=self._step,
             path=tuple(progress.path),
             changed=progress.changed,
@@ -189,12 +358,11 @@ class Subscriber:
             fetch_s=progress.seconds["fetch"],
             prepare_s=progress.seconds["prepare"],
             apply_s=progress.seconds["apply"],
-            digest=self._held.digest if self._held else None,
+            digest=self._held.digest,
+            repaired=progress.repaired,
         )
 
     def _go(self, goal: Manifest, source: Any, records: Records, progress: _Progress) -> None:
-        if self._held and goal.run != self._held.run:
-            raise ChainError("the run at this place is another one than before: follow it with a new Subscriber")
         if self._state is None or self._state.layout.id != goal.layout:
             with progress.timed("fetch"):
                 layout = records.layout(goal.layout)
@@ -204,17 +372,41 @@ class Subscriber:
             return
         with progress.timed("fetch"):
             way = self._way(goal, records, progress)
-        if way is not None:
-            self._walk(way, records, progress)
+        self._walk(way, records, progress)
+
+    def _find_goal(self, version: int | None, records: Records, follow_replaced: bool) -> Manifest | None:
+        """The version to go to, None if it is the local one; checked to be of the run that was followed so far."""
+        try:
+            try:
+                return self._goal(version, records)
+            except RunChangedError as e:
+                if not follow_replaced:
+                    raise
+                _log.warning("Starting over from an anchor: %s.", e)
+                self._forget()
+                return self._goal(version, records)
+        except StoreError as e:
+            if e.__dict__.get("no_bucket"):
+                raise records.nothing_published(": the bucket does not exist") from e
+            raise
 
     def _goal(self, version: int | None, records: Records) -> Manifest | None:
-        """The version to go to; None if that is the one held, or there is none."""
-        if version is not None:
-            goal = records.version(version)
-            if goal is None:
+        local = self._held
+        if local:
+            records.check_run(local.run, local.version, local.digest)
+        goal = records.newest(local.version if local else -1) if version is None else records.version(version)
+        if goal is None:
+            if local is None and (version is None or records.newest() is None):
+                raise records.nothing_published()
+            if version is not None:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
-            return goal if not self._held or self._held.version != version else None
-        return records.newest(self._held.version if self._held else -1)
+            return None
+        if local and goal.run != local.run:
+            raise ChainError(  # a bad read, or replaced since it was checked: the next attempt tells which
+                f"version {goal.version} belongs to run {goal.run}, and the local one to run {local.run}",
+                key=chain.manifest_key(goal.version), expected=local.run, actual=goal.run,
+            )  # fmt: skip
+        return goal if not local or goal.version != local.version else None
 
     def _attach(self, state: State, records: Records, progress: _Progress) -> None:
         """Take hold of a state; if its weights are those of a published version, that is where it starts."""
@@ -225,7 +417,7 @@ class Subscriber:
             self._hold(start)
             progress.path.append("start")
 
-    def _way(self, goal: Manifest, records: Records, progress: _Progress) -> list[Manifest] | None:
+    def _way(self, goal: Manifest, records: Records, progress: _Progress) -> list[Manifest]:
         held = self._held
         if held and held.version > goal.version:
             held = None  # backwards: from an anchor
@@ -235,16 +427,18 @@ class Subscriber:
         try:
             way = chain.find_way(held, goal, records.fetched)
         except MissingLinkError:
-            if self._held is None and not self._has_anchor(goal, records):
-                return None  # the first anchor is still being written: nothing can be reached yet
-            raise
+            if self._held is not None or goal.anchor is not None or records.avoid:
+                raise
+            place, key = place_of(self.store), chain.anchor_key(goal.epoch)
+            raise NothingPublishedError(
+                f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the "
+                "first anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
+                key=key, location=place, version=goal.version,
+            ) from None  # fmt: skip
         for record in way:
             if error := progress.refused.get(records.key_of(record)):
                 raise error  # before anything else on this path is fetched again
         return way
-
-    def _has_anchor(self, goal: Manifest, records: Records) -> bool:
-        return goal.anchor is not None or bool(records.avoid)
 
     def _walk(self, way: Sequence[Manifest], records: Records, progress: _Progress) -> None:
         """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
@@ -401,6 +595,7 @@ class Subscriber:
         Raises:
             VerificationError: they are not: somebody else wrote them, or the tensors are other ones than were synced.
         """
+        self._check_open()
         if self._state is None or self._held is None:
             raise VerificationError("nothing has been synced yet")
         if source is not None and not self._state.holds(source):
@@ -450,6 +645,13 @@ def attach(source: Any, layout: Layout, slices: Slices | None) -> State:
         return State.attach(source, layout, slices)
     state: State = device.load("state").DeviceState.attach(source, layout, slices)
     return state
+
+
+def _pauses(first_s: float, longest_s: float) -> Iterator[float]:
+    """Seconds to wait between attempts: each time twice as long, up to a limit."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, longest_s)
 
 
 @contextmanager

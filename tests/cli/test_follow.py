@@ -1,6 +1,7 @@
 """`pulse publish` and `pulse follow`: checkpoints in, checkpoints out."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pulsesync import Publisher
+from pulsesync import Publisher, records
 from pulsesync.integrations.folder import read_mark
 from pulsesync.integrations.safetensors import open_checkpoint
 from tests.commands import pulse, start
@@ -142,6 +143,24 @@ def test_a_live_follower_says_once_what_a_loader_will_miss(tmp_path: Path) -> No
             process.kill()
             rest, _ = process.communicate(timeout=30)
     assert (events, rest) == (["waits", "version", "missing", "version"], "")
+
+
+def test_a_run_that_was_replaced_is_an_error_unless_asked_for(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+    run, place = tmp_path / "run", tmp_path / "f"
+    for _ in range(2):
+        pulse("publish", checkpoints.next(), run, "--cast", "BF16")
+    assert pulse("follow", run, place, "--once", "--hold", 0).code == 0
+    shutil.rmtree(run)
+    pulse("publish", checkpoints.next(), run, "--cast", "BF16")
+    assert pulse("follow", run, place, "--once", "--hold", 0).refused(1, "--follow-replaced")
+    ended = pulse("follow", run, place, "--hold", 0)  # it does not follow the old run for ever
+    assert ended.code == 1
+    assert "--follow-replaced" in ended.err
+    assert pulse("follow", run, place, "--once", "--hold", 0, "--follow-replaced").code == 0
+    assert equal(held(place), checkpoints.published)
 
 
 def test_only_what_a_trusted_key_signed_is_followed(

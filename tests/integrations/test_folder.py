@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from pulsesync import Publisher
-from pulsesync.errors import ConflictError, MissingLinkError, NotFoundError, StoreError
+from pulsesync import Publisher, chain, records
+from pulsesync.errors import (
+    ConflictError,
+    MissingLinkError,
+    NotFoundError,
+    NothingPublishedError,
+    RunForkedError,
+    RunReplacedError,
+    RunRolledBackError,
+    StoreError,
+)
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
 from pulsesync.integrations.safetensors import open_checkpoint
@@ -54,7 +63,6 @@ def current(folder: Path) -> Any:
 
 def test_versions_alternate_between_two_copies(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
     with HuggingFaceFolder(store, tmp_path / "f") as folder:
-        assert folder.update() is None
         for version in range(5):
             state = trainer.publish()
             flip = folder.update()
@@ -188,17 +196,75 @@ def test_a_version_can_be_asked_for_also_an_older_one(trainer: Trainer, store: M
             folder.update(9)
 
 
-def test_another_run_at_the_same_place_is_followed(tmp_path: Path) -> None:
-    first, second = MemoryStore(), MemoryStore()
-    for store in (first, second):
-        trainer = Trainer(store)
-        for _ in range(3 if store is first else 1):
-            state = trainer.publish()
-        with HuggingFaceFolder(store, tmp_path / "f") as folder:
-            flip = folder.update()
-    assert flip
+def test_where_there_is_no_run_an_update_raises_and_a_follower_waits_and_reports_it_once(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    reported: list[Exception] = []
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        with pytest.raises(NothingPublishedError):
+            folder.update()
+        thread = threading.Timer(0.1, lambda: Trainer(store).publish())
+        thread.start()
+        flip = next(folder.follow(0.01, reported.append))
+        thread.join()
     assert flip.mark.version == 0
-    assert equal(current(tmp_path / "f"), state)
+    assert [type(e) for e in reported] == [NothingPublishedError]
+
+
+@pytest.fixture
+def look_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+
+
+def test_a_folder_of_a_run_that_was_replaced_is_an_error_unless_asked_for(
+    look_again_at_once: None, tmp_path: Path
+) -> None:
+    first, second = MemoryStore(), MemoryStore()
+    old, new = Trainer(first), Trainer(second)
+    states = [old.publish() for _ in range(3)]
+    state = new.publish()
+    with HuggingFaceFolder(first, tmp_path / "f") as folder:
+        folder.update()
+    with HuggingFaceFolder(second, tmp_path / "f") as folder:  # a follower that was restarted
+        with pytest.raises(RunReplacedError):
+            folder.update()
+        with pytest.raises(RunReplacedError):
+            next(folder.follow(0.001))
+        assert equal(current(tmp_path / "f"), states[2])
+    with HuggingFaceFolder(second, tmp_path / "f", follow_replaced=True) as folder:
+        flip = folder.update()
+        assert flip
+        assert flip.mark.version == 0
+        assert equal(current(tmp_path / "f"), state)
+        assert folder.update() is None
+
+
+@pytest.mark.parametrize("to", [3, 5], ids=["rolled back", "forked"])
+def test_a_live_follower_finds_out_that_its_run_was_restored_from_a_backup(
+    look_again_at_once: None, tmp_path: Path, to: int
+) -> None:
+    store = MemoryStore()
+    trainer = Trainer(store)
+    states = [trainer.publish() for _ in range(5)]
+    with (
+        HuggingFaceFolder(store, tmp_path / "f") as folder,
+        HuggingFaceFolder(store, tmp_path / "g", follow_replaced=True) as other,
+    ):
+        for version in (3, 4):
+            folder.update(version)
+            other.update(version)
+        for version in range(3, 5):
+            store.delete(chain.manifest_key(version))
+        store.put("head", b"2")
+        if to == 5:
+            again = Trainer(store)
+            states = [*states[:3], again.publish(), again.publish()]
+        with pytest.raises(RunForkedError if to == 5 else RunRolledBackError):
+            folder.update()
+        flip = other.update()
+        assert flip
+        assert flip.mark.version == to - 1
+        assert equal(current(tmp_path / "g"), states[to - 1])
 
 
 def test_files_that_are_run_or_would_replace_weights_are_left_out(store: MemoryStore, tmp_path: Path) -> None:

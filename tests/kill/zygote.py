@@ -53,7 +53,7 @@ def follow(location: str, cache: str | None, log: str, done: str) -> None:
     with Path(log).open("a") as out:
         while True:
             try:
-                report = subscriber.sync(held)
+                report = subscriber.sync(held, wait_s=100)
             except StoreError as e:
                 if not e.retryable:
                     raise

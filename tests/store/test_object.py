@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync import Subscriber
+from pulsesync.errors import ConflictError, NotFoundError, NothingPublishedError, StoreError
 from pulsesync.store import ObjectStore, RetryStore, open_store
 from pulsesync.testing.stores import StoreTests
 from tests.s3 import Server
@@ -66,6 +68,17 @@ def test_a_bucket_that_is_not_there_is_not_an_empty_run(s3_server: Server) -> No
         store.get("head")
     assert not isinstance(caught.value, NotFoundError)
     assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("bucket", ["there is none", "it has no such run"])
+def test_a_worker_that_syncs_from_a_wrong_bucket_or_prefix_is_told_what_was_looked_for(
+    s3_server: Server, bucket: str
+) -> None:
+    url = "s3://no-such-bucket/run" if bucket == "there is none" else s3_server.fresh_url()
+    worker = Subscriber(ObjectStore(url, **s3_server.options))
+    with pytest.raises(NothingPublishedError, match=r"manifests/.*wait_s=") as caught:
+        worker.sync({"w": np.zeros(4, np.float32)})
+    assert caught.value.location == url
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run?region=x", "s3://bucket/run#x", "s3:///run"])

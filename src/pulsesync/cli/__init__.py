@@ -326,6 +326,7 @@ def follow(
     interval: Amount = 1.0,
     hold: Amount = 10.0,
     version: Version = None,
+    follow_replaced: Flag = False,
     json: Json = False,
 ) -> int:
     """Keep a folder at the newest version of a run, for programs that load weights from disk.
@@ -344,13 +345,15 @@ def follow(
         interval: Seconds between looks at the run.
         hold: Seconds for which a copy that is no longer current is left as it is: time to finish loading it.
         version: Go to this version, also an older one, and end.
+        follow_replaced: If the run was replaced by another one or restored from a backup since the folder was written,
+            start over from what is there now; without this, that is an error.
         json: Print one JSON object for every version, for machines.
     """
     from pulsesync.cli.follow import follow as work
 
     return work(
         run, folder, trust=trust, cache=cache, once=once, interval_s=interval, hold_s=hold, version=version,
-        as_json=json,
+        follow_replaced=follow_replaced, as_json=json,
     )  # fmt: skip
 
 

@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust, size
-from pulsesync.errors import PulseError
+from pulsesync.errors import NothingPublishedError, PulseError
 from pulsesync.integrations.folder import Flip, HuggingFaceFolder
-from pulsesync.records import Records
 
 
 def follow(
@@ -19,18 +18,24 @@ def follow(
     interval_s: float,
     hold_s: float,
     version: int | None,
+    follow_replaced: bool,
     as_json: bool,
 ) -> int:
     """Follow until interrupted, or once; exit code 0. Raises: PulseError, NothingThereError."""
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
-    with HuggingFaceFolder(store, folder, trust=keys, cache=cache, hold_s=hold_s) as kept:
+    with HuggingFaceFolder(
+        store, folder, trust=keys, cache=cache, hold_s=hold_s, follow_replaced=follow_replaced
+    ) as kept:
         if once or version is not None:
-            flip = kept.update(version)
-            if flip is None:
-                _already(kept, run, Records(store, keys), printer)
-            else:
+            try:
+                flip = kept.update(version)
+            except NothingPublishedError as e:
+                raise NothingThereError(str(e)) from e
+            if flip is not None:
                 _tell(flip, printer)
                 _tell_missing(flip, folder, printer)
+            elif held := kept.current:
+                printer.tell("holds", f"{folder}/current is version {held.version} already", **asdict(held))
             return 0
         if held := kept.current:
             printer.note("holds", f"{folder}/current is version {held.version}; following {run}", **asdict(held))
@@ -43,15 +48,6 @@ def follow(
                 _tell_missing(flip, folder, printer)
             missing = flip.missing
     return 0
-
-
-def _already(kept: HuggingFaceFolder, run: str, records: Records, printer: Printer) -> None:
-    held = kept.current
-    if records.newest() is None:
-        raise NothingThereError(f"there is no run at {run}, or no version in it yet: publish one, or try again later")
-    if held is None:
-        raise NothingThereError(f"nothing in {run} can be reached yet: its first anchor is being written; try later")
-    printer.tell("holds", f"{kept.folder}/current is version {held.version} already", **asdict(held))
 
 
 def _tell(flip: Flip, printer: Printer) -> None:

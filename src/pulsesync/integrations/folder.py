@@ -20,6 +20,7 @@ written again: within `hold_s` of the next flip, or inside `reading`, which keep
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -35,7 +36,9 @@ from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
     NotFoundError,
+    NothingPublishedError,
     PulseError,
+    RunChangedError,
     SignatureError,
     StateError,
     StoreError,
@@ -65,6 +68,7 @@ from pulsesync.subscriber import Subscriber, SyncReport
 
 MARK, HISTORY, LOCK, CURRENT, CACHE = "pulse.json", "pulse.history", ".lock", "current", ".cache"
 CACHE_BYTES = 4 << 30
+_log = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0  # between attempts, while the store does not answer
 
 
@@ -96,7 +100,8 @@ class HuggingFaceFolder:
 
     trust: as for a Subscriber. cache: a folder for bodies that others share; one of its own, kept small, if not given.
     hold_s: for so long a copy that was current is left as it is, so that whoever began to load it can finish; `reading`
-    gives more than that. shard_bytes: of weights in a file.
+    gives more than that. shard_bytes: of weights in a file. follow_replaced: as for `Subscriber.sync`: go on with what
+    is there if the location holds another run than the folder, or the run was restored from a backup.
 
     Raises:
         StoreError: the folder cannot be written, holds something else, or is in use by another process.
@@ -111,10 +116,11 @@ class HuggingFaceFolder:
         cache: str | Path | None = None,
         hold_s: float = 0.0,
         shard_bytes: int = SHARD_BYTES,
+        follow_replaced: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.trust = trusted(trust)
-        self.hold_s, self.shard_bytes = hold_s, shard_bytes
+        self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
         store = open_store(location) if isinstance(location, str) else location
         self._origin = store
         self._own_cache = cache is None
@@ -124,7 +130,6 @@ class HuggingFaceFolder:
         self._stack.enter_context(_owned(self.folder))
         self._sides = {name: _Side(self.folder / name) for name in "ab"}
         self._layout: Layout | None = None
-        self._looked = False
 
     def close(self) -> None:
         self._stack.close()
@@ -144,16 +149,22 @@ class HuggingFaceFolder:
     def follow(self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None) -> Iterator[Flip]:
         """Yield every version that becomes current, for ever. An error that may pass is told, and tried again.
 
+        The first version is waited for; that there is none yet is reported once, as a NothingPublishedError.
+
         Raises:
-            SignatureError, UnsupportedError, StateError: waiting would not help.
+            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help.
         """
-        wait_s = interval_s
+        wait_s, waiting = interval_s, False
         while True:
             try:
                 flip = self.update()
                 wait_s = interval_s
-            except (SignatureError, UnsupportedError, StateError):
+            except (SignatureError, UnsupportedError, StateError, RunChangedError):
                 raise
+            except NothingPublishedError as e:
+                if on_error and not waiting:
+                    on_error(e)
+                flip, wait_s, waiting = None, interval_s, True
             except PulseError as e:
                 if on_error:
                     on_error(e)
@@ -164,7 +175,7 @@ class HuggingFaceFolder:
                 time.sleep(wait_s)
 
     def update(self, version: int | None = None) -> Flip | None:
-        """Bring the folder to the newest version, or to one; None if it is there, or nothing can be reached yet.
+        """Bring the folder to the newest version, or to one; None if it is there.
 
         Raises:
             PulseError: as Subscriber.sync does. `current` is then what it was, and the same call can be repeated.
@@ -184,9 +195,7 @@ class HuggingFaceFolder:
             ):
                 return None  # its first anchor is still being written
             source = self._begin(side, plan, goal)
-            report = side.sync(goal.version)
-            if report.version != goal.version:
-                return None  # its first anchor is still being written
+            report = side.sync(goal.version, self.follow_replaced)
             mark = Mark(goal.run, goal.version, goal.step, goal.digest)
             side.finish(mark, contents, plan)
             self._turn(side)
@@ -196,18 +205,28 @@ class HuggingFaceFolder:
         return Flip(mark, side.folder, source, report, left_out, missing, time.perf_counter() - began)
 
     def _goal(self, version: int | None) -> Manifest | None:
-        """The version to go to; None if it is current, or there is none."""
+        """The version to go to; None if it is current.
+
+        Raises:
+            RunChangedError: the location no longer holds the run of the folder; NothingPublishedError.
+        """
         records, held = Records(self.store, self.trust), self.current
+        try:
+            if held:
+                records.check_run(held.run, held.version, held.digest)
+        except RunChangedError as e:
+            if not self.follow_replaced:
+                raise
+            _log.warning("Starting over from an anchor: %s.", e)
+            held = None
         if version is not None:
             goal = records.version(version)
             if goal is None:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
             return None if held and (held.run, held.version) == (goal.run, goal.version) else goal
-        # The first look goes to the run as it is: it may be another one than the process before this one followed.
-        newest = records.newest(held.version if held and self._looked else -1)
-        if newest and held and newest.run == held.run:
-            self._looked = True
-            return newest if newest.version > held.version else None
+        newest = records.newest(held.version if held else -1)
+        if newest is None and held is None:
+            raise records.nothing_published()
         return newest
 
     def _layout_of(self, goal: Manifest) -> Layout:
@@ -331,14 +350,13 @@ class _Side:
             path.unlink(missing_ok=True)
             _sync(self.folder)
 
-    def sync(self, version: int) -> SyncReport:
+    def sync(self, version: int, follow_replaced: bool) -> SyncReport:
         """Bring the weights to a version, and count them all. Raises: as Subscriber.sync does."""
         assert self.weights is not None
         assert self.reader is not None
         try:
-            report = self.reader.sync(self.weights.arrays, version=version)
-            if report.version == version:
-                self.reader.verify(self.weights.arrays)
+            report = self.reader.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
+            self.reader.verify(self.weights.arrays)
         except (BaseMismatchError, VerificationError):
             self.reader = None  # somebody else may have written here: the next attempt begins from the other copy
             raise

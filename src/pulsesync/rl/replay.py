@@ -9,6 +9,7 @@ data/README.md describes it.
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -148,11 +149,7 @@ def follow(folder: Path, settings: Settings, number: int) -> None:
         "pause_s": 0.0, "wait_s": 0.0,
     }  # fmt: skip
     began = time.perf_counter()
-    while state["version"] < settings.steps:
-        report = subscriber.sync(held)
-        if report.version is None or report.version == state["version"]:
-            time.sleep(POLL_S)
-            continue
+    for report in subscriber.watch(held, wait_s=math.inf, interval_s=POLL_S, max_interval_s=POLL_S):
         state["version"] = report.version
         state["synced"] += 1
         state["fetched_bytes"] += report.fetched_bytes
@@ -165,6 +162,8 @@ def follow(folder: Path, settings: Settings, number: int) -> None:
         new = folder / f"worker-{number}.new"
         new.write_text(json.dumps(state))
         new.rename(folder / f"worker-{number}.json")
+        if report.version >= settings.steps:
+            return
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pulsesync.errors import ChecksumError, NotFoundError, VerificationError
+from pulsesync.errors import ChecksumError, NotFoundError, NothingPublishedError, VerificationError
 from pulsesync.publisher import Publisher
 from pulsesync.rl.settings import Settings
 from pulsesync.store import Store, ThrottledStore, open_store
@@ -123,8 +123,9 @@ class PulseReceiver:
         began = time.perf_counter()
         if not self._held:
             self._held = values(policy)  # if these are a published start, as the base checkpoint is, it starts there
-        report = self._subscriber.sync(self._held, version=version)
-        if report.version is None or report.digest is None:
+        try:
+            report = self._subscriber.sync(self._held, version=version)
+        except NothingPublishedError:
             return None
         if report.path:
             _give(policy, self._held)

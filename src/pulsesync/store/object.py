@@ -188,7 +188,10 @@ def _store_error(error: Exception, what: str, key: str, credentials: Credentials
     if isinstance(error, FileNotFoundError) and not (code and code[1] in _NO_BUCKET_CODES):
         return NotFoundError(f"cannot {what}: there is none", key=key)
     source = f" (credentials from {credentials.source})" if credentials and _status(error) in (401, 403) else ""
-    return StoreError(f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error))
+    no_bucket = bool(code and code[1] in _NO_BUCKET_CODES)
+    return StoreError(
+        f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error), no_bucket=no_bucket
+    )
 
 
 def _is_passing(error: Exception) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pulsesync.audit import find_records
-from pulsesync.errors import MissingLinkError, NotFoundError, StateError, UnsupportedError
+from pulsesync.errors import MissingLinkError, NotFoundError, NothingPublishedError, StateError, UnsupportedError
 from pulsesync.format import patch, wire
 from pulsesync.format.codecs import context
 from pulsesync.format.index import Entry
@@ -75,13 +75,12 @@ class Versions:
         for number, record in enumerate(self.records, 1):
             try:
                 report = follower.sync(tensors, version=record.version)
-            except MissingLinkError:
+            except (MissingLinkError, NothingPublishedError):
                 if follower.version is None:
                     continue  # what led here was pruned: an anchor comes later
                 raise
-            if report.version == record.version:
-                real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
-                yield Reached(number, len(self.records), record.step, tensors, {"version": record.version}, real)
+            real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
+            yield Reached(number, len(self.records), record.step, tensors, {"version": record.version}, real)
         if follower.version is None:
             raise MissingLinkError("no version of this run can be reached: there is no anchor")
 

@@ -61,10 +61,9 @@ def check_trainer(world: World, trainer: Trainer) -> None:
 
 def check_synced(world: World, end: Subscriber, report: SyncReport, version: int | None) -> None:
     assert report.version == end.version, f"{report.version} is reported, {end.version} is held"
-    if report.version is not None:
-        assert report.version < len(world.book.records), f"{report.version} is held, and no such version was ever made"
-        assert report.digest == world.book.records[report.version].digest, f"the digest of {report.version} is another"
-        assert version in (None, report.version), f"{version} was asked for, {report.version} is held"
+    assert report.version < len(world.book.records), f"{report.version} is held, and no such version was ever made"
+    assert report.digest == world.book.records[report.version].digest, f"the digest of {report.version} is another"
+    assert version in (None, report.version), f"{version} was asked for, {report.version} is held"
 
 
 def audit(world: World) -> None:

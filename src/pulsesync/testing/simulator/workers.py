@@ -40,7 +40,7 @@ def sync(world: World, worker: Worker, version: int | None = None) -> str:
     before = end.version
     report = end.sync(worker.weights, version)
     check_synced(world, end, report, version)
-    assert version is not None or (report.version or 0) >= (before or 0), f"sync went back from {before}"
+    assert version is not None or report.version >= (before or 0), f"sync went back from {before}"
     to = "" if version is None else f" (asked for {version})"
     return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pulsesync import anchors, chain, parallel, publisher, spool, subscriber, tip
 from pulsesync import prune as pruning
-from pulsesync.errors import PulseError
+from pulsesync.errors import PulseError, RunChangedError
 from pulsesync.format.signature import SigningKey
 from pulsesync.publisher import Publisher
 from pulsesync.squash import Squasher
@@ -143,6 +143,8 @@ class World:
             outcome = "dies"
         except Interrupted:
             outcome = "is interrupted"
+        except RunChangedError as e:
+            raise AssertionError(f"{process.name} takes the run for another one: {e}") from e
         except PulseError as e:
             outcome = f"{type(e).__name__}: {e}"
         finally:
