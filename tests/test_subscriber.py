@@ -1543,6 +1543,130 @@ def test_a_sync_with_nothing_new_costs_three_small_reads(tmp_path: Path) -> None
     assert [key for key, _, _ in store.gets] == [chain.manifest_key(3), "head", chain.manifest_key(4)]
 
 
+# -- widening ------------------------------------------------------------------------------------------------------
+
+SPECIAL = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x7F80, 0xFF80, 0x7F81, 0xFFC1, 0x7FFF, 0x3F80, 0x3F81]
+
+
+def widened(weights: dict[str, Any]) -> dict[str, Any]:
+    """BF16 weights as the FP32 numbers they are, by their bits."""
+    return {name: (a.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for name, a in weights.items()}
+
+
+def in_fp32(fill: int = 0) -> dict[str, Any]:
+    return {name: np.full(shape, fill, np.uint32).view(np.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("codec", ["history", "context", "gap", "dense"])
+@pytest.mark.parametrize("fill", [0, 0x3F812345], ids=["zeros", "numbers that BF16 does not have"])
+def test_fp32_weights_follow_a_bf16_run_bit_for_bit(codec: patch.CodecName, fill: int) -> None:
+    store, training, held = MemoryStore(), Training(), in_fp32(fill)
+    sub = Subscriber(store, widen=True, undo=2)
+    with Publisher(store, codec=codec) as pub:
+        for step in range(6):
+            bits = training.weights["layer.0.weight"].view(np.uint16).reshape(-1)
+            bits[step : step + len(SPECIAL)] = np.roll(SPECIAL, step)
+            pub.publish(training.weights)
+            if step in (0, 1, 2, 5):  # the last one brings three versions at once
+                path = sub.sync(held).path
+                assert path == (("anchor",) if step == 0 else ("patch",) * (3 if step == 5 else 1))
+                assert equal(held, widened(training.weights))
+                sub.verify(held)
+            before = kept(training.weights) if step == 2 else locals().get("before")
+            training.step()
+    assert sub.sync(held, version=2).path == ("undo",)
+    assert equal(held, widened(before))
+    sub.verify(held)
+
+
+def test_fp32_weights_that_are_a_published_start_need_no_anchor() -> None:
+    store, states = run_of(3)
+    held = widened(states[0])
+    sub = Subscriber(store, widen=True)
+    assert sub.sync(held).path == ("start", "patch", "patch")
+    assert equal(held, widened(states[2]))
+    again = Subscriber(store, widen=True)
+    assert sub.state is not None
+    assert again.resume(held, 2, saved(sub))
+
+
+def test_a_recount_finds_what_something_else_wrote_below_bf16() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store, widen=True), in_fp32()
+    sub.sync(held)
+    held["norm"].view(np.uint32)[7] |= 1
+    with pytest.raises(VerificationError):
+        sub.verify(held)
+    sub.sync(held)
+    held["norm"].view(np.uint32)[7] |= 0x8000
+    assert sub.sync(held, verify=True).repaired == ("norm",)
+    assert equal(held, widened(states[1]))
+
+
+def test_fp32_weights_without_widen_are_refused_and_the_fix_is_named() -> None:
+    store, _ = run_of(1)
+    with pytest.raises(StateError, match=r"F32.*BF16.*widen=True"):
+        Subscriber(store).sync(in_fp32())
+
+
+def test_only_the_tensors_that_differ_are_widened() -> None:
+    store, states = run_of(3)
+    held: dict[str, Any] = {**worker(), "norm": in_fp32()["norm"]}
+    sub = Subscriber(store, widen=True)
+    sub.sync(held, version=1)
+    sub.sync(held)
+    assert equal(held, {**states[2], "norm": widened(states[2])["norm"]})
+    sub.verify()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_other_dtypes_than_bf16_are_not_widened(dtype: str) -> None:
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish({"w": np.zeros(8, np.float16 if dtype == "float16" else ml_dtypes.float8_e4m3fn)})
+    with pytest.raises(StateError, match="BF16"):
+        Subscriber(store, widen=True).sync({"w": np.zeros(8, np.float32)})
+
+
+def test_tied_tensors_are_widened_alike_or_refused() -> None:
+    store, weights = MemoryStore(), {"a": np.arange(64, dtype=np.uint16).view(ml_dtypes.bfloat16)}
+    weights["b"] = weights["a"]
+    with Publisher(store) as pub:
+        pub.publish(weights)
+    held = {name: np.zeros(64, np.float32) for name in "ab"}
+    Subscriber(store, widen=True).sync(held)
+    assert equal(held, widened(weights))
+    with pytest.raises(StateError, match="'b'"):
+        Subscriber(store, widen=True).sync({"a": held["a"], "b": np.zeros(64, ml_dtypes.bfloat16)})
+
+
+@pytest.mark.parametrize("held", [ROWS, COLUMNS, Slice((0, 32), (24, 48))], ids=["rows", "columns", "both"])
+@pytest.mark.parametrize("codec", ["history", "gap"])
+def test_a_slice_is_widened_too(held: Slice, codec: patch.CodecName) -> None:
+    with Sharded(codec) as sharded:
+        sub = Subscriber(sharded.store, slices={"*": held}, widen=True)
+        local = {name: cut(array, held).astype(np.float32) * 3 for name, array in sharded.weights.items()}
+        for _ in range(4):
+            sub.sync(local)
+            assert equal(local, widened({name: cut(array, held) for name, array in sharded.weights.items()}))
+            sharded.step()
+        local["layer.0.weight"].view(np.uint32)[3, 3] |= 2
+        with pytest.raises(VerificationError):
+            sub.verify()
+
+
+def test_a_module_in_fp32_computes_with_the_numbers_of_a_bf16_run() -> None:
+    torch = pytest.importorskip("torch")
+    trained = torch.nn.Linear(40, 30).to(torch.bfloat16)
+    served, store = torch.nn.Linear(40, 30), MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(trained)
+    Subscriber(store, widen=True).sync(served)
+    for name, weight in served.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, trained.state_dict()[name].float())
+
+
 # -- memory --------------------------------------------------------------------------------------------------------
 
 MEASURE = """

@@ -146,3 +146,47 @@ class Place:
         rows, columns = rows + self.tile.row, columns + self.tile.column
         inside: NDArray[np.bool_] = (rows >= 0) & (rows < self.tile.tensor.rows)
         return inside & (columns >= 0) & (columns < self.tile.tensor.columns)
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A tile of a BF16 tensor in FP32 memory: each value is there as the FP32 number that it is.
+
+    The upper half of an FP32 number is a BF16 number, and they are equal where the lower half is zero. Flat arrays are
+    those of the FP32 tensor, blocks and changes are in BF16.
+    """
+
+    place: Place
+
+    @property
+    def tile(self) -> Tile:
+        """The tile in the local tensor, whose dtype is another than the run's."""
+        return replace(self.place.tile, tensor=replace(self.place.tile.tensor, dtype="F32"))
+
+    @property
+    def whole(self) -> bool:
+        return self.place.whole
+
+    def read(self, flat: Bits, number: int) -> Bits:
+        return np.ascontiguousarray(self._halves(flat, number)[1::2])
+
+    def exact(self, flat: Bits, number: int) -> bool:
+        """Whether all numbers of a block are ones that BF16 has."""
+        return not self._halves(flat, number)[::2].any()
+
+    def keep(self, change: BlockChange) -> BlockChange | None:
+        return self.place.keep(change)
+
+    def write(self, flat: Bits, change: BlockChange) -> None:
+        self.place.write(flat, replace(change, new=_widen(change.new)))
+
+    def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
+        self.place.write_block(flat, number, _widen(bits))
+
+    def _halves(self, flat: Bits, number: int) -> Bits:
+        """The lower half of each number and then its upper half, as it is in memory."""
+        return self.place.read(flat, number).view("<u2")
+
+
+def _widen(bits: Bits) -> Bits:
+    return bits.astype(np.uint32) << np.uint32(16)

@@ -23,9 +23,9 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.format.patch import DecodedPart, OpenedIndex
 from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
-from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
 from pulsesync.parallel import spread
-from pulsesync.slices import Memory, Place, Slices, windows
+from pulsesync.slices import Memory, Place, Slices, Widened, windows
 from pulsesync.tensors import view_bits, zeros
 
 
@@ -64,6 +64,7 @@ class State:
     """
 
     stacks = True  # patches can be prepared one over the other, and committed at once
+    widens = True  # BF16 tensors of a run can be FP32 tensors here
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class State:
         return cls(layout, {spec.name: zeros(spec, (spec.size,), spec.kind.bits) for spec in layout.tensors})
 
     @classmethod
-    def attach(cls, source: Any, layout: Layout, slices: Slices | None = None) -> "State":
-        """Take hold of a module's, state dict's or mapping's tensors in place.
+    def attach(cls, source: Any, layout: Layout, slices: Slices | None = None, widen: bool = False) -> "State":
+        """Take hold of a module's, state dict's or mapping's tensors in place; widen: FP32 ones for BF16 ones too.
 
         Raises:
             StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
@@ -104,8 +105,14 @@ class State:
         everything = cls.views(source)
         specs = {name: held.local for name, held in windows(layout.tensors, slices or {}).items()}
         wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
+        dtypes = {name: view.spec.dtype for name, view in everything.items()}
+        wide = {name for name, spec in specs.items() if (dtypes.get(name), spec.dtype) == ("F32", "BF16")}
+        if not (widen and cls.widens):
+            wide = set()
         for name, spec in wanted.items():
-            _fits(name, everything.get(name), spec.dtype, spec.shape, optional=name in layout.ties)
+            tied_to = layout.ties.get(name)
+            advice = _advice(everything.get(name), spec.dtype, tied_to, widen, cls.widens)
+            _fits(name, everything.get(name), spec, (tied_to or name) in wide, tied_to is not None, advice)
         if extra := sorted(set(everything) - set(wanted)):
             raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
         flats = {name: everything[name].flat for name in specs}
@@ -115,7 +122,11 @@ class State:
             if alias in everything and all(everything[alias].address != cls.span(flat)[0] for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
         check_apart(flats, copies, cls.span)
-        state = cls(layout, flats, copies, slices)
+        places: dict[int, Memory] = {
+            ordinal: Widened(place) if place.tile.tensor.name in wide else place
+            for ordinal, place in find_places(layout, slices or {}).items()
+        }
+        state = cls(layout, flats, copies, slices, places)
         state._addresses = {name: view.address for name, view in everything.items()}
         return state
 
@@ -204,8 +215,17 @@ class State:
             return Sum(0, 0)  # what is not held whole has no digest to hold it against
         if place.tile == tile:
             return digest.count_tile(tile, self.flats[tile.tensor.name])
-        blocks = range(tile.block_count)
-        return digest.sum_up(spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), blocks))
+        total = digest.sum_up(
+            spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))
+        )
+        return total if self._exact(tile, place) else total + Sum(1, 1)  # which is then no published state's
+
+    def _exact(self, tile: Tile, place: Memory) -> bool:
+        """Whether all weights of a tile are numbers that the dtype of the run has."""
+        if not isinstance(place, Widened):
+            return True
+        flat = self.flats[tile.tensor.name]
+        return all(spread(lambda n: place.exact(flat, n), range(tile.block_count)))
 
     def _find_untied(self) -> str | None:
         for name, others in self.copies.items():
@@ -493,14 +513,29 @@ def check_apart(
             raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=other)
 
 
-def _fits(name: str, view: Any | None, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
+def _fits(name: str, view: Any | None, spec: TensorSpec, wide: bool, optional: bool, advice: str) -> None:
+    """Check that a local tensor can take a tensor of the run; wide: as FP32 for BF16. Raises: StateError."""
     if view is None:
         if optional:
             return
         raise StateError(f"tensor {name!r} of the run is missing here", tensor=name)
-    if (view.spec.dtype, view.spec.shape) != (dtype, shape):
+    if (view.spec.dtype, view.spec.shape) != ("F32" if wide else spec.dtype, spec.shape):
         raise StateError(
-            f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} here and {dtype} {shape} in the run", tensor=name
+            f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} here and {spec.dtype} {spec.shape} in the run"
+            f"{advice}",
+            tensor=name,
         )
     if not view.shared:
         raise StateError(f"tensor {name!r} is not contiguous, or read-only: it cannot be written in place", tensor=name)
+
+
+def _advice(view: Any | None, dtype: str, tied_to: str | None, widen: bool, widens: bool) -> str:
+    """What to do about a tensor whose dtype is another than the run's, or than that of the tensor it is tied to."""
+    here = view.spec.dtype if view is not None else dtype
+    if (here, dtype) == ("F32", "BF16") and not widen:
+        return "; pass widen=True to Subscriber to have each BF16 value written as the FP32 number that it is"
+    if (here, dtype) == ("F32", "BF16") and not widens:
+        return "; tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
+    if widen and dtype == "BF16" and tied_to:
+        return f"; {tied_to!r}, to which it is tied, has another dtype here: give both the same"
+    return "; widen=True is for tensors that are BF16 in the run" if widen and here == "F32" != dtype else ""

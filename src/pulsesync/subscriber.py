@@ -113,6 +113,8 @@ class Subscriber:
         slices: Which part of each tensor is local, by name pattern.
         undo: How many syncs can be undone without fetching anything.
         verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: at none.
+        widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the FP32 number that it
+            is, which is exact. Tensors must be in host memory.
         executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
     """
 
@@ -125,6 +127,7 @@ class Subscriber:
         slices: Slices | None = None,
         undo: int = 1,
         verify_every: int = 0,
+        widen: bool = False,
         executor: Executor | None = None,
     ) -> None:
         if verify_every < 0:
@@ -133,6 +136,7 @@ class Subscriber:
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
         self.slices = slices
+        self.widen = widen
         self.verify_every = verify_every
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
@@ -367,7 +371,7 @@ class Subscriber:
             with progress.timed("fetch"):
                 layout = records.layout(goal.layout)
             with progress.timed("prepare"):
-                self._attach(attach(source, layout, self.slices), records, progress)
+                self._attach(attach(source, layout, self.slices, self.widen), records, progress)
         if self._go_back(goal, progress):
             return
         with progress.timed("fetch"):
@@ -573,7 +577,7 @@ class Subscriber:
         record = records.version(version)
         if record is None:
             return False
-        state = attach(source, records.layout(record.layout), self.slices)
+        state = attach(source, records.layout(record.layout), self.slices, self.widen)
         if not state.whole or state.untied or state.digest != record.digest:
             return False
         known = History(record.index)
@@ -639,11 +643,11 @@ class Subscriber:
             raise VerificationError(damage, expected=expected, actual=actual)
 
 
-def attach(source: Any, layout: Layout, slices: Slices | None) -> State:
+def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> State:
     """Take hold of tensors where they are: in host memory, or on a GPU. Raises: StateError."""
     if device.find(source) is None:
-        return State.attach(source, layout, slices)
-    state: State = device.load("state").DeviceState.attach(source, layout, slices)
+        return State.attach(source, layout, slices, widen)
+    state: State = device.load("state").DeviceState.attach(source, layout, slices, widen)
     return state
 
 

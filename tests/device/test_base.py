@@ -123,6 +123,21 @@ def test_a_worker_here_follows_goes_back_and_verifies(device: str) -> None:
         worker.verify(weights)
 
 
+def test_a_worker_here_finds_and_repairs_what_something_else_wrote(device: str) -> None:
+    store, states = published("host", 2, codec="gap")
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model(device).items() if name != "turned"}
+    weights["turned"] = torch.zeros(4, 5, dtype=torch.bfloat16, device=device)
+    weights["tied"] = weights["a"]
+    with on(device):
+        worker = Subscriber(store)
+        worker.sync(weights)
+        assert worker.sync(weights, verify=True).repaired == ()
+        weights["a"].zero_()
+        report = worker.sync(weights, verify=True)
+        assert (report.repaired, report.path[0]) == (("a",), "anchor")
+        assert equal(weights, states[1])
+
+
 @pytest.mark.parametrize("keep", ["device", "host"])
 def test_torchs_default_device_is_of_no_concern(keep: Keep, device: str, many_lanes: None) -> None:
     store, weights = MemoryStore(), model(device)

@@ -256,6 +256,16 @@ def test_tensors_that_do_not_fit_are_refused(why: str, device: str) -> None:
         DeviceState.attach(REFUSED[why](model), layout)
 
 
+def test_fp32_tensors_for_a_bf16_run_are_refused_and_the_fix_is_named(device: str) -> None:
+    layout = layouts.make([TensorSpec("a", "BF16", (5, 6))])
+    wide = {"a": torch.zeros(5, 6, device=device)}
+    with pytest.raises(StateError, match="pass widen=True"):
+        DeviceState.attach(wide, layout)
+    with pytest.raises(StateError, match="cannot be widened"):
+        DeviceState.attach(wide, layout, widen=True)
+    DeviceState.attach({"a": wide["a"].bfloat16()}, layout, widen=True)
+
+
 def test_a_slice_through_a_tile_is_refused(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 4), row_cuts=(3,))])
     flats = to_flats({"a": np.zeros(16, np.uint16)}, device)

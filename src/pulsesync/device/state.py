@@ -47,6 +47,7 @@ class DeviceState(State):
     """
 
     stacks = False  # a patch is prepared for the live weights alone
+    widens = False  # kernels address weights in the dtype of the run
     flats: dict[str, torch.Tensor]  # type: ignore[assignment]
     copies: dict[str, Sequence[torch.Tensor]]  # type: ignore[assignment]
 
