@@ -6,7 +6,7 @@ import pytest
 
 from pulsesync import chain
 from pulsesync.chain import EPOCH_PATCHES, Held, find_way
-from pulsesync.errors import ChainError, MissingLinkError
+from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
 from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
 
 RUN, OTHER_RUN = "a" * 32, "b" * 32
@@ -419,3 +419,50 @@ def test_a_version_that_does_not_follow_is_gone_round_by_an_anchor() -> None:
     run.records[chain.manifest_key(70)] = replace(run.version(70), anchor=2)
     run.records[chain.manifest_key(41)] = replace(run.version(41), base=Base(40, digest(99)))
     assert run.way(40, 70) == [(Kind.ANCHOR, 64), *patches(65, 70)]
+
+
+# -- is it still the same run? -------------------------------------------------------------------------------------
+
+HERE = Run(12)
+
+
+def unchanged(published: Manifest | None, newest: Manifest | None = None) -> None:
+    chain.check_unchanged(RUN, 7, digest(7), published, newest)
+
+
+def test_a_run_is_the_same_while_the_local_version_is() -> None:
+    unchanged(HERE.version(7))
+    unchanged(HERE.version(7), HERE.version(3))  # a head that lags says nothing
+
+
+def test_a_local_version_that_was_pruned_is_no_other_run() -> None:
+    unchanged(None, HERE.version(11))
+
+
+@pytest.mark.parametrize(
+    ("published", "newest"),
+    [
+        (replace(HERE.version(7), run=OTHER_RUN), None),
+        (None, replace(HERE.version(2), run=OTHER_RUN)),
+        (None, replace(HERE.version(11), run=OTHER_RUN)),
+    ],
+    ids=["as long", "shorter", "longer"],
+)
+def test_another_run_is_replaced(published: Manifest | None, newest: Manifest | None) -> None:
+    with pytest.raises(RunReplacedError, match="follow_replaced") as caught:
+        unchanged(published, newest)
+    assert (caught.value.version, caught.value.expected, caught.value.actual) == (7, RUN, OTHER_RUN)
+    assert caught.value.run == OTHER_RUN
+
+
+def test_another_state_of_the_local_version_is_a_fork() -> None:
+    with pytest.raises(RunForkedError) as caught:
+        unchanged(replace(HERE.version(7), digest=digest(99)))
+    assert (caught.value.version, caught.value.run) == (7, RUN)
+    assert (caught.value.expected, caught.value.actual) == (digest(7), digest(99))
+
+
+def test_a_newest_version_below_the_local_one_is_rolled_back() -> None:
+    with pytest.raises(RunRolledBackError) as caught:
+        unchanged(None, HERE.version(6))
+    assert (caught.value.version, caught.value.newest, caught.value.run) == (7, 6, RUN)

@@ -2,6 +2,7 @@
 
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.model import BLOCK, Bits, BlockChange, TensorSpec, Tile
-from pulsesync.slices import Slice, Slices, Window, windows
+from pulsesync.slices import Place, Slice, Slices, Widened, Window, windows
 from tests.helpers import cuts, seeds
 
 
@@ -147,3 +148,34 @@ def test_many_names_cost_no_more_than_their_number() -> None:
     found = windows(specs, {spec.name: Slice(rows=(0, 2)) for spec in specs[:10_000]} | {"*": None})
     assert len(found) == 10_000
     assert time.process_time() - began < 2
+
+
+# -- FP32 memory for BF16 tensors ----------------------------------------------------------------------------------
+
+EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("columns", [(), (100,)], ids=["in a row", "in rectangles"])
+def test_every_bf16_number_is_written_as_the_fp32_number_it_is_and_read_back(columns: tuple[int, ...]) -> None:
+    spec = TensorSpec("t", "BF16", (256, 256), column_cuts=columns)
+    flat = np.full(1 << 16, 0x12345678, np.uint32)
+    for tile in tiles_of(spec):
+        place = Widened(Place(tile, True))
+        bits = tile.read_block(EVERY_BF16, 0)
+        assert not place.exact(flat, 0)
+        place.write_block(flat, 0, bits)
+        assert place.exact(flat, 0)
+        assert np.array_equal(place.read(flat, 0), bits)
+    numbers = EVERY_BF16.view(ml_dtypes.bfloat16).astype(np.float32)
+    are_numbers = ~np.isnan(numbers)  # a cast may change what a NaN carries: here its bits stay as they are
+    assert np.array_equal(flat[are_numbers], numbers.view(np.uint32)[are_numbers])
+    assert np.array_equal(flat >> np.uint32(16), EVERY_BF16)
+    assert not (flat & np.uint32(0xFFFF)).any()
+
+
+def test_a_change_of_some_weights_leaves_the_others_as_they_are() -> None:
+    (tile,) = tiles_of(TensorSpec("t", "BF16", (8,)))
+    place, flat = Widened(Place(tile, True)), np.full(8, 0x3F800001, np.uint32)
+    at, new = np.array([2, 5], np.uint32), np.array([0x8000, 0x7FC1], np.uint16)
+    place.write(flat, BlockChange(0, at, new, new))
+    assert flat.tolist() == [0x3F800001] * 2 + [0x80000000] + [0x3F800001] * 2 + [0x7FC10000] + [0x3F800001] * 2
