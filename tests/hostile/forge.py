@@ -11,6 +11,7 @@ import json
 import pickle
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ import zstandard
 
 from pulsesync import digest
 from pulsesync.chain import EPOCH_PATCHES
-from pulsesync.errors import NotFoundError, PulseError
+from pulsesync.errors import NotFoundError, NothingPublishedError, PulseError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature, tables, wire
 from pulsesync.format.history import History
@@ -611,7 +612,8 @@ class Victim:
     def reset(self) -> None:
         """Bring it back to the base, by a sync of what was published."""
         self.refresh()
-        self.subscriber.sync(self.tensors)
+        with suppress(NothingPublishedError):  # of an anchor's sample nothing is published before it
+            self.subscriber.sync(self.tensors)
         assert self.memory.tobytes() == self.held
         self.state = self.subscriber._state
         self.kept = (self.state.sums, self.state.history, self.subscriber._held) if self.state else None

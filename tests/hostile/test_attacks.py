@@ -34,6 +34,7 @@ from pulsesync.errors import (
     LimitError,
     MissingLinkError,
     NotFoundError,
+    NothingPublishedError,
     PulseError,
     SignatureError,
     StateError,
@@ -60,7 +61,7 @@ MAX_BYTES = 64 << 20
 
 Spoil = Callable[[Version], dict[str, bytes] | None]  # changes the version, or returns what the store will hold
 
-RIGHT, NOTHING = "the right state", "nothing is held"  # what attacks come to that a reader does not have to refuse
+RIGHT = "the right state"  # what attacks come to that a reader does not have to refuse
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def test_attack_is_refused_at_once_and_leaves_no_trace(case: Attack) -> None:
         else:
             assert type(error) is case.end, f"{type(error).__name__}: {error}"
         assert target.accepted_the_right_state() if case.end == RIGHT else target.untouched
-        assert (target.subscriber.version is None) or case.end != NOTHING
+        assert (target.subscriber.version is None) or case.end is not NothingPublishedError
         assert took < MAX_SECONDS
         assert peak < MAX_BYTES
         assert target.feed(target.target.version.objects()) is None
@@ -1413,7 +1414,7 @@ def a_root_that_no_anchor_leads_to(v: Version) -> None:
     v.manifest |= {"base": None, "epoch": 1, "index": 0, "history": None}
 
 
-@attack(NOTHING, on="anchor")
+@attack(NothingPublishedError, on="anchor")
 def a_run_that_begins_with_a_patch(v: Version) -> dict[str, bytes]:
     base = {"digest": v.manifest["digest"], "version": 0}
     first = v.manifest | {"kind": "version", "version": 1, "index": 1, "base": base}
@@ -1591,27 +1592,27 @@ def an_anchor_record_of_more_than_16_mib(v: Version) -> dict[str, bytes]:
     return with_manifest(v, b" " * (1 << 24) + v.objects()[v.key])
 
 
-@attack(NOTHING, on="anchor")
+@attack(NothingPublishedError, on="anchor")
 def an_anchor_of_another_epoch(v: Version) -> None:
     v.manifest["epoch"] = 5
 
 
-@attack(NOTHING, on="anchor")
+@attack(NothingPublishedError, on="anchor")
 def an_anchor_in_the_place_of_another(v: Version) -> None:
     v.key = "anchors/0000000000000001"
 
 
-@attack(NOTHING, on="anchor")
+@attack(NothingPublishedError, on="anchor")
 def an_anchor_of_another_run(v: Version) -> None:
     v.manifest["run"] = "f" * 32
 
 
-@attack(NOTHING, on="anchor")
+@attack(NothingPublishedError, on="anchor")
 def an_anchor_of_a_later_version(v: Version) -> None:
     v.manifest["version"] = 7
 
 
-@attack(NOTHING, on="anchor")
+@attack(NothingPublishedError, on="anchor")
 def an_anchor_of_another_digest_than_its_version(v: Version) -> None:
     v.manifest["digest"] = hashlib.sha256(b"another state").hexdigest()
 
