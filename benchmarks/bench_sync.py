@@ -11,7 +11,7 @@ the new weights are in the worker's tensors. Three methods take turns, step by s
 
 - full weights: all BF16 bytes, as one object;
 - PULSE as published: `baselines.PulseCoo`, positions and values under zstd-1, as one object;
-- pulsesync: `Publisher` and `Subscriber` as they come, which look for the version by themselves (four requests).
+- pulsesync: `Publisher` and `Subscriber` as they come, which look for the version by themselves (five requests).
 
 The first two are given the object's name, and check nothing within the time; ours has checked every hash and digest
 when its time ends. After the time, each state is compared with the trainer's by SHA-256: nothing is printed otherwise.

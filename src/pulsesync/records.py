@@ -193,7 +193,8 @@ def place_of(store: Store) -> str:
     inner: Any = store
     while (under := getattr(inner, "store", None)) is not None:
         inner = under
-    return str(getattr(inner, "url", None) or getattr(inner, "folder", None) or type(inner).__name__)
+    named = (getattr(inner, fact, None) for fact in ("url", "folder", "name"))
+    return str(next((place for place in named if place), type(inner).__name__))
 
 
 def located(error: PulseError, key: str) -> PulseError:

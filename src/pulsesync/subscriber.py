@@ -573,6 +573,7 @@ class Subscriber:
         Raises:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
+        self._check_open()
         records = Records(self.store, self.trust)
         record = records.version(version)
         if record is None:
@@ -604,7 +605,7 @@ class Subscriber:
             raise VerificationError("nothing has been synced yet")
         if source is not None and not self._state.holds(source):
             raise VerificationError("these are not the tensors that were synced")
-        expected = self._state.digest
+        expected, before = self._state.digest, self._state.sums
         try:
             with self._state.lock:
                 actual = self._state.recount()
@@ -612,7 +613,9 @@ class Subscriber:
             self._forget()
             raise
         if actual != expected:
-            self._damage = f"the weights are not version {self._held.version}"
+            tiles, now = self._state.layout.tiles, self._state.sums
+            first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
+            self._damage = f"the weights are not version {self._held.version}: something else has written to {first!r}"
             self._check_scrub(expected, actual)
         return actual
 

@@ -367,8 +367,6 @@ def judge(victim: Victim, objects: dict[str, bytes]) -> str:
         if victim.forgot:
             victim.reset()
         return type(error).__name__
-    if victim.report is not None and victim.report.version is None and victim.untouched:
-        return "nothing held"  # an anchor elsewhere is none: there may be one later
     if not victim.accepted_the_right_state():
         raise MisreadError("accepted a wrong state")
     # Whoever writes the manifest may begin an epoch: then nothing is remembered, and the manifest says so.

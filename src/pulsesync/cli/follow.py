@@ -30,7 +30,10 @@ def follow(
             try:
                 flip = kept.update(version)
             except NothingPublishedError as e:
-                raise NothingThereError(str(e)) from e
+                raise NothingThereError(
+                    f"there is no run at {run}, or none of its versions can be reached yet: check the location, or try "
+                    "again later"
+                ) from e
             if flip is not None:
                 _tell(flip, printer)
                 _tell_missing(flip, folder, printer)
@@ -42,7 +45,7 @@ def follow(
         else:
             printer.note("waits", f"{folder} holds no version yet; following {run}", folder=str(folder))
         missing: tuple[str, ...] = ()
-        for flip in kept.follow(interval_s, lambda e: _told(e, printer)):
+        for flip in kept.follow(interval_s, lambda e: _told(e, run, printer)):
             _tell(flip, printer)
             if flip.missing != missing:
                 _tell_missing(flip, folder, printer)
@@ -76,5 +79,8 @@ def _tell_missing(flip: Flip, folder: Path, printer: Printer) -> None:
         )  # fmt: skip
 
 
-def _told(error: PulseError, printer: Printer) -> None:
+def _told(error: PulseError, run: str, printer: Printer) -> None:
+    if isinstance(error, NothingPublishedError):
+        printer.note("waits", f"waiting for the first version: there is none at {run} yet; is this the place?", run=run)
+        return
     printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
