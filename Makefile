@@ -12,7 +12,7 @@ OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test gpu-test gpu-bench lint format bench golden fuzz clean
+.PHONY: help demo smollm2 test gpu-test gpu-bench lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,6 +49,9 @@ bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
 
 golden: $(VENV)/.dev  ## rewrite the golden files; read CONTRIBUTING.md first
 	$(BIN)/python tests/golden/make_golden.py
+
+chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for half an hour, and count what was lost
+	$(BIN)/python -m tests.chaos
 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
