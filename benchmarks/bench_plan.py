@@ -1,16 +1,22 @@
 """How far off is `pulse plan`: predicted bytes a sync, beside those of runs that were trained?
 
     python benchmarks/bench_plan.py --trace DIR --gguf FILE                     # half a minute (see recording.py)
+    python benchmarks/plan_runs.py --out RUNS.jsonl --jobs 2                    # trains; some minutes
+    python benchmarks/bench_plan.py --heldout RUNS.jsonl                        # half a minute
 
 The forecast is given what it is given on the command line: how many start weights have which exponent, how many tensors
 there are, learning rate, betas; nothing of the run. Measured are, first, the recorded run, each of whose steps is
 published as the next version of one chain with the default codec, and all that the version adds to the store counted;
 second, the three runs in results/smollm2_h200_2026-11-15.md, whose start weights come from the GGUF file; third, the
 densities that were published for Qwen2.5-1.5B, trained without masters, for which normal weights are assumed.
+
+With --heldout, forecasts are compared with the runs of plan_runs.py, to which nothing was fitted. It fails where
+`evidence.MEASURED`, which `pulse plan` quotes, is not what follows from them.
 """
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
@@ -25,6 +31,7 @@ import recording
 
 from pulsesync.publisher import Publisher
 from pulsesync.store import MemoryStore
+from pulsesync.study.predict.evidence import MEASURED, Evidence
 from pulsesync.study.predict.forecast import Forecast, Training, forecast
 from pulsesync.study.predict.models import classes_of, normal_classes
 
@@ -100,10 +107,87 @@ def show_published() -> dict[str, dict[int, float]]:
     return out
 
 
+# Runs that nothing was fitted to
+
+
+def judge(line: dict[str, Any]) -> dict[str, Any]:
+    """A measured run beside its forecast: means over all steps, over the last third, and the errors of both."""
+    run, changed, sent = line["run"], line["changed"], line["sent"]
+    optimizer = run["optimizer"] if run["optimizer"] in ("adamw", "lion") else "adamw"  # Adam's, to show how far off
+    training = Training(run["lr"], tuple(run["betas"]), masters=run["masters"], optimizer=optimizer)
+    weights = {int(c): count for c, count in line["weights_by_class"].items()}
+    told = forecast(weights, line["tensors"], training, steps=len(sent))
+    late = len(sent) - max(3, len(sent) // 3)
+    out = {**run, "weights": sum(weights.values()), "steps": len(sent)}
+    for when, begin in (("", 0), ("late_", late)):
+        mean = told.mean(begin)
+        out |= {
+            f"{when}changed": statistics.mean(changed[begin:]), f"{when}predicted_changed": mean.density,
+            f"{when}bytes": statistics.mean(sent[begin:]), f"{when}predicted_bytes": mean.sizes["history"],
+        }  # fmt: skip
+        for what in ("changed", "bytes"):
+            out[f"{when}{what}_off"] = out[f"{when}predicted_{what}"] / out[f"{when}{what}"] - 1
+    return out
+
+
+def show_heldout(rows: Sequence[dict[str, Any]]) -> None:
+    print("| model | weights | optimizer | rate | steps | changed, measured / predicted | off | in the last third "
+          "| bytes a sync, measured / predicted | off | in the last third |")  # fmt: skip
+    print("|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for row in rows:
+        how = f"{row['optimizer']} {row['betas'][0]:g}, {row['betas'][1]:g}" + (
+            "" if row["masters"] else ", no masters"
+        )
+        print(f"| {row['name']} | {row['weights']:,} | {how} | {row['lr']:g} | {row['steps']} "
+              f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} | {row['changed_off']:+.0%} "
+              f"| {row['late_changed_off']:+.0%} | {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} "
+              f"| {row['bytes_off']:+.0%} | {row['late_bytes_off']:+.0%} |")  # fmt: skip
+
+
+def evidence_of(rows: Sequence[dict[str, Any]]) -> dict[Any, tuple[Evidence, ...]]:
+    """The table that `pulse plan` quotes: errors rounded outwards to whole per cents."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["optimizer"] in ("adamw", "lion") and row["counted"]:
+            key = row["optimizer"], tuple(row["betas"]), row["masters"], "trained" if row["trained"] else "random"
+            groups.setdefault(key, []).append(row)
+    found: dict[Any, tuple[Evidence, ...]] = {}
+    for (*key, kind), some in sorted(groups.items(), key=str, reverse=True):
+        sides = [_outwards([row[what] for row in some]) for what in ("bytes_off", "changed_off")]
+        rates = [row["lr"] for row in some]
+        one = Evidence(kind, len(some), len({row["name"] for row in some}), (min(rates), max(rates)), *sides)
+        found[tuple(key)] = (*found.get(tuple(key), ()), one)
+    return found
+
+
+def _outwards(errors: Sequence[float]) -> tuple[float, float]:
+    return math.floor(100 * min(errors)) / 100, math.ceil(100 * max(errors)) / 100
+
+
+def report_heldout(path: Path) -> None:
+    rows = [judge(json.loads(line)) for line in path.read_text().splitlines()]
+    show_heldout(rows)
+    found = evidence_of(rows)
+    print("\n" + "\n".join(f"    {key!r}: {value!r}," for key, value in found.items()))
+    print("\n" + json.dumps({"bench": "plan heldout", "runs": rows, "versions": versions()}))
+    if found != MEASURED:
+        raise SystemExit("evidence.MEASURED is not what these runs give; the table above is")
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("pulsesync", "numpy", "numba")} | {"python": platform.python_version()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    recording.add_arguments(parser, required=True)
+    recording.add_arguments(parser, required=False)
+    parser.add_argument("--heldout", type=Path, help="what plan_runs.py wrote")
     asked = parser.parse_args()
+    if asked.heldout:
+        report_heldout(asked.heldout)
+        return
+    if not asked.trace:
+        parser.error("give --heldout, or --trace")
     start, changed, sent = publish_recorded(recording.load(asked.trace, asked.gguf))
     began = time.perf_counter()
     told = forecast(start, TENSORS, Training(3e-6), steps=len(sent))
@@ -124,8 +208,7 @@ def main() -> None:
     show_steps(rows[0])
     print("\nQwen2.5-1.5B without masters, warm-up 20: share that changes over k steps, published / predicted\n")
     published = show_published()
-    versions = {name: version(name) for name in ("pulsesync", "numpy", "numba")} | {"python": platform.python_version()}
-    print("\n" + json.dumps({"bench": "plan", "runs": rows, "published": published, "versions": versions}))
+    print("\n" + json.dumps({"bench": "plan", "runs": rows, "published": published, "versions": versions()}))
 
 
 if __name__ == "__main__":

@@ -207,35 +207,39 @@ def plan(
     lr: Amount,
     bandwidth: str,
     step_time: Amount,
-    betas: str = "0.9,0.999",
+    optimizer: Literal["adamw", "lion", "muon", "sgd"] = "adamw",
+    betas: str = "",
     dtype: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2", "F32"] = "BF16",
     masters: bool = True,
     warm_up: Count = 0,
     every: Natural = 1,
+    cores: Natural | None = None,
     json: Json = False,
 ) -> int:
     """Predict what a run will send, before any training: bytes a sync, seconds, utilisation, bandwidth needed.
 
-    From how large the weights are, it simulates what Adam does to some thousand of them, and what patches of that take.
-    The answer says how far it was off on runs that were measured.
+    From how large the weights are, it simulates what the optimizer does to some thousand of them, and what patches of
+    that take. The answer says how far such forecasts were off on real runs of this kind, or that this was not measured.
 
     Args:
         model: A checkpoint (a safetensors file, or a folder with them), or a config.json, or a folder with that.
         lr: Learning rate.
         bandwidth: Of the link to a worker, such as 200mbit or 10gbit.
         step_time: Seconds for an optimizer step with its rollouts, without any sync.
-        betas: Adam's.
+        optimizer: There are forecasts for adamw (Adam, too) and lion; muon and sgd are refused, with the reason.
+        betas: Of the optimizer; 0.9,0.999 for adamw and 0.9,0.99 for lion if not given.
         dtype: What inference uses; weights in another are cast.
         masters: Whether the optimizer keeps FP32 master weights; --no-masters if the model is trained in its dtype.
         warm_up: Steps in which the learning rate rises to --lr.
         every: Steps in a sync.
+        cores: That encode and decode, at each end; those of this machine if not given.
         json: Print one JSON object, for machines.
     """
     from pulsesync.cli.plan import plan as work
 
     return work(
-        model, dtype=dtype, lr=lr, betas=betas, warm_up=warm_up, masters=masters, every=every, bandwidth=bandwidth,
-        step_time=step_time, as_json=json,
+        model, dtype=dtype, lr=lr, optimizer=optimizer, betas=betas, warm_up=warm_up, masters=masters, every=every,
+        bandwidth=bandwidth, step_time=step_time, cores=cores, as_json=json,
     )  # fmt: skip
 
 

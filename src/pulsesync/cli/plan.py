@@ -9,25 +9,38 @@ from rich.progress import Progress
 
 from pulsesync.cli.options import NothingThereError, Printer, UsageError, read_rate
 from pulsesync.errors import NotFoundError
-from pulsesync.study.predict.forecast import MOST_STEPS, Training
+from pulsesync.study.predict import evidence, theory
+from pulsesync.study.predict.evidence import Evidence
+from pulsesync.study.predict.forecast import MOST_STEPS, Optimizer, Training
 from pulsesync.study.predict.models import Model, read_model
-from pulsesync.study.predict.plan import CODECS, CORES, GOAL, LITTLE, MEASURED, NO_MASTERS, Plan, make_plan
+from pulsesync.study.predict.plan import CODECS, GOAL, LITTLE, Plan, make_plan
 
+NOT_MEASURED = "not measured"
 _NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
+_BETAS: dict[Optimizer, theory.Betas] = {"adamw": theory.ADAM, "lion": theory.LION}
+# Why there is no forecast for these.
+_NO_THEORY = {
+    "muon": "its moves depend on whole matrices, and its learning rate is scaled differently from one implementation "
+    "to the next",
+    "sgd": "its moves are as long as the gradients, which a checkpoint does not show",
+}
 
 
 def plan(
-    model: Path, *, dtype: str, lr: float, betas: str, warm_up: int, masters: bool, every: int, bandwidth: str,
-    step_time: float, as_json: bool,
+    model: Path, *, dtype: str, lr: float, optimizer: str, betas: str, warm_up: int, masters: bool, every: int,
+    bandwidth: str, step_time: float, cores: int | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Print the plan; exit code 0. Raises: PulseError; UsageError, NothingThereError."""
-    training = Training(_positive(lr, "--lr"), read_betas(betas), warm_up, masters, every)
+    known = _known(optimizer)
+    training = Training(
+        _positive(lr, "--lr"), read_betas(betas) if betas else _BETAS[known], warm_up, masters, every, known
+    )
     if 2 * every > MOST_STEPS:
         raise UsageError(
             f"--every {every}: give {MOST_STEPS // 2} at most, a plan looks no further than two such syncs"
         )
     link, step_s = read_rate(bandwidth, "--bandwidth"), _positive(step_time, "--step-time")
-    made = make_plan(_look(model, dtype), training, link, step_s, dtype)
+    made = make_plan(_look(model, dtype), training, link, step_s, dtype, cores=cores)
     if as_json:
         print(json.dumps(facts(made)))
         return 0
@@ -41,8 +54,18 @@ def plan(
     return 0
 
 
-def read_betas(text: str) -> tuple[float, float]:
-    """Adam's betas from text such as 0.9,0.999. Raises: UsageError."""
+def _known(optimizer: str) -> Optimizer:
+    for name in _BETAS:
+        if name == optimizer:
+            return name
+    raise UsageError(
+        f"--optimizer must be one of {', '.join(_BETAS)}; got {optimizer}, for which there is no forecast: "
+        f"{_NO_THEORY[optimizer]}. Record some steps with pulsesync.study.Recorder and show them with pulse study"
+    )
+
+
+def read_betas(text: str) -> theory.Betas:
+    """An optimizer's betas from text such as 0.9,0.999. Raises: UsageError."""
     try:
         first, second = (float(beta) for beta in text.split(","))
     except ValueError:
@@ -75,15 +98,21 @@ def facts(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model.name, "source": plan.model.source, "weights": plan.model.size,
         "tensors": plan.model.tensors, "dtype": plan.dtype, "full_bytes": plan.full_bytes,
-        "lr": plan.training.lr, "betas": plan.training.betas, "masters": plan.training.masters,
-        "every": plan.training.every, "bandwidth": plan.bandwidth, "between_s": plan.step_s,
+        "lr": plan.training.lr, "optimizer": plan.training.optimizer, "betas": plan.training.betas,
+        "masters": plan.training.masters, "every": plan.training.every,
+        "bandwidth": plan.bandwidth, "between_s": plan.step_s,
         "changed": {"first": told.first.density, "highest": told.highest.density, "plateau": told.plateau.density},
         "windows": told.windows, "critical_magnitude": plan.critical,
         "ways": {codec: vars(way) | {"bandwidth_for_90": plan.needed_bandwidth(codec), "sync_s": plan.took.get(codec)}
                  for codec, way in plan.ways.items()},
         "best": plan.best, "enough": plan.enough, "anchor_syncs": plan.anchor_syncs,
-        "joiner_bytes": average, "joiner_most_bytes": most, "error": plan.error, "unlike_measured": plan.unlike,
+        "joiner_bytes": average, "joiner_most_bytes": most, "cores": plan.cores,
+        "error": {one.kind: _error_facts(one) for one in plan.evidence} or NOT_MEASURED, "unlike_measured": plan.unlike,
     }  # fmt: skip
+
+
+def _error_facts(one: Evidence) -> dict[str, Any]:
+    return {"runs": one.runs, "models": one.models, "bytes": one.bytes_off, "changed": one.density_off}
 
 
 def _sentences(plan: Plan) -> list[str]:
@@ -128,7 +157,7 @@ def _advice(plan: Plan) -> list[str]:
         f"codec     {_codec(plan)}",
         f"anchors   every {plan.anchor_syncs:,} syncs, when the patches since add up to one state; "
         f"a late joiner fetches {size(average)} on average, {size(most)} at most, less with pulse squash",
-        f"expect    {_expect(plan)}",
+        *_expect(plan),
     ]
     if plan.model.assumed:
         lines.append("          magnitudes were assumed: a checkpoint in place of its config.json gives a better plan")
@@ -138,13 +167,20 @@ def _advice(plan: Plan) -> list[str]:
     return lines
 
 
-def _expect(plan: Plan) -> str:
-    if plan.error is None:
-        bare = "" if plan.training.masters else f". Without masters: {NO_MASTERS}"
-        return f"how far this is off was not measured for {', '.join(plan.unlike)}; only on {MEASURED}{bare}"
-    low, high = (plan.ways["history"].size_bytes * (1 + sign * plan.error) for sign in (-1, 1))
-    why = f"a judgement; measured, from checkpoints, on {MEASURED}" if plan.model.assumed else f"measured on {MEASURED}"
-    return f"± {plan.error:.0%}, {size(low)} to {size(high)} a sync of history: {why}"
+def _expect(plan: Plan) -> list[str]:
+    if not plan.evidence:
+        return [f"expect    error {NOT_MEASURED} for {'; '.join(plan.unlike)}"]
+    size_bytes = plan.ways["history"].size_bytes
+    lines = []
+    for one in plan.evidence:
+        (low, high), (fewer, more) = one.bytes_off, one.density_off
+        lines.append(
+            f"expect    {size(size_bytes / (1 + high))} to {size(size_bytes / (1 + low))} a sync of history for a "
+            f"{one.kind} model: forecasts for {one.runs} runs of {one.models} such models, no constant fitted to them, "
+            f"were {low:+.0%} to {high:+.0%} off in bytes and {fewer:+.0%} to {more:+.0%} in changes"
+        )
+    first, last = evidence.STEPS
+    return [*lines, f"          over the first {first} to {last} steps; for later steps the error is {NOT_MEASURED}"]
 
 
 def _codec(plan: Plan) -> str:
@@ -152,7 +188,7 @@ def _codec(plan: Plan) -> str:
     name = "auto, which is history" if plan.best == "history" else plan.best
     return (
         f"{name}: the fewest bytes of what is quickest, or under {LITTLE:.0%} of a step, with encoding and decoding on "
-        f"{CORES} cores counted ({took})"
+        f"{plan.cores} cores at each end counted ({took}); --cores changes their number"
     )
 
 

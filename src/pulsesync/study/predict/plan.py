@@ -4,7 +4,8 @@
     plan.ways["history"].size_bytes, plan.needed_bandwidth(plan.best)
 
 Utilisation is U = step / (step + sync), where a sync is what its bytes take on the link and a step is all that happens
-between two of them. The forecast behind it is a mean: single syncs differ by more, the first ones by most.
+between two of them. The forecast behind it is a mean: single syncs differ by more, the first ones by most. How far such
+means were off is in `evidence`, for the kinds of runs that were measured; of other kinds a plan claims nothing.
 """
 
 from collections.abc import Mapping
@@ -13,22 +14,15 @@ from dataclasses import dataclass, replace
 from pulsesync.costs import ASSUMED, Costs, Load, Method, Work
 from pulsesync.costs import Way as Assumed
 from pulsesync.model import DTYPES
-from pulsesync.study.predict import theory
+from pulsesync.parallel import default_threads
+from pulsesync.study.predict import evidence, theory
+from pulsesync.study.predict.evidence import Evidence
 from pulsesync.study.predict.forecast import Forecast, Sync, Training, forecast
 from pulsesync.study.predict.models import Model
 
 GOAL = 0.9  # utilisation that is asked for
 ENOUGH = 0.98  # utilisation with full weights beyond which patches gain little
 CODECS = ("history", "context", "gap", "plain", "full")  # the fewest bytes first
-# Mean bytes a sync of `history`, predicted against measured; benchmarks/results/plan_*.md has them step by step.
-MEASURED = "four runs of SmolLM2-135M, 1e-6 to 1e-5: means 0 to 12 % too low, single syncs 5 to 13 % off on average"
-NO_MASTERS = (
-    "from normal weights of 0.02, densities published for Qwen2.5-1.5B at 5e-7 to 5e-6 were told 53 % too low to 17 % "
-    "too high (1 to 32 steps)"
-)
-MEASURED_RATES = (1e-6, 1e-5)
-ERROR, ASSUMED_ERROR = 0.25, 0.6  # as a share, for runs like these, and, a judgement, with assumed magnitudes
-CORES = 16  # at each end, for encoding and decoding; `costs.ASSUMED` is of two
 LITTLE = 0.02  # of a step: a sync that takes less is quick enough, so that bytes decide
 _METHODS: Mapping[Method, str] = {"coded": "history", "gap": "gap", "dense": "full"}  # what a publisher can do
 
@@ -56,6 +50,7 @@ class Plan:
     ways: Mapping[str, Way]  # by codec, and "full"
     best: str  # of the ways
     took: Mapping[str, float]  # seconds of a sync, by way, with encoding and decoding
+    cores: int  # at each end, for encoding and decoding
 
     @property
     def full_bytes(self) -> int:
@@ -64,24 +59,23 @@ class Plan:
     @property
     def unlike(self) -> tuple[str, ...]:
         """In what this run differs from those that forecasts were measured on, but for the model."""
-        asked, (least, most) = self.training, MEASURED_RATES
+        asked, found = self.training, evidence.find(self.training)
         differs = {
+            "assumed magnitudes": self.model.assumed,
             self.dtype: self.dtype != "BF16",
-            "no masters": not asked.masters,
+            asked.label: not found,
             f"syncs of {asked.every} steps": asked.every != 1,
             "a warm-up": asked.warm_up > 1,
-            f"betas of {asked.betas[0]:g} and {asked.betas[1]:g}": asked.betas != theory.ADAM,
-            f"a learning rate of {asked.lr:g}": not least <= asked.lr <= most,
+            f"a learning rate of {asked.lr:g}": bool(found) and not any(one.covers(asked.lr) for one in found),
             "start weights finer than the dtype": self.dtype == "BF16" and not self.model.rounded,
         }
         return tuple(what for what, does in differs.items() if does)
 
     @property
-    def error(self) -> float | None:
-        """By how much the mean bytes of a sync may be off, as a share; None where nothing like it was measured."""
-        if self.unlike:
-            return None
-        return ASSUMED_ERROR if self.model.assumed else ERROR
+    def evidence(self) -> tuple[Evidence, ...]:
+        """How far forecasts of such runs were off, by kind of model; empty where that was not measured."""
+        found = evidence.find(self.training)
+        return () if self.unlike else tuple(one for one in found if one.covers(self.training.lr))
 
     @property
     def critical(self) -> tuple[float, float]:
@@ -114,8 +108,26 @@ class Plan:
         return anchor + self.full_bytes // 2, anchor + self.full_bytes
 
 
-def make_plan(model: Model, training: Training, bandwidth: float, step_s: float, dtype: str = "BF16") -> Plan:
-    """Plan a run: bandwidth in bits a second, step_s seconds for an optimizer step with its rollouts."""
+def make_plan(
+    model: Model,
+    training: Training,
+    bandwidth: float,
+    step_s: float,
+    dtype: str = "BF16",
+    *,
+    cores: int | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        model: what `read_model` found.
+        training: learning rate, optimizer and so on.
+        bandwidth: of the link to a worker, in bits a second.
+        step_s: seconds for an optimizer step with its rollouts.
+        dtype: the one that inference uses.
+        cores: at each end, for encoding and decoding; if not given, those of this machine.
+    """
+    cores = cores or default_threads()
     told = forecast(
         model.weights_by_class, model.tensors, training, dtype, by_scale=model.by_scale, rounded=model.rounded
     )
@@ -123,8 +135,8 @@ def make_plan(model: Model, training: Training, bandwidth: float, step_s: float,
     between_s = step_s * training.every
     mean = told.mean()
     ways = {codec: _way(codec, mean, told, full, bandwidth, between_s) for codec in CODECS}
-    took = _seconds(model.size, full, mean, bandwidth)
-    return Plan(model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took)
+    took = _seconds(model.size, full, mean, bandwidth, cores)
+    return Plan(model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took, cores)
 
 
 def _way(codec: str, mean: Sync, told: Forecast, full: int, bandwidth: float, between_s: float) -> Way:
@@ -135,10 +147,10 @@ def _way(codec: str, mean: Sync, told: Forecast, full: int, bandwidth: float, be
     return Way(size, most, seconds, between_s / (between_s + seconds))
 
 
-def _seconds(size: int, full: int, mean: Sync, bandwidth: float) -> dict[str, float]:
+def _seconds(size: int, full: int, mean: Sync, bandwidth: float, cores: int) -> dict[str, float]:
     """How long a sync by each method takes: `costs` adds up link and work, with bytes as they are forecast."""
     load = Load(size, full, mean.density * size)
-    ways = {method: _on_cores(way) for method, way in ASSUMED.items()}
+    ways = {method: _on_cores(way, cores) for method, way in ASSUMED.items()}
     for method, codec in _METHODS.items():
         if method != "dense":
             ways[method] = replace(ways[method], change_bytes=mean.sizes[codec] / max(load.changed, 1.0))
@@ -146,9 +158,11 @@ def _seconds(size: int, full: int, mean: Sync, bandwidth: float) -> dict[str, fl
     return {codec: costs.seconds(method, load) for method, codec in _METHODS.items()}
 
 
-def _on_cores(way: Assumed) -> Assumed:
+def _on_cores(way: Assumed, cores: int) -> Assumed:
+    """`costs.ASSUMED` was measured on two cores; work is taken to spread evenly over more."""
+
     def work(of: Work) -> Work:
-        return Work(of.per_weight * 2 / CORES, of.per_change * 2 / CORES)
+        return Work(of.per_weight * 2 / cores, of.per_change * 2 / cores)
 
     return Assumed(work(way.source), work(way.receiver), work(way.apply), way.change_bytes)
 

@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 Betas = tuple[float, float]
 
 ADAM: Betas = (0.9, 0.999)
+LION: Betas = (0.9, 0.99)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
