@@ -151,7 +151,7 @@ def simulate_moves(training: Training, steps: int) -> Floats:  # (steps, PATHS)
     """What the optimizer adds to weights, step by step, for gradients as the module's docstring has them."""
     words = np.random.Generator(np.random.PCG64(0))
     mean = words.standard_normal((3, PATHS)).prod(axis=0)
-    moved = {"adamw": _Adam, "lion": _Lion}[training.optimizer](training.betas)
+    moved = _Lion(training.betas) if training.optimizer == "lion" else _Adam(training.betas)
     moves = np.empty((steps, PATHS), np.float32)
     way = 0.0
     for step in range(steps):
