@@ -1,6 +1,9 @@
 """Anchors on disk, on the worker's side and on the trainer's."""
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync import Subscriber, anchors, chain
+from pulsesync import Subscriber, anchors, chain, spool
 from pulsesync.errors import ChecksumError, FormatError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -110,6 +113,35 @@ def test_of_many_who_share_a_folder_one_fetches_each_part(tmp_path: Path) -> Non
         fetched = list(pool.map(lambda spool: spool.fetch(anchor.record, anchor.store, LAYOUT)[1], spools))
     assert sum(fetched) == anchor.record.size_bytes
     assert len(anchor.store.gets) == 3
+
+
+HOLDING = """
+import fcntl, os, sys, time
+files = [os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[1:]]
+for file in files:
+    fcntl.flock(file, fcntl.LOCK_EX)
+print("holding", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_hangs_with_a_lock_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real process, because a lock belongs to one; it is stopped, as one that hangs on a dead disk would be."""
+    monkeypatch.setattr(spool, "PATIENCE_S", 0.2)
+    anchor = Anchor()
+    locks = [tmp_path / ".fetching", *(tmp_path / f".lock-{ref.id[:16]}" for ref in anchor.refs)]
+    with subprocess.Popen([sys.executable, "-c", HOLDING, *locks], stdout=subprocess.PIPE, text=True) as stuck:
+        try:
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline() == "holding\n"
+            stuck.send_signal(signal.SIGSTOP)
+            bodies, _ = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+        finally:
+            stuck.kill()
+    assert [body.index.header.id for body in bodies] == [part.id for part in anchor.parts]
+    assert caplog.text.count("does not finish") == 4
 
 
 def test_parts_of_other_anchors_are_thrown_away(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pulsesync import chain
@@ -20,6 +21,7 @@ from pulsesync.parallel import spread
 from pulsesync.records import fetch_body, fetch_part, read_again
 from pulsesync.state import Body
 from pulsesync.store import LocalStore, Store
+from pulsesync.store.turns import PATIENCE_S, locked
 
 DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
 _log = logging.getLogger(__name__)
@@ -46,12 +48,12 @@ class AnchorSpool:
         Raises:
             StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
         """
-        with self._lock(_FETCHING, fcntl.LOCK_SH):
+        with self._kept():
             got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
         return [body for body, _ in got], sum(size for _, size in got)
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
-        with self._lock(_part_lock(ref.id), fcntl.LOCK_EX):  # one process at a time fetches a part
+        with self._turn(ref):
             body, fetched = self._open(ref, store, layout, check=True), 0
             if body is None:
                 data = _download(ref, store, layout)
@@ -85,18 +87,41 @@ class AnchorSpool:
             return None
 
     @contextmanager
-    def _lock(self, name: str, how: int) -> Iterator[None]:
-        """Hold a lock of this folder. Raises: BlockingIOError, if somebody else has it and `how` is not to wait."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as e:
-            raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=str(self.folder)) from e
-        try:
-            fcntl.flock(lock, how)
+    def _turn(self, ref: PartRef) -> Iterator[None]:
+        """Let one process at a time fetch a part. One that hangs is not waited for: then two may fetch the same."""
+        with ExitStack() as stack, self._translated():
+            try:
+                stack.enter_context(locked(self.folder / _part_lock(ref.id), PATIENCE_S))
+            except TimeoutError:
+                _log.warning("Another process in %s does not finish part %s; fetching it here.", self.folder, ref.id)
             yield
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep other processes from removing parts meanwhile, unless one of them hangs while it removes some."""
+        with self._translated(), self._open_lock() as lock:
+            try:
+                _wait_for(lock, fcntl.LOCK_SH, PATIENCE_S)
+            except BlockingIOError:
+                _log.warning("Another process does not finish removing parts from %s; continuing.", self.folder)
+            yield
+
+    @contextmanager
+    def _open_lock(self) -> Iterator[int]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder / _FETCHING, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            yield lock
         finally:
             os.close(lock)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raises: StoreError, for what the disk raises."""
+        try:
+            yield
+        except OSError as e:
+            raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=str(self.folder)) from e
 
     def keep_only(self, record: Manifest | None) -> None:
         """Throw away every part that is not of this anchor; or nothing, while somebody else fetches one here."""
@@ -104,7 +129,8 @@ class AnchorSpool:
             return
         ids = [part.id for part in record.parts] if record else []
         wanted = {*ids, *map(_part_lock, ids)}
-        with suppress(BlockingIOError), self._lock(_FETCHING, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(BlockingIOError), self._open_lock() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in [*self.folder.glob("parts/*"), *self.folder.glob(_part_lock("*"))]:
                 if path.name not in wanted:
                     path.unlink(missing_ok=True)
@@ -171,6 +197,19 @@ def _read(handle: int, begin: int, size: int) -> memoryview:
     while filled < size and (count := os.preadv(handle, [data[filled:]], begin + filled)):
         filled += count
     return data[:filled].toreadonly()
+
+
+def _wait_for(lock: int, how: int, patience_s: float) -> None:
+    """Take a lock of an open file. Raises: BlockingIOError, if it is not to be had for so long."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _part_lock(id_: str) -> str:

@@ -32,7 +32,9 @@ _PIECE = WINDOW_BYTES  # bytes of an object that are read at once, from multiple
 _AHEAD = 3  # pieces read while one is sent: an upstream 50 ms away then gives 250 MB/s
 _BODIES = 32  # content-addressed objects that are read and sent at a time: with the above, 512 MiB at most
 _RECORDS = 1024  # everything else: small, and a worker that polls may wait long for a store that is away
-_SEND_TIMEOUT_S = 60.0  # for a piece; a client that takes longer is dropped, lest a few of them stop the server
+# For a piece; a client that takes longer is dropped, lest a few of them stop the server. It is as patient as our own
+# clients are with a server: 16 KiB/s.
+_SEND_TIMEOUT_S = _PIECE / (1 << 14)
 _MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 _LOG_EVERY_S = 10.0  # a store that is away fails every request; the log says it now and then

@@ -10,23 +10,22 @@ too, so that it is known while the store is away.
     parts%2F<id>@0!       a piece that a reader reported as bad, kept until it has been fetched again
 """
 
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from pulsesync.errors import FormatError, StoreError
 from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Entry, Store, forget, size_of
+from pulsesync.store.turns import PATIENCE_S, locked
 
 MAX_BYTES = 1 << 34  # of what a cache keeps unless it is given another limit
 
@@ -37,8 +36,6 @@ _SUSPECT = "!"  # behind the name of a file; a quoted key contains neither ! nor
 _PROBES = 64  # pieces that are looked for ahead of one that is missing
 _LOCK = ".lock-"
 _SPOOL = ".spool-"
-_BEAT_S = 1.0  # between two signs of life of a process that fetches
-_LONGEST_WAIT_S = 900.0  # for a process that shows signs of life
 _ASK_AGAIN_S = 10.0  # after the store failed: it may take as long to fail each time
 
 T = TypeVar("T")
@@ -70,7 +67,7 @@ class CachedStore:
         folder: str | os.PathLike[str],
         max_bytes: int | None = MAX_BYTES,
         *,
-        patience_s: float = 15.0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.store = store
         self.folder = Path(folder)
@@ -218,7 +215,7 @@ class CachedStore:
         with ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(self.folder / f"{_LOCK}{name}", self._patience_s))
+                stack.enter_context(locked(self.folder / f"{_LOCK}{name}", self._patience_s))
             except TimeoutError:
                 logger.warning("Another process in %s does not get on with %s; fetching it here.", self.folder, name)
             except OSError:  # as for every other failure of the disk: it costs the cache alone
@@ -356,63 +353,3 @@ def _is_named_by(key: str, size: int, pieces: Iterator[bytes]) -> bool:
         if length or hashed.hexdigest() != digest:
             return False
     return True
-
-
-@contextmanager
-def _locked(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold the lock of a file that is there only while a process holds it or waits for it.
-
-    Raises:
-        TimeoutError: the holder shows no sign of life, or does not come to an end.
-        OSError: the disk cannot lock.
-    """
-    file = _acquire(path, patience_s)
-    done = threading.Event()
-    thread = threading.Thread(target=_show_life, args=(file, done), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        file.close()
-
-
-def _acquire(path: Path, patience_s: float) -> IO[bytes]:
-    began = alive = time.monotonic()
-    beat, pause_s = 0, 0.001
-    while True:
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_open_as(path, file.fileno()):
-                return file
-            file.close()  # its holder has removed it, and the next one holds another file of that name
-            continue
-        except BlockingIOError:
-            now, seen = time.monotonic(), os.fstat(file.fileno()).st_mtime_ns
-            file.close()
-        except BaseException:
-            file.close()
-            raise
-        if seen != beat:  # compared with itself: the clock of the disk may be another one
-            beat, alive = seen, now
-        if now - alive > patience_s or now - began > _LONGEST_WAIT_S:
-            raise TimeoutError(f"{path} was locked for {now - began:.0f} s")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-
-
-def _show_life(file: IO[bytes], done: threading.Event) -> None:
-    while not done.wait(_BEAT_S):
-        with suppress(OSError):
-            os.utime(file.fileno())
-
-
-def _is_open_as(path: Path, handle: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False

@@ -1,0 +1,78 @@
+"""Turns: of the processes of a host that want to fetch the same thing, one does, and the others wait for it.
+
+A process that fetches touches its lock every second. If it is stopped, or hangs with its machine, those who wait notice
+that and go on without it: no process can hold up the others for ever.
+"""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+PATIENCE_S = 15.0  # for a process that shows no sign of life
+_BEAT_S = 1.0  # between two signs of life of a process that fetches
+_LONGEST_WAIT_S = 900.0  # for a process that shows signs of life
+
+
+@contextmanager
+def locked(path: Path, patience_s: float) -> Iterator[None]:
+    """Hold the lock of a file that is there only while a process holds it or waits for it.
+
+    Raises:
+        TimeoutError: the holder shows no sign of life, or does not come to an end.
+        OSError: the disk cannot lock.
+    """
+    file = _acquire(path, patience_s)
+    done = threading.Event()
+    thread = threading.Thread(target=_show_life, args=(file, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        file.close()
+
+
+def _acquire(path: Path, patience_s: float) -> IO[bytes]:
+    began = alive = time.monotonic()
+    beat, pause_s = 0, 0.001
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_open_as(path, file.fileno()):
+                return file
+            file.close()  # its holder has removed it, and the next one holds another file of that name
+            continue
+        except BlockingIOError:
+            now, seen = time.monotonic(), os.fstat(file.fileno()).st_mtime_ns
+            file.close()
+        except BaseException:
+            file.close()
+            raise
+        if seen != beat:  # compared with itself: the clock of the disk may be another one
+            beat, alive = seen, now
+        if now - alive > patience_s or now - began > _LONGEST_WAIT_S:
+            raise TimeoutError(f"{path} was locked for {now - began:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+
+
+def _show_life(file: IO[bytes], done: threading.Event) -> None:
+    while not done.wait(_BEAT_S):
+        with suppress(OSError):
+            os.utime(file.fileno())
+
+
+def _is_open_as(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
