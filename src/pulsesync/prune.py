@@ -26,7 +26,7 @@ LOOK_EVERY = 100  # bodies that are deleted after a look at what there is, befor
 LISTED_A_CALL = 1000  # keys in an answer of a store's listing
 _RECORDS = ("manifests/", "anchors/", "squashes/")
 _BODIES = ("parts/", "files/", "layouts/")
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -179,5 +179,5 @@ def _still_unused(store: Store, doomed: list[Entry], records: Records, seen: Col
     named = {key for record in map(records.look, keys) if record for key in _bodies(record)}
     going = [entry for entry in doomed if entry in there and entry.key not in named]
     if len(going) < len(doomed):
-        _log.info("%d bodies were put again while they were to be deleted, and stay.", len(doomed) - len(going))
+        logger.info("%d bodies were put again while they were to be deleted, and stay.", len(doomed) - len(going))
     return going

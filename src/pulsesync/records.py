@@ -36,7 +36,7 @@ MAX_PROBES = 1 << 16  # versions that a head may lag behind
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
 HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _KINDS = {"manifests": Kind.VERSION, "anchors": Kind.ANCHOR, "squashes": Kind.SQUASH}
 
@@ -127,7 +127,7 @@ class Records:
         except (FormatError, ChainError) as e:
             if (key := chain.manifest_key(version)) not in self.avoid:  # it is read once more
                 raise
-            _log.warning("%s cannot be read, so nobody knows whether the run is still the same: %s.", key, e)
+            logger.warning("%s cannot be read, so nobody knows whether the run is still the same: %s.", key, e)
             return
         newest = None
         if published is None:
@@ -240,7 +240,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
         with forgetting(store, key):
             return read()
     except FormatError as e:
-        _log.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
+        logger.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
     with forgetting(store, key):
         return read()
 

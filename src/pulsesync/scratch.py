@@ -16,7 +16,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _LOCK = ".lock"
 _PREFIX = "pulse-"
 
@@ -70,7 +70,7 @@ def _make(where: Path, kind: str) -> tuple[Path, int | None]:
         except BlockingIOError:  # a sweeping process has opened the file before it was locked, and removes it
             mine = False
         except OSError as e:
-            _log.info("%s has no locks (%s): %s stays there if this process is killed.", where, e.strerror, path)
+            logger.info("%s has no locks (%s): %s stays there if this process is killed.", where, e.strerror, path)
             _lock_of(path).unlink(missing_ok=True)
             os.close(lock)
             path.mkdir(mode=0o700)
@@ -106,7 +106,7 @@ def _remove_abandoned(lock: Path) -> None:
             if path.lstat().st_uid != os.getuid():
                 return
             shutil.rmtree(path)
-            _log.info("Removed %s, which a process that has ended left behind.", path)
+            logger.info("Removed %s, which a process that has ended left behind.", path)
         lock.unlink(missing_ok=True)
     finally:
         os.close(handle)

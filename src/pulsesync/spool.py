@@ -24,7 +24,7 @@ from pulsesync.store import LocalStore, Store
 from pulsesync.store.turns import PATIENCE_S, locked
 
 DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _FETCHING = ".fetching"  # locked by all who fetch, together, and alone by one who throws away
 
 
@@ -93,7 +93,7 @@ class AnchorSpool:
             try:
                 stack.enter_context(locked(self.folder / _part_lock(ref.id), PATIENCE_S))
             except TimeoutError:
-                _log.warning("Another process in %s does not finish part %s; fetching it here.", self.folder, ref.id)
+                logger.warning("Another process in %s does not finish part %s; fetching it here.", self.folder, ref.id)
             yield
 
     @contextmanager
@@ -103,7 +103,7 @@ class AnchorSpool:
             try:
                 _wait_for(lock, fcntl.LOCK_SH, PATIENCE_S)
             except BlockingIOError:
-                _log.warning("Another process does not finish removing parts from %s; continuing.", self.folder)
+                logger.warning("Another process does not finish removing parts from %s; continuing.", self.folder)
             yield
 
     @contextmanager
@@ -177,7 +177,7 @@ class _FileSections(Mapping[int, memoryview]):
             try:
                 return self.read(number)
             except (ChecksumError, OSError) as e:
-                _log.warning("%s was changed while it was in use (%s). Fetching the part again.", self._path, e)
+                logger.warning("%s was changed while it was in use (%s). Fetching the part again.", self._path, e)
             self._replacement = memoryview(self._download())
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)

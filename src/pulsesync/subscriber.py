@@ -52,7 +52,7 @@ REPLANS = 3  # times that a sync looks for another way when an object on the fir
 AHEAD = 4  # patches fetched before they are decoded
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a store with nothing new, and the longest
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Subscriber:
                     if not awaited or left_s <= 0:
                         raise
                     if not waiting:
-                        _log.info("Waiting up to %.0f s for the first version at %s.", wait_s, place_of(self.store))
+                        logger.info("Waiting up to %.0f s for the first version at %s.", wait_s, place_of(self.store))
                     waiting = True
                 self._closed.wait(min(pause_s, left_s))
                 self._check_open()
@@ -290,7 +290,7 @@ class Subscriber:
             except StoreError as e:
                 if not e.retryable:
                     raise
-                _log.warning("The store did not answer, and will be asked again: %s.", e)
+                logger.warning("The store did not answer, and will be asked again: %s.", e)
             else:
                 if report.path:
                     yield report
@@ -339,7 +339,7 @@ class Subscriber:
         damaged = self._state.find_damaged() if self._state is not None and self._held is not None else ()
         if damaged:
             assert self._held is not None
-            _log.warning(
+            logger.warning(
                 "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
                 "weights are loaded again from an anchor.", len(damaged), self._held.version, damaged[0],
             )  # fmt: skip
@@ -386,7 +386,7 @@ class Subscriber:
             except RunChangedError as e:
                 if not follow_replaced:
                     raise
-                _log.warning("Starting over from an anchor: %s.", e)
+                logger.warning("Starting over from an anchor: %s.", e)
                 self._forget()
                 return self._goal(version, records)
         except StoreError as e:

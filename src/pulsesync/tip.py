@@ -23,7 +23,7 @@ from pulsesync.state import State, Transition
 from pulsesync.store import CachedStore, Store
 
 Sign = Callable[[Manifest], bytes]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +188,10 @@ def keep_body(store: Store, part: EncodedPart) -> None:
     try:
         origin.get(key, 0, 1)
     except NotFoundError:
-        _log.info("%s was deleted while the version that names it was made. Putting it again.", key)
+        logger.info("%s was deleted while the version that names it was made. Putting it again.", key)
         store.put(key, part.data)
     except StoreError as e:
-        _log.warning("Could not check that %s is still there: %s", key, e)
+        logger.warning("Could not check that %s is still there: %s", key, e)
 
 
 def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:

@@ -68,7 +68,7 @@ from pulsesync.subscriber import Subscriber, SyncReport
 
 MARK, HISTORY, LOCK, CURRENT, CACHE = "pulse.json", "pulse.history", ".lock", "current", ".cache"
 CACHE_BYTES = 4 << 30
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0  # between attempts, while the store does not answer
 
 
@@ -217,7 +217,7 @@ class HuggingFaceFolder:
         except RunChangedError as e:
             if not self.follow_replaced:
                 raise
-            _log.warning("Starting over from an anchor: %s.", e)
+            logger.warning("Starting over from an anchor: %s.", e)
             held = None
         if version is not None:
             goal = records.version(version)
