@@ -27,7 +27,7 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest, PartRef
 from pulsesync.state import Body
-from pulsesync.store import Store, forget
+from pulsesync.store import Store, forget, origin_of
 
 HINT_BYTES = 32
 LOOK_AGAIN_S = 1.5  # after which a relay, which remembers for a second what was missing, has asked the store again
@@ -267,7 +267,7 @@ def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
     patch.check_fits(layout, anchor.size_bytes)
     for ref in anchor.parts:
         key = chain.part_key(ref.id)
-        if ref.size and not store.get(key, ref.size - 1, ref.size):
+        if ref.size and not origin_of(store).get(key, ref.size - 1, ref.size):
             raise FormatError(f"part {ref.id[:12]} is shorter than {ref.size} bytes", part=ref.id, key=key)
 
 

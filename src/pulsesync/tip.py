@@ -20,7 +20,7 @@ from pulsesync.format.manifest import Base, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.state import State, Transition
-from pulsesync.store import CachedStore, Store
+from pulsesync.store import Store, origin_of
 
 Sign = Callable[[Manifest], bytes]
 logger = logging.getLogger(__name__)
@@ -184,9 +184,8 @@ def keep_body(store: Store, part: EncodedPart) -> None:
     Its bytes may be those of an earlier patch, whose part a prune was about to delete when this one was put.
     """
     key = chain.part_key(part.id)
-    origin = store.store if isinstance(store, CachedStore) else store
     try:
-        origin.get(key, 0, 1)
+        origin_of(store).get(key, 0, 1)
     except NotFoundError:
         logger.info("%s was deleted while the version that names it was made. Putting it again.", key)
         store.put(key, part.data)

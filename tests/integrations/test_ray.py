@@ -314,8 +314,8 @@ class _Rollout:
         self.sub = link.subscriber(slices=slices)
         self.weights = cut({name: np.zeros_like(array) for name, array in state_at(0).items()}, slices)
 
-    def sync(self) -> tuple[int | None, dict[str, Any], tuple[str, ...]]:
-        report = self.sub.sync(self.weights)
+    def sync(self) -> tuple[int, dict[str, Any], tuple[str, ...]]:
+        report = self.sub.sync(self.weights, wait_s=30)
         return report.version, {name: array.view(np.uint8) for name, array in self.weights.items()}, report.path
 
     def process(self) -> int:
@@ -359,8 +359,11 @@ def test_shards_of_trainers_reach_rollouts_of_another_layout(
     link: Link, size: int, options: dict[str, Any], slices: list[dict[str, Slice | None]]
 ) -> None:
     trainers, rollouts = start(link, size, slices, **options)
-    assert [one[0] for one in ray.get([r.sync.remote() for r in rollouts])] == [None] * len(slices)  # none yet
-    for step in range(5):
+    waiting = [one.sync.remote() for one in rollouts]  # for the first version, which is not there yet
+    assert ray.wait(waiting, timeout=0.3)[0] == []
+    assert ray.get([one.publish.remote(0) for one in trainers]) == [0] * size
+    assert [version for version, _, _ in ray.get(waiting)] == [0] * len(slices)
+    for step in range(1, 5):
         assert ray.get([one.publish.remote(step) for one in trainers]) == [step] * size
         check(rollouts, slices, step)
 

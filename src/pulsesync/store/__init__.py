@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.store.base import Entry, Store, forget, size_of
-from pulsesync.store.cache import CachedStore
+from pulsesync.store.cache import CachedStore, origin_of
 from pulsesync.store.local import LocalStore
 from pulsesync.store.memory import MemoryStore, named
 from pulsesync.store.object import ObjectStore
@@ -25,6 +25,7 @@ __all__ = [
     "ThrottledStore",
     "forget",
     "open_store",
+    "origin_of",
     "size_of",
 ]
 

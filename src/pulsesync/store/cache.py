@@ -306,6 +306,11 @@ class CachedStore:
         self._room_bytes = self._max_bytes // 32
 
 
+def origin_of(store: Store) -> Store:
+    """Return the store behind a cache, to see what is there now; a read of one byte fetches a whole piece otherwise."""
+    return store.store if isinstance(store, CachedStore) else store
+
+
 def folder_bytes(folder: Path) -> int:
     """Return the bytes that a cache takes in its folder; none if there is no folder."""
     try:
