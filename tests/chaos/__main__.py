@@ -1,6 +1,6 @@
 """The long form of the trial, by hand: `make chaos`. Prints a line for each trial, then a table, then JSON lines.
 
-    python -m tests.chaos [--kills 120] [--points 40] [--json FILE]
+    python -m tests.chaos [--kills 100] [--points 40] [--seeds 2] [--json FILE]
 
 Ends with 1 if a weight was wrong or a publish was lost in silence anywhere; a trial that cannot go on raises.
 """
@@ -40,7 +40,7 @@ def plan(kills: int, points: int, seeds: range) -> list[Trial]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--kills", type=int, default=60, help="kills for each transport and seed")
+    parser.add_argument("--kills", type=int, default=100, help="kills for each transport and seed")
     parser.add_argument(
         "--points", type=int, default=40, help="store calls at which the interpreter ends, three ways each"
     )

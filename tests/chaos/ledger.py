@@ -65,7 +65,7 @@ def _balance_publisher(
     resolved = {line["step"]: line for line in lines if line["event"] == "resolved"}
     failed = {line["step"] for line in lines if line["event"] == "failed"}
     raised = {line.get("step") for line in lines if line["event"] == "raised"}
-    was_loud = bool(raised) or any(line["event"] == "logged" for line in lines)
+    was_loud = bool(raised) or any(line["event"] == "logged" and line["level"] == "ERROR" for line in lines)
     counts.publishes += len(begun)
     for step in begun:
         if step in resolved:
