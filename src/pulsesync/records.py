@@ -145,6 +145,15 @@ class Records:
             key="manifests/", location=place,
         )  # fmt: skip
 
+    def no_anchor(self, goal: Manifest) -> NothingPublishedError:
+        """The error for a version that is published before the first anchor of its run."""
+        place = place_of(self.store)
+        return NothingPublishedError(
+            f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the first "
+            "anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
+            key=chain.anchor_key(goal.epoch), location=place, version=goal.version,
+        )  # fmt: skip
+
     def _head(self) -> int:
         try:
             text = self.store.get(chain.HEAD, 0, HINT_BYTES)

@@ -433,12 +433,7 @@ class Subscriber:
         except MissingLinkError:
             if self._held is not None or goal.anchor is not None or records.avoid:
                 raise
-            place, key = place_of(self.store), chain.anchor_key(goal.epoch)
-            raise NothingPublishedError(
-                f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the "
-                "first anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
-                key=key, location=place, version=goal.version,
-            ) from None  # fmt: skip
+            raise records.no_anchor(goal) from None
         for record in way:
             if error := progress.refused.get(records.key_of(record)):
                 raise error  # before anything else on this path is fetched again

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,47 @@ def test_following_nothing_once_is_exit_code_3(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
     assert pulse("follow", tmp_path / "run", tmp_path / "mine", "--once").refused(1, "something else")
+
+
+def test_following_a_run_without_its_first_anchor_once_is_exit_code_3(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    pulse("publish", checkpoints.next(), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "anchors")
+    assert pulse("follow", tmp_path / "run", tmp_path / "f", "--once").refused(3, "try again later")
+    assert not (tmp_path / "f" / "current").exists()
+
+
+def follow_a_while(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """What `pulse follow` reports on stderr until it waits for the third time."""
+    waits = iter([False, False, True])
+
+    def wait(seconds: float) -> None:
+        if seconds and next(waits):  # 0: a second look, of one update
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", wait)
+        done = pulse("follow", *arguments)
+    assert done.code == 130
+    return done.err
+
+
+def test_a_live_follower_reports_once_what_it_waits_for(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+    run, place = tmp_path / "run", tmp_path / "f"
+    reported = follow_a_while(monkeypatch, run, place)
+    assert reported.count(f"waiting for the first version: there is none at {run} yet") == 1
+    pulse("publish", checkpoints.next(), run)
+    (run / "anchors").rename(tmp_path / "anchors")
+    reported = follow_a_while(monkeypatch, run, place)
+    assert reported.count(f"waiting for the first anchor of version 0 at {run}") == 1
+    (tmp_path / "anchors").rename(run / "anchors")
+    assert pulse("follow", run, place, "--once").code == 0
+    shutil.rmtree(run)
+    reported = follow_a_while(monkeypatch, run, place)
+    assert reported.count(f"there is no version at {run} any more; {place}/current stays version 0") == 1
+    assert "first version" not in reported
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,54 @@ def look_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
 
 
+def test_a_version_without_its_first_anchor_raises_and_a_follower_waits_and_reports_it_once(
+    trainer: Trainer, store: MemoryStore, tmp_path: Path
+) -> None:
+    trainer.publish()
+    trainer.publisher.flush()
+    (key,) = [entry.key for entry in store.list("anchors/")]
+    anchor = store.get(key)
+    store.delete(key)
+    reported: list[Exception] = []
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        with pytest.raises(NothingPublishedError, match="anchor") as caught:
+            folder.update()
+        assert caught.value.version == 0
+        assert folder.current is None
+        thread = threading.Timer(0.1, lambda: store.put(key, anchor))
+        thread.start()
+        flip = next(folder.follow(0.01, reported.append))
+        thread.join()
+    assert flip.mark.version == 0
+    assert [type(e) for e in reported] == [NothingPublishedError]
+
+
+def test_a_follower_reports_every_time_that_the_location_has_become_empty(
+    look_again_at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    reported: list[bool] = []
+    looks = iter(range(10))
+
+    def between_looks(seconds: float) -> None:
+        look = next(looks) if seconds else None  # none: a second look, of one update
+        if look == 1:
+            Trainer(store).publish()
+        if look == 3:
+            for key in ["head", *(entry.key for entry in store.list("manifests/"))]:
+                store.delete(key)
+        if look == 6:
+            raise InterruptedError
+
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
+        monkeypatch.setattr(time, "sleep", between_looks)
+        follower = folder.follow(0.01, lambda e: reported.append(isinstance(e, NothingPublishedError)))
+        assert next(follower).mark.version == 0
+        with pytest.raises(InterruptedError):
+            next(follower)
+    assert reported == [True, True]  # before the first version, and after all were removed
+
+
 def test_a_folder_of_a_run_that_was_replaced_is_an_error_unless_asked_for(
     look_again_at_once: None, tmp_path: Path
 ) -> None:

@@ -35,8 +35,8 @@ def follow(
                     "again later"
                 ) from e
             if flip is not None:
-                _tell(flip, printer)
-                _tell_missing(flip, folder, printer)
+                _report_flip(flip, printer)
+                _report_missing(flip, folder, printer)
             elif held := kept.current:
                 printer.tell("holds", f"{folder}/current is version {held.version} already", **asdict(held))
             return 0
@@ -45,15 +45,15 @@ def follow(
         else:
             printer.note("waits", f"{folder} holds no version yet; following {run}", folder=str(folder))
         missing: tuple[str, ...] = ()
-        for flip in kept.follow(interval_s, lambda e: _told(e, run, printer)):
-            _tell(flip, printer)
+        for flip in kept.follow(interval_s, lambda e: _report_error(e, run, kept, printer)):
+            _report_flip(flip, printer)
             if flip.missing != missing:
-                _tell_missing(flip, folder, printer)
+                _report_missing(flip, folder, printer)
             missing = flip.missing
     return 0
 
 
-def _tell(flip: Flip, printer: Printer) -> None:
+def _report_flip(flip: Flip, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     ways = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
     if flip.left_out:
@@ -68,7 +68,7 @@ def _tell(flip: Flip, printer: Printer) -> None:
     )  # fmt: skip
 
 
-def _tell_missing(flip: Flip, folder: Path, printer: Printer) -> None:
+def _report_missing(flip: Flip, folder: Path, printer: Printer) -> None:
     """Warn that `from_pretrained` will fail. The trainer has to help: these files travel with a version."""
     if flip.missing:
         printer.note(
@@ -79,8 +79,18 @@ def _tell_missing(flip: Flip, folder: Path, printer: Printer) -> None:
         )  # fmt: skip
 
 
-def _told(error: PulseError, run: str, printer: Printer) -> None:
-    if isinstance(error, NothingPublishedError):
-        printer.note("waits", f"waiting for the first version: there is none at {run} yet; is this the place?", run=run)
+def _report_error(error: PulseError, run: str, kept: HuggingFaceFolder, printer: Printer) -> None:
+    if not isinstance(error, NothingPublishedError):
+        printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
         return
-    printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
+    published, current = error.__dict__.get("version"), kept.current
+    if published is not None:
+        text = f"waiting for the first anchor of version {published} at {run}, which is probably still being written"
+    elif current is not None:
+        text = (
+            f"there is no version at {run} any more; {kept.folder}/current stays version {current.version}, and pulse "
+            "follow waits for the next one"
+        )
+    else:
+        text = f"waiting for the first version: there is none at {run} yet; is this the place?"
+    printer.note("waits", text, run=run)

@@ -147,9 +147,10 @@ class HuggingFaceFolder:
         return self._sides[name].mark() if name else None
 
     def follow(self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None) -> Iterator[Flip]:
-        """Yield every version that becomes current, for ever. An error that may pass is told, and tried again.
+        """Yield every version that becomes current, without end. An error that may pass is reported, and tried again.
 
-        The first version is waited for; that there is none yet is reported once, as a NothingPublishedError.
+        While there is no version that can be synced, this waits, and reports that once, as a NothingPublishedError;
+        also when all versions have been removed from the location.
 
         Raises:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help.
@@ -158,7 +159,7 @@ class HuggingFaceFolder:
         while True:
             try:
                 flip = self.update()
-                wait_s = interval_s
+                wait_s, waiting = interval_s, False
             except (SignatureError, UnsupportedError, StateError, RunChangedError):
                 raise
             except NothingPublishedError as e:
@@ -190,10 +191,8 @@ class HuggingFaceFolder:
             companions = [file for file in goal.files if is_companion(file.name)]
             contents = {file.name: self._fetch(file) for file in companions}
             plan = plan_files(self._layout_of(goal), self.shard_bytes)
-            if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()) and not self._has_room(
-                goal
-            ):
-                return None  # its first anchor is still being written
+            if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
+                self._check_room(goal)
             source = self._begin(side, plan, goal)
             report = side.sync(goal.version, self.follow_replaced)
             mark = Mark(goal.run, goal.version, goal.step, goal.digest)
@@ -234,21 +233,21 @@ class HuggingFaceFolder:
             self._layout = Records(self.store, self.trust).layout(goal.layout)
         return self._layout
 
-    def _has_room(self, goal: Manifest) -> bool:
-        """Whether there is an anchor for a run that is new here; checked before files are made as large as it says.
+    def _check_room(self, goal: Manifest) -> None:
+        """Check that there is an anchor for a run that is new here, before files are made as large as it says.
 
         Raises:
-            LimitError: the anchor cannot hold what the layout describes; MissingLinkError, FormatError, StoreError.
+            NothingPublishedError: its first anchor is still being written; LimitError: the anchor cannot hold what the
+            layout describes; MissingLinkError, FormatError, StoreError.
         """
         records = Records(self.store, self.trust)
         try:
             anchor = chain.find_way(None, goal, records.look)[0]
         except MissingLinkError:
             if goal.anchor is None:
-                return False
+                raise records.no_anchor(goal) from None
             raise
         check_room(self.store, anchor, self._layout_of(goal))
-        return True
 
     @contextmanager
     def _to_write(self) -> "Iterator[_Side]":
