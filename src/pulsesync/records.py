@@ -89,12 +89,13 @@ class Records:
     def newest(self, after: int = -1) -> Manifest | None:
         """The newest version beyond one: what head says, and then the next as long as there is one; None for none.
 
-        The hint may be stale, missing or wrong: it is where to begin, not what to believe.
+        The hint may be stale, missing or wrong: it is where to begin, not what to believe. Where nothing is found, all
+        manifests are listed, unless the hint names the version that was given and `check_run` has not found it gone.
         """
         head = self._head()
         found = self.version(head) if head > after else None
         found = found or self.version(after + 1)
-        if found is None and (head != after or after < 0):
+        if found is None and (head != after or after < 0 or self._is_gone(after)):
             last = self._last_listed()
             found = self.version(last) if last is not None and last > after else None
         for _ in range(MAX_PROBES):
@@ -102,6 +103,11 @@ class Records:
                 return found
             found = later
         raise ChainError(f"head lags by more than {MAX_PROBES} versions")
+
+    def _is_gone(self, version: int) -> bool:
+        """Whether a version was looked for and is not there."""
+        key = chain.manifest_key(version)
+        return key in self._known and self._known[key] is None
 
     def check_run(self, run: str, version: int, digest: str) -> None:
         """Check that the run is still the one from which a local version was taken: one small read if it is.
@@ -127,7 +133,7 @@ class Records:
         except (FormatError, ChainError) as e:
             if (key := chain.manifest_key(version)) not in self.avoid:  # it is read once more
                 raise
-            logger.warning("%s cannot be read, so nobody knows whether the run is still the same: %s.", key, e)
+            logger.warning("%s cannot be read, so it was not checked that the run is still the same: %s.", key, e)
             return
         newest = None
         if published is None:
