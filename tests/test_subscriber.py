@@ -669,6 +669,56 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
     assert equal(held, states[2])
 
 
+def spoil_while_loading(monkeypatch: pytest.MonkeyPatch, store: Watched, cache: Path, part: str) -> None:
+    """Have another process flip a bit of a spooled part after it was checked, while the store does not answer."""
+    load = State.load_whole
+
+    def refuse(verb: str, key: str) -> None:
+        if key.startswith("parts/"):
+            raise StoreError("no answer", retryable=True)
+
+    def meddled(state: State, *args: Any) -> None:
+        with (cache / "anchors" / part).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+        store.before = refuse
+        load(state, *args)
+
+    monkeypatch.setattr(State, "load_whole", meddled)
+
+
+@pytest.mark.parametrize("how", ["sync", "watch"])
+def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None, how: str
+) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store, cache=tmp_path), worker()
+    spoil_while_loading(monkeypatch, store, tmp_path, parts_of(store, chain.anchor_key(0))[-1])
+    with pytest.raises(VerificationError, match="between two versions") as caught:
+        sub.sync(held, wait_s=30) if how == "sync" else next(sub.watch(held, interval_s=0.001))
+    assert isinstance(caught.value.__cause__, StoreError)
+    assert not equal(held, worker())
+    assert sub.version is None
+    monkeypatch.undo()
+    store.fail_at()
+    assert sub.sync(held).version == 2
+    assert equal(held, states[2])
+
+
+def test_a_load_that_fails_before_it_has_written_leaves_the_weights_and_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
+) -> None:
+    store, _ = run_of(1)
+    sub, held = Subscriber(store, cache=tmp_path), worker()
+    spoil_while_loading(monkeypatch, store, tmp_path, parts_of(store, chain.anchor_key(0))[0])
+    with pytest.raises(StoreError, match="no answer") as caught:
+        sub.sync(held)
+    assert caught.value.retryable
+    assert equal(held, worker())
+
+
 def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_parts: None) -> None:
     store, states = run_of(1)
     keys = parts_of(store, chain.anchor_key(0))
@@ -1101,6 +1151,37 @@ def test_a_flipped_bit_in_a_slice_is_found() -> None:
             sub.verify(local)
 
 
+@pytest.mark.parametrize("how", ["sync(verify=True)", "verify_every", "verify", "scrub"])
+@pytest.mark.parametrize("widen", [False, True])
+def test_what_something_else_writes_to_a_slice_that_is_not_on_the_grid_is_found(how: str, widen: bool) -> None:
+    held = Slice(rows=(10, 50), columns=(5, 30))
+    with Sharded("gap") as sharded:
+        sub = Subscriber(sharded.store, slices={"*": held}, verify_every=4 if how == "verify_every" else 0, widen=widen)
+        local = {name: np.zeros((40, 25), np.float32 if widen else ml_dtypes.bfloat16) for name in sharded.weights}
+        sub.sync(local)
+        for _ in range(2):
+            sharded.step()
+        sub.sync(local)
+        sub.verify(local)
+        sub.sync(local, version=0)  # by the undo log
+        sub.verify(local)
+        local["layer.1.weight"][7] = 1
+        if how == "verify":
+            with pytest.raises(VerificationError, match=r"layer\.1\.weight"):
+                sub.verify(local)
+            return
+        if how == "scrub":
+            with sub.scrub(0.001):
+                time.sleep(0.1)
+            with pytest.raises(VerificationError, match=r"layer\.1\.weight"):
+                sub.sync(local)
+            return
+        report = sub.sync(local, verify=how == "sync(verify=True)")
+        assert (report.repaired, report.path[0]) == (("layer.1.weight",), "anchor")
+        expected = {name: cut(array, held) for name, array in sharded.weights.items()}
+        assert equal(local, widened(expected) if widen else expected)
+
+
 # -- a run that is not there, or not yet ---------------------------------------------------------------------------
 
 
@@ -1298,6 +1379,88 @@ def test_a_close_during_a_sync_takes_effect_when_the_sync_is_done() -> None:
         sub.sync(held)
 
 
+CLOSED_BY_A_SIGNAL = """
+import signal, time
+from pulsesync import Subscriber
+from pulsesync.store import MemoryStore
+from tests.runs import publish_steps, worker
+
+store = MemoryStore()
+publish_steps(store, 1)
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    signal.signal(signal.SIGALRM, lambda *_: sub.close())
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    assert list(sub.watch(held, interval_s=1e-7, max_interval_s=1e-7)) == []
+"""
+
+
+def test_close_from_a_signal_handler_ends_a_watch_of_the_same_thread() -> None:
+    """A process of its own, because one that hangs there cannot be interrupted; three seconds to meet the moment."""
+    done = subprocess.run([sys.executable, "-c", CLOSED_BY_A_SIGNAL], timeout=30, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_close_ends_every_watch_that_waits() -> None:
+    store, _ = run_of(1)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    with ThreadPoolExecutor(3) as pool:
+        watches = [pool.submit(lambda: list(sub.watch(held, interval_s=300))) for _ in range(3)]
+        time.sleep(0.1)
+        sub.close()
+        assert [watch.result(30) for watch in watches] == [[], [], []]
+
+
+@pytest.mark.parametrize("call", ["sync", "watch", "verify", "resume"])
+def test_a_subscriber_that_syncs_is_refused_by_name_in_a_forked_process(call: str) -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    entered, go = threading.Event(), threading.Event()
+    store.before = lambda verb, key: (entered.set(), go.wait(30)) if key.startswith("parts/") else None
+    calls = {
+        "sync": lambda: sub.sync(held),
+        "watch": lambda: next(sub.watch(held)),
+        "verify": sub.verify,
+        "resume": lambda: sub.resume(held, 0, None),
+    }
+    thread = threading.Thread(target=lambda: sub.sync(held))
+    thread.start()
+    try:
+        assert entered.wait(30)
+        if not (child := os.fork()):
+            signal.alarm(10)  # a process that hangs is ended
+            try:
+                with pytest.raises(ClosedError, match="create a new Subscriber"):
+                    calls[call]()
+                sub.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        go.set()
+        thread.join()
+    assert equal(held, states[1])  # the child has changed nothing here
+    assert sub.sync(held).path == ()
+
+
+def test_a_subscriber_that_was_not_used_before_a_fork_can_be_used_in_the_child() -> None:
+    store, states = run_of(1)
+    sub, held = Subscriber(store), worker()
+    if not (child := os.fork()):
+        signal.alarm(10)
+        try:
+            sub.sync(held)
+            os._exit(0 if equal(held, states[0]) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 # -- recounting ----------------------------------------------------------------------------------------------------
 
 
@@ -1322,6 +1485,21 @@ def test_a_sync_with_verify_finds_weights_that_something_else_wrote_and_repairs_
     (warning,) = [r for r in caplog.records if r.levelname == "WARNING"]
     assert "layer.0.weight" in warning.getMessage()
     assert sub.sync(held, verify=True).repaired == ()
+
+
+def test_damage_that_could_not_be_repaired_at_once_is_reported_by_the_sync_that_repairs_it() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    zero_most(held)
+    store.fail_at("anchors/")
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            sub.sync(held, verify=True)
+    store.fail_at()
+    assert sub.sync(held).repaired == ("layer.0.weight", "layer.1.weight")
+    assert equal(held, states[1])
+    assert sub.sync(held).repaired == ()
 
 
 def test_a_sync_with_verify_of_weights_that_nothing_else_wrote_costs_no_anchor() -> None:
@@ -1467,6 +1645,46 @@ def test_a_run_that_is_gone_is_nothing_published_and_the_weights_stay(look_again
     assert equal(held, states[2])
 
 
+@pytest.mark.parametrize("how", ["watch", "sync"])
+def test_a_run_that_is_being_replaced_is_waited_for_if_it_is_to_be_followed(
+    look_again_at_once: None, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    store, _ = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    wipe(store)
+    other, steps = MemoryStore(), []
+    (state,) = publish_steps(other, 1, Training(seed=1))
+
+    def publish_slowly() -> None:
+        for kinds in (("layouts/", "manifests/"), ("parts/", "anchors/")):  # for a while there is no anchor
+            time.sleep(0.1)
+            for key in [entry.key for kind in kinds for entry in other.list(kind)]:
+                store.put(key, other.get(key))
+            steps.append(kinds)
+
+    caplog.set_level("INFO", logger="pulsesync")
+    thread = threading.Thread(target=publish_slowly)
+    thread.start()
+    if how == "watch":
+        report = next(sub.watch(held, interval_s=0.001, max_interval_s=0.01, follow_replaced=True))
+    else:
+        report = sub.sync(held, wait_s=30, follow_replaced=True)
+    thread.join()
+    assert (report.version, report.path, len(steps)) == (0, ("anchor",), 2)
+    assert equal(held, state)
+    assert len([r for r in caplog.records if "waiting" in r.getMessage().lower()]) == 1
+
+
+def test_watch_raises_if_the_run_is_gone_and_no_other_is_to_be_followed(look_again_at_once: None) -> None:
+    store, _ = run_of(3)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    wipe(store)
+    with pytest.raises(NothingPublishedError, match="version 2"):
+        next(sub.watch(held))
+
+
 def test_the_local_version_may_be_pruned_away() -> None:
     store, states = run_of(8)
     sub, held = Subscriber(store), worker()
@@ -1491,6 +1709,17 @@ def test_a_head_that_lags_is_no_rollback(head: bytes | None) -> None:
     assert sub.sync(held).path == ()
 
 
+def test_a_head_that_lags_at_a_local_version_that_was_pruned_hides_no_newer_version(short_epochs: int) -> None:
+    store, states = run_of(8, anchor_every=0)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    for number in range(4):
+        store.delete(chain.manifest_key(number))
+    store.put("head", b"0")
+    assert sub.sync(held).version == 7
+    assert equal(held, states[7])
+
+
 def test_a_relay_that_is_a_second_behind_another_is_no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.01)
     store, _ = run_of(8)
@@ -1507,14 +1736,17 @@ def test_a_relay_that_is_a_second_behind_another_is_no_rollback(monkeypatch: pyt
     assert sub.sync(held).version == 7
 
 
-def test_a_local_record_that_cannot_be_read_is_logged_and_gone_round(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("local", [3, 4], ids=["with a new version", "with nothing new"])
+def test_a_local_record_that_cannot_be_read_is_logged_and_gone_round(
+    caplog: pytest.LogCaptureFixture, local: int
+) -> None:
     store, states = run_of(5)
     sub, held = Subscriber(store), worker()
-    sub.sync(held, version=3)
-    Spoiler(store, chain.manifest_key(3), "truncated")
+    sub.sync(held, version=local)
+    Spoiler(store, chain.manifest_key(local), "truncated")
     assert sub.sync(held).version == 4
     assert equal(held, states[4])
-    assert any(chain.manifest_key(3) in r.getMessage() for r in caplog.records)
+    assert any(chain.manifest_key(local) in r.getMessage() for r in caplog.records)
 
 
 @pytest.mark.parametrize("what", ["digest", "run"])

@@ -83,6 +83,7 @@ class State:
             place.whole for place in self.places.values()
         )
         self.history = History()
+        self.torn = False  # whether an anchor is written in part: the weights are between two versions
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: dict[str, int] = {}
@@ -182,10 +183,7 @@ class State:
         return self.digest
 
     def find_damaged(self) -> list[str]:
-        """Recount all the weights; return the names of the tensors that something other than a commit has changed.
-
-        Of a tile that is local in part there is no digest to compare with.
-        """
+        """Recount all the weights; return the names of the tensors that something other than a commit has changed."""
         with self.lock:
             counted, untied = self.count(), self._find_untied()
             differ = {self.layout.tiles[n].tensor.name for n, total in counted.items() if total != self.sums[n]}
@@ -203,7 +201,7 @@ class State:
         return None
 
     def count(self) -> dict[int, Sum]:
-        """Count the digests of all tiles that are held."""
+        """Count the digests of all tiles that are local; of one that is local in part, as if the rest were zeros."""
         return {tile.ordinal: self._count_tile(tile) for tile in self.layout.tiles if self._counts(tile)}
 
     def _counts(self, tile: Tile) -> bool:
@@ -211,8 +209,8 @@ class State:
 
     def _count_tile(self, tile: Tile) -> Sum:
         place = self.places.get(tile.ordinal)
-        if place is None or not place.whole:
-            return Sum(0, 0)  # what is not held whole has no digest to hold it against
+        if place is None:
+            return Sum(0, 0)
         if place.tile == tile:
             return digest.count_tile(tile, self.flats[tile.tensor.name])
         total = digest.sum_up(
@@ -337,15 +335,13 @@ class State:
         """Return the digests that changed tiles will have, as they follow from what changes.
 
         Raises:
-            VerificationError: they are not as promised.
+            VerificationError: they are not as promised, which is known of tiles that are local as a whole.
         """
         sums = {}
         for one, by in zip(patches, spread(digest.moved, patches), strict=True):
             ordinal = one.tile.ordinal
-            if not self.places[ordinal].whole:
-                continue
             sums[ordinal] = before[ordinal] + by
-            if sums[ordinal] != promised[ordinal]:
+            if self.places[ordinal].whole and sums[ordinal] != promised[ordinal]:
                 name = one.tile.tensor.name
                 raise VerificationError(f"tensor {name!r} would not be the publisher's", tensor=name)
         return sums
@@ -409,6 +405,8 @@ class State:
             counted = dict.fromkeys(promised, Sum(0, 0))
             for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
                 counted[tile.ordinal] += self._count_block(tile, number, bits)
+                if not self.places[tile.ordinal].whole:
+                    sums[tile.ordinal] += self._count_local(tile, number, bits)
             if counted != promised:
                 raise VerificationError("a tile of the anchor is not the publisher's", version=manifest.version)
             sums.update((ordinal, total) for ordinal, total in promised.items() if self.places[ordinal].whole)
@@ -419,15 +417,22 @@ class State:
         return sums
 
     def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
-        """Bring an anchor that was checked into the weights. If this fails they are neither here nor there."""
+        """Bring an anchor that was checked into the weights. If this fails halfway, `torn` stays True."""
         with self.lock:
             for body in parts:
                 for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
+                    self.torn = True
                     self._write_block(tile, number, bits)
-            self.sums, self.history, self.untied = dict(sums), History(), None
+            self.sums, self.history, self.untied, self.torn = dict(sums), History(), None, False
 
     def _count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
         return digest.count_block(tile, number, bits)
+
+    def _count_local(self, tile: Tile, number: int, bits: Bits) -> Sum:
+        """Count the digest of what is local of a block."""
+        everything = BlockChange(number, np.arange(bits.size, dtype=np.uint32), np.zeros_like(bits), bits)
+        kept = self.places[tile.ordinal].keep(everything)
+        return digest.moved(TilePatch(tile, Codec.DENSE, (kept,))) if kept else Sum(0, 0)
 
     def _write_block(self, tile: Tile, number: int, bits: Bits) -> None:
         for flat in self._memory(tile):

@@ -9,6 +9,8 @@ deep. The pause, in which the weights are not to be used, is the commit at the e
 """
 
 import logging
+import os
+import queue
 import threading
 import time
 import traceback
@@ -86,7 +88,7 @@ class _Progress:
     fetched_bytes: int = 0
     replanned: int = 0
     refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
-    repaired: tuple[str, ...] = ()
+    torn: bool = False  # whether an anchor was written in part, and nothing whole since
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
 
     @contextmanager
@@ -96,6 +98,30 @@ class _Progress:
             yield
         finally:
             self.seconds[what] += time.perf_counter() - began
+
+
+class _Flag:
+    """A flag that any number of threads can wait for, and that a signal handler can set.
+
+    A `threading.Event` takes a lock in `set`; if a handler interrupts the `wait` of its own thread, it waits for that
+    lock without end.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` is re-entrant
+
+    def set(self) -> None:
+        self._set = True
+        self._waiting.put(None)
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float) -> None:
+        with suppress(queue.Empty):
+            self._waiting.get(timeout=timeout_s)
+            self._waiting.put(None)  # for the next thread that waits
 
 
 class Subscriber:
@@ -146,8 +172,10 @@ class Subscriber:
         self._undo: deque[tuple[Held, int, Transition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
+        self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
         self._syncs = 0
-        self._closed = threading.Event()
+        self._process: int | None = None  # that syncs
+        self._closed = _Flag()
         self._busy = threading.Lock()  # while a sync runs
 
     # Closing
@@ -155,8 +183,11 @@ class Subscriber:
     def close(self) -> None:
         """Let go of the weights and of the undo logs, and end what waits for a version. The weights stay as they are.
 
-        Any thread may call this. A sync that is running is completed; it lets go of the weights when it is done.
+        Any thread and any signal handler may call this. A sync that is running is completed; it lets go of the weights
+        when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
+        if self._is_forked:
+            return
         self._closed.set()
         self._release()
 
@@ -169,6 +200,7 @@ class Subscriber:
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Run one sync, unless this is closed; if it is closed meanwhile, let go of the weights afterwards."""
+        self._check_open()  # before the lock, which can be locked without end in a forked process
         try:
             with self._busy:
                 self._check_open()
@@ -178,8 +210,18 @@ class Subscriber:
                 self._release()
 
     def _check_open(self) -> None:
+        if self._is_forked:
+            raise ClosedError(
+                f"this Subscriber belongs to process {self._process} and this is process {os.getpid()}, forked from "
+                "it, maybe in the middle of a sync; create a new Subscriber in the child"
+            )
         if self._closed.is_set():
             raise ClosedError("this Subscriber was closed; make a new one to sync again")
+        self._process = os.getpid()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process not in (None, os.getpid())
 
     def _release(self) -> None:
         if self._busy.acquire(blocking=False):  # else the sync that is running does it
@@ -219,8 +261,8 @@ class Subscriber:
         Args:
             source: The tensors to write to.
             version: The version to go to; None: the newest.
-            wait_s: How long to wait for the first version, if there is none yet. A store that does not answer is asked
-                again in that time.
+            wait_s: How long to wait for the first version, if there is none yet or none any more. A store that does not
+                answer is asked again in that time.
             verify: Recount all the weights first. If something else has written to them, the tensors are named in a
                 warning and in the report, and all weights are loaded again from an anchor.
             follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
@@ -233,7 +275,8 @@ class Subscriber:
                 followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
                 FormatError, ChainError, StoreError, VerificationError.
                 The weights are then at the version they had, or at the last one that was wholly committed, and the same
-                call can be repeated.
+                call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
+                halfway, and the weights are between two versions. Do not use them until a sync succeeds.
         """
         with self._working():
             self._syncs += 1
@@ -248,7 +291,7 @@ class Subscriber:
                     if not awaited or left_s <= 0:
                         raise
                     if not waiting:
-                        logger.info("Waiting up to %.0f s for the first version at %s.", wait_s, place_of(self.store))
+                        logger.info("Waiting up to %.0f s for a version at %s.", wait_s, place_of(self.store))
                     waiting = True
                 self._closed.wait(min(pause_s, left_s))
                 self._check_open()
@@ -275,23 +318,32 @@ class Subscriber:
             interval_s: The pause after a look at the store that found nothing new. It doubles with each such look.
             max_interval_s: The longest pause.
             verify: As for `sync`, at every look.
-            follow_replaced: As for `sync`.
+            follow_replaced: As for `sync`. While the run is being replaced, the location holds no version for a time;
+                this is logged once and waited for, if there was a version before.
 
         Raises:
             PulseError: as `sync` does, but for errors of the store that are `retryable`.
         """
         self._check_open()
         pauses = _pauses(interval_s, max_interval_s)
+        followed, waiting = self._held is not None, False
         while not self._closed.is_set():
             try:
                 report = self.sync(source, wait_s=wait_s, verify=verify, follow_replaced=follow_replaced)
             except ClosedError:
                 return
+            except NothingPublishedError as e:
+                if not (follow_replaced and followed):
+                    raise
+                if not waiting:
+                    logger.warning("Waiting for another run: %s.", e)
+                waiting = True
             except StoreError as e:
                 if not e.retryable:
                     raise
                 logger.warning("The store did not answer, and will be asked again: %s.", e)
             else:
+                followed, waiting = True, False
                 if report.path:
                     yield report
                     pauses = _pauses(interval_s, max_interval_s)
@@ -299,14 +351,27 @@ class Subscriber:
             self._closed.wait(next(pauses))
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
-        """One sync: plan, fetch and apply; where something on the path is missing or bad, plan again."""
+        """One sync, from a recount of the weights, if one is due, to its report."""
         self._check_scrub()
         progress = _Progress()
         if self._state is not None and not self._state.holds(source):
             self._forget()  # other memory: what was synced is not there
+            self._to_repair = ()
         elif verify:
             with progress.timed("prepare"):
-                progress.repaired = self._find_repairs()
+                self._find_repairs()
+        try:
+            return self._find_and_go(source, version, follow_replaced, progress)
+        except Exception as e:
+            if not progress.torn:
+                raise
+            raise VerificationError(
+                f"loading an anchor failed halfway ({e}): the weights are between two versions; do not use them until "
+                "a sync succeeds", torn=True,
+            ) from e  # fmt: skip
+
+    def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
+        """Plan, fetch and apply; where something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
@@ -334,7 +399,7 @@ class Subscriber:
         assert first is not None
         raise first
 
-    def _find_repairs(self) -> tuple[str, ...]:
+    def _find_repairs(self) -> None:
         """Recount the local weights; if something else wrote to some, forget that they were at a version."""
         damaged = self._state.find_damaged() if self._state is not None and self._held is not None else ()
         if damaged:
@@ -344,7 +409,7 @@ class Subscriber:
                 "weights are loaded again from an anchor.", len(damaged), self._held.version, damaged[0],
             )  # fmt: skip
             self._forget()
-        return tuple(damaged)
+            self._to_repair = tuple(damaged)
 
     def _damaged(self) -> bool:
         return self._state is not None and self._state.find_damage() is not None
@@ -352,6 +417,7 @@ class Subscriber:
     def _report(self, progress: _Progress, records: Records) -> SyncReport:
         assert self._held is not None
         assert self._step is not None
+        repaired, self._to_repair = self._to_repair, ()
         return SyncReport(
             version=self._held.version,
             step=self._step,
@@ -363,7 +429,7 @@ class Subscriber:
             prepare_s=progress.seconds["prepare"],
             apply_s=progress.seconds["apply"],
             digest=self._held.digest,
-            repaired=progress.repaired,
+            repaired=repaired,
         )
 
     def _go(self, goal: Manifest, source: Any, records: Records, progress: _Progress) -> None:
@@ -406,7 +472,7 @@ class Subscriber:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
             return None
         if local and goal.run != local.run:
-            raise ChainError(  # a bad read, or replaced since it was checked: the next attempt tells which
+            raise ChainError(  # a bad read, or replaced since it was checked: the next attempt shows which
                 f"version {goal.version} belongs to run {goal.run}, and the local one to run {local.run}",
                 key=chain.manifest_key(goal.version), expected=local.run, actual=goal.run,
             )  # fmt: skip
@@ -517,7 +583,10 @@ class Subscriber:
                 sums = state.check_whole(anchor, bodies)
             with progress.timed("apply"):
                 self._forget()  # should the process be cut off here, a restart finds the spool
-                finish(lambda: state.load_whole(bodies, sums))
+                try:
+                    finish(lambda: state.load_whole(bodies, sums))
+                finally:
+                    progress.torn = state.torn
                 self._state = state
                 self._hold(anchor)
             progress.changed += sum(len(flat) for flat in state.flats.values())
