@@ -183,6 +183,58 @@ def test_two_who_load_different_anchors_from_one_folder_do_not_disturb_each_othe
         list(pool.map(load_often, [Anchor(seed=1), Anchor(seed=2)]))
 
 
+@pytest.mark.parametrize("done_with", ["keep_only", "close"])
+def test_parts_that_one_loads_another_does_not_throw_away(tmp_path: Path, done_with: str) -> None:
+    anchor, other = Anchor(), AnchorSpool(tmp_path)
+    mine = AnchorSpool(tmp_path)
+    bodies, _ = mine.fetch(anchor.record, anchor.store, LAYOUT)
+    anchor.store.gets.clear()
+    other.keep_only(None)
+    for body in bodies:
+        assert len(body.sections[1]) > 0
+    assert anchor.store.gets == []
+    mine.keep_only(anchor.record) if done_with == "keep_only" else mine.close()
+    other.keep_only(None)
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+def test_a_part_that_was_removed_while_it_is_in_use_is_fetched_again(tmp_path: Path) -> None:
+    anchor, spool = Anchor(), AnchorSpool(tmp_path)
+    bodies, _ = spool.fetch(anchor.record, anchor.store, LAYOUT)
+    anchor.store.gets.clear()
+    (tmp_path / "parts" / anchor.refs[0].id).unlink()
+    header = bodies[0].index.header
+    assert bytes(bodies[0].sections[1]) == bytes(anchor.parts[0].data)[header.borders[1] : header.borders[2]]
+    assert anchor.store.got("parts/") == [chain.part_key(anchor.refs[0].id)]
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+import numpy as np
+from pulsesync import Publisher, Subscriber, anchors
+from pulsesync.store import MemoryStore
+
+anchors.PART_BYTES = 1
+weights = {f"t{n}": np.full(4, n, np.float32) for n in range(200)}
+store = MemoryStore()
+with Publisher(store) as publisher:
+    publisher.publish(weights)
+assert len(list(store.list("parts/"))) == 200
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+local = {name: np.zeros(4, np.float32) for name in weights}
+assert Subscriber(store, cache=sys.argv[1] or None).sync(local).path == ("anchor",)
+assert all(np.array_equal(local[name], weights[name]) for name in weights)
+"""
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["in a cache", "in a scratch folder"])
+def test_an_anchor_of_more_parts_than_the_process_may_have_files_open_is_loaded(tmp_path: Path, cache: bool) -> None:
+    """A process of its own, for the limit; a second, most of it imports."""
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, str(tmp_path) if cache else ""]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # -- the trainer's side --------------------------------------------------------------------------------------------
 
 

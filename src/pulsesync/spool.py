@@ -25,7 +25,7 @@ from pulsesync.store.turns import PATIENCE_S, locked
 
 DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
 logger = logging.getLogger(__name__)
-_FETCHING = ".fetching"  # locked by all who fetch, together, and alone by one who throws away
+_FETCHING = ".fetching"  # locked by all processes that fetch or load, together, and by one that removes parts, alone
 
 
 class AnchorSpool:
@@ -38,18 +38,25 @@ class AnchorSpool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = LocalStore(folder)
+        self._unlock: Callable[[], object] = lambda: None
 
     def fetch(self, record: Manifest, store: Store, layout: Layout) -> tuple[list[Body], int]:
         """Have all parts of an anchor on disk, checked, and return them with the bytes that had to be fetched.
 
-        What an earlier attempt, or another process, has fetched already is used. Until all are here, nobody throws one
-        away; then they are open, and stay readable whatever becomes of their names.
+        What an earlier attempt, or another process, has fetched already is used. No process removes one of them until
+        `close` or `keep_only` is called, or this object is gone. They are opened whenever they are read: an anchor can
+        have more parts than a process may have files open.
 
         Raises:
             StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
         """
-        with self._kept():
-            got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
+        with self._translated():
+            self._lock_parts()
+            try:
+                got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
+            except BaseException:
+                self.close()
+                raise
         return [body for body, _ in got], sum(size for _, size in got)
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
@@ -74,15 +81,13 @@ class AnchorSpool:
         """A part that is in the folder; None if it is not, or is damaged. check: read all of it now."""
         path = self.folder / "parts" / ref.id
         try:
-            handle = os.open(path, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            sections = _FileSections(handle, ref, path, lambda: _download(ref, store, layout))
+            sections = _FileSections(ref, path, lambda: _download(ref, store, layout))
             if check:
                 spread(sections.read, range(len(sections)))
             return Body(patch.open_index(sections.header, sections.read(0), layout), sections)
-        except (OSError, FormatError):
+        except OSError:
+            return None
+        except FormatError:
             path.unlink(missing_ok=True)
             return None
 
@@ -96,24 +101,23 @@ class AnchorSpool:
                 logger.warning("Another process in %s does not finish part %s; fetching it here.", self.folder, ref.id)
             yield
 
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Keep other processes from removing parts meanwhile, unless one of them hangs while it removes some."""
-        with self._translated(), self._open_lock() as lock:
-            try:
-                _wait_for(lock, fcntl.LOCK_SH, PATIENCE_S)
-            except BlockingIOError:
-                logger.warning("Another process does not finish removing parts from %s; continuing.", self.folder)
-            yield
-
-    @contextmanager
-    def _open_lock(self) -> Iterator[int]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.folder / _FETCHING, os.O_RDWR | os.O_CREAT, 0o644)
+    def _lock_parts(self) -> None:
+        """Keep other processes from removing parts until `close`, unless one of them hangs while it removes some."""
+        self.close()
+        lock = self._open_lock()
+        self._unlock = weakref.finalize(self, os.close, lock)
         try:
-            yield lock
-        finally:
-            os.close(lock)
+            _wait_for(lock, fcntl.LOCK_SH, PATIENCE_S)
+        except BlockingIOError:
+            logger.warning("Another process does not finish removing parts from %s; continuing.", self.folder)
+
+    def close(self) -> None:
+        """Let other processes remove the parts that were fetched here: they are not read any more."""
+        self._unlock()
+
+    def _open_lock(self) -> int:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return os.open(self.folder / _FETCHING, os.O_RDWR | os.O_CREAT, 0o644)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -124,12 +128,13 @@ class AnchorSpool:
             raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=str(self.folder)) from e
 
     def keep_only(self, record: Manifest | None) -> None:
-        """Throw away every part that is not of this anchor; or nothing, while somebody else fetches one here."""
+        """Remove every part that is not of this anchor; or none, while another process fetches or loads one here."""
+        self.close()
         if not self.folder.is_dir():
             return
         ids = [part.id for part in record.parts] if record else []
         wanted = {*ids, *map(_part_lock, ids)}
-        with suppress(BlockingIOError), self._open_lock() as lock:
+        with suppress(BlockingIOError), os.fdopen(self._open_lock(), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in [*self.folder.glob("parts/*"), *self.folder.glob(_part_lock("*"))]:
                 if path.name not in wanted:
@@ -148,27 +153,29 @@ def _download(ref: PartRef, store: Store, layout: Layout) -> bytes:
 
 
 class _FileSections(Mapping[int, memoryview]):
-    """The sections of a part in an open file that other processes may write: read and checked whenever one is used.
+    """The sections of a part in a file that other processes may write: read and checked whenever one is used.
 
-    A file that was changed since it was opened is unlinked, and the store's bytes are used in its place.
+    The file is open only while it is read. If it is changed or removed after the first time, it is unlinked, and the
+    store's bytes are used in its place.
 
     Raises:
         FormatError: the file is not the part that was asked for; OSError.
     """
 
-    def __init__(self, handle: int, ref: PartRef, path: Path, download: Callable[[], bytes]) -> None:
-        self._handle, self._path, self._download = handle, path, download
+    def __init__(self, ref: PartRef, path: Path, download: Callable[[], bytes]) -> None:
+        self._path, self._download = path, download
         self._replacement: memoryview | None = None  # the part from the store, checked, in memory
-        weakref.finalize(self, os.close, handle)
-        size = container.header_size(_read(handle, 0, container.HEADER.size))
-        self.header: Header = container.parse_header(_read(handle, 0, size), ref.id)
-        if not self.header.file_size == ref.size == os.fstat(handle).st_size:
-            raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+        with path.open("rb", buffering=0) as file:
+            size = container.header_size(_read(file.fileno(), 0, container.HEADER.size))
+            self.header: Header = container.parse_header(_read(file.fileno(), 0, size), ref.id)
+            if not self.header.file_size == ref.size == os.fstat(file.fileno()).st_size:
+                raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
 
     def read(self, number: int) -> memoryview:
         """A section of the file. Raises: ChecksumError, if it was damaged; OSError."""
         begin, end = self.header.borders[number : number + 2]
-        data = _read(self._handle, begin, end - begin)
+        with self._path.open("rb", buffering=0) as file:
+            data = _read(file.fileno(), begin, end - begin)
         self.header.check_section(number, data)
         return data
 

@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -596,11 +596,11 @@ class Subscriber:
 
     @contextmanager
     def _spool(self) -> Iterator[AnchorSpool]:
-        if self._cache is not None:
-            yield AnchorSpool(self._cache / "anchors")
-            return
-        with ScratchFolder("anchor") as folder:
-            yield AnchorSpool(folder)
+        with ExitStack() as stack:
+            folder = (
+                self._cache / "anchors" if self._cache is not None else stack.enter_context(ScratchFolder("anchor"))
+            )
+            yield stack.enter_context(closing(AnchorSpool(folder)))
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
         """Undo kept syncs down to a version, in one commit, if one of them began there."""
