@@ -8,7 +8,7 @@
     │   └── LimitError              a count or size is beyond what a reader accepts
     ├── ChainError                  good bytes, wrong state: take another way (squash, anchor)
     │   ├── BaseMismatchError       the weights held are not the patch's base
-    │   ├── MissingLinkError        no published way from here to there
+    │   ├── MissingLinkError        no published path from here to there
     │   └── RunChangedError         the location no longer holds what was followed: `follow_replaced=True` starts over
     │       ├── RunReplacedError    it holds another run
     │       ├── RunForkedError      it holds another state under the local version
@@ -131,4 +131,8 @@ class RoundError(PulseError):
 
 
 class VerificationError(PulseError):
-    """The state after an apply is not the publisher's; it has been put back."""
+    """The state after an apply is not the publisher's; it has been rolled back, unless `torn` is True.
+
+    `torn`: loading an anchor failed halfway. The weights are between two versions; do not use them until a sync
+    succeeds.
+    """

@@ -54,7 +54,9 @@ def prune(
     The newest anchor at or before the oldest version to keep stays, with every version since: there is always a way.
 
     Raises:
-        FormatError, SignatureError: a record cannot be read, and nothing was deleted; StoreError.
+        FormatError, SignatureError: a record cannot be read, or a list that an earlier prune wrote; StoreError. If it
+            is a record that was there at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
+            are read later: what was deleted by then stays deleted, and the next prune continues.
     """
     if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
         raise ValueError("at least one version is kept, and times are not negative")

@@ -91,7 +91,7 @@ class Flip:
     began: str  # from: "memory", "resume" (after a restart), "copy" (of the other folder), "nothing"
     sync: SyncReport
     left_out: tuple[str, ...]  # files of the run that are no companions, and were not written
-    missing: tuple[str, ...]  # files that a loader needs beside the weights, and the run does not have
+    missing: tuple[str, ...]  # files that a loader needs in addition to the weights, and the run does not have
     seconds: float
 
 
@@ -100,8 +100,8 @@ class HuggingFaceFolder:
 
     trust: as for a Subscriber. cache: a folder for bodies that others share; one of its own, kept small, if not given.
     hold_s: for so long a copy that was current is left as it is, so that whoever began to load it can finish; `reading`
-    gives more than that. shard_bytes: of weights in a file. follow_replaced: as for `Subscriber.sync`: go on with what
-    is there if the location holds another run than the folder, or the run was restored from a backup.
+    gives more than that. shard_bytes: of weights in a file. follow_replaced: as for `Subscriber.sync`: start over from
+    an anchor of what is there, if the location holds another run than the folder or was restored from a backup.
 
     Raises:
         StoreError: the folder cannot be written, holds something else, or is in use by another process.
