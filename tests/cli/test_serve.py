@@ -64,6 +64,43 @@ def test_a_relay_shows_its_token_in_clear_only_if_that_is_permitted(
 ) -> None:
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "s3cret")
     relay = ("relay", FAR, "--cache", tmp_path, "--host", "192.0.2.7")
+    relay += ("--without-token",)
     assert pulse(*relay).refused(2, "--upstream-token-in-clear")
     assert pulse(*relay, "--token-in-clear").refused(2, "--upstream-token-in-clear")
     assert pulse(*relay, "--upstream-token-in-clear").refused(1, "cannot listen")
+
+
+def test_a_relay_opens_what_a_token_protects_to_everybody_only_if_that_is_permitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "s3cret")
+    (tmp_path / "token").write_text("other")
+    relay = ("relay", FAR.replace("http:", "https:"), "--cache", tmp_path, "--host", "192.0.2.7")
+    assert pulse(*relay).refused(2, "--without-token")
+    assert pulse("relay", "http://127.0.0.1:1", "--host", "127.0.0.1", "--port", "1").refused(2, "--without-token")
+    assert pulse(*relay, "--without-token").refused(1, "cannot listen")
+    readers = ("--token-file", tmp_path / "token", "--token-in-clear")
+    assert pulse(*relay, *readers).refused(1, "cannot listen")
+    assert pulse(*relay, *readers, "--without-token").refused(2, "contradicts")
+
+
+def test_options_that_have_no_effect_on_an_upstream_are_usage_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "token").write_text("s3cret")
+    relay = ("relay", tmp_path, "--cache", tmp_path / "cache", "--host", "192.0.2.7")
+    assert pulse(*relay, "--upstream-token-file", tmp_path / "empty").refused(2, "empty token")
+    assert pulse(*relay, "--upstream-token-file", tmp_path / "token").refused(2, "not the address of a server")
+    assert pulse(*relay, "--upstream-token-in-clear").refused(2, "not the address of a server")
+    for upstream in (tmp_path, FAR):
+        assert pulse("relay", upstream, *relay[2:], "--cafile", tmp_path / "none").refused(2, "--cafile is for")
+    monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "")
+    assert pulse(*relay).refused(2, "PULSE_UPSTREAM_TOKEN has an empty token")
+
+
+def test_a_size_that_is_none_and_a_certificate_without_its_key_are_usage_errors(tmp_path: Path) -> None:
+    host = ("--host", "192.0.2.7")
+    assert pulse("relay", tmp_path, *host, "--max-cache", "1.5GB").refused(2, "'1.5GB' is not a size")
+    assert pulse("relay", tmp_path, *host, "--certificate", tmp_path / "a").refused(2, "only one of the two")
+    assert pulse("serve", tmp_path, *host, "--private-key", tmp_path / "a").refused(2, "only one of the two")

@@ -557,6 +557,7 @@ def relay(
     host: str = "127.0.0.1",
     port: Count = 8765,
     token_file: Path | None = None,
+    without_token: Flag = False,
     token_in_clear: Flag = False,
     certificate: Path | None = None,
     private_key: Path | None = None,
@@ -575,6 +576,7 @@ def relay(
         host: The address to listen on; 0.0.0.0 for every one of this machine.
         port: The port; 0 for any that is free.
         token_file: File with a token that readers must show to the relay; else PULSE_TOKEN, else nobody is asked.
+        without_token: Permit that everybody who can reach the relay reads what its upstream protects by a token.
         token_in_clear: Permit that readers on other machines show the token without https.
         certificate: Certificate for https, in PEM.
         private_key: Its private key, in PEM.
@@ -586,6 +588,7 @@ def relay(
         upstream, cache=cache, max_cache=max_cache, cafile=cafile, host=host, port=port, token_file=token_file,
         certificate=certificate, private_key=private_key, as_json=json, token_in_clear=token_in_clear,
         upstream_token_file=upstream_token_file, upstream_token_in_clear=upstream_token_in_clear,
+        without_token=without_token,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pulsesync import server
 from pulsesync.cli.options import UsageError, read_token
-from pulsesync.errors import NotFoundError, PulseError
+from pulsesync.errors import NotFoundError
 from pulsesync.store import LocalStore, Store, open_store
 from pulsesync.store.http import HttpStore
 
@@ -29,7 +29,7 @@ def serve(
     """Serve a folder until Ctrl-C; exit code 0.
 
     Raises:
-        UsageError: the token is empty, or would travel in clear.
+        UsageError: the token is empty, or would travel in clear; a certificate or its private key is missing.
         PulseError: there is no such folder, or it cannot be served.
     """
     if not folder.is_dir():
@@ -60,17 +60,31 @@ def relay(
     token_in_clear: bool = False,
     upstream_token_file: Path | None = None,
     upstream_token_in_clear: bool = False,
+    without_token: bool = False,
 ) -> int:
     """Serve what another place has until Ctrl-C, with a cache on this disk; exit code 0.
 
     Raises:
-        UsageError: it makes no sense as a place; a token is empty, or would travel in clear.
+        UsageError: it makes no sense as a place; a token is empty, or would travel in clear; what the upstream protects
+            by a token would be open to everybody; or an option has no effect on this upstream.
         PulseError: it cannot be served.
     """
-    token = read_token(token_file)
+    token, upstream_token = read_token(token_file), read_token(upstream_token_file, "PULSE_UPSTREAM_TOKEN")
+    is_http = upstream.startswith(("http://", "https://"))
+    if not is_http and (upstream_token_file is not None or upstream_token_in_clear):
+        raise UsageError(f"{upstream} is not the address of a server, so that no token can be sent to it")
+    if cafile is not None and not upstream.startswith("https://"):
+        raise UsageError(f"--cafile is for an upstream that begins with https://; {upstream} does not")
+    if token is not None and without_token:
+        raise UsageError("--without-token contradicts the token that readers must show; give one of the two")
+    if is_http and upstream_token is not None and token is None and not without_token:
+        raise UsageError(
+            "the relay shows a token to its upstream and would serve what that protects to everybody who can reach the "
+            "relay: give readers a token with --token-file or PULSE_TOKEN, or permit it with --without-token"
+        )
     max_bytes = None if max_cache is None else parse_size(max_cache)
     try:
-        far = _open(upstream, upstream_token_file, cafile, upstream_token_in_clear)
+        far = _open(upstream, upstream_token, cafile, upstream_token_in_clear)
         server.serve(
             server.relay(far, cache or _default_cache(), max_bytes), host, port, token=token, certificate=certificate,
             private_key=private_key, token_in_clear=token_in_clear,
@@ -82,20 +96,19 @@ def relay(
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 500MB (of 10^6) or 20GiB (of 2^30). Raises: PulseError."""
+    """Return the bytes of a size such as 500MB (of 10^6) or 20GiB (of 2^30). Raises: UsageError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise PulseError(f"{text!r} is not a size such as 500MB or 20GiB")
+        raise UsageError(f"{text!r} is not a size such as 500MB or 20GiB, which is a whole number and a unit")
     exponent = " KMGT".index(match[2].upper() or " ")
     return int(match[1]) * int((1024 if match[3] else 1000) ** exponent)
 
 
-def _open(upstream: str, token_file: Path | None, cafile: Path | None, token_in_clear: bool) -> Store:
+def _open(upstream: str, token: str | None, cafile: Path | None, token_in_clear: bool) -> Store:
     """Open the upstream of a relay, with a token of its own: that of the relay's clients is shown to nobody."""
     if not upstream.startswith(("http://", "https://")):
         store = open_store(upstream)
         return server.ServedFolder(store.folder) if isinstance(store, LocalStore) else store
-    token = read_token(token_file, "PULSE_UPSTREAM_TOKEN")
     # Without retries: those who ask the relay have their own, and the two would multiply.
     return HttpStore(
         upstream, token, timeout_s=10, cafile=None if cafile is None else str(cafile), token_in_clear=token_in_clear

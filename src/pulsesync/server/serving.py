@@ -48,11 +48,12 @@ def serve(
         on_ready: Called with the address once connections are accepted.
 
     Raises:
-        ValueError: the token is empty, is not plain ASCII, or would travel in clear.
+        ValueError: the token is empty, is not plain ASCII, or would travel in clear; a certificate or a private key is
+            given without the other.
         PulseError: the extra is not installed, the port is taken, the certificate is not usable.
     """
     if (certificate is None) != (private_key is None):
-        raise PulseError("a certificate and its private key go together")
+        raise ValueError("https needs a certificate and its private key; only one of the two was given")
     app = make_app(store, token)
     if token is not None and certificate is None and not is_loopback(host) and not token_in_clear:
         raise ValueError(
@@ -119,13 +120,16 @@ async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], No
 
 async def _wait(host: str, port: int, on_ready: Callable[[], None], told: asyncio.Event) -> set["asyncio.Task[Any]"]:
     """Call on_ready as soon as a connection succeeds; when told to stop, return the tasks that were there before."""
-    async with asyncio.timeout(_START_S):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection(host, port)
-                break
-            except OSError:
-                await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(_START_S):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(host, port)
+                    break
+                except OSError:
+                    await asyncio.sleep(0.01)
+    except TimeoutError as e:
+        raise PulseError(f"nothing accepts connections on {host} port {port} after {_START_S:g} s") from e
     writer.close()
     standing = asyncio.all_tasks()
     on_ready()
