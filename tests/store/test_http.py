@@ -223,7 +223,8 @@ def test_nobody_listening_may_be_tried_again() -> None:
 
 
 def test_silence_ends_after_the_timeout_and_may_be_tried_again() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match="timed out") as caught:
+    saying = "timed out: the server sends too slowly for a limit of 0.1 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match=saying) as caught:
         HttpStore(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).get("a")
     assert caught.value.retryable
 
@@ -520,3 +521,111 @@ def test_a_server_that_signed_its_own_certificate_is_trusted_only_by_it(tmp_path
 def test_certificates_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot read certificates"):
         HttpStore("https://host", cafile=str(tmp_path / "none.pem"))
+
+
+ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("call", [lambda s: s.size("parts/a"), lambda s: s.get("parts/a"), lambda s: s.list("parts/")])
+def test_an_answer_without_a_length_that_does_not_end_is_given_up(
+    call: Callable[[HttpStore], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It keeps the minimum rate, and so the clock of each portion alone would read it for ever.
+    monkeypatch.setattr("pulsesync.store.http._UNSTATED_TIMEOUTS", 3)
+    ending = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=send, args=(listening.accept()[0],), daemon=True).start()
+
+    def send(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            if connection.recv(4096).startswith(b"HEAD"):
+                connection.sendall(ENDLESS)
+                return
+            connection.sendall(ENDLESS.replace(b"\r\n\r\n", b"\r\nContent-Type: application/x-ndjson\r\n\r\n"))
+            while not ending.wait(0.01):
+                connection.sendall(b"100\r\n" + bytes(256) + b"\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        caught: list[StoreError] = []
+
+        def ask() -> None:
+            with pytest.raises(StoreError, match="does not end within the limit of 0.3 s") as raised:
+                call(store)
+            caught.append(raised.value)
+
+        with closing(HttpStore(url, timeout_s=0.1, min_bytes_per_s=100)) as store:
+            asking = threading.Thread(target=ask, daemon=True)  # which hangs if the test fails
+            asking.start()
+            asking.join(5)
+        ending.set()
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        asking.join(5)
+    assert [error.retryable for error in caught] == [True]
+
+
+def test_no_answer_is_kept_in_memory_or_measured_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.store.http._MAX_UNSTATED", 1000)
+    monkeypatch.setattr("pulsesync.store.http._MAX_WHOLE", 2000)
+    unstated = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    for size in (1000, 1001):
+        body = unstated + bytes(size)
+        with asking(lambda head, body=body: unstated if head.startswith("HEAD") else body) as (store, _):  # type: ignore[misc]
+            if size == 1000:
+                assert store.get("parts/a") == bytes(size)
+                assert store.size("parts/a") == size
+                continue
+            with pytest.raises(StoreError, match="exceeds the 1000 bytes"):
+                store.get("parts/a")
+            with pytest.raises(StoreError, match="exceeds 1000 bytes"):
+                store.size("parts/a")
+            assert store.get("parts/a", 0, 1001) == bytes(1001)
+    with asking(lambda _: answer("200 OK", bytes(2001))) as (store, _):
+        with pytest.raises(StoreError, match="exceeds the 2000 bytes"):
+            store.get("parts/a")
+        assert store.get("parts/a", 0, 2001) == bytes(2001)
+
+
+def test_after_one_kept_connection_was_closed_the_others_are_not_tried() -> None:
+    at_once = threading.Barrier(4)
+    closing_now = threading.Event()
+
+    def reply(request: str) -> bytes:
+        if "/parts/together " in request:
+            at_once.wait(5)
+        elif closing_now.is_set() and place.connections == 4:
+            raise ConnectionError("the connection is closed without an answer")
+        return answer("200 OK", b"x")
+
+    with asking(reply) as (store, place):
+        threads = [threading.Thread(target=store.get, args=("parts/together",)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(store._idle) == 4
+        closing_now.set()
+        place.requests.clear()
+        assert store.get("parts/a") == b"x"
+        assert len(place.requests) == 2
+        assert len(store._idle) == 1
+
+
+@pytest.mark.parametrize("url", ["https://user:s3cret@host/?x", "http://user:s3cret@host", "ftp://s3cret@host/"])
+def test_the_user_part_of_an_address_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ValueError, match="must not contain a user or a password") as caught:
+        HttpStore(url)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_reports_that_no_request_followed_are_kept_within_bounds() -> None:
+    store = HttpStore("http://127.0.0.1:1")
+    for i in range(5000):
+        store.forget(f"parts/{i}")
+    assert len(store._doubted) <= 1024

@@ -9,13 +9,14 @@ import http.client
 import io
 import ipaddress
 import json
+import math
 import re
 import socket
 import ssl
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -33,7 +34,11 @@ _DIGITS = re.compile(r"\d{1,16}", re.ASCII)
 _TOKEN = re.compile(r"[!-~]+")
 _BUSY = (408, 425, 429)  # with all of 5xx: worth another try
 _NO_HEAD = (405, 501)
-_MAX_SIZES = 1024  # sizes of objects that are kept in memory
+_MAX_SIZES = 1024  # sizes of objects that are kept in memory, and reports that were not sent yet
+# Of an answer that does not state its length, if no end of it is asked for: a server could send it for ever.
+_MAX_UNSTATED = 1 << 30
+_UNSTATED_TIMEOUTS = 10  # the time for it, as a multiple of timeout_s
+_MAX_WHOLE = 1 << 36  # of an answer that states its length, if no end of it is asked for
 
 
 def check_token(token: str) -> None:
@@ -61,7 +66,8 @@ class HttpStore:
     Every request ends. Connecting, the TLS handshake and the response's headers may take `timeout_s` each. Of the body,
     `timeout_s * min_bytes_per_s` bytes must arrive in every `timeout_s`, so that a body of n bytes takes at most
     `timeout_s + n / min_bytes_per_s` seconds. A server that is slower raises a retryable StoreError. Redirects are not
-    followed.
+    followed. An answer that does not state its length and is read to its end must end within ten times `timeout_s` and
+    within 1 GiB.
 
     Args:
         url: `https://host/path` or `http://host:port`; keys are added to its path.
@@ -88,10 +94,10 @@ class HttpStore:
         token_in_clear: bool = False,
     ) -> None:
         parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ValueError("the address of a server must not contain a user or a password; pass token= instead")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not an address such as https://host/path")
-        if parts.username is not None:
-            raise ValueError("an address carries no user or password; give a token")
         if not (timeout_s > 0 and min_bytes_per_s > 0):
             raise ValueError(f"{timeout_s=} and {min_bytes_per_s=} must be positive, or a request might never end")
         if token is not None:
@@ -136,7 +142,7 @@ class HttpStore:
                 return _read(response, _range_size(response, begin, end, key), key, exactly=True)
             if _skip(response, begin, key) < begin:
                 return b""
-            return _read(response, None if end is None else end - begin, key)
+            return _read_whole(response, key) if end is None else _read(response, end - begin, key)
 
     def size(self, key: str) -> int:
         """Return the bytes of an object: as an earlier answer stated them, else by a HEAD request.
@@ -153,7 +159,7 @@ class HttpStore:
                 return self._keep_size(key, int(stated))
         with self._asked(f"/{quote(key)}", {}, key) as response:  # a server that does not answer HEAD with a length
             size = response.length
-            return self._keep_size(key, _skip(response, _MAX_NUMBER, key) if size is None else size)
+            return self._keep_size(key, _measure(response, key) if size is None else size)
 
     def _learn_size(self, key: str, response: http.client.HTTPResponse) -> None:
         if response.status == 200:
@@ -194,6 +200,8 @@ class HttpStore:
             with self._asked(f"/?list={quote(prefix, safe='')}", {}, prefix) as response:
                 if response.headers.get_content_type() != LISTING_TYPE:
                     raise self._cannot_list(prefix)
+                if response.length is None:
+                    _limit_time(response)
                 data = _read(response, _MAX_LISTING + 1, prefix)
         except NotFoundError as e:
             raise self._cannot_list(prefix) from e
@@ -201,6 +209,8 @@ class HttpStore:
 
     def forget(self, key: str) -> None:
         """Ask the server, and whatever caches are in front of it, for a fresh copy the next time."""
+        if len(self._doubted) >= _MAX_SIZES:  # a relay passes on what its clients report
+            self._doubted.clear()
         self._doubted.add(key)
         self._sizes.pop(key, None)
 
@@ -233,12 +243,15 @@ class HttpStore:
             raise StoreError(f"{self.url} is not trusted: {e.verify_message}; see cafile", key=key) from e
         except (OSError, http.client.HTTPException) as e:
             cause = str(e) or type(e).__name__
+            if isinstance(e, TimeoutError) and "limit" not in cause:
+                cause = f"timed out: no connection within the limit of {self._timeout_s:g} s"
             raise StoreError(f"cannot read {key} from {self.url}: {cause}", key=key, retryable=True) from e
 
     def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple["_Connection", http.client.HTTPResponse]:
-        """Ask over a kept connection if there is one that still works, else over a new one."""
+        """Ask over a kept connection, and if that was closed from the other side, over a new one."""
+        kept = True
         while True:
-            kept, connection = self._connection()
+            kept, connection = self._connection(kept)
             try:
                 connection.clock.start()
                 connection.request(method, self._path + path, headers=self._headers | headers)
@@ -249,16 +262,19 @@ class HttpStore:
                 connection.close()
                 if not kept:
                     raise  # a kept one may have been closed from the other side long ago; a new one was refused
+                _close(self._idle)  # they are as old, and each may take timeout_s to fail
+                kept = False
             except BaseException:
                 connection.close()
                 raise
 
-    def _connection(self) -> tuple[bool, "_Connection"]:
-        try:
-            return True, self._idle.pop()
-        except IndexError:
-            clock = _Clock(self._timeout_s, self._min_bytes_per_s)
-            return False, _Connection(self._host, self._port, clock, self._tls)
+    def _connection(self, keep: bool) -> tuple[bool, "_Connection"]:
+        """Return a kept connection if there is one and it may be one, else a new one; and whether it was kept."""
+        if keep:
+            with suppress(IndexError):
+                return True, self._idle.pop()
+        clock = _Clock(self._timeout_s, self._min_bytes_per_s)
+        return False, _Connection(self._host, self._port, clock, self._tls)
 
     def _check(self, response: http.client.HTTPResponse, key: str) -> None:
         """Raise what a status means, unless it comes with the bytes or says that there are none."""
@@ -290,6 +306,15 @@ class _Clock:
         self.start()
 
     def start(self) -> None:
+        """Begin a request, or its body."""
+        self._last_s = math.inf
+        self._begin_portion()
+
+    def limit(self, seconds: float) -> None:
+        """End the body after this time in any case."""
+        self._total_s, self._last_s = seconds, time.monotonic() + seconds
+
+    def _begin_portion(self) -> None:
         self._ends_at = time.monotonic() + self.timeout_s
         self._missing = self._portion
 
@@ -297,14 +322,20 @@ class _Clock:
         """Take note of bytes of a body; each full portion starts the clock again."""
         self._missing -= received
         if self._missing <= 0:
-            self.start()
+            self._begin_portion()
 
     def left_s(self) -> float:
         """Return the seconds that are left. Raises: TimeoutError, if there are none."""
-        left = self._ends_at - time.monotonic()
+        left = min(self._ends_at, self._last_s) - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"timed out: the server sends too slowly for a limit of {self.timeout_s:g} s")
+            raise self.error()
         return left
+
+    def error(self) -> TimeoutError:
+        """Return an error that names the limit that is reached first."""
+        if self._last_s < self._ends_at:
+            return TimeoutError(f"timed out: the answer does not end within the limit of {self._total_s:g} s")
+        return TimeoutError(f"timed out: the server sends too slowly for a limit of {self.timeout_s:g} s")
 
 
 class _Connection(http.client.HTTPConnection):
@@ -336,11 +367,11 @@ class _Response(http.client.HTTPResponse):
 
     def __init__(self, sock: "_ClockedSocket", *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)  # type: ignore[arg-type]
-        self._clock = sock.clock
+        self.clock = sock.clock
 
     def read1(self, n: int = -1) -> bytes:
         piece = super().read1(n)
-        self._clock.count(len(piece))
+        self.clock.count(len(piece))
         return piece
 
 
@@ -376,7 +407,10 @@ class _ClockedReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         self._clocked.sock.settimeout(self._clocked.clock.left_s())
-        return self._raw.readinto(buffer)
+        try:
+            return self._raw.readinto(buffer)
+        except TimeoutError as e:
+            raise self._clocked.clock.error() from e
 
     def close(self) -> None:
         self._raw.close()
@@ -424,14 +458,41 @@ def _skip(response: http.client.HTTPResponse, count: int, key: str) -> int:
     return skipped
 
 
-def _read(response: http.client.HTTPResponse, limit: int | None, key: str, exactly: bool = False) -> bytes:
+def _limit_time(response: http.client.HTTPResponse) -> None:
+    """End an answer that does not state its length after some time, however fast it is sent."""
+    assert isinstance(response, _Response)
+    response.clock.limit(_UNSTATED_TIMEOUTS * response.clock.timeout_s)
+
+
+def _measure(response: http.client.HTTPResponse, key: str) -> int:
+    """Return the length of an answer that does not state it. Raises: StoreError, if it is too long to find out."""
+    _limit_time(response)
+    size = _skip(response, _MAX_UNSTATED + 1, key)
+    if size > _MAX_UNSTATED:
+        raise StoreError(f"the server does not state the size of {key}, which exceeds {_MAX_UNSTATED} bytes", key=key)
+    return size
+
+
+def _read_whole(response: http.client.HTTPResponse, key: str) -> bytes:
+    """Read an answer to its end. Raises: StoreError, if that is too far."""
+    stated, limit = response.length, _MAX_WHOLE
+    if stated is None:
+        _limit_time(response)
+        limit = _MAX_UNSTATED
+    data = _read(response, limit + 1, key) if stated is None or stated <= limit else None
+    if data is None or len(data) > limit:
+        raise StoreError(f"{key} exceeds the {limit} bytes that are read at once; ask for ranges of it", key=key)
+    return data
+
+
+def _read(response: http.client.HTTPResponse, limit: int, key: str, exactly: bool = False) -> bytes:
     """Read an answer to its end or to a limit, whichever is first. Exactly: it must reach the limit.
 
     Raises:
         StoreError: it broke off; retryable.
     """
     data = io.BytesIO()  # its bytes can be had without a copy
-    while piece := _piece(response, _PIECE if limit is None else limit - data.tell(), key):
+    while piece := _piece(response, limit - data.tell(), key):
         data.write(piece)
     if exactly and data.tell() != limit:
         raise StoreError(f"{key} broke off after {data.tell()} of {limit} bytes", key=key, retryable=True)
