@@ -528,7 +528,7 @@ def test_a_process_that_is_stopped_while_it_fetches_does_not_hold_up_the_others(
         begin = time.monotonic()
         assert CachedStore(upstream, tmp_path, patience_s=0.3).get("parts/a") == LARGE
         assert 0.3 <= time.monotonic() - begin < 5
-    assert "does not get on" in caplog.text
+    assert "shows no progress" in caplog.text
 
 
 def test_a_process_that_fetches_slowly_and_is_alive_is_waited_for(upstream: Counting, tmp_path: Path) -> None:
@@ -601,3 +601,76 @@ def test_a_folder_among_the_entries_does_not_keep_the_cache_from_making_room(tmp
     for n in range(20):
         store.put(f"parts/{n}", bytes(1000))
     assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file()) <= 5000
+
+
+def test_a_name_that_is_too_long_for_the_disk_costs_the_cache_alone(cached: CachedStore, upstream: Counting) -> None:
+    key = "files/" + "b/" * 120 + "x"
+    with pytest.raises(NotFoundError):
+        cached.get(key, 0, 3 * PIECE)
+    upstream.put(key, LARGE)
+    assert cached.get(key, 0, 3 * PIECE) == LARGE
+    assert not cached.has(key)
+    cached.forget(key)
+    assert cached.size(key) == len(LARGE)
+
+
+def test_a_copy_that_another_process_replaced_is_checked_again(tmp_path: Path) -> None:
+    key, data = named("files")
+    upstream = Counting()
+    upstream.put(key, data)
+    cached, other = CachedStore(upstream, tmp_path), CachedStore(upstream, tmp_path)
+    cached.get(key)
+    cached.forget(key)  # finds that the copy is right
+    for path in tmp_path.iterdir():
+        path.unlink()
+    upstream.put(key, bytes(len(data)))
+    other.get(key)
+    upstream.put(key, data)
+    assert cached.get(key) == bytes(len(data))
+    cached.forget(key)
+    assert cached.get(key) == data
+
+
+def test_the_end_of_a_reported_copy_is_known_while_the_store_is_away(tmp_path: Path) -> None:
+    upstream = Away()
+    upstream.put("parts/a", bytes(2 * PIECE))
+    cached = CachedStore(upstream, tmp_path)
+    cached.get("parts/a")
+    cached.forget("parts/a")
+    upstream.away = True
+    for begin, end in ((PIECE, 2 * PIECE + 1), (PIECE, 4 * PIECE), (0, None), (3 * PIECE, 4 * PIECE)):
+        assert cached.get("parts/a", begin, end) == bytes(2 * PIECE)[begin:end]
+
+
+def test_a_right_copy_whose_size_was_never_asked_for_is_not_fetched_again(tmp_path: Path) -> None:
+    data = LARGE[: 2 * PIECE]
+    key = f"files/{hashlib.sha256(data).hexdigest()}"
+    upstream = Away()
+    upstream.put(key, data)
+    cached = CachedStore(upstream, tmp_path)
+    cached.get(key, 0, len(data))  # nothing says that it ends there
+    cached.forget(key)
+    upstream.away = True
+    assert cached.get(key, 0, len(data) + 1) == data
+    assert not [name for name in entries(cached) if name.endswith("!")]
+
+
+def test_an_empty_object_that_is_not_here_is_not_taken_for_a_right_copy(tmp_path: Path) -> None:
+    reports: list[str] = []
+    upstream = MemoryStore()
+    upstream.forget = reports.append  # type: ignore[attr-defined]
+    key = f"files/{hashlib.sha256().hexdigest()}"
+    CachedStore(upstream, tmp_path).forget(key)
+    assert reports == [key]
+
+
+def test_what_is_here_is_known_without_asking_the_store(cached: CachedStore, upstream: Counting) -> None:
+    assert not cached.has("parts/a")
+    cached.get("parts/a", PIECE, len(LARGE) + 1)
+    upstream.gets.clear()
+    assert cached.has("parts/a", PIECE, 2 * PIECE)
+    assert cached.has("parts/a", PIECE)
+    assert not cached.has("parts/a")
+    assert not cached.has("parts/a", 0, 1)
+    assert not cached.has("head")
+    assert not upstream.gets

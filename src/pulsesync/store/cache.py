@@ -37,6 +37,7 @@ _PROBES = 64  # pieces that are looked for ahead of one that is missing
 _LOCK = ".lock-"
 _SPOOL = ".spool-"
 _ASK_AGAIN_S = 10.0  # after the store failed: it may take as long to fail each time
+_MAX_RIGHT = 1024  # objects that were found to be right and are remembered
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class CachedStore:
         self._max_bytes = max_bytes
         self._patience_s = patience_s
         self._room_bytes = 0  # that may be written before the folder is measured again
-        self._right: set[str] = set()  # keys whose pieces together have the hash that the key states
+        self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
         self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -100,6 +101,15 @@ class CachedStore:
             size = self._ask(key, lambda: self._measure(key), lambda: self._known_size(key, _SUSPECT))
         return size
 
+    def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
+        """Return whether the size of an object and a range of it are here, so that the store need not be asked."""
+        size = self._known_size(key) if key.startswith(CONTENT_ADDRESSED) else None
+        if size is None:
+            return False
+        stop = size if end is None else min(end, size)
+        numbers = range(begin // _PIECE_BYTES, -(-stop // _PIECE_BYTES))
+        return all(os.path.exists(self.folder / _name(key, number)) for number in numbers)
+
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.store.put(key, data)
         if key.startswith(CONTENT_ADDRESSED):
@@ -113,7 +123,6 @@ class CachedStore:
 
     def delete(self, key: str) -> None:
         self.store.delete(key)
-        self._right.discard(key)
         self._away_until.pop(key, None)
         with suppress(OSError):
             for path in self._files(key):
@@ -126,8 +135,7 @@ class CachedStore:
         reader may be wrong, or may want others to go without.
         """
         if key.startswith(CONTENT_ADDRESSED):
-            if key in self._right or self._is_right(key):
-                self._right.add(key)
+            if self._is_right(key):
                 logger.info("A reader reported %s as bad; the copy in %s has the right hash.", key, self.folder)
                 return
             with suppress(OSError):
@@ -141,9 +149,38 @@ class CachedStore:
         return (self.folder / name for name in os.listdir(self.folder) if name.startswith(prefix))
 
     def _is_right(self, key: str) -> bool:
-        """Return whether all pieces of an object are here and have the hash that its key states."""
+        """Return whether all pieces of an object are here and have the hash that its key states.
+
+        The answer is remembered with the digests of the pieces, which every read of a piece compares with its content.
+        Another process may replace the pieces; they are then checked again.
+        """
+        fingerprint, length = self._survey(key)
+        if fingerprint is None:
+            return False
+        if self._right.get(key) == fingerprint:
+            return True
         size = self._known_size(key)
-        return size is not None and _is_named_by(key, size, self._pieces(key))
+        if not _is_named_by(key, length if size is None else size, self._pieces(key)):
+            return False
+        if size is None:
+            self._keep_size(key, length)
+        if self._survey(key)[0] == fingerprint:
+            if len(self._right) >= _MAX_RIGHT:
+                self._right.clear()
+            self._right[key] = fingerprint
+        return True
+
+    def _survey(self, key: str) -> tuple[bytes | None, int]:
+        """Return a hash over the digests of the pieces of an object, and their length; None if there is no piece."""
+        digests, length = hashlib.sha256(), 0
+        for number in count():
+            try:
+                with (self.folder / _name(key, number)).open("rb") as file:
+                    digests.update(file.read(_DIGEST_BYTES))
+                    length += os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+            except OSError:
+                return (digests.digest() if number else None), length
+        raise AssertionError("unreachable: there is a last piece")
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         """Yield the pieces of an object as far as they are here."""
@@ -171,7 +208,15 @@ class CachedStore:
             found = self._look_up(key, at)  # the one before has put it there
             if found is not None:
                 return found
-            return self._ask(key, lambda: self._download(key, at, stop), lambda: self._look_up(key, at, _SUSPECT))
+            return self._ask(key, lambda: self._download(key, at, stop), lambda: self._recall(key, at))
+
+    def _recall(self, key: str, at: int) -> tuple[bytes, bool] | None:
+        """Return what _look_up does of the copy that a reader reported as bad; nothing at its end."""
+        found = self._look_up(key, at, _SUSPECT)
+        if found is None:
+            size = self._stored_size(key, _SUSPECT)
+            found = (b"", True) if size is not None and at >= size else None
+        return found
 
     def _download(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
         end = self._missing_until(key, at, stop)
@@ -205,7 +250,7 @@ class CachedStore:
         first = at // _PIECE_BYTES
         last = first + _PROBES if stop is None else -(-stop // _PIECE_BYTES)
         for number in range(first + 1, min(last, first + _PROBES)):
-            if (self.folder / _name(key, number)).exists():
+            if os.path.exists(self.folder / _name(key, number)):  # of a name that is too long it says no
                 return number * _PIECE_BYTES
         return None if stop is None else last * _PIECE_BYTES
 
@@ -217,7 +262,7 @@ class CachedStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.folder / f"{_LOCK}{name}", self._patience_s))
             except TimeoutError:
-                logger.warning("Another process in %s does not get on with %s; fetching it here.", self.folder, name)
+                logger.warning("Another process in %s shows no progress on %s; fetching it here.", self.folder, name)
             except OSError:  # as for every other failure of the disk: it costs the cache alone
                 logger.debug("Cannot lock in %s.", self.folder, exc_info=True)
             yield
@@ -247,7 +292,6 @@ class CachedStore:
     def _keep_pieces(self, key: str, at: int, data: memoryview, ended: bool) -> None:
         if at and not data:
             return  # beyond the end: there is no such piece, and nothing tells how far beyond
-        self._right.discard(key)
         for begin in range(0, max(1, len(data)), _PIECE_BYTES):
             self._keep(_name(key, (at + begin) // _PIECE_BYTES), data[begin : begin + _PIECE_BYTES])
         if ended:

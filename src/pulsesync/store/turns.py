@@ -59,8 +59,10 @@ def _acquire(path: Path, patience_s: float) -> IO[bytes]:
             raise
         if seen != beat:  # compared with itself: the clock of the disk may be another one
             beat, alive = seen, now
-        if now - alive > patience_s or now - began > _LONGEST_WAIT_S:
-            raise TimeoutError(f"{path} was locked for {now - began:.0f} s")
+        if now - alive > patience_s:
+            raise TimeoutError(f"the process that locked {path} shows no sign of life; the limit is {patience_s:g} s")
+        if now - began > _LONGEST_WAIT_S:
+            raise TimeoutError(f"{path} is still locked by a live process; the limit is {_LONGEST_WAIT_S:g} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
 
