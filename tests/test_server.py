@@ -1,5 +1,6 @@
 """Servers and relays as processes of their own, asked over loopback; and what coalesces inside a relay."""
 
+import asyncio
 import hashlib
 import http.client
 import http.server
@@ -15,11 +16,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -29,7 +31,7 @@ from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, serve
 from pulsesync.server import relay as make_relay
-from pulsesync.server.service import _Service
+from pulsesync.server.service import _send_piece, _Service
 from pulsesync.store import CachedStore, LocalStore, MemoryStore, forget
 from pulsesync.store.coalesce import Coalescing
 from pulsesync.store.http import HttpStore
@@ -774,3 +776,95 @@ def test_a_relay_refuses_to_write() -> None:
     for write in (lambda: shared.put("a", b""), lambda: shared.create("a", b""), lambda: shared.delete("a")):
         with pytest.raises(StoreError, match="read-only"):
             write()
+
+
+def test_workers_that_wait_for_a_new_body_do_not_keep_others_from_bodies_that_are_cached(
+    upstream: Upstream, tmp_path: Path
+) -> None:
+    with (
+        running("relay", upstream.url, cache=tmp_path) as relay,
+        closing(HttpStore(relay.url)) as store,
+        ExitStack() as waiting,
+    ):
+        assert store.get("parts/large") == LARGE
+        address = urlsplit(relay.url)
+        for _ in range(100):
+            connection = socket.create_connection((address.hostname or "", address.port or 0))
+            waiting.enter_context(connection).sendall(b"GET /parts/hang HTTP/1.1\r\nHost: a\r\n\r\n")
+        time.sleep(0.3)  # for the relay to work on them
+        begin = time.monotonic()
+        assert store.get("parts/large") == LARGE
+        assert store.get("parts/large", 5, 9) == LARGE[5:9]
+        assert ask(relay.url, "/parts/large", "HEAD").headers["Content-Length"] == str(N)
+        assert time.monotonic() - begin < 3
+        upstream.ending.set()
+
+
+def test_a_tag_is_no_proof_that_an_object_exists(url: str) -> None:
+    assert ask(url, "/parts/none", If_None_Match='"parts%2Fnone"').status == 404
+    assert ask(url, "/parts/small", If_None_Match='"parts%2Fsmall"').status == 304
+
+
+class Reported(MemoryStore):
+    """A store that notes what readers report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[str] = []
+
+    def forget(self, key: str) -> None:
+        self.reports.append(key)
+
+
+def test_only_a_request_that_reads_an_object_reports_it() -> None:
+    store = Reported()
+    store.put("parts/a", SMALL)
+    app, report = _Service(store, None), {"cache-control": "no-cache"}
+    app._object("parts/a", True, Headers(report))
+    app._object("parts/a", False, Headers(report | {"if-none-match": '"parts%2Fa"'}))
+    assert store.reports == []
+    app._object("parts/a", False, Headers(report))
+    assert store.reports == ["parts/a"]
+
+
+def test_no_other_requests_make_a_relay_pass_a_second_report_on_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
+    store = Reported()
+    store.put("parts/a", SMALL)
+    shared = Coalescing(store)
+    for _ in range(3):
+        shared.forget("parts/a")
+        for i in range(1100):
+            with pytest.raises(NotFoundError):
+                shared.get(f"parts/{i}")
+    assert store.reports == ["parts/a"]
+    now += 10
+    shared.forget("parts/a")
+    assert store.reports == ["parts/a"] * 2
+
+
+def test_reports_are_remembered_within_bounds_and_those_of_absent_objects_not_at_all() -> None:
+    store = Reported()
+    shared = Coalescing(store)
+    for i in range(5000):
+        shared.forget(f"parts/{i}")
+    assert len(shared._reported) == len(store.reports) <= 4096
+    for i in range(5000):
+        with pytest.raises(NotFoundError):
+            shared.get(f"parts/{i}")
+    assert not shared._reported
+
+
+def test_a_client_that_takes_nothing_is_dropped_after_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.service._SEND_TIMEOUT_S", 0.05)
+    slices: list[int] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        slices.append(len(message["body"]))
+        if len(slices) == 3:
+            await asyncio.sleep(10)
+
+    with pytest.raises(TimeoutError, match=r"262144 bytes within 0\.05 s"):
+        asyncio.run(_send_piece(send, bytes(PIECE), more=True))
+    assert slices == [1 << 18] * 3

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from pulsesync.errors import NotFoundError, PulseError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Store, forget, size_of
+from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Store, forget, is_near, size_of
 from pulsesync.store.http import LISTING_TYPE, check_token
 from pulsesync.store.keys import check_key, check_prefix
 
@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 
 _PIECE = WINDOW_BYTES  # bytes of an object that are read at once, from multiples of it on: a cache keeps such pieces
 _AHEAD = 3  # pieces read while one is sent: an upstream 50 ms away then gives 250 MB/s
-_BODIES = 32  # content-addressed objects that are read and sent at a time: with the above, 512 MiB at most
+_AHEAD_NEAR = 1  # the same for what is in a cache: a disk gives more than a connection takes
+# Content-addressed objects that are read and sent at a time. A relay has as many places again for what is in its cache:
+# an upstream that hangs must not hold that up. With the above, 512 MiB at most, and 256 MiB for what is cached.
+_BODIES = 32
 _RECORDS = 1024  # everything else: small, and a worker that polls may wait long for a store that is away
-# For a piece; a client that takes longer is dropped, lest a few of them stop the server. It is as patient as our own
-# clients are with a server: 16 KiB/s.
-_SEND_TIMEOUT_S = _PIECE / (1 << 14)
+_LOOKS = 32  # requests at a time for which a cache is searched
+# A client that takes less than a slice in its time is dropped, lest a few of them stop the server. It is as patient as
+# our own clients are with a server: 16 KiB/s.
+_SLICE = 1 << 18
+_SEND_TIMEOUT_S = _SLICE / (1 << 14)
 _MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 _LOG_EVERY_S = 10.0  # a store that is away fails every request; the log says it now and then
@@ -67,6 +72,8 @@ class _Service:
         self._store = store
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._bodies = asyncio.Semaphore(_BODIES)
+        self._cached = asyncio.Semaphore(_BODIES)
+        self._looks = asyncio.Semaphore(_LOOKS)
         self._records = asyncio.Semaphore(_RECORDS)
         self._logged_at = -_LOG_EVERY_S
 
@@ -74,17 +81,35 @@ class _Service:
         from starlette.requests import Request
 
         request = Request(scope)
-        async with self._bodies if request.path_params["key"].startswith(CONTENT_ADDRESSED) else self._records:
+        if not self._may_read(request.headers.get("authorization", "")):
+            await _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        if not request.path_params["key"].startswith(CONTENT_ADDRESSED):
+            places, ahead = self._records, _AHEAD
+        elif await self._is_cached(request):
+            places, ahead = self._cached, _AHEAD_NEAR
+        else:
+            places, ahead = self._bodies, _AHEAD
+        async with places:
             answer = await self._answer(request)
             if isinstance(answer, _Answer):
-                await answer.send(receive, send)
+                await answer.send(receive, send, ahead)
             else:
                 await answer(scope, receive, send)
 
+    async def _is_cached(self, request: "Request") -> bool:
+        """Return whether the store is a cache that has all of what is asked for."""
+        key, asks = request.path_params["key"], request.headers
+        if not hasattr(self._store, "has") or "no-cache" in asks.get("cache-control", ""):
+            return False
+        begin, end = (0, 0) if request.method == "HEAD" else _asked_range(asks.get("range", "")) or (0, None)
+        if begin is None:  # the last bytes
+            begin, end = 0, None
+        async with self._looks:
+            return await _in_thread(partial(is_near, self._store, key, begin, end))
+
     async def _answer(self, request: "Request") -> "_Answer | Response":
         key, prefix = request.path_params["key"], request.query_params.get("list")
-        if not self._may_read(request.headers.get("authorization", "")):
-            return _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
         try:
             if key == "" and prefix is not None:
                 return await _in_thread(lambda: self._listing(prefix))
@@ -121,15 +146,16 @@ class _Service:
             check_key(key)
         except StoreError:
             return _words(404, "there is no such object")
-        if key.startswith(CONTENT_ADDRESSED) and "no-cache" in asks.get("cache-control", ""):
-            forget(self._store, key)  # a reader found it bad
         read, size, headers = self._source(key)
         tag = headers.get("ETag")
         if tag is not None and _names(asks.get("if-none-match", ""), tag):
+            size()  # raises NotFoundError; the tag of what is content-addressed says nothing about that
             return _Answer(304, headers, read, 0, 0, b"")
         if head:
             headers["Content-Length"] = str(size())
             return _Answer(200, headers, read, 0, 0, b"")
+        if key.startswith(CONTENT_ADDRESSED) and "no-cache" in asks.get("cache-control", ""):
+            forget(self._store, key)  # a reader found it bad
         asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
         found = _find(read, size, asked or (0, None))
         if asked is not None and not found.piece:
@@ -175,8 +201,8 @@ class _Answer:
     end: int
     piece: bytes
 
-    async def send(self, receive: "Receive", send: "Send") -> None:
-        """Send it piece by piece, until the client leaves.
+    async def send(self, receive: "Receive", send: "Send", ahead: int) -> None:
+        """Send it piece by piece, until the client leaves, with this many pieces read ahead.
 
         An error on the way breaks the connection off, so that the client sees that something is missing.
         """
@@ -185,7 +211,7 @@ class _Answer:
         left = asyncio.create_task(_leaving(receive))  # to send to a client that left is no error
         at = self.begin
         try:
-            async with aclosing(self._pieces()) as pieces:
+            async with aclosing(self._pieces(ahead)) as pieces:
                 async for piece in pieces:
                     await _send_piece(send, piece, more=True)
                     at += len(piece)
@@ -197,7 +223,7 @@ class _Answer:
             raise StoreError(f"an object ended {self.end - at} bytes early while it was sent")
         await _send_piece(send, b"", more=False)
 
-    async def _pieces(self) -> AsyncGenerator[bytes]:
+    async def _pieces(self, ahead: int) -> AsyncGenerator[bytes]:
         """Yield the piece that was read and then the rest, some of it read ahead."""
         yield self.piece
         reading: deque[asyncio.Task[bytes]] = deque()
@@ -205,7 +231,7 @@ class _Answer:
             for begin in range(self.begin + len(self.piece), self.end, _PIECE):
                 call = partial(self.read, begin, _bounded(begin, self.end))
                 reading.append(asyncio.create_task(_in_thread(call)))
-                if len(reading) > _AHEAD:
+                if len(reading) > ahead:
                     yield await reading.popleft()
             while reading:
                 yield await reading.popleft()
@@ -288,8 +314,14 @@ async def _leaving(receive: "Receive") -> None:
 
 
 async def _send_piece(send: "Send", piece: bytes, more: bool) -> None:
-    async with asyncio.timeout(_SEND_TIMEOUT_S):
-        await send({"type": "http.response.body", "body": piece, "more_body": more})
+    """Send a piece in slices. Raises: TimeoutError, if the client takes one of them too slowly."""
+    for begin in range(0, max(1, len(piece)), _SLICE):
+        body = piece[begin : begin + _SLICE]
+        try:
+            async with asyncio.timeout(_SEND_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError as e:
+            raise TimeoutError(f"a client did not take {len(body)} bytes within {_SEND_TIMEOUT_S:g} s") from e
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -51,6 +51,15 @@ def forget(store: Store, key: str) -> None:
         tell(key)
 
 
+def is_near(store: Store, key: str, begin: int = 0, end: int | None = None) -> bool:
+    """Return whether a range of an object is in the cache; True for a store without one. No verb: most have none.
+
+    A server keeps what is near apart from what it has to wait for.
+    """
+    ask = getattr(store, "has", None)
+    return ask is None or bool(ask(key, begin, end))
+
+
 def size_of(store: Store, key: str) -> int:
     """Return the bytes of an object. No verb: a store without a `size` of its own is read to the object's end.
 

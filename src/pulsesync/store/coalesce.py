@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-from pulsesync.errors import StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget, size_of
+from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget, is_near, size_of
 from pulsesync.store.keys import check_key, check_prefix
 
 _REMEMBER_S = 1.0
@@ -19,6 +19,7 @@ _FORGET_S = 10.0  # between two reports about one object that are acted on: each
 _WHOLE_BYTES = 1 << 22  # records below this size are fetched whole, so that any ranges of them are one request
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 1 << 26
+_MAX_REPORTED = 4096  # objects whose reports are passed on in the same ten seconds
 _ENTRY_BYTES = 256  # of a listing
 
 T = TypeVar("T")
@@ -38,11 +39,17 @@ class Coalescing:
         self._lock = threading.Lock()
         self._under_way: dict[_Call, Future[Any]] = {}
         self._remembered: dict[_Call, _Held] = {}  # oldest first
+        self._reported: dict[str, float] = {}  # by key, when its last report was passed on; oldest first
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
         if key.startswith(CONTENT_ADDRESSED):
-            return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
+            try:
+                return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
+            except NotFoundError:
+                with self._lock:
+                    self._reported.pop(key, None)  # only objects that exist take a place there
+                raise
         whole = self._once((key,), lambda: self.store.get(key, 0, _WHOLE_BYTES), _REMEMBER_S)
         if len(whole) < _WHOLE_BYTES or (end is not None and end <= _WHOLE_BYTES):
             return whole[begin:end]
@@ -51,6 +58,9 @@ class Coalescing:
     def size(self, key: str) -> int:
         check_key(key)
         return self._once(("size", key), lambda: size_of(self.store, key), _REMEMBER_S)
+
+    def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
+        return is_near(self.store, key, begin, end)
 
     def list(self, prefix: str) -> Iterator[Entry]:
         check_prefix(prefix)
@@ -69,10 +79,20 @@ class Coalescing:
         raise _read_only(key)
 
     def forget(self, key: str) -> None:
-        """Pass a report on, once in ten seconds for each object: any client of a relay can make one."""
-        self._once(("forget", key), lambda: self._forget(key), _FORGET_S)
+        """Pass a report on, once in ten seconds for each object: any client of a relay can make one.
+
+        The times of reports are kept apart from everything else, so that no other requests can displace them.
+        """
+        self._once(("forget", key), lambda: self._forget(key))
 
     def _forget(self, key: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            while self._reported and now - self._reported[oldest := next(iter(self._reported))] >= _FORGET_S:
+                del self._reported[oldest]
+            if key in self._reported or len(self._reported) >= _MAX_REPORTED:
+                return
+            self._reported[key] = now
         forget(self.store, key)
         with self._lock:
             self._remembered.pop(("size", key), None)
