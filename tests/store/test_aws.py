@@ -160,6 +160,32 @@ def test_a_store_without_credentials_says_which_one(home: Home, monkeypatch: pyt
         ObjectStore("s3://bucket/run")
 
 
+def test_the_default_profile_may_be_called_profile_default_and_a_file_may_begin_with_a_mark(home: Home) -> None:
+    home.write("\ufeff[default]\n" + KEYS.format("file"), "\ufeff[profile default]\nregion = eu-west-9\n")
+    assert find_credentials({}, home.environment()).options == {**IN_PROFILE, "region": "eu-west-9"}
+
+
+def test_keys_of_a_profile_are_not_sent_with_a_session_token_of_the_environment(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write("[default]\n" + KEYS.format("file"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    for name, value in home.environment(AWS_SESSION_TOKEN="stale", AWS_REGION="us-east-1").items():
+        monkeypatch.setenv(name, value)
+    seen: list[dict[str, str]] = []
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        seen.append({name.lower(): value for name, value in request.headers.items()})
+        respond(request, 200, b"x")
+
+    with broken_server(answer) as endpoint:
+        assert ObjectStore("s3://bucket/run", endpoint=endpoint).get("head") == b"x"
+        home.write("[default]\n" + KEYS.format("file") + "aws_session_token = fresh\n")
+        assert ObjectStore("s3://bucket/run", endpoint=endpoint).get("head") == b"x"
+    assert all("Credential=file-id/" in headers["authorization"] for headers in seen)
+    assert [headers.get("x-amz-security-token") for headers in seen] == [None, "fresh"]
+
+
 def test_secrets_are_not_shown(home: Home) -> None:
     home.write("[default]\n" + KEYS.format("file"))
     assert "%secret" not in repr(find_credentials({}, home.environment()))

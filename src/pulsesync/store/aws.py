@@ -8,7 +8,7 @@ programs that print credentials) it asks boto3, where that is installed.
 
 import configparser
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,8 @@ _CREDENTIAL_OPTIONS = {
 }  # fmt: skip
 _REGION_OPTIONS, _REGION_VARIABLES = {"region", "default_region"}, ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINT_OPTIONS = {"endpoint", "endpoint_url", "endpoint_url_s3"}
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_TOKEN_VARIABLES = ("AWS_SESSION_TOKEN", "AWS_TOKEN")
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 # Settings of a profile that say how to obtain credentials, instead of the credentials themselves. Those of the first
 # line come before keys in the same profile, as they do in the AWS command line.
 _FIRST = ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url", "login_session")
@@ -54,7 +55,7 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
     options: dict[str, Any] = {}
     if profile.region and not names & _REGION_OPTIONS and not _any(environment, _REGION_VARIABLES):
         options["region"] = profile.region
-    if profile.endpoint and not names & _ENDPOINT_OPTIONS and not _any(environment, _ENDPOINT_VARIABLES):
+    if profile.endpoint and not names & _ENDPOINT_OPTIONS and not _any(environment, ENDPOINT_VARIABLES):
         options["endpoint"] = profile.endpoint
 
     if names & _CREDENTIAL_OPTIONS:
@@ -68,6 +69,9 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
         return Credentials(options, "AWS_WEB_IDENTITY_TOKEN_FILE", tuple(tried))
     tried.append("AWS_WEB_IDENTITY_TOKEN_FILE with AWS_ROLE_ARN (not set)")
     if found := profile.credentials():
+        if "access_key_id" in found and "session_token" not in found and _any(environment, _TOKEN_VARIABLES):
+            # obstore would send the token of the environment, which belongs to other keys.
+            found = {"credential_provider": _provider(found)}
         return Credentials({**options, **found}, profile.source, tuple(tried))
     tried.append(profile.looked)
     # obstore takes the second of these only together with the file of a token.
@@ -90,7 +94,7 @@ class _Profile:
     """A profile as the two files hold it."""
 
     name: str
-    required: bool  # whether somebody asked for this one by name
+    required: bool  # whether AWS_PROFILE asks for this one by name
     secrets: Mapping[str, str] | None = field(repr=False)  # its section in the credentials file
     settings: Mapping[str, str] | None = field(repr=False)  # its section in the config file
     source: str
@@ -144,7 +148,9 @@ def _read_profile(environment: Mapping[str, str]) -> _Profile:
     keys_file = _path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
     settings_file = _path(environment.get("AWS_CONFIG_FILE") or "~/.aws/config")
     secrets, why = _read_section(keys_file, name)
-    settings, why_not = _read_section(settings_file, name if name == "default" else f"profile {name}")
+    settings, why_not = _read_section(settings_file, f"profile {name}")
+    if settings is None and name == "default":
+        settings, why_not = _read_section(settings_file, name)
     source = f"profile {name!r} in {keys_file}" if _keys(secrets) else f"profile {name!r} in {settings_file}"
     looked = f"profile {name!r} in {keys_file} ({why}) and in {settings_file} ({why_not})"
     use_endpoint = environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true"
@@ -159,7 +165,7 @@ def _read_section(path: Path, section: str) -> tuple[Mapping[str, str] | None, s
     """A section of a file, or None; and what was found, in words. Raises: ValueError, without a line of the file."""
     parser = configparser.RawConfigParser(strict=False)  # interpolation would trip over a % in a secret
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # some editors put a byte order mark in front
             parser.read_file(file)
     except FileNotFoundError:
         return None, "no such file"
@@ -180,6 +186,11 @@ def _keys(section: Mapping[str, str] | None) -> dict[str, Any] | None:
     if token := section.get("aws_session_token"):
         keys["session_token"] = token
     return keys
+
+
+def _provider(keys: Mapping[str, str]) -> Callable[[], dict[str, str | None]]:
+    """Return what obstore calls for credentials: keys without a token."""
+    return lambda: {**keys, "token": None, "expires_at": None}
 
 
 def _any(environment: Mapping[str, str], names: tuple[str, ...]) -> bool:

@@ -15,9 +15,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.aws import Credentials, find_credentials
+from pulsesync.store.aws import ENDPOINT_VARIABLES, Credentials, find_credentials
 from pulsesync.store.base import Entry
 from pulsesync.store.keys import check_key, check_prefix
 
@@ -63,6 +64,8 @@ class ObjectStore:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 
+        given = (*options.values(), *(options.get("config") or {}).values())
+        _check_no_user(url, *given, *(os.environ.get(name) for name in ENDPOINT_VARIABLES))
         if "?" in url or "#" in url:
             raise ValueError(f"{url}: settings are keywords or environment variables, not part of the URL")
         client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
@@ -70,6 +73,7 @@ class ObjectStore:
         try:
             self._credentials = find_credentials(options) if url.startswith("s3://") else None
             if self._credentials:
+                _check_no_user(*self._credentials.options.values())
                 options |= self._credentials.options
             self._store = from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
         except (BaseError, ValueError) as e:
@@ -148,6 +152,16 @@ class ObjectStore:
             self._has_credentials |= not _is_about_metadata(e)
             raise _store_error(e, what, key, self._credentials) from e
         self._has_credentials = True
+
+
+def _check_no_user(*addresses: object) -> None:
+    """Raises: ValueError, if one of these is an address with a user or a password, which ends up in errors and logs."""
+    for address in addresses:
+        if isinstance(address, str) and "://" in address and "@" in urlsplit(address).netloc:
+            raise ValueError(
+                "the address of a store or of its endpoint must not contain a user or a password; pass them as "
+                "keywords, such as access_key_id= and secret_access_key=, or as environment variables"
+            )
 
 
 _process: int | None = None  # the one that made the first call
