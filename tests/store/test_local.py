@@ -376,3 +376,22 @@ def test_reading_leaves_no_file_open(linked: Path) -> None:
             with suppress(NotFoundError):
                 store.get(key)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_each_link_that_leads_out_of_a_served_folder_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    LocalStore(tmp_path / "disk").put("a", b"a")
+    LocalStore(tmp_path / "disk").put("b", b"b")
+    LocalStore(tmp_path / "run").put("files/c", b"c")
+    (tmp_path / "run" / "parts").symlink_to(tmp_path / "disk")
+    (tmp_path / "run" / "files" / "a").symlink_to(tmp_path / "disk" / "a")
+    served = ServedFolder(tmp_path / "run")
+    for key in ("parts/a", "parts/b", "parts/none", "files/a", "files/none", "parts/a"):
+        with pytest.raises(NotFoundError):
+            served.get(key)
+    assert [entry.key for prefix in ("parts/", "files/") for entry in served.list(prefix)] == ["files/c"]
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        f"Not served: {tmp_path}/run/parts leads to {tmp_path}/disk",
+        f"Not served: {tmp_path}/run/files/a leads to {tmp_path}/disk/a",
+    ]

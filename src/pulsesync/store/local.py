@@ -5,6 +5,7 @@ after a power cut, and so is every body that was put before it.
 """
 
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -19,9 +20,12 @@ from pulsesync.store.keys import check_key, check_prefix
 
 _SPOOL = ".spool-"
 _SPOOL_AGE_S = 3600.0
+_MAX_WARNED = 1000  # links that are logged
 # What the system answers where no object can be: below a file, a name that no folder can hold, links in a circle, a
 # socket or a device without a driver.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV)
+
+logger = logging.getLogger(__name__)
 
 
 class LocalStore:
@@ -158,9 +162,13 @@ class ServedFolder(LocalStore):
     """A folder for others to read: no symbolic link is followed out of it. The folder itself may be one.
 
     A LocalStore follows every link, because the owner of a run may have put its bodies on another disk. A server would
-    thereby hand out whatever somebody who may write to the run can name. What a link outside leads to is not found
-    here, and not listed.
+    thereby hand out whatever a process that may write to the run can name. What a link outside leads to is not found
+    here, and not listed; the log has one warning for each such link.
     """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder)
+        self._warned: set[Path] = set()
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Refuse. Raises: StoreError."""
@@ -200,7 +208,22 @@ class ServedFolder(LocalStore):
     def _resolved(self, path: Path) -> Path | None:
         """Return where a path leads, relative to the folder; None if that is outside."""
         root, real = Path(os.path.realpath(self.folder)), Path(os.path.realpath(path))
-        return real.relative_to(root) if real.is_relative_to(root) else None
+        if real.is_relative_to(root):
+            return real.relative_to(root)
+        self._warn(root, path)
+        return None
+
+    def _warn(self, root: Path, path: Path) -> None:
+        """Log which link on a path leads outside, once for each link."""
+        names = path.relative_to(self.folder).parts
+        links = (self.folder.joinpath(*names[: n + 1]) for n in range(len(names)))
+        outside = next((link for link in links if not Path(os.path.realpath(link)).is_relative_to(root)), path)
+        if outside not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(outside)
+            logger.warning(
+                "Not served: %s leads to %s, outside of %s. Serve a folder that contains both, or copy the files.",
+                outside, os.path.realpath(outside), self.folder,
+            )  # fmt: skip
 
 
 def _sync_folder(folder: Path) -> None:
