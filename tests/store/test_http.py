@@ -555,7 +555,7 @@ def test_an_answer_without_a_length_that_does_not_end_is_given_up(
         caught: list[StoreError] = []
 
         def ask() -> None:
-            with pytest.raises(StoreError, match="does not end within the limit of 0.3 s") as raised:
+            with pytest.raises(StoreError, match=r"does not end within the limit of 0\.3 s") as raised:
                 call(store)
             caught.append(raised.value)
 
