@@ -7,8 +7,8 @@ Plain GET and HEAD with ranges, so that any cache or content network can stand i
 and a prefix gives the objects below it, one JSON object a line. Content-addressed objects may be cached for ever; the
 rest must be asked for again each time; that something is not there is never cached.
 
-Memory is bounded: only so many requests are worked on at a time, each with a few pieces of its object in memory. What a
-store says goes out unaltered and unchecked; readers check everything.
+Memory is bounded: a limited number of requests is worked on at a time, each with a few pieces of its object in memory.
+What a store says goes out unaltered and unchecked; readers check everything.
 """
 
 import os
