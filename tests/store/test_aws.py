@@ -165,7 +165,7 @@ def test_the_default_profile_may_be_called_profile_default_and_a_file_may_begin_
     assert find_credentials({}, home.environment()).options == {**IN_PROFILE, "region": "eu-west-9"}
 
 
-def test_keys_of_a_profile_are_not_sent_with_a_session_token_of_the_environment(
+def test_keys_of_a_profile_or_of_keywords_are_not_sent_with_a_session_token_of_the_environment(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home.write("[default]\n" + KEYS.format("file"))
@@ -182,8 +182,12 @@ def test_keys_of_a_profile_are_not_sent_with_a_session_token_of_the_environment(
         assert ObjectStore("s3://bucket/run", endpoint=endpoint).get("head") == b"x"
         home.write("[default]\n" + KEYS.format("file") + "aws_session_token = fresh\n")
         assert ObjectStore("s3://bucket/run", endpoint=endpoint).get("head") == b"x"
+        assert ObjectStore("s3://bucket/run", endpoint=endpoint, **IN_PROFILE).get("head") == b"x"
+        given = {"AWS_ACCESS_KEY_ID": "file-id", "secret_access_key": "s", "endpoint": endpoint}
+        assert ObjectStore("s3://bucket/run", config=given).get("head") == b"x"
+        assert ObjectStore("s3://bucket/run", config=given, token="given").get("head") == b"x"
     assert all("Credential=file-id/" in headers["authorization"] for headers in seen)
-    assert [headers.get("x-amz-security-token") for headers in seen] == [None, "fresh"]
+    assert [headers.get("x-amz-security-token") for headers in seen] == [None, "fresh", None, None, "given"]
 
 
 def test_secrets_are_not_shown(home: Home) -> None:

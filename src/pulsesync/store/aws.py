@@ -20,6 +20,7 @@ _CREDENTIAL_OPTIONS = {
 }  # fmt: skip
 _REGION_OPTIONS, _REGION_VARIABLES = {"region", "default_region"}, ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINT_OPTIONS = {"endpoint", "endpoint_url", "endpoint_url_s3"}
+_KEY_OPTIONS, _TOKEN_OPTIONS = {"access_key_id", "secret_access_key"}, {"session_token", "token", "credential_provider"}
 _TOKEN_VARIABLES = ("AWS_SESSION_TOKEN", "AWS_TOKEN")
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 # Settings of a profile that say how to obtain credentials, instead of the credentials themselves. Those of the first
@@ -50,7 +51,11 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
         ValueError: the profile that is asked for does not exist, or needs boto3, which is not installed; or there are
             no credentials, and AWS_EC2_METADATA_DISABLED says not to ask the metadata service.
     """
-    names = {name.lower().removeprefix("aws_") for name in (*given, *(given.get("config") or ()))}
+    together = {**(given.get("config") or {}), **given}
+    keywords = {name.lower().removeprefix("aws_"): value for name, value in together.items()}
+    names = keywords.keys()
+    # obstore sends this token with whatever keys it is given, also with those that the token does not belong to.
+    token_in_environment = _any(environment, _TOKEN_VARIABLES)
     profile = _read_profile(environment)
     options: dict[str, Any] = {}
     if profile.region and not names & _REGION_OPTIONS and not _any(environment, _REGION_VARIABLES):
@@ -59,6 +64,8 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
         options["endpoint"] = profile.endpoint
 
     if names & _CREDENTIAL_OPTIONS:
+        if token_in_environment and names >= _KEY_OPTIONS and not names & _TOKEN_OPTIONS:
+            options["credential_provider"] = _without_token({name: keywords[name] for name in _KEY_OPTIONS})
         return Credentials(options, "the keywords of the store", ())
     if environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1"):
         return Credentials(options, "nowhere: AWS_SKIP_SIGNATURE is set", ())
@@ -69,9 +76,8 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
         return Credentials(options, "AWS_WEB_IDENTITY_TOKEN_FILE", tuple(tried))
     tried.append("AWS_WEB_IDENTITY_TOKEN_FILE with AWS_ROLE_ARN (not set)")
     if found := profile.credentials():
-        if "access_key_id" in found and "session_token" not in found and _any(environment, _TOKEN_VARIABLES):
-            # obstore would send the token of the environment, which belongs to other keys.
-            found = {"credential_provider": _provider(found)}
+        if token_in_environment and found.keys() == _KEY_OPTIONS:
+            found = {"credential_provider": _without_token(found)}
         return Credentials({**options, **found}, profile.source, tuple(tried))
     tried.append(profile.looked)
     # obstore takes the second of these only together with the file of a token.
@@ -188,8 +194,8 @@ def _keys(section: Mapping[str, str] | None) -> dict[str, Any] | None:
     return keys
 
 
-def _provider(keys: Mapping[str, str]) -> Callable[[], dict[str, str | None]]:
-    """Return what obstore calls for credentials: keys without a token."""
+def _without_token(keys: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Return what obstore calls for credentials: these keys, and no token."""
     return lambda: {**keys, "token": None, "expires_at": None}
 
 
