@@ -19,6 +19,9 @@ from pulsesync import Publisher
 from pulsesync.scratch import ScratchFolder
 from pulsesync.store import MemoryStore
 
+LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"
+OURS, OTHER = "pulse-spool-0123456789abcdef", "pulse-anchor-fedcba9876543210"
+
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -78,7 +81,7 @@ def test_what_a_killed_trainer_and_worker_left_is_removed_by_the_next_process(te
     with process(LOAD, temporary) as started:
         before = names(temporary)
         assert {name.rpartition("-")[0] for name in before} == {"pulse-spool", "pulse-anchor"}
-        with Publisher(MemoryStore()):
+        with ScratchFolder("spool"):
             assert before < names(temporary)  # both are in use
         kill(started)
         assert before == names(temporary)
@@ -91,7 +94,7 @@ def test_what_a_killed_trainer_and_worker_left_is_removed_by_the_next_process(te
 HOLD = """
 import sys
 from pulsesync.scratch import ScratchFolder
-folder = ScratchFolder("test")
+folder = ScratchFolder("spool")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -99,10 +102,10 @@ sys.stdin.read()
 
 def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
     with process(HOLD, temporary) as started:
-        (left,) = temporary.glob("pulse-test-*[!k]")
+        (left,) = temporary.glob("pulse-spool-*[!k]")
         (left / "file").write_bytes(b"x")
         kill(started)
-    with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder("test"):
+    with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder("spool"):
         assert [record.getMessage() for record in caplog.records] == [
             f"Removed {left}, which a process that has ended left behind."
         ]
@@ -111,7 +114,7 @@ def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFix
 FORK = """
 import os, sys
 from pulsesync.scratch import ScratchFolder
-folder = ScratchFolder("test")
+folder = ScratchFolder("spool")
 if os.fork() == 0:
     sys.exit()
 os.wait()
@@ -136,7 +139,7 @@ def test_a_process_that_ends_removes_its_folder(temporary: Path) -> None:
 
 
 def test_a_folder_is_removed_when_its_object_is(temporary: Path) -> None:
-    folder = ScratchFolder("test")
+    folder = ScratchFolder("spool")
     (folder.path / "file").write_bytes(b"x")
     assert folder.path.stat().st_mode & 0o777 == 0o700
     del folder
@@ -163,28 +166,78 @@ def test_a_lock_that_another_process_removes_before_it_is_held_is_made_anew(
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", interrupted)
-    folder = ScratchFolder("test")
+    folder = ScratchFolder("spool")
     assert names(temporary) == {folder.path.name, f"{folder.path.name}.lock"}
     assert met[0].name not in names(temporary)
     folder.close()
 
 
-def test_what_another_user_owns_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (temporary / "pulse-test-1").mkdir()
-    (temporary / "pulse-test-1.lock").touch()
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with ScratchFolder("test"):
+def test_a_lock_that_a_sweeping_process_has_first_is_made_anew(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, met = fcntl.flock, []
+
+    def quicker(handle: int, how: int) -> None:
+        if not met:
+            met.append(os.open(next(temporary.iterdir()), os.O_RDONLY))
+            flock(met[0], fcntl.LOCK_EX)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", quicker)
+    with ScratchFolder("spool") as folder:
+        os.close(met[0])
+        assert names(temporary) == {folder.name, f"{folder.name}.lock"}
+
+
+def left_behind(temporary: Path, name: str, line: bytes = LINE) -> Path:
+    """A folder with a file in it, and a lock that no process has."""
+    (temporary / name).mkdir()
+    (temporary / name / "file").touch()
+    (temporary / f"{name}.lock").write_bytes(line)
+    return temporary / name
+
+
+def test_what_a_process_left_behind_is_known_by_its_name_and_the_line_in_its_lock(temporary: Path) -> None:
+    left = left_behind(temporary, OURS)
+    with ScratchFolder("spool"):
+        assert not left.exists()
+    assert names(temporary) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("pulse-run", b""),  # `flock /tmp/pulse-run.lock train --out /tmp/pulse-run`
+        ("pulse-run", LINE),
+        ("pulse-other-0123456789abcdef", LINE),
+        (f"{OURS}-copy", LINE),
+        (OURS, b""),
+        (OURS, LINE + b"more"),
+    ],
+)
+def test_a_folder_that_this_library_did_not_make_is_left_alone(temporary: Path, name: str, line: bytes) -> None:
+    folder = left_behind(temporary, name, line)
+    with ScratchFolder("spool"):
         pass
-    assert names(temporary) == {"pulse-test-1", "pulse-test-1.lock"}
+    assert names(folder) == {"file"}
+    assert names(temporary) == {name, f"{name}.lock"}
+
+
+def test_what_another_user_owns_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_behind(temporary, OURS)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with ScratchFolder("spool"):
+        pass
+    assert names(temporary) == {OURS, f"{OURS}.lock"}
 
 
 def test_a_lock_that_is_a_link_is_not_followed(temporary: Path, tmp_path_factory: Any) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "file").touch()
-    (temporary / "pulse-test-1").symlink_to(elsewhere)
-    (temporary / "pulse-test-1.lock").symlink_to(elsewhere / "file")
-    (temporary / "pulse-test-2").symlink_to(elsewhere)
-    (temporary / "pulse-test-2.lock").touch()
-    with ScratchFolder("test"):
+    (elsewhere / "file").write_bytes(LINE)
+    (temporary / OURS).symlink_to(elsewhere)
+    (temporary / f"{OURS}.lock").symlink_to(elsewhere / "file")
+    (temporary / OTHER).symlink_to(elsewhere)
+    (temporary / f"{OTHER}.lock").write_bytes(LINE)
+    with ScratchFolder("spool"):
         pass
     assert names(elsewhere) == {"file"}

@@ -1,13 +1,15 @@
 """Temporary folders that are removed even if the process that uses them is killed.
 
-Beside a folder `pulse-spool-<token>` is a file `pulse-spool-<token>.lock`, on which its process holds an flock for as
-long as it lives. A process that makes a folder first removes those whose lock is free. Folders without such a file, as
-earlier releases made them, are left alone: nothing shows whether they are in use.
+Each folder `pulse-spool-<token>` has a file `pulse-spool-<token>.lock` next to it, on which its process holds an flock
+until it ends. A process that makes a folder first removes those whose lock is free. It removes only what has such a
+name and a lock with the line that is written here: other programs use /tmp too, and flock(1) leaves its lock files
+there. Folders without a lock, as earlier releases made them, stay: nothing shows whether they are in use.
 """
 
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -15,10 +17,13 @@ import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, get_args
 
 logger = logging.getLogger(__name__)
+Kind = Literal["spool", "anchor", "audit"]
 _LOCK = ".lock"
-_PREFIX = "pulse-"
+_LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"  # all that a lock contains
+_NAME = re.compile(f"pulse-({'|'.join(get_args(Kind))})-[0-9a-f]{{16}}")
 
 
 class ScratchFolder:
@@ -29,13 +34,13 @@ class ScratchFolder:
     keeps it in use for as long as the child runs.
 
     Args:
-        kind: A word for the folder's name: `pulse-<kind>-<token>`.
+        kind: What the folder is for; its name is `pulse-<kind>-<token>`.
 
     Raises:
         OSError: the temporary folder cannot be written.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: Kind) -> None:
         where = Path(tempfile.gettempdir())
         sweep(where)
         self.path, lock = _make(where, kind)
@@ -54,20 +59,23 @@ class ScratchFolder:
 
 def sweep(where: Path) -> None:
     """Remove the folders of processes that have ended. What belongs to other users is left alone."""
-    for lock in where.glob(f"{_PREFIX}*{_LOCK}"):
+    for lock in where.glob(f"pulse-*{_LOCK}"):
+        if not _NAME.fullmatch(lock.name.removesuffix(_LOCK)):
+            continue
         with suppress(OSError):  # in use, another user's, or removed by another process meanwhile
             _remove_abandoned(lock)
 
 
-def _make(where: Path, kind: str) -> tuple[Path, int | None]:
+def _make(where: Path, kind: Kind) -> tuple[Path, int | None]:
     """Make a folder; return it with the open lock, None where the file system has no locks. Raises: OSError."""
     while True:
-        path = where / f"{_PREFIX}{kind}-{secrets.token_hex(8)}"
+        path = where / f"pulse-{kind}-{secrets.token_hex(8)}"
         lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            os.write(lock, _LINE)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = _is_open_as(_lock_of(path), lock)
-        except BlockingIOError:  # a sweeping process has opened the file before it was locked, and removes it
+        except BlockingIOError:  # a sweeping process has opened the file before it was locked, and may remove it
             mine = False
         except OSError as e:
             logger.info("%s has no locks (%s): %s stays there if this process is killed.", where, e.strerror, path)
@@ -78,6 +86,7 @@ def _make(where: Path, kind: str) -> tuple[Path, int | None]:
         if mine:
             path.mkdir(mode=0o700)
             return path, lock
+        _lock_of(path).unlink(missing_ok=True)
         os.close(lock)
 
 
@@ -101,6 +110,8 @@ def _remove_abandoned(lock: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_open_as(lock, handle):
             return  # another process was quicker
+        if os.pread(handle, len(_LINE) + 1, 0) != _LINE:
+            return  # another program's
         path = lock.with_name(lock.name.removesuffix(_LOCK))
         with suppress(FileNotFoundError):
             if path.lstat().st_uid != os.getuid():
