@@ -181,6 +181,65 @@ def test_work_that_an_executor_refuses_runs_in_a_thread_that_the_interpreter_wai
     assert isinstance(parallel.submit(pool, int, "seven").exception(10), ValueError)
 
 
+def refuse_to_start(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the start of a thread, this one of those to come, fail as it does when the system has no more."""
+    start, started = threading.Thread.start, count(1)
+
+    def sometimes(thread: threading.Thread) -> None:
+        if next(started) == number:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+
+
+def test_spreading_waits_for_the_threads_that_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, helping, done = threading.get_ident(), threading.Event(), []
+
+    def work(n: int) -> None:
+        if threading.get_ident() == caller:
+            assert helping.wait(10)
+        else:
+            helping.set()
+            time.sleep(0.05)
+        done.append(n)
+
+    refuse_to_start(monkeypatch, 2)
+    spread(work, range(4), threads=3)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_work_that_an_executor_has_queued_and_refused_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        refuse_to_start(monkeypatch, 1)  # the pool has queued the work when it finds that it has no thread for it
+        parallel.submit(pool, lambda: ran.append(threading.current_thread().name)).result(10)
+        pool.submit(int).result(10)
+    assert ran == ["pulse-late"]
+
+
+def test_work_that_an_executor_cancels_runs_in_a_thread_of_its_own() -> None:
+    free = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(free.wait, 10)
+        future = parallel.submit(pool, lambda: threading.current_thread().name)
+        pool.shutdown(wait=False, cancel_futures=True)
+        assert future.result(10) == "pulse-late"
+        free.set()
+
+
+def test_work_that_an_executor_cancels_when_no_thread_can_be_started_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(free.wait, 10)
+        future = parallel.submit(pool, int)
+        refuse_to_start(monkeypatch, 1)
+        pool.shutdown(wait=False, cancel_futures=True)
+        free.set()
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            future.result(10)
+
+
 def test_while_the_main_thread_lives_no_thread_comes_too_late() -> None:
     with ThreadPoolExecutor(1) as pool:
         assert [parallel.outlives_threads(), pool.submit(parallel.outlives_threads).result(10)] == [False, False]

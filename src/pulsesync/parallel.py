@@ -57,7 +57,8 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
 
     helpers: list[Future[None]] = []
     with suppress(RuntimeError):  # while the interpreter shuts down there are no threads to be had: then without
-        helpers += [_pool().submit(take) for _ in range(count - 1)]
+        for _ in range(count - 1):
+            helpers.append(_pool().submit(take))  # noqa: PERF401 - those before one that fails are waited for
     take()
     for helper in helpers:
         if not helper.cancel():  # what has not begun by now is not needed: nothing is left to take
@@ -68,27 +69,58 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
 
 
 def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Future[Result]":
-    """Run work(*args) on an executor, or in a thread of its own when the executor accepts no more work.
+    """Run work(*args) once: on an executor, or in a thread of its own when the executor does not run it.
 
     When the main thread has ended, a ThreadPoolExecutor accepts nothing more, although its threads and all others that
     are not daemons finish what they do, and may need it. The interpreter waits for this thread as it does for those.
+    An executor that is shut down with cancel_futures=True drops what it has queued; that runs in such a thread as well.
+
+    Returns:
+        The result of the work, or a RuntimeError if the executor has dropped it and no thread could be started.
 
     Raises:
-        RuntimeError: no thread can be started either.
+        RuntimeError: the executor accepts no work and no thread can be started; the work is not run.
     """
-    try:
-        return executor.submit(work, *args)
-    except RuntimeError:
-        future: Future[Result] = Future()
+    future: Future[Result] = Future()
+    begun = threading.Lock()  # by the first that runs it: an executor that finds no thread has queued the work already
 
-        def run() -> None:
+    def run() -> None:
+        if begun.acquire(blocking=False):
             try:
-                future.set_result(work(*args))
+                result = work(*args)
             except BaseException as e:  # noqa: BLE001 - for those who have the future
                 future.set_exception(e)
+            else:
+                future.set_result(result)
 
+    def start() -> None:
         threading.Thread(target=run, name="pulse-late", daemon=False).start()
-        return future
+
+    def replace(queued: "Future[None]") -> None:
+        if queued.cancelled():
+            try:
+                start()
+            except RuntimeError as e:
+                future.set_exception(e)
+
+    try:
+        executor.submit(run).add_done_callback(replace)
+    except RuntimeError:
+        try:
+            start()
+        except RuntimeError:
+            if begun.acquire(blocking=False):  # and what is queued does nothing
+                raise
+    return future
+
+
+# Set when the main thread has ended, before the interpreter waits for the threads of executors. The main thread still
+# counts as alive then, and a daemon that keeps giving them work would make it wait for ever. Functions that are
+# registered so run last in, first out: this one after that of concurrent.futures, which is imported above. The registry
+# is private; Python 3.9 to 3.13 have it. Without it a daemon is refused only after the interpreter has waited.
+_ending = threading.Event()
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_ending.set)
 
 
 def outlives_threads() -> bool:
@@ -97,7 +129,7 @@ def outlives_threads() -> bool:
     It waits for threads that are started by threads that it waits for; neither an atexit handler nor a daemon is one.
     """
     here, main = threading.current_thread(), threading.main_thread()
-    return not main.is_alive() and (here is main or here.daemon)
+    return (_ending.is_set() or not main.is_alive()) and (here is main or here.daemon)
 
 
 def finish(work: Callable[[], None]) -> None:
