@@ -1367,6 +1367,50 @@ def test_however_the_interpreter_ends_what_was_published_is_sent_or_reported(
     assert last.step == newest
 
 
+DAEMON = """
+import os, sys, threading, time
+import numpy as np
+from pulsesync import Publisher
+from pulsesync.errors import ClosedError
+from pulsesync.store import LocalStore
+
+class Slow(LocalStore):
+    def put(self, key, data):
+        time.sleep(0.02)
+        super().put(key, data)
+
+def publish():
+    for step in range(1000):  # ten seconds, if nothing ends it
+        weights["w"][step % 500] += 1
+        try:
+            future = pub.publish(weights, step=step, wait=False)
+        except ClosedError as e:
+            print(accepted, e, flush=True)
+            return
+        accepted = step
+        begun.set()
+        time.sleep(0.01)
+    os._exit(7)
+
+weights, begun = {"w": np.zeros(500, np.float32)}, threading.Event()
+pub = Publisher(Slow(sys.argv[1]))
+pub.publish(weights)
+threading.Thread(target=publish, daemon=True).start()
+begun.wait(30)
+"""
+
+
+def test_a_daemon_that_publishes_does_not_keep_the_process_alive_and_what_it_published_is_sent(tmp_path: Path) -> None:
+    """To start an interpreter, and to end it, takes a second or two."""
+    program = [sys.executable, "-c", DAEMON, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    accepted, _, message = done.stdout.partition(" ")
+    assert message.startswith("the interpreter is shutting down")
+    store = LocalStore(tmp_path)
+    assert version(store, versions(store)[-1]).step == int(accepted)
+
+
 FORKED = """
 import os, sys, threading, time
 from pathlib import Path
