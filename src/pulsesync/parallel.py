@@ -69,49 +69,51 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
 
 
 def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Future[Result]":
-    """Run work(*args) once: on an executor, or in a thread of its own when the executor does not run it.
+    """Run work(*args) once: on an executor, or in a thread of its own when the executor accepts no more work.
 
     When the main thread has ended, a ThreadPoolExecutor accepts nothing more, although its threads and all others that
     are not daemons finish what they do, and may need it. The interpreter waits for this thread as it does for those.
-    An executor that is shut down with cancel_futures=True drops what it has queued; that runs in such a thread as well.
-
-    Returns:
-        The result of the work, or a RuntimeError if the executor has dropped it and no thread could be started.
 
     Raises:
-        RuntimeError: the executor accepts no work and no thread can be started; the work is not run.
+        RuntimeError: no thread can be started either; the work is not run.
     """
     future: Future[Result] = Future()
     begun = threading.Lock()  # by the first that runs it: an executor that finds no thread has queued the work already
 
-    def run() -> None:
-        if begun.acquire(blocking=False):
-            try:
-                result = work(*args)
-            except BaseException as e:  # noqa: BLE001 - for those who have the future
-                future.set_exception(e)
-            else:
-                future.set_result(result)
-
-    def start() -> None:
-        threading.Thread(target=run, name="pulse-late", daemon=False).start()
-
-    def replace(queued: "Future[None]") -> None:
-        if queued.cancelled():
-            try:
-                start()
-            except RuntimeError as e:
-                future.set_exception(e)
+    def run() -> Any:
+        if not begun.acquire(blocking=False):
+            return None
+        try:
+            result = work(*args)
+        except BaseException as e:
+            future.set_exception(e)
+            raise
+        future.set_result(result)
+        return result
 
     try:
-        executor.submit(run).add_done_callback(replace)
+        return executor.submit(run)
     except RuntimeError:
         try:
-            start()
+            start(run)
         except RuntimeError:
-            if begun.acquire(blocking=False):  # and what is queued does nothing
+            if begun.acquire(blocking=False):  # from now on, what is queued does nothing
                 raise
-    return future
+        return future
+
+
+def start(work: Callable[[], object]) -> None:
+    """Run work in a thread of its own, for which the interpreter waits. What it raises is not reported.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+
+    def run() -> None:
+        with suppress(BaseException):
+            work()
+
+    threading.Thread(target=run, name="pulse-late", daemon=False).start()
 
 
 # Set when the main thread has ended, before the interpreter waits for the threads of executors. The main thread still
