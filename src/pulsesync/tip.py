@@ -23,7 +23,6 @@ from pulsesync.state import State, Transition
 from pulsesync.store import Store, origin_of
 
 Sign = Callable[[Manifest], bytes]
-logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
