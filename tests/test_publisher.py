@@ -300,13 +300,21 @@ def test_files_that_are_given_win_over_the_configuration_of_a_model() -> None:
     assert files_of(store, 0) == expected
 
 
-def test_a_run_that_is_resumed_with_a_model_keeps_its_files() -> None:
+def test_of_a_run_that_is_resumed_files_are_replaced_by_the_configuration_of_the_model_and_by_those_given() -> None:
     store = MemoryStore()
-    publish_steps(store, 1, files={"config.json": b"first", "tokenizer.json": b"{}"})
+    publish_steps(store, 1, files={"config.json": b"first", "tokenizer.json": b"{}", "vocabulary": b"a"})
     with Publisher(store) as pub:
         pub.publish(Model(Training().weights))
-    expected = {"config.json": b"first", "generation_config.json": b'{"top_k": 7}', "tokenizer.json": b"{}"}
+    expected = {
+        "config.json": b'{"model_type": "llama"}',
+        "generation_config.json": b'{"top_k": 7}',
+        "tokenizer.json": b"{}",
+        "vocabulary": b"a",
+    }
     assert files_of(store, 1) == expected
+    with Publisher(store, files={"config.json": b"mine", "vocabulary": b"b"}) as pub:
+        pub.publish(Model(Training().weights))
+    assert files_of(store, 2) == {**expected, "config.json": b"mine", "vocabulary": b"b"}
 
 
 def test_what_cannot_write_itself_is_no_configuration() -> None:

@@ -147,10 +147,11 @@ class Publisher:
     tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces, of which none gets
     less than min_tile weights, or as the borders themselves. signing_key: records are signed with it. files: small
     files that belong to the model, as bytes or paths; the `config` and `generation_config` of a source that can write
-    them (`to_json_string`, as Hugging Face models can) are added under the names that they have in a checkpoint.
-    publish_every: steps in a version, or "auto", at most max_behind. anchor_every: a whole state is written when the
-    patches since the last one add up to so many of it. spool: a folder of the trainer's own in which bodies are kept
-    for a restart, and anchors until they are uploaded; a temporary one if not given.
+    them (`to_json_string`, as Hugging Face models can) are added under the names that they have in a checkpoint, and
+    those of a run that is resumed. Of the same name, the file that is given wins, then the source's, then the run's.
+    publish_every: steps in a version, or "auto", at most max_behind. anchor_every: an anchor is written when the
+    patches since the last one have this fraction of its bytes. spool: a folder of the trainer's own in which bodies are
+    kept for a restart, and anchors until they are uploaded; a temporary one if not given.
     keep: where the copy of the last version is, for tensors on a GPU: there as well ("device", the default), in pinned
     host memory ("host"), or nowhere: then it is handed over at every publish ("hook", see `device.hook`).
 
@@ -697,15 +698,14 @@ def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
 
 
 def put_companions(store: Store, files: Files, source: Any, last: Manifest | None) -> tuple[FileRef, ...]:
-    """Put the files that travel with a run: those given, or else those of the run resumed; and the source's own.
+    """Put the files that travel with a run. Of one name: the one given, or the source's own, or that of the run.
 
     Raises:
         ValueError, TypeError, OSError: a file is too large, of another type, or cannot be read; StoreError.
     """
-    refs = put_files(store, files) or (last.files if last else ())
-    names = {ref.name for ref in refs}
-    own = {name: data for name, data in _configs_of(source).items() if name not in names}
-    return tuple(sorted((*refs, *put_files(store, own)), key=lambda ref: ref.name))
+    refs = {ref.name: ref for ref in last.files} if last else {}
+    refs |= {ref.name: ref for ref in put_files(store, {**_configs_of(source), **files})}
+    return tuple(refs[name] for name in sorted(refs))
 
 
 def put_files(store: Store, files: Files) -> tuple[FileRef, ...]:
