@@ -24,7 +24,10 @@ from pulsesync import Publisher, PublishReport, SigningKey, Subscriber, anchors,
 from pulsesync.bases import HostDifference
 from pulsesync.errors import (
     AnotherPublisherError,
+    ChecksumError,
     ClosedError,
+    FormatError,
+    NotFoundError,
     NothingPublishedError,
     PulseError,
     SignatureError,
@@ -736,8 +739,8 @@ def test_a_failed_first_publish_is_made_again(at: str) -> None:
 def test_after_a_first_anchor_that_failed_workers_need_not_wait_for_the_next_epoch() -> None:
     training, store = Training(), Watched()
     with Publisher(store) as pub:
-        store.fail_at("parts/")
-        with pytest.raises(StoreError, match="line is down"):
+        store.before = lambda verb, key: unavailable(key) if key.startswith("parts/") else None
+        with pytest.raises(StoreError, match="unavailable"):
             pub.publish(training.weights)
         store.fail_at()
         training.step()
@@ -1908,7 +1911,7 @@ def test_an_anchor_from_the_spool_that_fails_again_is_logged_and_tried_with_the_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     training, store = Training(), Watched()
-    store.before = lambda verb, key: down(key) if verb == "create" and key.startswith("anchors/") else None
+    store.before = lambda verb, key: unavailable(key) if verb == "create" and key.startswith("anchors/") else None
     with abandoned(store, tmp_path) as pub:
         pub.publish(training.weights)
     with Publisher(store, spool=tmp_path) as pub:
@@ -1918,10 +1921,108 @@ def test_an_anchor_from_the_spool_that_fails_again_is_logged_and_tried_with_the_
             with suppress(StoreError):
                 pub.flush()
             training.step()
-        assert caplog.text.count("The anchor of epoch 0 is not in the store: StoreError: the line is down") >= 2
+        assert caplog.text.count("The anchor of epoch 0 is not in the store: StoreError: 503 unavailable") >= 2
         store.fail_at()
-        pub.publish(training.weights)
+        for _ in range(2):  # after two failures it waits for two versions
+            pub.publish(training.weights)
     assert anchored(store) == [0]
+
+
+@pytest.mark.parametrize("how", ["changed", "cut short", "gone"])
+def test_a_part_that_changed_on_disk_is_not_uploaded_and_the_next_epoch_has_an_anchor(
+    tmp_path: Path, short_epochs: int, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    training, store = Training(), Watched()
+    with Publisher(store, spool=tmp_path, anchor_every=1e9) as pub:
+        store.before = lambda verb, key: unavailable(key) if verb == "create" and key.startswith("anchors/") else None
+        with pytest.raises(StoreError, match="unavailable"):
+            pub.publish(training.weights)
+        (part,) = (tmp_path / "outbox" / "0" / "parts").iterdir()
+        data = bytearray(part.read_bytes())
+        data[-5] ^= 1
+        part.write_bytes(data if how == "changed" else data[:-5])
+        if how == "gone":
+            part.unlink()
+        store.fail_at()
+        training.step()
+        pub.publish(training.weights)
+        with pytest.raises((ChecksumError, FormatError, NotFoundError)):
+            pub.flush()
+        assert "The anchor of epoch 0 is not in the store" in caplog.text
+        assert list((tmp_path / "outbox").iterdir()) == []
+        assert anchored(store) == []
+        training.step()
+        pub.publish(training.weights)
+        pub.flush()
+    assert anchored(store) == [1]
+    assert equal(synced(store), training.weights)
+
+
+def test_a_run_whose_only_anchor_changed_on_disk_is_resumed_with_a_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, store, part_of = Training(), Watched(), anchors.Outbox.part
+
+    def slowly(*args: Any) -> bytes:
+        time.sleep(0.1)  # until the publisher waits for it
+        return part_of(*args)
+
+    store.before = lambda verb, key: unavailable(key) if verb == "create" and key.startswith("anchors/") else None
+    with abandoned(store, tmp_path) as pub:
+        pub.publish(training.weights)
+    (part,) = (tmp_path / "outbox" / "0" / "parts").iterdir()
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    store.fail_at()
+    monkeypatch.setattr(anchors.Outbox, "part", slowly)
+    training.step()
+    with Publisher(store, spool=tmp_path) as pub:
+        assert pub.publish(training.weights).version == 1
+    assert version(store, 1).base is None
+    assert equal(synced(store), training.weights)
+
+
+def tries_of_an_anchor(retryable: bool, count: int) -> tuple[list[int], list[set[str]]]:
+    """The versions with which an anchor that always fails was uploaded, and what the outbox had after each version."""
+    training, store = Training(), Watched()
+    tried: list[int] = []
+    outbox: list[set[str]] = []
+
+    def fail(verb: str, key: str) -> None:
+        if verb == "create" and key.startswith("anchors/"):
+            tried.append(len(outbox))
+            raise StoreError("413 too large", key=key, retryable=retryable)
+
+    store.before = fail
+    pub = Publisher(store, anchor_every=0)
+    for _ in range(count):
+        training.step()
+        with suppress(StoreError):
+            pub.publish(training.weights)
+        with suppress(StoreError):
+            pub.flush()
+        assert pub._spool is not None
+        outbox.append({path.name for path in (pub._spool / "outbox").iterdir()})
+    with suppress(StoreError):
+        pub.close()
+    return tried, outbox
+
+
+def test_an_anchor_that_fails_for_good_is_tried_once_in_an_epoch_and_one_is_on_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 8)
+    tried, outbox = tries_of_an_anchor(retryable=False, count=25)
+    assert tried == [0, 8, 16, 24]
+    assert outbox == [{str(number // 8)} for number in range(25)]
+
+
+def test_an_anchor_that_may_succeed_later_is_tried_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "EPOCH_PATCHES", 100)
+    assert tries_of_an_anchor(retryable=True, count=20)[0] == [0, 1, 3, 7, 15]
+
+
+def unavailable(key: str) -> None:
+    raise StoreError("503 unavailable", key=key, retryable=True)
 
 
 def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) -> None:

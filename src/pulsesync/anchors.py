@@ -4,14 +4,14 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from pulsesync import chain
 from pulsesync.chain import Look
-from pulsesync.errors import ChainError, ConflictError, FormatError, PulseError, StoreError
+from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.manifest import Kind, Manifest, PartRef
@@ -44,6 +44,8 @@ class AnchorWriter:
         self.written_bytes = 0
         self._executor, self._quiet = executor, quiet
         self._current: Future[None] | None = None
+        self._failures = 0  # in a row that may be made up for later
+        self._pause: float = 0  # versions to come before the anchor is tried again
 
     @property
     def busy(self) -> bool:
@@ -52,19 +54,34 @@ class AnchorWriter:
     def begin(self, snapshot: Snapshot | State, version: Manifest) -> None:
         """Write the anchor of a version, of which this is the state, unless one is being written."""
         if not self.busy:
-            self.owed = True
+            self.owed, self._pause = True, 0
             self._current = self._start(version.starts, self._write, snapshot, version)
 
     def finish(self, run: str) -> None:
-        """Upload what a process before this one has left finished on disk."""
-        if not self.busy and (waiting := self._waiting(run)):
+        """Upload what is finished on disk, also by a process before this one. Called with every version.
+
+        An upload that failed is as large as the model. So it is tried again 1, 2, 4, 8… versions later if its error was
+        retryable, and otherwise not at all: then the next epoch has an anchor of its own.
+        """
+        if self.busy:
+            return
+        self._pause -= 1
+        if self._pause <= 0 and (waiting := self._waiting(run)):
             self.owed = True
             self._current = self._start(waiting[0][0], self._finish, waiting)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
-        if self._current is not None:
+        if self._current is None:
+            return
+        try:
             self._current.result(timeout_s)
+        except CancelledError as e:
+            raise StoreError(
+                "an anchor was not begun, because the executor was shut down with cancel_futures=True; the next epoch "
+                "gets one",
+                retryable=True,
+            ) from e
 
     def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> "Future[None]":
         """Run work in the background; what stops it is logged, and raised by `wait`."""
@@ -73,11 +90,16 @@ class AnchorWriter:
             try:
                 work(*args)
             except BaseException as e:
+                retried = isinstance(e, StoreError) and e.retryable
+                self._pause = 2**self._failures if retried else math.inf
+                self._failures += retried
                 logger.warning(
-                    "The anchor of epoch %d is not in the store: %s: %s. It is tried again with a later version.",
+                    "The anchor of epoch %d is not in the store: %s: %s. %s",
                     epoch, type(e).__name__, e,
+                    "It is tried again with a later version." if retried else "The next epoch gets one instead.",
                 )  # fmt: skip
                 raise
+            self._failures = 0
 
         try:
             return submit(self._executor, run)
@@ -93,6 +115,7 @@ class AnchorWriter:
         record = anchor_record(version, refs, self.newest)
         data = self.sign(record)
         self.outbox.seal(epoch, data)
+        self.outbox.discard_before(epoch)
         del snapshot  # from here on only the disk is needed
         self._upload(epoch, record, data)
 
@@ -122,12 +145,20 @@ class AnchorWriter:
         """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""
         for ref in record.parts:
             self._quiet.wait()
-            self.store.put(chain.part_key(ref.id), self.outbox.part(epoch, ref))
+            self.store.put(chain.part_key(ref.id), self._staged(epoch, ref))
             self.written_bytes += ref.size
         with suppress(ConflictError):  # somebody was quicker: the run has its anchor
             self.store.create(chain.anchor_key(epoch), data)
         self.newest, self.owed = epoch, False
         self.outbox.discard(epoch)
+
+    def _staged(self, epoch: int, ref: PartRef) -> bytes:
+        """A part from disk. Raises: FormatError, NotFoundError, if it is not as it was written; the rest goes too."""
+        try:
+            return self.outbox.part(epoch, ref)
+        except (FormatError, NotFoundError):
+            self.outbox.discard(epoch)
+            raise
 
 
 def encode_parts(tiles: Iterable[Tile], state: Snapshot | State) -> Iterator[EncodedPart]:

@@ -463,9 +463,13 @@ class Publisher:
         self._anchors.finish(last.run)
         state = self._rebuild(last, layout, bases, shown)
         if state is None and self._anchors.busy:
-            with suppress(StoreError):  # logged where the anchor is written
-                self._anchors.wait()  # the way may begin at an anchor that was still in the outbox
-                state = self._rebuild(last, layout, bases, shown)
+            try:
+                self._anchors.wait()  # the path may begin at an anchor that was still in the outbox
+            except (StoreError, FormatError):
+                pass  # logged where the anchor is written
+            else:
+                with suppress(StoreError):
+                    state = self._rebuild(last, layout, bases, shown)
         if state is not None:
             self._tip = Tip(self.store, self._sign, last, state)
             self._way_bytes = self._way_since_anchor(last)

@@ -244,15 +244,26 @@ class Outbox:
 
     def waiting(self) -> Iterator[tuple[int, bytes]]:
         """The anchors that are sealed here, as epoch and record, the newest first; what was never sealed is removed."""
-        epochs = [int(path.name) for path in self.folder.glob("*") if path.name.isdigit()]
-        for epoch in sorted(epochs, reverse=True):
+        for epoch in sorted(self._epochs(), reverse=True):
             try:
                 yield epoch, LocalStore(self.folder / str(epoch)).get("record")
             except NotFoundError:
                 self.discard(epoch)
 
     def part(self, epoch: int, ref: PartRef) -> bytes:
-        return LocalStore(self.folder / str(epoch)).get(chain.part_key(ref.id))
+        """A part as it was staged. Raises: FormatError, NotFoundError, if it was changed or removed since."""
+        data = LocalStore(self.folder / str(epoch)).get(chain.part_key(ref.id))
+        container.open_part(data, ref.id)
+        return data
 
     def discard(self, epoch: int) -> None:
         shutil.rmtree(self.folder / str(epoch), ignore_errors=True)
+
+    def discard_before(self, epoch: int) -> None:
+        """Remove the anchors of earlier epochs, sealed or not."""
+        for earlier in self._epochs():
+            if earlier < epoch:
+                self.discard(earlier)
+
+    def _epochs(self) -> list[int]:
+        return [int(path.name) for path in self.folder.glob("*") if path.name.isdigit()]
