@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -658,6 +659,19 @@ def test_now_publishes_whatever_was_said() -> None:
     assert equal(synced(store), training.weights)
 
 
+@pytest.mark.parametrize(("steps", "now", "missing"), [(8, False, 3), (5, False, 0), (8, True, 0), (1, False, 0)])
+def test_closing_reports_the_steps_that_are_in_no_version(
+    caplog: pytest.LogCaptureFixture, steps: int, now: bool, missing: int
+) -> None:
+    training = Training()
+    with Publisher(MemoryStore(), publish_every=4) as pub:
+        for step in range(steps):
+            pub.publish(training.weights, step=step, now=now and step == steps - 1)
+            training.step()
+    expected = f"The last {missing} steps are in no version: publish_every=4. Publish the last step with now=True."
+    assert caplog.messages == ([expected] if missing else [])
+
+
 def test_on_a_slow_link_auto_folds_steps_and_not_more_than_it_may() -> None:
     training, store = Training(), Watched()
     reports: list[Any] = []
@@ -752,10 +766,11 @@ def test_after_a_first_anchor_that_failed_workers_need_not_wait_for_the_next_epo
 def test_closing_after_an_anchor_failed_says_so_and_leaves_nothing_behind() -> None:
     store = Watched()
     pub = Publisher(store)
-    spool = pub._spool
     store.fail_at("parts/")
     with pytest.raises(StoreError):
         pub.publish(Training().weights)
+    spool = pub._spool
+    assert spool is not None
     with pytest.raises(StoreError):
         pub.close()
     assert not spool.exists()
@@ -1183,6 +1198,167 @@ def test_without_any_thread_versions_are_sent_and_anchors_wait(
     assert equal(synced(store), training.weights)
 
 
+def test_what_an_executor_cancels_is_sent() -> None:
+    training, store, pool, free = Training(), MemoryStore(), ThreadPoolExecutor(1), threading.Event()
+    pub = Publisher(store, executor=pool)
+    pub.publish(training.weights)
+    pool.submit(free.wait, 10)
+    training.step()
+    future = pub.publish(training.weights, wait=False)
+    pool.shutdown(wait=False, cancel_futures=True)
+    free.set()
+    assert future.result(10).version == 1
+    pub.close()
+    assert equal(synced(store), training.weights)
+
+
+def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_one(short_epochs: int) -> None:
+    training, store, pool, free = Training(), MemoryStore(), ThreadPoolExecutor(1), threading.Event()
+    pub = Publisher(store, executor=pool)
+    pool.submit(free.wait, 10)
+    pub.publish(training.weights, wait=False)
+    pool.shutdown(wait=False, cancel_futures=True)
+    free.set()
+    with pytest.raises(StoreError, match="the executor was shut down with cancel_futures=True"):
+        pub.flush()
+    for _ in range(short_epochs):
+        training.step()
+        pub.publish(training.weights)
+    pub.close()
+    assert anchored(store) == [1]
+    assert equal(synced(store), training.weights)
+
+
+def test_what_an_executor_cancels_while_no_thread_can_be_started_fails_and_the_next_version_contains_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    training, store, pool, free = Training(), MemoryStore(), ThreadPoolExecutor(1), threading.Event()
+    pub = Publisher(store, executor=pool)
+    pub.publish(training.weights)
+    pool.submit(free.wait, 10)
+    training.step()
+    future = pub.publish(training.weights, wait=False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.shutdown(wait=False, cancel_futures=True)
+    free.set()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        future.result(10)
+    monkeypatch.undo()
+    assert pub.publish(training.weights, wait=False).result(10).version == 1
+    pub.close()
+    assert equal(synced(store), training.weights)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callback_that_exits_does_not_end_the_sender(caplog: pytest.LogCaptureFixture, fails: bool) -> None:
+    training, gate = Training(), Gate()
+    pub = Publisher(gate.store)
+    pub.publish(training.weights)
+    gate.close()
+    training.step()
+    future = pub.publish(training.weights, wait=False)
+    future.add_done_callback(lambda _: sys.exit(1))
+    if fails:
+        gate.store.fail_at("manifests/")
+    gate.open.set()
+    wait_for([future], 10)
+    gate.store.fail_at()
+    assert future.exception(10) is None or fails
+    training.step()
+    assert pub.publish(training.weights, wait=False).result(10).version == (1 if fails else 2)
+    pub.close()
+    assert "A callback of the future of step 0 raised SystemExit: 1" in caplog.text
+
+
+def called_back(again: Callable[[Publisher, Training], object], queued: bool = False) -> tuple[object, int | None]:
+    """What a call in the callback of a future returned or raised, and the version after that."""
+    training, gate, found = Training(), Gate(), []
+    pub = Publisher(gate.store)
+    pub.publish(training.weights)
+    gate.close()
+
+    def callback(_: object) -> None:
+        try:
+            found.append(again(pub, training))
+        except Exception as e:  # noqa: BLE001 - returned
+            found.append(e)
+
+    training.step()
+    future = pub.publish(training.weights, wait=False)
+    future.add_done_callback(callback)
+    if queued:
+        assert gate.reached.wait(10)
+        pub.publish(training.weights, wait=False, coalesce=False)
+    gate.open.set()
+    future.result(10)
+    while not found:  # hangs if the callback does
+        time.sleep(0.001)
+    pub.close()
+    return found[0], pub.version
+
+
+@pytest.mark.parametrize(
+    ("again", "queued"),
+    [
+        (lambda pub, training: pub.publish(training.weights), False),
+        (lambda pub, training: pub.publish(training.weights, wait=False, coalesce=False), False),
+        (lambda pub, training: pub.publish(training.weights, wait=False), True),  # behind a step that stays alone
+        (lambda pub, training: pub.flush(), False),
+        (lambda pub, training: pub.close(), False),
+    ],
+)
+def test_a_call_that_would_wait_for_the_thread_that_makes_it_raises(
+    again: Callable[[Publisher, Training], object], queued: bool
+) -> None:
+    error, newest = called_back(again, queued)
+    assert isinstance(error, RuntimeError)
+    assert "in a callback of its own future" in str(error)
+    assert newest == (2 if queued else 1)
+
+
+def test_a_callback_may_publish_without_waiting() -> None:
+    future, newest = called_back(lambda pub, training: pub.publish(training.weights, wait=False))
+    assert isinstance(future, Future)
+    assert (future.result().version, newest) == (2, 2)
+
+
+class Interrupting(dict[str, Any]):
+    """A source that gets a signal while it is read."""
+
+    def __iter__(self) -> Iterator[str]:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("call", ["publish", "flush", "close"])
+def test_a_signal_handler_that_needs_a_publisher_within_publish_raises(call: str) -> None:
+    training, gate = Training(), Gate()
+    pub = Publisher(gate.store)
+    before = signal.signal(
+        signal.SIGUSR1, lambda *_: pub.publish(training.weights) if call == "publish" else getattr(pub, call)()
+    )
+    try:
+        pub.publish(training.weights)
+        gate.close()
+        training.step()
+        future = pub.publish(training.weights, wait=False)
+        assert gate.reached.wait(10)
+        with pytest.raises(RuntimeError, match=f"{call} was called within publish.*raise SystemExit in the handler"):
+            pub.publish(Interrupting(training.weights), wait=False)
+        gate.open.set()
+        assert future.result(10).version == 1
+        training.step()
+        assert pub.publish(training.weights).version == 2
+        pub.close()
+    finally:
+        gate.open.set()
+        signal.signal(signal.SIGUSR1, before)
+    assert equal(synced(gate.store), training.weights)
+
+
 # -- the end of the process ----------------------------------------------------------------------------------------
 
 LEFT = """
@@ -1473,7 +1649,7 @@ if os.fork() == 0:
     assert (held["w"] == 0).all()
     sys.exit(0)  # with the finalizers and threads of the parent
 assert os.wait()[1] == 0
-assert pub._spool.exists() and unused._spool.exists()
+assert pub._spool.exists() and unused._spool is None
 go.set()
 assert future.result(30).version == 1
 pub.close()
@@ -2038,7 +2214,7 @@ def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) ->
     assert equal(synced(other), Training(seed=1).weights)
 
 
-def test_an_anchor_gives_way_to_versions_that_are_being_sent() -> None:
+def test_an_anchor_gives_way_to_versions_that_are_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     training, store = Training(), Watched()
     go, sending, order = threading.Event(), threading.Event(), []
 
@@ -2051,7 +2227,7 @@ def test_an_anchor_gives_way_to_versions_that_are_being_sent() -> None:
             assert go.wait(10)
 
     with Publisher(store, codec="gap") as pub:
-        stage = pub._anchors.outbox.stage
+        stage = anchors.Outbox.stage
         staged = threading.Event()
 
         def staging(*args: Any) -> Any:
@@ -2059,7 +2235,7 @@ def test_an_anchor_gives_way_to_versions_that_are_being_sent() -> None:
             assert staged.wait(10)
             return refs
 
-        pub._anchors.outbox.stage = staging  # type: ignore[method-assign]
+        monkeypatch.setattr(anchors.Outbox, "stage", staging)
         pub.publish(training.weights, wait=False)
         store.before = watch
         training.step()

@@ -91,6 +91,14 @@ def test_what_a_killed_trainer_and_worker_left_is_removed_by_the_next_process(te
     assert names(temporary) == set()
 
 
+def test_a_publisher_makes_its_folder_in_the_process_that_publishes_first(temporary: Path) -> None:
+    with Publisher(MemoryStore()) as pub:
+        assert names(temporary) == set()  # a process that is forked now makes one of its own
+        pub.publish({"w": np.arange(1000)})
+        assert len(names(temporary)) == 2
+    assert names(temporary) == set()
+
+
 HOLD = """
 import sys
 from pulsesync.scratch import ScratchFolder

@@ -37,7 +37,7 @@ class Pace:
         if longest < 1:
             raise ValueError(f"a version must be allowed to be at least 1 step behind, not {longest!r}")
         self.every, self.longest = every, longest
-        self._waiting = 0  # steps since the last version
+        self.waiting = 0  # steps since the last version
         self._sent: deque[Sent] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
@@ -47,12 +47,12 @@ class Pace:
         if self._last_call is not None:
             self._steps_s.append(now_s - self._last_call)
         self._last_call = now_s
-        self._waiting += 1
-        return self._waiting >= self.target()
+        self.waiting += 1
+        return self.waiting >= self.target()
 
     def published(self) -> int:
         """A version with all waiting steps is on its way; return how many were folded into it beside the last."""
-        folded, self._waiting = max(0, self._waiting - 1), 0
+        folded, self.waiting = max(0, self.waiting - 1), 0
         return folded
 
     def sent(self, sent: Sent) -> None:

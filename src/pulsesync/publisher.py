@@ -3,12 +3,13 @@
     with Publisher("s3://bucket/run") as pub:
         for step in range(steps):
             train_one_step(model)
-            pub.publish(model, step=step, wait=False)      # held for the comparison alone
+            pub.publish(model, step=step, wait=False)      # returns as soon as the weights are compared
 
 What was committed last is the base of the next version, and the only copy of the state that is kept.
 
 A version that was published with wait=False and failed is logged, and raised by the next `publish`, by `flush` and by
-`close`, once by each, until a later version is committed: that one contains it.
+`close`, once by each, until a later version is committed: that one contains it. A store's error that is `retryable` is
+raised by `publish` only when max_behind versions in a row have failed, because each next version is the retry.
 """
 
 import hashlib
@@ -51,7 +52,7 @@ from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Mani
 from pulsesync.format.signature import SigningKey
 from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
-from pulsesync.parallel import outlives_threads, submit
+from pulsesync.parallel import outlives_threads, start, submit
 from pulsesync.records import CACHE_BYTES, Records
 from pulsesync.scratch import ScratchFolder
 from pulsesync.spool import Outbox
@@ -190,11 +191,9 @@ class Publisher:
         self.signing_key, self.anchor_every = signing_key, anchor_every
         self._files = dict(files or {})
         self._pace = Pace(publish_every, max_behind)
-        self._scratch = None if spool else ScratchFolder("spool")
-        if self._scratch:
-            self._spool = self._scratch.path
-        elif spool:
-            self._spool = Path(spool)
+        self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
+        self._spool = Path(spool) if spool else None
+        if self._spool:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
         self._lost: AnotherPublisherError | None = None
@@ -204,7 +203,7 @@ class Publisher:
         )
         self._quiet = threading.Event()  # set while nothing is being sent
         self._quiet.set()
-        self._anchors = AnchorWriter(self.store, Outbox(self._spool / "outbox"), self._sign, self._behind, self._quiet)
+        self._anchors: AnchorWriter  # made by the first publish
         self._process: int | None = None  # that published first
         self._lock = threading.RLock()  # over all that follows
         self._taken = threading.Condition(self._lock)  # the sender took what was pending, or has nothing more to do
@@ -216,6 +215,7 @@ class Publisher:
         self._pending: _Job | None = None
         self._latest: _Answer | None = None
         self._sending = False
+        self._sender_thread: int | None = None
         self._failures: list[_Failure] = []  # since the last commit
         self._closed = False
 
@@ -256,7 +256,7 @@ class Publisher:
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
-        launched later in the same stream, or in one that waits for it); encoding and sending go on in the background,
+        launched later in the same stream, or in one that waits for it); encoding and sending happen in the background,
         and the future gives the report. A version that is being sent is not disturbed; one that is still queued is
         replaced, and its future gives the report of the version that contains it.
 
@@ -264,6 +264,12 @@ class Publisher:
         before it compares anything: that call publishes nothing, and may be repeated. A StoreError that is `retryable`
         is raised only when max_behind versions in a row have failed, because each next version is the retry. A failure
         that a later version has made up for is not raised any more.
+
+        The callbacks of a future run on the thread that sends. A callback may publish with wait=False, if every step
+        may be coalesced and a base is kept; what would wait for the sender raises RuntimeError there.
+
+        With publish_every, steps that are skipped are in the next version. Publish the last step with now=True: when
+        the publisher is closed, steps that are still in no version are not sent.
 
         Args:
             source: what is published.
@@ -278,8 +284,9 @@ class Publisher:
         Raises:
             StateError: tensors came, went, changed shape or tie; AnotherPublisherError: another publisher writes to
             this run; ClosedError: the publisher was closed, belongs to another process, or the interpreter is ending;
-            StoreError, or what else stopped an earlier version. After any exception the base is still the last version
-            committed: the next one covers both.
+            StoreError, or what else stopped an earlier version; RuntimeError: it was called by a signal handler within
+            another call, or by a callback that would wait for itself. After any exception the base is still the last
+            version committed: the next one covers both.
         """
         began = time.perf_counter()
         step = checked_step(step)
@@ -291,12 +298,15 @@ class Publisher:
                 "several; leave one of them out"
             )
         self._check_process()  # before the lock, which a thread of the parent may hold for ever
+        self._check_caller("publish", waits=wait or not coalesce or self.keep == "hook")
         if self.keep == "hook":
             self._wait_for_last()
         with self._lock:
+            if self._pending is not None and self._pending.alone and self._is_sender:
+                raise _waits_for_itself("publish after a step with coalesce=False")
             self._taken.wait_for(lambda: self._pending is None or (coalesce and not self._pending.alone))
             self._check_open()
-            self._process = os.getpid()
+            self._start()
             if self._lost:
                 raise self._lost
             self._raise_failure("publish")
@@ -344,6 +354,35 @@ class Publisher:
                 "where its threads do not run; create a new Publisher here, or start the process with 'spawn'"
             )
 
+    def _check_caller(self, call: str, waits: bool = True) -> None:
+        """Raises: RuntimeError, if a call would wait for what only this thread can do."""
+        if self._is_sender:
+            if waits:
+                raise _waits_for_itself(call)
+            return
+        try:
+            self._taken.notify(0)  # wakes nobody; raises if this thread does not have the lock
+        except RuntimeError:
+            return
+        raise RuntimeError(
+            f"{call} was called within publish, by a signal handler that interrupted it, and would wait for it for "
+            "ever; raise SystemExit in the handler instead, and close the publisher where that arrives"
+        )
+
+    @property
+    def _is_sender(self) -> bool:
+        return self._sender_thread == threading.get_ident()
+
+    def _start(self) -> None:
+        """Make what belongs to the process that publishes, at its first publish: a fork before that does no harm."""
+        if self._process is None:
+            if self._spool is None:
+                self._scratch = ScratchFolder("spool")
+                self._spool = self._scratch.path
+            outbox = Outbox(self._spool / "outbox")
+            self._anchors = AnchorWriter(self.store, outbox, self._sign, self._behind, self._quiet)
+            self._process = os.getpid()
+
     @property
     def _is_forked(self) -> bool:
         return self._process not in (None, os.getpid())
@@ -381,30 +420,42 @@ class Publisher:
     @property
     def anchor_bytes(self) -> int:
         """What anchors have cost so far."""
-        return self._anchors.written_bytes
+        return self._anchors.written_bytes if self._process else 0
 
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too.
 
         Raises:
             What stopped a version, once, unless its future was read or a later version was committed. StoreError: an
-            anchor could not be written; it is tried again at the next epoch's start. ClosedError: the publisher belongs
-            to another process.
+            anchor could not be written; it is tried again with a later version if the error is retryable, and otherwise
+            the next epoch gets one. FormatError: so too, an anchor has changed on disk before it was uploaded.
+            ClosedError: the publisher belongs to another process. RuntimeError: it was called by a callback of a
+            future, or by a signal handler within publish.
         """
         self._check_process()
+        self._check_caller("flush")
         self._finish("flush")
 
     def close(self) -> None:
         """Finish what is in progress, and stop. A publisher that is not closed finishes when the process ends.
 
+        With publish_every, steps since the last version are in none: their number is logged as a warning. Publish the
+        last step with now=True to have it sent.
+
         Raises: what `flush` does, once more. A second call does nothing.
         """
         if self._is_forked:
             return
+        self._check_caller("close")
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            if self._pace.every != 1 and self._pace.waiting:
+                logger.warning(
+                    "The last %d steps are in no version: publish_every=%r. Publish the last step with now=True.",
+                    self._pace.waiting, self._pace.every,
+                )  # fmt: skip
         try:
             self._finish("close")
         finally:
@@ -429,7 +480,8 @@ class Publisher:
         while (latest := self._latest) is not None and not latest.done():
             wait_for([latest])
         try:
-            self._anchors.wait()
+            if self._process:
+                self._anchors.wait()
         except Exception:
             self._raise_failure(caller)  # a version comes before an anchor
             raise
@@ -554,15 +606,32 @@ class Publisher:
         if not self._sending:
             self._sending = True
             try:
-                submit(self._sender, self._drain, tip)
+                submit(self._sender, self._drain, tip).add_done_callback(lambda sender: self._revive(tip, sender))
             except RuntimeError:  # no thread can be started: the caller sends, and waits for it
                 self._drain(tip)
         return future
 
     def _drain(self, tip: Tip) -> None:
         """Send what is pending until nothing is: the sender's whole life. Raises nothing: nobody would see it."""
+        self._sender_thread = threading.get_ident()
         while (job := self._take(tip)) is not None:
             self._attempt(tip, job)
+
+    def _revive(self, tip: Tip, sender: "Future[None]") -> None:
+        """If an executor was shut down with cancel_futures=True before it ran the sender, run it in a new thread.
+
+        Without one, what is pending fails, and the next publish tries again.
+        """
+        if not sender.cancelled():
+            return
+        try:
+            start(lambda: self._drain(tip))  # not by submit: the thread that shuts an executor down has its lock
+        except RuntimeError as e:
+            with self._lock:
+                job, self._pending, self._sending = self._pending, None, False
+                self._taken.notify_all()
+            if job is not None:
+                self._fail(job, e)
 
     def _take(self, tip: Tip) -> _Job | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
@@ -578,7 +647,7 @@ class Publisher:
                 logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
             job, self._pending = self._pending, None
             if job is None:
-                self._sending = False
+                self._sending, self._sender_thread = False, None
             else:
                 job.fault = fault
             self._taken.notify_all()
@@ -598,14 +667,14 @@ class Publisher:
             self._quiet.set()
             self._try_anchor(tip)  # before the future is done: flush waits for both
             for future in job.futures:
-                future.set_result(report)
+                _complete(future, job.step, report)
         del job  # an exception's traceback refers to this frame, for as long as the future is kept
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         """Keep what stopped a version until a later one is committed, and report it."""
         if isinstance(error, AnotherPublisherError):
             self._lost = error
-        traceback.clear_frames(error.__traceback__)  # what it took is not held for as long as the future
+        traceback.clear_frames(error.__traceback__)  # the future does not keep the memory that the version took
         with self._lock:
             unseen = [one for one in self._failures if "publish" not in one.raised_by and not one.was_read]
             self._failures = [*unseen, _Failure(job.record, job.futures, error, error.__traceback__)]
@@ -615,7 +684,7 @@ class Publisher:
                 job.step, type(error).__name__, error, exc_info=None if isinstance(error, PulseError) else error,
             )  # fmt: skip
         for future in job.futures:
-            future.set_exception(error)
+            _complete(future, job.step, error)
 
     def _make_up_for(self, committed: Draft) -> None:
         """Forget the failures that a version contains: those up to its own."""
@@ -778,6 +847,27 @@ def _answer(report: PublishReport, wait: bool) -> "PublishReport | Future[Publis
     done: Future[PublishReport] = Future()
     done.set_result(report)
     return done
+
+
+def _waits_for_itself(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call} would wait for the thread that sends versions, which is this one, in a callback of its own future; "
+        "call it in another thread, or publish with wait=False and coalesce=True"
+    )
+
+
+def _complete(future: _Answer, step: int, outcome: PublishReport | BaseException) -> None:
+    """Complete a future. What ends a callback of it does not end the sender, which has other versions to send."""
+    try:
+        if isinstance(outcome, PublishReport):
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)
+    except BaseException as e:  # an Exception is logged by concurrent.futures
+        logger.error(
+            "A callback of the future of step %d raised %s: %s. Versions are sent as before.",
+            step, type(e).__name__, e, exc_info=e,
+        )  # fmt: skip
 
 
 def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:
