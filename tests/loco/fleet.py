@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pulsesync.loco import DDP, DiLoCo, GroupExchange, Nesterov, PulseLoCo, RoundReport, StoreExchange
+from pulsesync.loco.shared import LARGEST_UPDATE
 from pulsesync.store import MemoryStore, Store
 
 KINDS: dict[str, Any] = {"DiLoCo": DiLoCo, "PulseLoCo": PulseLoCo, "DDP": DDP}
@@ -102,17 +103,17 @@ class Watched:
 
     def confirm(self, coder: Any, outcome: Any, after: Any) -> None:
         self.inner.confirm(coder, outcome, after)
-        if np.isfinite(outcome.total).all():
-            self._took(coder, outcome)
+        self._took(coder, outcome)
 
     def missed(self, coder: Any, size: int) -> Any:
         outcome = self.inner.missed(coder, size)
-        if outcome is not None and np.isfinite(outcome.total).all():
+        if outcome is not None:
             self._took(coder, outcome)
         return outcome
 
     def _took(self, coder: Any, outcome: Any) -> None:
-        self.ledger.took |= {(coder.fragment, coder.round, payload) for payload in outcome.members.values()}
+        if (np.abs(outcome.total) <= LARGEST_UPDATE * len(outcome.members)).all():  # otherwise the round is empty
+            self.ledger.took |= {(coder.fragment, coder.round, payload) for payload in outcome.members.values()}
 
 
 class Trainer:

@@ -275,23 +275,23 @@ def test_one_whose_update_is_not_finite_leaves_nobody_waiting_and_the_next_round
 
 
 def overflowing(rank: int, size: int, folder: str) -> list[Any]:
-    """Ranks 0 and 1 have finite updates whose sum is not."""
+    """Some ranks have finite updates: the sum of two is not finite, and that of one is too large."""
     out: list[Any] = []
     with group(folder, "overflowing", rank, size):
-        for reduce in ("owner", "gather"):
+        for reduce, diverged in (("owner", 2), ("gather", 2), ("owner", 1)):
             for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}, {"kind": "DDP"}):
                 with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
                     trainer.step(2)
                     weights = trainer.weights
                     if options.get("kind") == "DDP":
                         trainer.gradients()
-                        trainer.parameters[2].grad[0] = 3e38 if rank < 2 else 1.0
+                        trainer.parameters[2].grad[0] = 3e38 if rank < diverged else 1.0
                         trainer.optimizer.step()
                     else:
-                        if rank < 2:
+                        if rank < diverged:
                             trainer.diverge()
                         trainer.step()
-                        assert bool(trainer.residual.any()) == (rank == 2)  # who diverged starts anew
+                        assert bool(trainer.residual.any()) == (rank >= diverged)  # who diverged starts anew
                     assert same(trainer.weights, weights)
                     assert trainer.reports[-1].members == ()
                     trainer.step()
@@ -300,7 +300,7 @@ def overflowing(rank: int, size: int, folder: str) -> list[Any]:
     return out
 
 
-def test_updates_without_a_finite_sum_make_an_empty_round_for_all_and_the_next_one_works(fleet: Fleet) -> None:
+def test_finite_updates_that_diverge_make_an_empty_round_for_all_and_the_next_one_works(fleet: Fleet) -> None:
     ranks = fleet.run(overflowing, 3)
     assert ranks[0] == ranks[1] == ranks[2]
     assert all(rounds == [4] for rounds, *_ in ranks[0])

@@ -16,7 +16,7 @@ from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco import outer as outers
 from pulsesync.loco.gate import Sparse
 from pulsesync.loco.outer import SGD, Nesterov, aggregate, mean_of
-from pulsesync.loco.shared import Outcome, Part, Shared, read_part
+from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Outcome, Part, Shared, read_part
 from tests.helpers import many, seeds
 
 OUTERS = [SGD(1.0), SGD(0.7), SGD(0.7, 0.9), Nesterov(0.7, 0.9), Nesterov(0.4, 0.95)]
@@ -195,8 +195,8 @@ def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
     assert before.parts["ada"] == Part(4, "a" * 64)
 
 
-@pytest.mark.parametrize("total", [np.inf, -np.inf, np.nan, 3e38])  # the last: with momentum on top
-def test_a_round_that_leads_to_values_which_are_not_finite_is_empty_and_only_its_number_changes(total: float) -> None:
+@pytest.mark.parametrize("total", [np.inf, -np.inf, np.nan, 3e38, -1e30, 2.0**40 * (1 + 2.0**-23)])
+def test_a_round_whose_mean_diverges_is_empty_and_only_its_number_changes(total: float) -> None:
     before = shared(3)
     counted, after = before.resolve(Outcome({"ada": "1" * 64}, f32(2.0, total, 0.0)), Nesterov(0.7, 0.9))
     assert not counted.members
@@ -205,6 +205,31 @@ def test_a_round_that_leads_to_values_which_are_not_finite_is_empty_and_only_its
     assert np.array_equal(after.theta, before.theta)
     assert np.array_equal(after.momentum, before.momentum)
     assert after.digest == replace(before, round=5).digest
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+def test_the_largest_updates_of_the_largest_round_are_taken(outer: SGD) -> None:
+    before = Shared("layout", f32(0.5, -0.5), f32(0.0, 0.0))
+    most = aggregate([sparse(2, {0: LARGEST_UPDATE, 1: -LARGEST_UPDATE})] * MAX_TRAINERS, 2)
+    decided = Outcome({f"{i:04d}": "1" * 64 for i in range(MAX_TRAINERS)}, most)
+    counted, after = before.resolve(decided, outer)
+    assert counted is decided
+    for _ in range(100):  # and what momentum adds is finite
+        counted, after = after.resolve(decided, outer)
+        assert counted is decided
+
+
+@pytest.mark.parametrize("outer", [SGD(0.7, 0.9), Nesterov(0.7, 0.9), Nesterov(0.7, 0.99)], ids=str)
+def test_a_momentum_that_leads_beyond_fp32_is_reset_by_an_empty_round_and_the_next_round_counts(outer: SGD) -> None:
+    before = Shared("layout", f32(3.28e38, 1.0), f32(-3e38, 2.0), 4)
+    decided = Outcome({"ada": "1" * 64}, f32(0.25, 0.25))
+    counted, after = before.resolve(decided, outer)
+    assert not counted.members
+    assert np.array_equal(after.theta, before.theta)
+    assert (after.momentum.tolist(), after.round) == ([0.0, 0.0], 5)
+    counted, after = after.resolve(decided, outer)
+    assert counted is decided
+    assert after.theta[1] != before.theta[1]
 
 
 def test_equal_states_have_equal_digests_whoever_took_part() -> None:

@@ -28,7 +28,7 @@ from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.gate import Everything, Rule, Visible
 from pulsesync.loco.meeting import Held, Meeting, Met, RoundReport
 from pulsesync.loco.outer import SGD, Nesterov, mean_of
-from pulsesync.loco.shared import Outcome, Shared
+from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, diverges
 from pulsesync.parallel import finish
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,8 @@ class DiLoCo(_Rounds):
 
     Out of `optimizer.step()` may come RoundError (there was no round; go on, the next step tries again) and StoreError
     (the same, if it is retryable), StateError (what this trainer brings does not fit, or is not finite) and
-    VerificationError (replicas have parted: stop). A round whose sum is not finite raises nothing: it is empty, and
-    what diverged is dropped by its own trainer.
+    VerificationError (replicas have parted: stop). A round whose updates are too large raises nothing: it is empty,
+    and what diverged is dropped by its own trainer.
 
     Args:
         model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
@@ -248,13 +248,13 @@ class DDP(Meeting):
             outcome = exchange.propose(coder, exchange.prepare(coder, proposal.split), tensors.size)
             exchange.confirm(coder, outcome, None)
             mean = mean_of(outcome.total, len(outcome.members))
-            if np.isfinite(mean).all():
+            if not diverges(mean):
                 tensors.write_gradients(mean)
             else:
                 logger.warning(
-                    "Step %d is empty for all trainers: the gradients of %s have a sum that is not finite. No weights "
-                    "change in this step.",
-                    coder.round, ", ".join(outcome.members),
+                    "Step %d is empty for all trainers: the mean of the gradients of %s has values beyond %g. No "
+                    "weights change in this step.",
+                    coder.round, ", ".join(outcome.members), LARGEST_UPDATE,
                 )  # fmt: skip
                 tensors.write_gradients(None)
                 outcome = Outcome({}, np.zeros_like(mean))

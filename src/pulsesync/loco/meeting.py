@@ -15,7 +15,7 @@ from pulsesync.loco.fragments import Tensors, check_covered, fragments_of
 from pulsesync.loco.gate import F32, Rule, Sparse, Split, update
 from pulsesync.loco.outer import SGD
 from pulsesync.loco.payload import Coder, describe
-from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, read_part
+from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, diverges, read_part
 from pulsesync.parallel import finish
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class RoundReport:
     fragment: int
     round: int  # that its weights are at now
     took_part: bool  # False: the round did not take its update, which was kept, or dropped if it had diverged
-    members: tuple[str, ...]  # none: the round was empty, because its sum or result was not finite
+    members: tuple[str, ...]  # none: the round was empty, because its updates or its result were too large
     sent: int  # entries that it sent ...
     total: int  # ... of so many
     moved: int  # entries in which the sum of all is not zero
@@ -209,10 +209,11 @@ class Meeting:
     def _resolve(self, fragment: int, shared: Shared, decided: Outcome) -> tuple[Outcome, Shared]:
         outcome, after = shared.resolve(decided, self._outer)
         if not outcome.members:
+            momentum = "does, too" if after.momentum is shared.momentum else "is reset to zero"
             logger.warning(
-                "Round %d of fragment %d is empty for all trainers: the updates of %s lead to values that are not "
-                "finite. The shared weights and momentum stay as they were.",
-                after.round, fragment, ", ".join(decided.members),
+                "Round %d of fragment %d is empty for all trainers: the updates of %s, with the momentum so far, lead "
+                "to values that are too large. The shared weights stay as they were; the shared momentum %s.",
+                after.round, fragment, ", ".join(decided.members), momentum,
             )  # fmt: skip
         return outcome, after
 
@@ -234,17 +235,17 @@ class Meeting:
         return s
 
     def _drop_diverged(self, fragment: int, s: F32) -> bool:
-        """Clear an update that was not taken, if it is so large that no later sum could hold it; return whether it was.
+        """Clear an update that was not taken, if it diverges; return whether it did.
 
         Kept in the residual, it would be offered again and make every round empty.
         """
-        at = int(np.abs(s).argmax()) if s.size else 0
-        if not s.size or abs(s[at]) <= LARGEST_UPDATE:
+        if not diverges(s):
             return False
+        at = int(np.abs(s).argmax())
         logger.error(
-            "Trainer %s has diverged: its update of %r has a value of %g, and a sum of such updates is not finite. No "
-            "round took the update, so it is dropped; this trainer resumes from the shared weights.",
-            self.exchange.trainer, self._tensors[fragment].name_of(at), s[at],
+            "Trainer %s has diverged: its update of %r has a value of %g, and at most %g is accepted. No round took "
+            "the update, so it is dropped; this trainer resumes from the shared weights.",
+            self.exchange.trainer, self._tensors[fragment].name_of(at), s[at], LARGEST_UPDATE,
         )  # fmt: skip
         s[:] = 0
         return True

@@ -14,13 +14,16 @@ from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
 from pulsesync.loco.gate import F32, Sparse
-from pulsesync.loco.outer import SGD
+from pulsesync.loco.outer import SGD, mean_of
 from pulsesync.model import TensorSpec
 
 FORMAT = "pulse-loco-state/1-draft"
 MAX_HEAD_BYTES = 1 << 20
 MAX_TRAINERS = 1 << 12  # of a round
-LARGEST_UPDATE = np.finfo(np.float32).max / MAX_TRAINERS  # 8.3e34: the sum of any round of smaller updates is finite
+# Of an update, and of the mean of a round: 1.1e12. A value beyond it means that a trainer has diverged. Momentum moves
+# weights by lr / (1 - momentum) times the mean in the end, which stays finite for any product up to 2^88, and squares
+# of 2^46 values (the largest tensor) have a finite sum. A power of two: no rounding leads a mean of values beyond it.
+LARGEST_UPDATE = np.float32(2**40)
 
 
 class Part(NamedTuple):
@@ -61,12 +64,18 @@ class Shared:
     def resolve(self, decided: Outcome, outer: SGD) -> tuple[Outcome, "Shared"]:
         """Return a decided round as it counts, and the state that it leads to.
 
-        A round that leads to values which are not finite is an empty round: it has no members, and only the round's
-        number changes. This depends on nothing but the decision and the shared state, so all trainers agree on it.
+        A round is empty, which means that it has no members and the weights stay as they are, in two cases. If the
+        updates diverge, only the round's number changes. If they do not, and weights or momentum would overflow, the
+        momentum has grown too large: it becomes zero, so that the next round can succeed. This depends on nothing but
+        the decision and the shared state, so all trainers agree on it.
         """
-        theta, momentum = outer.step(self.theta, self.momentum, decided.total, max(len(decided.members), 1))
+        trainers = max(len(decided.members), 1)
+        empty = Outcome({}, np.zeros_like(self.theta))
+        if diverges(mean_of(decided.total, trainers)):
+            return empty, replace(self, round=self.round + 1)
+        theta, momentum = outer.step(self.theta, self.momentum, decided.total, trainers)
         if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
-            return Outcome({}, np.zeros_like(self.theta)), replace(self, round=self.round + 1)
+            return empty, replace(self, round=self.round + 1, momentum=np.zeros_like(self.momentum))
         took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in decided.members.items()}
         return decided, Shared(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
 
@@ -107,6 +116,11 @@ class Shared:
         if state.digest != head["digest"]:
             raise ChecksumError("a shared state has another digest than it says", expected=head["digest"])
         return state
+
+
+def diverges(values: F32) -> bool:
+    """Whether an update, or the mean of several, has a value that is not finite or is beyond LARGEST_UPDATE."""
+    return not bool((np.abs(values) <= LARGEST_UPDATE).all())  # NaN compares as False
 
 
 def _line(head: Mapping[str, object]) -> bytes:

@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import numpy as np
-
 from pulsesync.errors import (
     ChainError,
     ChecksumError,
@@ -43,7 +41,7 @@ from pulsesync.loco.exchange import Letter
 from pulsesync.loco.gate import Sparse, Split
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder
-from pulsesync.loco.shared import MAX_TRAINERS, Outcome, Shared
+from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Outcome, Shared, diverges
 from pulsesync.store import Store, forget, open_store
 
 FORMAT = "pulse-loco-round/1-draft"
@@ -169,7 +167,7 @@ class StoreExchange:
         while (members := self._decided(coder)) is None:
             found, expected = self._look(coder, size, read, refused)
             if self._is_time(coder.round, set(found), expected, self._clock() - began):
-                self._decide(coder, self._summable(coder, found, read))
+                self._decide(coder, self._without_diverged(coder, found, read))
             elif self._clock() - began > self._patience_s:
                 self._check_not_gone(coder)
                 why = "".join(f"; {faults[-1]}" for faults in refused.values() if faults)
@@ -228,23 +226,19 @@ class StoreExchange:
         in_time = len(found) >= enough and expected <= found
         return in_time or (waited_s >= self._deadline_s and len(found) >= self._quorum)
 
-    def _summable(self, coder: Coder, found: dict[str, str], read: dict[str, Sparse]) -> dict[str, str]:
-        """Those whose updates have a finite sum, if they make a quorum; otherwise all: then the round is an empty one.
+    def _without_diverged(self, coder: Coder, found: dict[str, str], read: dict[str, Sparse]) -> dict[str, str]:
+        """Leave out the trainers whose updates diverge, if the others make a quorum; otherwise return all of them.
 
-        Left out are updates that would overflow if everybody had sent them; without any of these no sum does.
+        A round of all is empty if their mean diverges.
         """
-        parts = {trainer: read[_place(coder, f"sent/{trainer}.{id_}")] for trainer, id_ in found.items()}
-        limit = np.finfo(np.float32).max / len(found)
-        large = [t for t, part in sorted(parts.items()) if np.abs(part.values).max(initial=0) > limit]
+        large = [t for t, id_ in sorted(found.items()) if diverges(read[_place(coder, f"sent/{t}.{id_}")].values)]
         rest = {trainer: id_ for trainer, id_ in found.items() if trainer not in large}
         if not large or len(rest) < self._quorum:
             return found
-        size = next(iter(parts.values())).size
-        if np.isfinite(aggregate((part for _, part in sorted(parts.items())), size)).all():
-            return found
         logger.warning(
-            "Round %d is decided without %s: with their updates its sum is not finite.", coder.round, ", ".join(large)
-        )
+            "Round %d is decided without %s: their updates have values beyond %g.",
+            coder.round, ", ".join(large), LARGEST_UPDATE,
+        )  # fmt: skip
         return rest
 
     def _decide(self, coder: Coder, found: dict[str, str]) -> None:
