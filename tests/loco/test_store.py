@@ -464,6 +464,80 @@ def test_of_two_who_decide_at_once_one_wins_and_both_go_on_with_it() -> None:
     settle(table.all.values())
 
 
+# What is lost
+
+
+def lose(table: Table, round_: int, how: str) -> None:
+    """Delete or damage one payload of a round that is decided."""
+    key = payload_key(table, table.decided(round_)[0], round_)
+    if how == "deleted":
+        table.store.delete(key)
+    else:
+        table.store.put(key, table.store.get(key)[:-1] + b"?")
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+def test_a_later_state_leads_over_a_round_whose_payload_is_lost(how: str) -> None:
+    table = Table(state_every=4)
+    table.round("abc")
+    c = table["c"]
+    c.step()
+    s = c.update
+    for _ in range(4):
+        table.round("ab")
+    lose(table, 2, how)
+    c.loco.rejoin()
+    assert c.loco.digests == table["a"].loco.digests
+    assert c.loco.rounds == [5]
+    np.testing.assert_array_equal(c.residual, s)  # nothing of it was taken
+    newcomer = table.seat("d")  # with the first checkpoint: it follows round 1, and then takes the state
+    assert newcomer.loco.digests == c.loco.digests
+    table.round("abcd")
+    assert table.decided(6) == ["a", "b", "c", "d"]
+
+
+def test_a_lost_payload_without_a_later_state_is_an_error_that_says_what_helps_and_a_state_does_help() -> None:
+    table = Table(state_every=4)
+    table.round("abc")
+    table.round("ab")
+    lose(table, 2, "deleted")
+    before = table["c"].everything()
+    for _ in range(2):
+        with pytest.raises(RoundError, match=r"payload of a in round 2 is lost.*every 4 rounds.*new location"):
+            table["c"].step(2)
+        assert table["c"].everything() == before
+    with pytest.raises(RoundError, match="every 4 rounds"):
+        table.seat("d")
+    table.round("ab")
+    table.round("ab")
+    table["c"].step()
+    assert table["c"].loco.digests == table["a"].loco.digests
+    assert table.seat("d").loco.rounds == [4]
+    table.round("abcd")
+    assert table.decided(5) == ["a", "b", "c", "d"]
+
+
+def test_a_payload_that_is_read_badly_once_is_read_again() -> None:
+    table = Table(state_every=1)
+    table.round("abc")
+    table.round("ab")
+    c, key = table["c"], payload_key(table, "a", 2)
+    good = table.store.get(key)
+    table.store.put(key, good[:-1])
+    plain = c.exchange.inner._fetch
+
+    def once(*args: Any) -> Any:
+        try:
+            return plain(*args)
+        finally:
+            table.store.put(key, good)
+
+    c.exchange.inner._fetch = once
+    c.step(2)
+    assert c.loco.rounds == [2]
+    settle(table.all.values())
+
+
 # Who diverges
 
 

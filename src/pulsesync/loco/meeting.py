@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.errors import StateError, StoreError
+from pulsesync.errors import MissingLinkError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.fragments import Tensors, check_covered, fragments_of
 from pulsesync.loco.gate import F32, Rule, Sparse, Split, update
@@ -137,7 +137,11 @@ class Meeting:
         found = self.exchange.join([held.shared for held in self._held], self._about)
         for fragment, shared in enumerate(found):
             self._adopt(fragment, shared)
-            self._catch_up(fragment)
+            try:
+                self._catch_up(fragment)
+            except MissingLinkError:  # a round cannot be followed: the exchange has a later state, or says what to do
+                self.rejoin()
+                return
         self._known_as = self.exchange.trainer
 
     def discard(self) -> None:

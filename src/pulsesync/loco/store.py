@@ -83,6 +83,7 @@ class StoreExchange:
         self._state_every = state_every
         self._clock, self._sleep = clock, sleep
         self._known: dict[int, set[str]] = {}  # fragment -> who took part in the last round
+        self._lost: dict[int, int] = {}  # fragment -> a round that cannot be followed, though a later state is saved
         self._session = secrets.token_hex(16).encode()  # tells this process from another of the same name
         self.sent_bytes = self.received_bytes = 0
 
@@ -95,7 +96,7 @@ class StoreExchange:
         for fragment, state in enumerate(mine):
             if state.round == 0 and state.digest != begun[fragment]:
                 state = self._newest_state(fragment, state) or _refuse_start()
-            elif self._is_gone(fragment, state.round + 1):
+            elif self._lost.pop(fragment, 0) > state.round or self._is_gone(fragment, state.round + 1):
                 state = self._newest_state(fragment, state) or _refuse_gap(state)
             self._known[fragment] = {name for name, part in state.parts.items() if part.round == state.round}
             self._announce(fragment, state.round + 1)
@@ -135,8 +136,13 @@ class StoreExchange:
 
     def _is_gone(self, fragment: int, round_: int) -> bool:
         """Whether what led to a round was cleared away, because a later state is there."""
-        newest = max((_number(entry.key) for entry in self._store.list(f"states/{fragment:04d}/")), default=-1)
-        return newest >= round_ and not any(True for _ in self._store.list(f"{_round_key(fragment, round_)}/sent/"))
+        return self._has_state(fragment, round_) and not any(
+            True for _ in self._store.list(f"{_round_key(fragment, round_)}/sent/")
+        )
+
+    def _has_state(self, fragment: int, round_: int) -> bool:
+        """Whether a shared state of this round or a later one is saved."""
+        return any(_number(entry.key) >= round_ for entry in self._store.list(f"states/{fragment:04d}/"))
 
     def _newest_state(self, fragment: int, like: Shared) -> Shared | None:
         """The newest state that can be read and is further than one; None if there is none."""
@@ -261,15 +267,34 @@ class StoreExchange:
         for trainer, id_ in members.items():
             key = _place(coder, f"sent/{trainer}.{id_}")
             if key not in read:
-                try:
-                    read[key] = self._fetch(coder, key, trainer, id_, size)
-                except PulseError as e:
-                    self._check_not_gone(coder)
-                    raise RoundError(
-                        f"round {coder.round} was decided, and cannot be read: {e}", round=coder.round
-                    ) from e
+                read[key] = self._fetch_decided(coder, key, trainer, id_, size)
             parts[trainer] = read[key]
         return aggregate(parts.values(), size), parts.get(self.trainer)
+
+    def _fetch_decided(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> Sparse:
+        """Fetch a payload that a decision names: without it, only a later state leads on.
+
+        Raises:
+            MissingLinkError: it is lost, and there is such a state; RoundError: there is none, or the store failed.
+        """
+        faults: list[PulseError] = []
+        while len(faults) < TRIES:
+            try:
+                return self._fetch(coder, key, trainer, id_, size)
+            except (FormatError, ChainError, NotFoundError) as e:
+                faults.append(e)
+            except StoreError as e:
+                raise RoundError(f"round {coder.round} was decided, and cannot be read: {e}", round=coder.round) from e
+        lost = f"the payload of {trainer} in round {coder.round} is lost ({faults[-1]})"
+        if self._has_state(coder.fragment, coder.round):
+            self._lost[coder.fragment] = coder.round
+            raise MissingLinkError(f"{lost}: join again, from a later state", round=coder.round) from faults[-1]
+        raise RoundError(
+            f"{lost}, and no shared state of this round or a later one is saved yet. Restore the object, or wait until "
+            f"the other trainers have saved a state (every {self._state_every} rounds), which this trainer then takes; "
+            "if no trainer gets past this round, resume from the newest state_dict() at a new location",
+            round=coder.round,
+        ) from faults[-1]
 
     def _decided(self, coder: Coder) -> dict[str, str] | None:
         data = self._decided_bytes(coder)
@@ -378,4 +403,6 @@ def _refuse_start() -> NoReturn:
 
 
 def _refuse_gap(state: Shared) -> NoReturn:
-    raise StateError(f"the rounds after {state.round} were cleared away, and no later state can be read: begin anew")
+    raise StateError(
+        f"the rounds after {state.round} were cleared away or lost, and no later state can be read: begin anew"
+    )
