@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 import pytest
@@ -239,10 +240,41 @@ def test_a_layout_has_tiles_in_proportion_to_its_weights(
         layouts.make([spec])  # a writer does not make what readers refuse
 
 
+SMOLLM2: list[tuple[int, ...]] = [
+    (49152, 576), *[(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536), (576,)] * 30
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [8, 192, 512])
+def test_a_model_cut_by_rows_for_many_ranks_is_allowed(ranks: int) -> None:
+    specs = [
+        layouts.cut_evenly(TensorSpec(f"t{i:03d}", "BF16", shape), ranks, 1, 1) for i, shape in enumerate(SMOLLM2)
+    ]
+    layout = layouts.make(specs)
+    assert layout.tile_count == sum(min(ranks, shape[0]) for shape in SMOLLM2)
+    assert layouts.parse(layout.data) == layout
+
+
+@pytest.mark.parametrize("tiles", [240, 512])
+def test_a_tensor_cannot_be_cut_into_the_tiles_that_others_do_not_use(tiles: int) -> None:
+    lenders = [TensorSpec(f"t{i:03d}", "U8", ()) for i in range(512)]
+    with pytest.raises(LimitError, match="cut the tensors into fewer tiles"):
+        layouts.make([*lenders, layouts.cut_evenly(TensorSpec("w", "U8", (tiles, tiles)), tiles, tiles, 1)])
+
+
+def test_tiles_by_their_numbers_take_time_in_proportion_to_their_count() -> None:
+    layout = layouts.make([TensorSpec(f"t{i:05d}", "BF16", (16,)) for i in range(20_000)])
+    began = time.process_time()
+    found = [layout.tile(number) for number in range(20_000)]
+    assert time.process_time() - began < 2.0  # 0.1 s; one after another from the first, 90 s
+    assert found == list(layout.tiles)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_tile_by_its_number_is_that_of_the_list(seed: int) -> None:
     layout = random_layout(seed)
     assert [layout.tile(tile.ordinal) for tile in layout.tiles] == list(layout.tiles)
     assert layout.tile_count == len(layout.tiles)
-    with pytest.raises(IndexError):
-        layout.tile(layout.tile_count)
+    for number in (layout.tile_count, -1):
+        with pytest.raises(IndexError, match=f"tile {number} of {layout.tile_count}"):
+            layout.tile(number)

@@ -2219,6 +2219,14 @@ def a_tile_for_each_weight(v: Version) -> None:
     forge.new_layout(v, {"format": "pulse-layout/1-draft", "tensors": tensors, "ties": {}})
 
 
+@attack(LimitError, on="big.anchor")
+def a_grid_of_the_tiles_that_a_hundred_other_tensors_do_not_use(v: Version) -> None:
+    cuts = list(range(1, 240))  # 57,600 tiles, and 5.8 kB in all
+    table = [{"dtype": "U8", "name": f"{i:02x}", "shape": []} for i in range(105)]
+    table.append({"columns": cuts, "dtype": "U8", "name": "main", "rows": cuts, "shape": [240, 240]})
+    forge.new_layout(v, {"format": "pulse-layout/1-draft", "tensors": table, "ties": {}})
+
+
 @attack(StateError, on="anchor")
 def a_layout_of_other_tensors(v: Version) -> None:
     table = tensors(v)

@@ -6,11 +6,12 @@ It is a JSON file, because it is read by people as often as by programs and neve
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
@@ -20,7 +21,7 @@ FORMAT = "pulse-layout/1-draft"
 MAX_BYTES = 1 << 27
 MAX_TENSORS = 1 << 20
 MAX_TILES = 1 << 22  # and in proportion to the model: see most_tiles
-FREE_TILES, TENSOR_TILES, WEIGHTS_A_TILE = 1 << 12, 8, 1 << 12
+FREE_TILES, TENSOR_TILES, WEIGHTS_A_TILE = 1 << 12, 512, 1 << 12
 MAX_NAME_BYTES = 1 << 10
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 46  # of a tensor
@@ -54,15 +55,18 @@ class Layout:
 
     def tile(self, ordinal: int) -> Tile:
         """One tile, without making the others. Raises: IndexError."""
-        first = 0
-        for spec in self.tensors:
-            if ordinal < first + count_tiles(spec):
-                i, j = divmod(ordinal - first, len(spec.column_cuts) + 1)
-                r, r_end = (0, *spec.row_cuts, spec.rows)[i : i + 2]
-                c, c_end = (0, *spec.column_cuts, spec.columns)[j : j + 2]
-                return Tile(ordinal, spec, r, c, r_end - r, c_end - c)
-            first += count_tiles(spec)
-        raise IndexError(f"tile {ordinal} of {first}")
+        if not 0 <= ordinal < self.tile_count:
+            raise IndexError(f"tile {ordinal} of {self.tile_count}")
+        number = bisect_right(self._first_tiles, ordinal) - 1
+        spec = self.tensors[number]
+        i, j = divmod(ordinal - self._first_tiles[number], len(spec.column_cuts) + 1)
+        (r, r_end), (c, c_end) = _piece(spec.row_cuts, spec.rows, i), _piece(spec.column_cuts, spec.columns, j)
+        return Tile(ordinal, spec, r, c, r_end - r, c_end - c)
+
+    @cached_property
+    def _first_tiles(self) -> tuple[int, ...]:
+        """The number of each tensor's first tile."""
+        return tuple(accumulate(map(count_tiles, self.tensors), initial=0))[:-1]
 
     @cached_property
     def size(self) -> int:
@@ -97,13 +101,20 @@ def count_tiles(spec: TensorSpec) -> int:
     return (len(spec.row_cuts) + 1) * (len(spec.column_cuts) + 1)
 
 
+def _piece(cuts: Sequence[int], end: int, number: int) -> tuple[int, int]:
+    """The begin and the end of one of the pieces that these cuts make of 0 to end."""
+    return cuts[number - 1] if number else 0, cuts[number] if number < len(cuts) else end
+
+
 def most_tiles(layout: Layout) -> int:
     """How many tiles a layout of these tensors may have.
 
-    A few kB of cuts can make millions of tiles. Each costs a reader about 1 kB and 0.1 ms, and so there may be one for
-    4,096 weights, 8 for each tensor, and 4,096 in any case.
+    A few kB of cuts can make millions of tiles, each of which costs a reader about 1 kB and 0.1 ms. So a layout may
+    have one for every 4,096 weights, 4,096 in any case, and not counted among these the first 512 of each tensor, so
+    that any model can be cut by rows for 512 ranks. What one tensor leaves of its 512 is of no use to another.
     """
-    return min(MAX_TILES, FREE_TILES + TENSOR_TILES * len(layout.tensors) + layout.size // WEIGHTS_A_TILE)
+    own = sum(min(count_tiles(spec), TENSOR_TILES) for spec in layout.tensors)
+    return min(MAX_TILES, FREE_TILES + own + layout.size // WEIGHTS_A_TILE)
 
 
 def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Layout:
