@@ -154,8 +154,9 @@ def evidence_of(rows: Sequence[dict[str, Any]]) -> dict[Any, tuple[Evidence, ...
     found: dict[Any, tuple[Evidence, ...]] = {}
     for (*key, kind), some in sorted(groups.items(), key=str, reverse=True):
         sides = [_outwards([row[what] for row in some]) for what in ("bytes_off", "changed_off")]
-        rates = [row["lr"] for row in some]
-        one = Evidence(kind, len(some), len({row["name"] for row in some}), (min(rates), max(rates)), *sides)
+        rates, weights = [row["lr"] for row in some], [row["weights"] for row in some]
+        spans = (min(rates), max(rates)), (min(weights), max(weights))
+        one = Evidence(kind, len(some), len({row["name"] for row in some}), *spans, *sides)
         found[tuple(key)] = (*found.get(tuple(key), ()), one)
     return found
 

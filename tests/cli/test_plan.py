@@ -11,8 +11,9 @@ from safetensors.numpy import save_file
 from pulsesync.cli.options import read_rate
 from pulsesync.cli.plan import rate, size
 from pulsesync.parallel import default_threads
-from pulsesync.study.predict.evidence import find
-from pulsesync.study.predict.forecast import Optimizer, Training
+from pulsesync.study.predict.evidence import STEPS, find
+from pulsesync.study.predict.forecast import Optimizer, Training, forecast
+from pulsesync.study.predict.models import read_model
 from pulsesync.study.predict.theory import ADAM, LION
 from tests.commands import pulse
 
@@ -50,26 +51,34 @@ def test_machines_get_the_same_as_one_object(checkpoint: Path) -> None:
     assert told["enough"]
     assert told["critical_magnitude"] == pytest.approx([256e-6, 512e-6])
     assert (told["optimizer"], told["betas"]) == ("adamw", [0.9, 0.999])
-    assert told["error"] == "not measured"
+    assert told["error"] is None
     assert "syncs of 2 steps" in told["unlike_measured"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
 def test_the_error_is_the_one_that_runs_of_this_kind_support(checkpoint: Path, optimizer: Optimizer) -> None:
-    found = find(Training(3e-6, {"adamw": ADAM, "lion": LION}[optimizer], optimizer=optimizer))
+    training = Training(3e-6, {"adamw": ADAM, "lion": LION}[optimizer], optimizer=optimizer)
+    found = find(training)
     asked = ("plan", "--model", checkpoint, "--lr", "3e-6", *ASKED[2:], "--optimizer", optimizer)
     (told,) = pulse(*asked, "--json").events
     shown = pulse(*asked).out
+    model = read_model(checkpoint, "BF16")
+    told_by = forecast(model.weights_by_class, model.tensors, training, by_scale=model.by_scale, rounded=model.rounded)
+    early = told_by.mean(0, STEPS[1])  # the steps that the errors were measured over, and not all that are forecast
+    assert early.sizes["history"] != told["ways"]["history"]["size_bytes"]
     assert list(told["error"]) == [one.kind for one in found]
     for one in found:
         low, high = one.bytes_off
         assert told["error"][one.kind] == {
-            "runs": one.runs, "models": one.models, "bytes": [low, high], "changed": list(one.density_off)
+            "runs": one.runs, "models": one.models, "bytes": [low, high], "changed": list(one.density_off),
+            "weights": list(one.sizes), "steps": STEPS[1],
+            "expected_bytes": [round(early.sizes["history"] / (1 + high)), round(early.sizes["history"] / (1 + low))],
         }  # fmt: skip
-        mean = told["ways"]["history"]["size_bytes"]
+        mean = early.sizes["history"]
         assert f"expect    {size(mean / (1 + high))} to {size(mean / (1 + low))} a sync of history" in shown
-        assert f"{one.runs} runs of {one.models} such models" in shown
+        assert f"{one.runs} runs of {one.models} such models of {one.sizes[0]:,} to {one.sizes[1]:,} weights" in shown
         assert f"{low:+.0%} to {high:+.0%} off in bytes" in shown
+    assert f"over the first {STEPS[1]} steps, where the forecast is {size(early.sizes['history'])} a sync" in shown
     assert "for later steps the error is not measured" in shown
 
 

@@ -247,9 +247,7 @@ SMOLLM2: list[tuple[int, ...]] = [
 
 @pytest.mark.parametrize("ranks", [8, 192, 512])
 def test_a_model_cut_by_rows_for_many_ranks_is_allowed(ranks: int) -> None:
-    specs = [
-        layouts.cut_evenly(TensorSpec(f"t{i:03d}", "BF16", shape), ranks, 1, 1) for i, shape in enumerate(SMOLLM2)
-    ]
+    specs = [layouts.cut_evenly(TensorSpec(f"t{i:03d}", "BF16", shape), ranks, 1, 1) for i, shape in enumerate(SMOLLM2)]
     layout = layouts.make(specs)
     assert layout.tile_count == sum(min(ranks, shape[0]) for shape in SMOLLM2)
     assert layouts.parse(layout.data) == layout

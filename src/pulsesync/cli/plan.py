@@ -107,12 +107,21 @@ def facts(plan: Plan) -> dict[str, Any]:
                  for codec, way in plan.ways.items()},
         "best": plan.best, "enough": plan.enough, "anchor_syncs": plan.anchor_syncs,
         "joiner_bytes": average, "joiner_most_bytes": most, "cores": plan.cores,
-        "error": {one.kind: _error_facts(one) for one in plan.evidence} or NOT_MEASURED, "unlike_measured": plan.unlike,
+        "error": {one.kind: _error_facts(one, plan) for one in plan.evidence} or None, "unlike_measured": plan.unlike,
     }  # fmt: skip
 
 
-def _error_facts(one: Evidence) -> dict[str, Any]:
-    return {"runs": one.runs, "models": one.models, "bytes": one.bytes_off, "changed": one.density_off}
+def _error_facts(one: Evidence, plan: Plan) -> dict[str, Any]:
+    return {
+        "runs": one.runs, "models": one.models, "weights": one.sizes, "steps": evidence.STEPS[1],
+        "bytes": one.bytes_off, "changed": one.density_off, "expected_bytes": [round(n) for n in _expected(one, plan)],
+    }  # fmt: skip
+
+
+def _expected(one: Evidence, plan: Plan) -> tuple[float, float]:
+    """The least and the most bytes of a sync over the first steps, if the forecast is off as it was in these runs."""
+    low, high = one.bytes_off
+    return plan.early_bytes / (1 + high), plan.early_bytes / (1 + low)
 
 
 def _sentences(plan: Plan) -> list[str]:
@@ -170,17 +179,20 @@ def _advice(plan: Plan) -> list[str]:
 def _expect(plan: Plan) -> list[str]:
     if not plan.evidence:
         return [f"expect    error {NOT_MEASURED} for {'; '.join(plan.unlike)}"]
-    size_bytes = plan.ways["history"].size_bytes
+    last = evidence.STEPS[1]
     lines = []
     for one in plan.evidence:
-        (low, high), (fewer, more) = one.bytes_off, one.density_off
+        (low, high), (fewer, more), (least, most) = one.bytes_off, one.density_off, map(size, _expected(one, plan))
         lines.append(
-            f"expect    {size(size_bytes / (1 + high))} to {size(size_bytes / (1 + low))} a sync of history for a "
-            f"{one.kind} model: forecasts for {one.runs} runs of {one.models} such models, no constant fitted to them, "
+            f"expect    {least} to {most} a sync of history for a {one.kind} model: forecasts for {one.runs} runs of "
+            f"{one.models} such models of {one.sizes[0]:,} to {one.sizes[1]:,} weights, no constant fitted to them, "
             f"were {low:+.0%} to {high:+.0%} off in bytes and {fewer:+.0%} to {more:+.0%} in changes"
         )
-    first, last = evidence.STEPS
-    return [*lines, f"          over the first {first} to {last} steps; for later steps the error is {NOT_MEASURED}"]
+    return [
+        *lines,
+        f"          over the first {last} steps, where the forecast is {size(plan.early_bytes)} a sync; for later "
+        f"steps the error is {NOT_MEASURED}",
+    ]
 
 
 def _codec(plan: Plan) -> str:

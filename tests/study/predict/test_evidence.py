@@ -21,7 +21,7 @@ def test_of_betas_that_were_not_measured_nothing_is_claimed() -> None:
 
 
 def test_too_few_models_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = evidence.Evidence("trained", 5, evidence.FEWEST_MODELS - 1, (1e-6, 1e-5), (-0.1, 0.1), (-0.1, 0.1))
-    enough = evidence.Evidence("random", 5, evidence.FEWEST_MODELS, (1e-6, 1e-5), (-0.1, 0.1), (-0.1, 0.1))
+    few = evidence.Evidence("trained", 5, evidence.FEWEST_MODELS - 1, (1e-6, 1e-5), (1, 9), (-0.1, 0.1), (-0.1, 0.1))
+    enough = evidence.Evidence("random", 5, evidence.FEWEST_MODELS, (1e-6, 1e-5), (1, 9), (-0.1, 0.1), (-0.1, 0.1))
     monkeypatch.setattr(evidence, "MEASURED", {("adamw", (0.9, 0.999), True): (few, enough)})
     assert evidence.find(Training(3e-6)) == (enough,)

@@ -78,7 +78,7 @@ def test_without_a_number_the_cores_are_those_of_this_machine() -> None:
     assert make_plan(SEVEN, Training(1e-6), 200e6, 50.0).cores == default_threads()
 
 
-SEEN = Model("seen", 1, SEVEN.weights_by_class, "")
+SEEN = Model("seen", 1, normal_classes(0.02, 300_000), "")
 
 
 @pytest.mark.parametrize("training", [Training(1e-6), Training(3e-6, theory.LION, optimizer="lion")])
@@ -105,12 +105,26 @@ def test_nothing_is_claimed_of_runs_unlike_those_that_were_measured(changed: dic
     assert told.evidence == ()
 
 
+@pytest.mark.parametrize("weights", [100_000, 200_000_000, 7_600_000_000])
+def test_nothing_is_claimed_of_models_smaller_or_larger_than_those_that_were_measured(weights: int) -> None:
+    told = make_plan(Model("model", 1, normal_classes(0.02, weights), ""), Training(1e-6), 200e6, 50.0)
+    assert told.unlike == (f"a model of {told.model.size:,} weights",)
+    assert told.evidence == ()
+
+
+def test_a_size_that_was_measured_for_one_kind_of_model_supports_a_claim_for_that_kind_alone() -> None:
+    told = make_plan(Model("model", 1, normal_classes(0.02, 100_000_000), ""), Training(1e-6), 200e6, 50.0)
+    assert told.unlike == ()
+    assert [one.kind for one in told.evidence] == ["trained"]  # up to 135 million; random ones up to 4 million
+
+
 def test_other_dtypes_finer_starts_and_assumed_magnitudes_are_unlike_them_too() -> None:
     asked = Training(1e-6), 200e6, 50.0
-    assert make_plan(Model("half", 1, normal_classes(0.02, 1000, "F16"), ""), *asked, "F16").unlike == ("F16",)
-    fine = Model("fine", 1, SEVEN.weights_by_class, "", rounded=False)
+    assert make_plan(Model("half", 1, normal_classes(0.02, 300_000, "F16"), ""), *asked, "F16").unlike == ("F16",)
+    fine = Model("fine", 1, SEEN.weights_by_class, "", rounded=False)
     assert make_plan(fine, *asked).unlike == ("start weights finer than the dtype",)
-    assert plan().unlike == ("assumed magnitudes",)
+    assumed = Model("assumed", 1, SEEN.weights_by_class, "", assumed=True)
+    assert make_plan(assumed, *asked).unlike == ("assumed magnitudes",)
 
 
 def test_the_most_is_the_largest_sync_of_each_codec_and_not_that_of_the_highest_density() -> None:

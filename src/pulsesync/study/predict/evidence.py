@@ -27,30 +27,33 @@ class Evidence:
     runs: int
     models: int
     rates: Range  # the lowest and the highest learning rate
+    sizes: tuple[int, int]  # weights of the smallest and of the largest model
     bytes_off: Range  # of `history`
     density_off: Range
 
-    def covers(self, lr: float) -> bool:
-        least, most = self.rates
-        return least <= lr <= most
+    def covers_rate(self, lr: float) -> bool:
+        return self.rates[0] <= lr <= self.rates[1]
+
+    def covers_size(self, weights: int) -> bool:
+        return self.sizes[0] <= weights <= self.sizes[1]
 
 
 MEASURED: Mapping[tuple[Optimizer, theory.Betas, bool], tuple[Evidence, ...]] = {
     ("lion", (0.9, 0.99), True): (
-        Evidence("trained", 4, 4, (3e-06, 3e-06), (-0.16, 0.06), (0.05, 0.16)),
-        Evidence("random", 3, 3, (3e-06, 3e-06), (0.01, 0.05), (-0.03, 0.0)),
+        Evidence("trained", 4, 4, (3e-06, 3e-06), (186_944, 1_236_000), (-0.16, 0.06), (0.05, 0.16)),
+        Evidence("random", 3, 3, (3e-06, 3e-06), (254_592, 391_008), (0.01, 0.05), (-0.03, 0.0)),
     ),
     ("adamw", (0.9, 0.999), True): (
-        Evidence("trained", 15, 6, (1e-06, 1e-05), (-0.12, 0.46), (-0.06, 0.88)),
-        Evidence("random", 14, 6, (1e-06, 1e-05), (-0.19, 0.1), (-0.33, 0.35)),
+        Evidence("trained", 15, 6, (1e-06, 1e-05), (186_944, 134_515_008), (-0.12, 0.46), (-0.06, 0.88)),
+        Evidence("random", 14, 6, (1e-06, 1e-05), (254_592, 4_240_896), (-0.19, 0.1), (-0.33, 0.35)),
     ),
     ("adamw", (0.9, 0.999), False): (
-        Evidence("trained", 3, 3, (3e-06, 3e-06), (0.04, 0.4), (0.41, 0.65)),
-        Evidence("random", 3, 3, (3e-06, 3e-06), (0.03, 0.1), (-0.12, -0.08)),
+        Evidence("trained", 3, 3, (3e-06, 3e-06), (186_944, 319_968), (0.04, 0.4), (0.41, 0.65)),
+        Evidence("random", 3, 3, (3e-06, 3e-06), (254_592, 391_008), (0.03, 0.1), (-0.12, -0.08)),
     ),
     ("adamw", (0.9, 0.95), True): (
-        Evidence("trained", 3, 3, (3e-06, 3e-06), (0.18, 0.25), (0.6, 0.71)),
-        Evidence("random", 3, 3, (3e-06, 3e-06), (-0.03, 0.0), (-0.12, -0.08)),
+        Evidence("trained", 3, 3, (3e-06, 3e-06), (186_944, 319_968), (0.18, 0.25), (0.6, 0.71)),
+        Evidence("random", 3, 3, (3e-06, 3e-06), (254_592, 391_008), (-0.03, 0.0), (-0.12, -0.08)),
     ),
 }
 

@@ -58,15 +58,18 @@ class Plan:
 
     @property
     def unlike(self) -> tuple[str, ...]:
-        """In what this run differs from those that forecasts were measured on, but for the model."""
+        """In what this run differs from those that forecasts were measured on."""
         asked, found = self.training, evidence.find(self.training)
+        rated = [one for one in found if one.covers_rate(asked.lr)]
         differs = {
             "assumed magnitudes": self.model.assumed,
             self.dtype: self.dtype != "BF16",
             asked.label: not found,
             f"syncs of {asked.every} steps": asked.every != 1,
             "a warm-up": asked.warm_up > 1,
-            f"a learning rate of {asked.lr:g}": bool(found) and not any(one.covers(asked.lr) for one in found),
+            f"a learning rate of {asked.lr:g}": bool(found) and not rated,
+            f"a model of {self.model.size:,} weights": bool(found)
+            and not any(one.covers_size(self.model.size) for one in rated or found),
             "start weights finer than the dtype": self.dtype == "BF16" and not self.model.rounded,
         }
         return tuple(what for what, does in differs.items() if does)
@@ -74,8 +77,13 @@ class Plan:
     @property
     def evidence(self) -> tuple[Evidence, ...]:
         """How far forecasts of such runs were off, by kind of model; empty where that was not measured."""
-        found = evidence.find(self.training)
-        return () if self.unlike else tuple(one for one in found if one.covers(self.training.lr))
+        found = () if self.unlike else evidence.find(self.training)
+        return tuple(one for one in found if one.covers_rate(self.training.lr) and one.covers_size(self.model.size))
+
+    @property
+    def early_bytes(self) -> int:
+        """The forecast of a sync of `history` over the first steps, for which `evidence` has the error."""
+        return self.told.mean(0, evidence.STEPS[1]).sizes["history"]
 
     @property
     def critical(self) -> tuple[float, float]:
