@@ -1,5 +1,6 @@
 """Recordings from what people have: files, runs, checkpoints."""
 
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -12,13 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from pulsesync import chain
-from pulsesync.errors import FormatError, MissingLinkError, NotFoundError, StateError
+from pulsesync.errors import FormatError, LimitError, MissingLinkError, NotFoundError, StateError
 from pulsesync.publisher import Publisher
 from pulsesync.store import MemoryStore
 from pulsesync.study.recording import Header, Recording, Seen
 from pulsesync.study.report.findings import full_bytes
 from pulsesync.study.sources import Measuring, kind_of, open_recording, open_recordings
 from pulsesync.study.versions import Versions
+from tests.hostile import forge
 from tests.recordings import made
 from tests.runs import SHAPES, Training, publish_steps
 
@@ -55,6 +57,23 @@ def test_replaying_a_run_counts_what_changed(store: MemoryStore) -> None:
     assert [step.changed for step in recording.steps] == counts
     assert [step.step for step in recording.steps] == [1, 2, 3, 4, 5, 6]
     assert {tensor.name: tensor.shape for tensor in recording.header.tensors} == SHAPES
+
+
+def test_a_run_whose_anchor_cannot_hold_its_weights_takes_no_memory_for_them(store: MemoryStore) -> None:
+    version = forge.sample("big.anchor").version.copy()
+    tensor = {"dtype": "BF16", "name": "main", "shape": [1 << 27]}
+    forge.new_layout(version, {"format": "pulse-layout/1-draft", "tensors": [tensor], "ties": {}})
+    (part,) = version.parts
+    part.place([(0, 0, bytes(16), forge.Dense([forge.Plane(b"x")]))])
+    for key, data in version.objects().items():
+        store.put(key, data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError, match="cannot hold"):
+            measure(store)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
 
 
 def test_real_bytes_are_those_of_the_parts(store: MemoryStore) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pulsesync import chain
 from pulsesync.audit import find_records
 from pulsesync.errors import MissingLinkError, NotFoundError, NothingPublishedError, StateError, UnsupportedError
 from pulsesync.format import patch, wire
@@ -17,7 +18,7 @@ from pulsesync.format.index import Entry
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.model import Codec, TensorSpec
-from pulsesync.records import Records, fetch_body
+from pulsesync.records import Records, check_room, fetch_body
 from pulsesync.state import Body
 from pulsesync.store import Store
 from pulsesync.study.recording import Bytes, Header, Recording, Seen, Step
@@ -68,12 +69,17 @@ class Versions:
         """Bring weights from the oldest version that can be reached to the newest, and yield them at each.
 
         Raises:
-            MissingLinkError: none can be reached; StoreError, FormatError, VerificationError: as a Subscriber.
+            MissingLinkError: none can be reached; LimitError: the first anchor cannot hold the weights that the layout
+            describes, for which no memory is taken then; StoreError, FormatError, VerificationError: as a Subscriber.
         """
-        tensors = new_tensors(self.layout.tensors)
+        tensors: dict[str, Any] = {}
         follower = Subscriber(self.store, trust=self.trust, undo=0)
         for number, record in enumerate(self.records, 1):
             try:
+                if not tensors:
+                    anchor = chain.find_way(None, record, self._records.look)[0]
+                    check_room(self.store, anchor, self.layout)
+                    tensors = new_tensors(self.layout.tensors)
                 report = follower.sync(tensors, version=record.version)
             except (MissingLinkError, NothingPublishedError):
                 if follower.version is None:
