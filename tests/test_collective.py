@@ -48,3 +48,18 @@ def test_when_a_rank_dies_every_other_rank_gets_an_error_long_before_the_timeout
 ) -> None:
     waited = fleet.run(bereaved, 5, killed=[victim], victim=victim, call=call, devices=devices)
     assert [rank for rank, seconds in enumerate(waited) if rank != victim and not seconds < FOUND_S] == []
+
+
+def outgrown(rank: int, size: int, folder: str) -> str:
+    """Rank 1 sends rank 0 more than was agreed on; return what each rank raises."""
+    join_group(folder, "group", rank, size)
+    team = Collective(timeout_s=GROUP_TIMEOUT_S)
+    with pytest.raises(GroupError) as caught:
+        team.swap([bytes(9 if rank else 8)] * size, 8)
+    return str(caught.value)
+
+
+def test_a_message_longer_than_allowed_is_refused_with_its_rank_and_length(fleet: Fleet) -> None:
+    refused, lost = fleet.run(outgrown, 2)
+    assert "rank 1 reports 9 bytes, and 0 to 8 are allowed" in refused
+    assert "lost the others" in lost

@@ -73,8 +73,7 @@ class Collective:
 
     def gather(self, note: bytes) -> list[bytes]:
         lengths = [int(row[0]) for row in self.gather_rows(np.array([len(note)], np.int64))]
-        if not all(0 <= length <= MAX_NOTE_BYTES for length in lengths):
-            raise self._failure(f"the group is out of step: somebody tells {max(lengths)} bytes")
+        self._check_lengths(lengths, MAX_NOTE_BYTES)
         padded = np.frombuffer(note.ljust(max(lengths), b"\0"), np.uint8)
         rows = self.gather_rows(padded) if max(lengths) else [padded] * self.size
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -138,8 +137,7 @@ class Collective:
 
         lengths = [0 if rank == self.rank else len(data) for rank, data in enumerate(outgoing)]
         coming = [int(row[self.rank]) for row in self.gather_rows(np.array(lengths, np.int64))]
-        if not all(0 <= length <= most for length in coming):
-            raise self._failure(f"the group is out of step: somebody sends {max(coming)} bytes")
+        self._check_lengths(coming, most)
         boxes = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in coming]
         moves = []
         for rank, data in enumerate(outgoing):
@@ -181,6 +179,14 @@ class Collective:
                 f"rank {self.rank} lost the others: one died, fell {self.timeout_s:g} s behind, or does something else "
                 f"({str(e).splitlines()[0][-160:]})"
             ) from e
+
+    def _check_lengths(self, lengths: Sequence[int], most: int) -> None:
+        """Check what the ranks, in their order, report to send. Raises: GroupError."""
+        for rank, length in enumerate(lengths):
+            if not 0 <= length <= most:
+                raise self._failure(
+                    f"the group is out of step: rank {rank} reports {length} bytes, and 0 to {most} are allowed"
+                )
 
     def _failure(self, why: str) -> GroupError:
         """Return the error to raise, after making sure that no other rank waits for this one.

@@ -120,7 +120,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """What `from_pretrained` will look for in vain beside the weights, given the companions that are there.
+    """The files that `from_pretrained` needs next to the weights and will not find among these companions.
 
     A model needs its configuration; one of language, which says how large its vocabulary is, a tokenizer too.
     """

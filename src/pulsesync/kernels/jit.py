@@ -13,7 +13,7 @@ ONE = U(1)
 NEVER = ~U(0)  # a position that no weight has
 
 # numba logs every step of its compiler at DEBUG: 53,000 lines for our kernels in a program whose root logger is set to
-# that level. A level that somebody has given to it is left alone.
+# that level. A level that the program has set is left alone.
 if logging.getLogger("numba").level == logging.NOTSET:
     logging.getLogger("numba").setLevel(logging.WARNING)
 

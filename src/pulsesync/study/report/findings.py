@@ -193,18 +193,18 @@ def sizes(recording: Recording) -> dict[str, Size]:
     The steps are those in which patches of the codec that was used most were made, or all if none were made; less
     those that tell nothing of some other codec. A codec that no such step tells of has the mean of its own steps.
     """
-    told = [step.sizes for step in recording.steps if step.sizes]
-    codecs = sorted({codec for some in told for codec in some})
+    sizes = [step.sizes for step in recording.steps if step.sizes]
+    codecs = sorted({codec for some in sizes for codec in some})
     if not codecs:
         return {}
-    made = {codec: [some for some in told if codec in some and some[codec].real is not None] for codec in codecs}
-    among = made[max(codecs, key=lambda codec: len(made[codec]))] or told
+    made = {codec: [some for some in sizes if codec in some and some[codec].real is not None] for codec in codecs}
+    among = made[max(codecs, key=lambda codec: len(made[codec]))] or sizes
     common = [codec for codec in codecs if any(codec in some for some in among)]
     same = [some for some in among if all(codec in some for codec in common)]
     found = {codec: _mean_size([some[codec] for some in same], comparable=True) for codec in common if same}
     for codec in codecs:
         if codec not in found:
-            found[codec] = _mean_size([some[codec] for some in told if codec in some], comparable=False)
+            found[codec] = _mean_size([some[codec] for some in sizes if codec in some], comparable=False)
     return dict(sorted(found.items(), key=lambda item: -(item[1].predicted or item[1].real or 0)))
 
 
@@ -214,9 +214,9 @@ def prediction_error(recording: Recording, codec: str) -> float | None:
     return sum(s.predicted or 0 for s in both) / sum(s.real or 0 for s in both) - 1 if both else None
 
 
-def _mean_size(told: Sequence[Bytes], comparable: bool) -> Size:
-    predicted, real = _mean([size.predicted for size in told]), _mean([size.real for size in told])
-    return Size(predicted, real, len(told), comparable)
+def _mean_size(sizes: Sequence[Bytes], comparable: bool) -> Size:
+    predicted, real = _mean([size.predicted for size in sizes]), _mean([size.real for size in sizes])
+    return Size(predicted, real, len(sizes), comparable)
 
 
 def _mean(values: Sequence[int | None]) -> float | None:
