@@ -50,7 +50,7 @@ bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
 golden: $(VENV)/.dev  ## rewrite the golden files; read CONTRIBUTING.md first
 	$(BIN)/python tests/golden/make_golden.py
 
-chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for ten minutes, and count what was lost
+chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for five minutes, and count what was lost
 	$(BIN)/python -m tests.chaos
 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes

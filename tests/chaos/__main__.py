@@ -61,7 +61,7 @@ def main() -> int:
             print(counts.as_json(), file=sys.stderr, flush=True)
             results.append(counts)
     total = sum(results[1:], results[0])
-    total.trial = "all"
+    total.trial, total.seconds = "all", round(total.seconds, 1)
     _print_table([*results, total])
     if options.json:
         options.json.write_text("".join(counts.as_json() + "\n" for counts in results))
