@@ -261,7 +261,7 @@ def test_a_run_that_is_taken_up_keeps_its_files() -> None:
 
 
 def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.publisher.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("pulsesync.companions.MAX_FILE_BYTES", 10)
     with Publisher(MemoryStore(), files={"a": bytes(11)}) as pub, pytest.raises(ValueError, match="11 bytes"):
         pub.publish(Training().weights)
 
@@ -332,7 +332,7 @@ def test_what_cannot_write_itself_is_no_configuration() -> None:
 
 
 def test_a_configuration_that_is_too_large_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.publisher.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("pulsesync.companions.MAX_FILE_BYTES", 10)
     with Publisher(MemoryStore()) as pub, pytest.raises(ValueError, match=r"config\.json has 23 bytes"):
         pub.publish(Model(Training().weights))
 
@@ -342,7 +342,7 @@ def test_a_file_may_be_given_as_a_path(tmp_path: Path, monkeypatch: pytest.Monke
     store, files = MemoryStore(), {"tokenizer.json": tmp_path / "tokenizer.json"}
     publish_steps(store, 1, files=files)
     assert files_of(store, 0) == {"tokenizer.json": b'{"vocab": 3}'}
-    monkeypatch.setattr("pulsesync.publisher.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("pulsesync.companions.MAX_FILE_BYTES", 10)
     with pytest.raises(ValueError, match=r"tokenizer\.json has 12 bytes"):
         publish_steps(MemoryStore(), 1, files=files)
 

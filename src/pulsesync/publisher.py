@@ -12,7 +12,6 @@ A version that was published with wait=False and failed is logged, and raised by
 raised by `publish` only when max_behind versions in a row have failed, because each next version is the retry.
 """
 
-import hashlib
 import logging
 import math
 import operator
@@ -33,6 +32,7 @@ from pulsesync import chain
 from pulsesync.anchors import AnchorWriter, way_since_anchor
 from pulsesync.bases import Bases, Difference, Keep, Shown, bases_for
 from pulsesync.chain import Held
+from pulsesync.companions import Files, put_companions
 from pulsesync.errors import (
     AnotherPublisherError,
     ChainError,
@@ -48,7 +48,7 @@ from pulsesync.errors import (
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_VERSION, FileRef, Manifest
+from pulsesync.format.manifest import MAX_VERSION, FileRef, Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.model import TensorSpec
 from pulsesync.pace import Every, Pace, Sent
@@ -61,7 +61,6 @@ from pulsesync.store import CachedStore, Store, open_store
 from pulsesync.subscriber import Subscriber
 from pulsesync.tip import Draft, Tip, create, root_record
 
-Files = Mapping[str, bytes | os.PathLike[str]]  # by name: the content, or the path of a file that has it
 _Raiser = Literal["publish", "flush", "close"]
 
 logger = logging.getLogger(__name__)
@@ -768,46 +767,6 @@ def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
     if last is not None and key is None and signature.split(store.get(chain.manifest_key(last.version)))[1]:
         raise SignatureError("the run is signed: take it up with its key", version=last.version)
     return last
-
-
-def put_companions(store: Store, files: Files, source: Any, last: Manifest | None) -> tuple[FileRef, ...]:
-    """Put the files that travel with a run. Of one name: the one given, or the source's own, or that of the run.
-
-    Raises:
-        ValueError, TypeError, OSError: a file is too large, of another type, or cannot be read; StoreError.
-    """
-    refs = {ref.name: ref for ref in last.files} if last else {}
-    refs |= {ref.name: ref for ref in put_files(store, {**_configs_of(source), **files})}
-    return tuple(refs[name] for name in sorted(refs))
-
-
-def put_files(store: Store, files: Files) -> tuple[FileRef, ...]:
-    """Put small files. Raises: as `put_companions`."""
-    refs = []
-    for name, given in sorted(files.items()):
-        data = _content(name, given)
-        refs.append(FileRef(name, hashlib.sha256(data).hexdigest(), len(data)))
-        store.put(chain.file_key(refs[-1].id), data)
-    return tuple(refs)
-
-
-def _content(name: str, given: bytes | os.PathLike[str]) -> bytes:
-    if isinstance(given, str):
-        raise TypeError(f"files[{name!r}] must be bytes or a pathlib.Path; got the text {given[:80]!r}")
-    size = os.stat(given).st_size if isinstance(given, os.PathLike) else len(given)
-    if size > MAX_FILE_BYTES:
-        raise ValueError(f"{name} has {size} bytes; files that travel with a run have at most {MAX_FILE_BYTES}")
-    return Path(given).read_bytes() if isinstance(given, os.PathLike) else given
-
-
-def _configs_of(source: Any) -> dict[str, bytes]:
-    """The configuration of a model that can write it, as Hugging Face's can, under its name in a checkpoint."""
-    found = {}
-    for name in ("config", "generation_config"):
-        to_json = getattr(getattr(source, name, None), "to_json_string", None)
-        if callable(to_json):
-            found[f"{name}.json"] = to_json().encode()
-    return found
 
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:

@@ -23,6 +23,7 @@ from pulsesync.anchors import anchor_record, encode_parts, way_since_anchor
 from pulsesync.bases import bases_for
 from pulsesync.chain import Held
 from pulsesync.collective import Team
+from pulsesync.companions import Files, put_companions
 from pulsesync.errors import (
     AnotherPublisherError,
     ChainError,
@@ -44,11 +45,9 @@ from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.format.signature import SigningKey
 from pulsesync.publisher import (
-    Files,
     PublishReport,
     checked_step,
     find_last,
-    put_companions,
     records_of,
     report_of,
     same_tensors,

@@ -63,7 +63,7 @@ def killed(transport: str, kills: int, seed: int = 5) -> Trial:
             for name in followers:
                 assert zoo.witness.wait_for("finished", 10, pid=zoo.pids[name])["step"] == last
             assert "Traceback" not in zoo.errors(), zoo.errors()
-            # Somebody who joins now comes by an anchor through the temporary folder, and clears what the killed left.
+            # A worker that joins now loads an anchor through the temporary folder, and removes what the killed left.
             zoo.start("joiner", role="follower", location=read, cache=None, done=str(done))
             zoo.wait_until(lambda: not zoo.alive("joiner"), DEADLINE_S, "a late joiner")
             assert zoo.exit_code("joiner") == 0, zoo.errors()

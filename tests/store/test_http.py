@@ -223,7 +223,7 @@ def test_nobody_listening_may_be_tried_again() -> None:
 
 
 def test_silence_ends_after_the_timeout_and_may_be_tried_again() -> None:
-    saying = "timed out: the server sends too slowly for a limit of 0.1 s"
+    saying = "timed out: the server is too slow for a limit of 0.1 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match=saying) as caught:
         HttpStore(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).get("a")
     assert caught.value.retryable

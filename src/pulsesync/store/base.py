@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from pulsesync.errors import StoreError
+
 CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
 
 WINDOW_BYTES = 1 << 22  # what a server, and whatever measures an object by reading it, reads of one at once
@@ -40,6 +42,26 @@ class Store(Protocol):
         """Remove an object; none is no error."""
 
 
+class ReadOnly:
+    """The verbs that write, for a store that is read only: each raises what `_read_only` returns."""
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Refuse. Raises: StoreError."""
+        raise self._read_only(key)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Refuse. Raises: StoreError."""
+        raise self._read_only(key)
+
+    def delete(self, key: str) -> None:
+        """Refuse. Raises: StoreError."""
+        raise self._read_only(key)
+
+    def _read_only(self, key: str) -> StoreError:
+        """The error for an attempt to write, which names where the object can be written."""
+        raise NotImplementedError
+
+
 def forget(store: Store, key: str) -> None:
     """Have every cache on the path to the origin replace an object that turned out to be bad. No verb: most have none.
 
@@ -52,12 +74,12 @@ def forget(store: Store, key: str) -> None:
 
 
 def is_near(store: Store, key: str, begin: int = 0, end: int | None = None) -> bool:
-    """Return whether a range of an object is in the cache; True for a store without one. No verb: most have none.
+    """Return whether a range of an object is in a cache of this store. No verb: most stores have no cache.
 
     A server keeps what is near apart from what it has to wait for.
     """
     ask = getattr(store, "has", None)
-    return ask is None or bool(ask(key, begin, end))
+    return ask is not None and bool(ask(key, begin, end))
 
 
 def size_of(store: Store, key: str) -> int:

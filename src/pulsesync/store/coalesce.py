@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry, Store, forget, is_near, size_of
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry, ReadOnly, Store, forget, is_near, size_of
 from pulsesync.store.keys import check_key, check_prefix
 
 _REMEMBER_S = 1.0
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _Call = tuple[str | int | None, ...]
 
 
-class Coalescing:
+class Coalescing(ReadOnly):
     """A store for reading, for many threads. Equal calls at the same time are one call with one outcome.
 
     What is content-addressed is passed on. Of everything else, of listings, and of whatever failed (there is no such
@@ -66,24 +66,15 @@ class Coalescing:
         check_prefix(prefix)
         return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix)), _REMEMBER_S))
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Refuse. Raises: StoreError."""
-        raise _read_only(key)
-
-    def create(self, key: str, data: bytes) -> None:
-        """Refuse. Raises: StoreError."""
-        raise _read_only(key)
-
-    def delete(self, key: str) -> None:
-        """Refuse. Raises: StoreError."""
-        raise _read_only(key)
-
     def forget(self, key: str) -> None:
         """Pass a report on, once in ten seconds for each object: any client of a relay can make one.
 
         The times of reports are kept apart from everything else, so that no other requests can displace them.
         """
         self._once(("forget", key), lambda: self._forget(key))
+
+    def _read_only(self, key: str) -> StoreError:
+        return StoreError(f"a relay is read-only; {key} can be written where the run is published", key=key)
 
     def _forget(self, key: str) -> None:
         now = time.monotonic()
@@ -148,7 +139,3 @@ def _weigh(future: Future[Any]) -> int:
     if outcome is None or isinstance(outcome, int):
         return _ENTRY_BYTES
     return len(outcome) if isinstance(outcome, bytes) else _ENTRY_BYTES * len(outcome)
-
-
-def _read_only(key: str) -> StoreError:
-    return StoreError(f"a relay is read-only; {key} can be written where the run is published", key=key)

@@ -9,11 +9,8 @@ import http.client
 import io
 import ipaddress
 import json
-import math
 import re
-import socket
 import ssl
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,12 +18,12 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry
+from pulsesync.store.base import CONTENT_ADDRESSED, Entry, ReadOnly
+from pulsesync.store.deadlines import PIECE_BYTES, Clock, Connection, Response
 from pulsesync.store.keys import check_key, check_prefix
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
 
-_PIECE = 1 << 18  # bytes asked of a connection at once
 _MAX_LISTING = 1 << 28
 _MAX_NUMBER = 1 << 53
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", re.ASCII)
@@ -60,7 +57,7 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-class HttpStore:
+class HttpStore(ReadOnly):
     """Objects below an address. Writing is refused. Connections are kept open and shared by all threads.
 
     Every request ends. Connecting, the TLS handshake and the response's headers may take `timeout_s` each. Of the body,
@@ -115,7 +112,7 @@ class HttpStore:
         self._tls = _trust(cafile) if parts.scheme == "https" else None
         self._doubted: set[str] = set()  # keys whose next request asks caches in between not to answer
         self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them
-        self._idle: list[_Connection] = []  # append and pop are atomic: no lock
+        self._idle: list[Connection] = []  # append and pop are atomic: no lock
         weakref.finalize(self, _close, self._idle)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -177,18 +174,6 @@ class HttpStore:
             self._sizes[key] = size
         return size
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Refuse. Raises: StoreError."""
-        raise self._read_only(key)
-
-    def create(self, key: str, data: bytes) -> None:
-        """Refuse. Raises: StoreError."""
-        raise self._read_only(key)
-
-    def delete(self, key: str) -> None:
-        """Refuse. Raises: StoreError."""
-        raise self._read_only(key)
-
     def list(self, prefix: str) -> Iterator[Entry]:
         """Give the objects below a prefix; the whole listing is fetched and checked before the first.
 
@@ -243,11 +228,9 @@ class HttpStore:
             raise StoreError(f"{self.url} is not trusted: {e.verify_message}; see cafile", key=key) from e
         except (OSError, http.client.HTTPException) as e:
             cause = str(e) or type(e).__name__
-            if isinstance(e, TimeoutError) and "limit" not in cause:
-                cause = f"timed out: no connection within the limit of {self._timeout_s:g} s"
             raise StoreError(f"cannot read {key} from {self.url}: {cause}", key=key, retryable=True) from e
 
-    def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple["_Connection", http.client.HTTPResponse]:
+    def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple[Connection, http.client.HTTPResponse]:
         """Ask over a kept connection, and if that was closed from the other side, over a new one."""
         kept = True
         while True:
@@ -268,19 +251,19 @@ class HttpStore:
                 connection.close()
                 raise
 
-    def _connection(self, keep: bool) -> tuple[bool, "_Connection"]:
+    def _connection(self, keep: bool) -> tuple[bool, Connection]:
         """Return a kept connection if there is one and it may be one, else a new one; and whether it was kept."""
         if keep:
             with suppress(IndexError):
                 return True, self._idle.pop()
-        clock = _Clock(self._timeout_s, self._min_bytes_per_s)
-        return False, _Connection(self._host, self._port, clock, self._tls)
+        clock = Clock(self._timeout_s, self._min_bytes_per_s)
+        return False, Connection(self._host, self._port, clock, self._tls)
 
     def _check(self, response: http.client.HTTPResponse, key: str) -> None:
         """Raise what a status means, unless it comes with the bytes or says that there are none."""
         status = response.status
-        if status not in (200, 206) and (response.length or 0) <= _PIECE:
-            _skip(response, _PIECE, key)  # what it says in words; the connection can be used again
+        if status not in (200, 206) and (response.length or 0) <= PIECE_BYTES:
+            _skip(response, PIECE_BYTES, key)  # what it says in words; the connection can be used again
         if status == 404:
             raise NotFoundError(f"there is no {key} at {self.url}", key=key)
         if status in (401, 403):
@@ -297,126 +280,6 @@ class HttpStore:
             raise StoreError(f"{self.url} encodes {key}, which was not asked for", key=key)
 
 
-class _Clock:
-    """When a request has to end unless more of it arrives."""
-
-    def __init__(self, timeout_s: float, min_bytes_per_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._portion = timeout_s * min_bytes_per_s
-        self.start()
-
-    def start(self) -> None:
-        """Begin a request, or its body."""
-        self._last_s = math.inf
-        self._begin_portion()
-
-    def limit(self, seconds: float) -> None:
-        """End the body after this time in any case."""
-        self._total_s, self._last_s = seconds, time.monotonic() + seconds
-
-    def _begin_portion(self) -> None:
-        self._ends_at = time.monotonic() + self.timeout_s
-        self._missing = self._portion
-
-    def count(self, received: int) -> None:
-        """Take note of bytes of a body; each full portion starts the clock again."""
-        self._missing -= received
-        if self._missing <= 0:
-            self._begin_portion()
-
-    def left_s(self) -> float:
-        """Return the seconds that are left. Raises: TimeoutError, if there are none."""
-        left = min(self._ends_at, self._last_s) - time.monotonic()
-        if left <= 0:
-            raise self.error()
-        return left
-
-    def error(self) -> TimeoutError:
-        """Return an error that names the limit that is reached first."""
-        if self._last_s < self._ends_at:
-            return TimeoutError(f"timed out: the answer does not end within the limit of {self._total_s:g} s")
-        return TimeoutError(f"timed out: the server sends too slowly for a limit of {self.timeout_s:g} s")
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection, with TLS if there is a context for it, whose reads and writes end by a clock."""
-
-    def __init__(self, host: str, port: int | None, clock: _Clock, tls: ssl.SSLContext | None) -> None:
-        if tls is not None:
-            self.default_port = http.client.HTTPS_PORT
-        super().__init__(host, port, timeout=clock.timeout_s)
-        self.response_class = _Response
-        self.clock = clock
-        self._tls = tls
-
-    def connect(self) -> None:
-        super().connect()
-        connected = self.sock
-        try:
-            if self._tls is not None:
-                connected = self._tls.wrap_socket(connected, server_hostname=self.host)
-        except BaseException:
-            connected.close()
-            raise
-        self.sock = _ClockedSocket(connected, self.clock)  # has what http.client calls
-        self.clock.start()
-
-
-class _Response(http.client.HTTPResponse):
-    """An answer whose body is counted by the clock of its connection."""
-
-    def __init__(self, sock: "_ClockedSocket", *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)  # type: ignore[arg-type]
-        self.clock = sock.clock
-
-    def read1(self, n: int = -1) -> bytes:
-        piece = super().read1(n)
-        self.clock.count(len(piece))
-        return piece
-
-
-class _ClockedSocket:
-    """As much of a socket as http.client uses."""
-
-    def __init__(self, sock: socket.socket, clock: _Clock) -> None:
-        self.sock, self.clock = sock, clock
-
-    def sendall(self, data: bytes) -> None:
-        self.sock.settimeout(self.clock.left_s())
-        self.sock.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_ClockedReader(self), _PIECE)
-
-    def shutdown(self, how: int) -> None:
-        self.sock.shutdown(how)
-
-    def close(self) -> None:
-        self.sock.close()
-
-
-class _ClockedReader(io.RawIOBase):
-    """Reads from a socket; each read has the time that the clock has left, however few bytes the last one brought."""
-
-    def __init__(self, clocked: _ClockedSocket) -> None:
-        self._clocked = clocked
-        self._raw = clocked.sock.makefile("rb", buffering=0)  # keeps the socket open until the answer was read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._clocked.sock.settimeout(self._clocked.clock.left_s())
-        try:
-            return self._raw.readinto(buffer)
-        except TimeoutError as e:
-            raise self._clocked.clock.error() from e
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
 def _trust(cafile: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=cafile)
@@ -424,7 +287,7 @@ def _trust(cafile: str | None) -> ssl.SSLContext:
         raise StoreError(f"cannot read certificates from {cafile}: {e}") from e
 
 
-def _close(connections: list[_Connection]) -> None:
+def _close(connections: list[Connection]) -> None:
     while connections:
         connections.pop().close()
 
@@ -460,7 +323,7 @@ def _skip(response: http.client.HTTPResponse, count: int, key: str) -> int:
 
 def _limit_time(response: http.client.HTTPResponse) -> None:
     """End an answer that does not state its length after some time, however fast it is sent."""
-    assert isinstance(response, _Response)
+    assert isinstance(response, Response)
     response.clock.limit(_UNSTATED_TIMEOUTS * response.clock.timeout_s)
 
 
@@ -502,7 +365,7 @@ def _read(response: http.client.HTTPResponse, limit: int, key: str, exactly: boo
 def _piece(response: http.client.HTTPResponse, limit: int, key: str) -> bytes:
     """Return the next bytes of an answer, at most limit; none at the limit and at the end."""
     # Not read(): a chunk whose size says −1 makes it read to the end of the connection, however far that is.
-    piece = response.read1(min(_PIECE, limit)) if limit > 0 else b""
+    piece = response.read1(min(PIECE_BYTES, limit)) if limit > 0 else b""
     if not piece and limit > 0 and response.length:
         raise StoreError(f"{key} broke off {response.length} bytes before its end", key=key, retryable=True)
     return piece[:limit]

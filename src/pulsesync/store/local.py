@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import Entry
+from pulsesync.store.base import Entry, ReadOnly
 from pulsesync.store.keys import check_key, check_prefix
 
 _SPOOL = ".spool-"
@@ -158,7 +158,7 @@ class LocalStore:
             raise StoreError(f"cannot {verb} {key} in {self.folder}: {e}", key=key) from e
 
 
-class ServedFolder(LocalStore):
+class ServedFolder(ReadOnly, LocalStore):
     """A folder for others to read: no symbolic link is followed out of it. The folder itself may be one.
 
     A LocalStore follows every link, because the owner of a run may have put its bodies on another disk. A server would
@@ -169,18 +169,6 @@ class ServedFolder(LocalStore):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
         self._warned: set[Path] = set()
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Refuse. Raises: StoreError."""
-        raise self._read_only(key)
-
-    def create(self, key: str, data: bytes) -> None:
-        """Refuse. Raises: StoreError."""
-        raise self._read_only(key)
-
-    def delete(self, key: str) -> None:
-        """Refuse. Raises: StoreError."""
-        raise self._read_only(key)
 
     def _read_only(self, key: str) -> StoreError:
         return StoreError(f"{self.folder} is served for reading; {key} is written through a LocalStore", key=key)
