@@ -21,7 +21,7 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 	@$(BIN)/pulse demo
 
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
-	@$(BIN)/python -m pulsesync.rl.smollm2 .models/smollm2
+	@$(BIN)/python -m pulsesync.lab.demo.smollm2 .models/smollm2
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0

@@ -30,16 +30,17 @@ import recording
 from baselines import Baseline, Basilica, IndexValue, PulseCoo, State, XorZstd
 
 import pulsesync
-from pulsesync import digest, kernels
+from pulsesync import kernels
+from pulsesync.core import digest
+from pulsesync.core.threads import spread
+from pulsesync.core.types import Sum, TensorSpec
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Base, Manifest, PartRef
-from pulsesync.model import Sum, TensorSpec
-from pulsesync.parallel import spread
-from pulsesync.state import State as LiveState
+from pulsesync.state.live import State as LiveState
 from pulsesync.testing import AdamUpdates
 
 OURS = ("gap", "context", "history", "auto")

@@ -22,18 +22,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pulsesync.format.body import Body
 
 from pulsesync import Publisher
-from pulsesync.bases import bases_for
-from pulsesync.device.base import DeviceBases, DeviceDifference, Shown
+from pulsesync.device.baseline import DeviceBases, DeviceDifference, Shown
 from pulsesync.device.changes import mark, moves
 from pulsesync.device.encode import code_pile
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
 from pulsesync.format.manifest import Manifest
-from pulsesync.state import Body
+from pulsesync.publish.baseline import bases_for
+from pulsesync.publish.commit import Tip, root_record
 from pulsesync.store import MemoryStore
-from pulsesync.tip import Tip, root_record
 
 DEVICE = torch.device("cuda")
 SPREAD = 0.17  # standard deviation of the weights

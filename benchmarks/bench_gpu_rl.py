@@ -1,12 +1,12 @@
 """What share of a step of reinforcement learning does sync take, when trainer and worker are on one GPU?
 
-    python -m pulsesync.rl.smollm2 DIR
+    python -m pulsesync.lab.demo.smollm2 DIR
     python benchmarks/bench_gpu_rl.py --model DIR [--steps 30] [--warm 5] [--store FOLDER] [--json FILE]
     python benchmarks/bench_gpu_rl.py --tiny --steps 4 --warm 2 --prompts 8             # a trial; on a CPU some seconds
 
-GRPO on a language model that learns to add (pulsesync.rl.language), all in one process: a trainer with FP32 masters,
-and workers with BF16 weights of their own. A step is rollouts by a worker, learning, and bringing the worker to the new
-weights. Arms take turns in the same run, in blocks of steps, each as many as the others:
+GRPO on a language model that learns to add (pulsesync.lab.demo.language), all in one process: a trainer with FP32
+masters, and workers with BF16 weights of their own. A step is rollouts by a worker, learning, and bringing the worker
+to the new weights. Arms take turns in the same run, in blocks of steps, each as many as the others:
 
     copy    worker.copy_(trainer) on the device: the cheapest sync there is, and only for one process on one GPU
     sync    publish(wait=False), wait for the commit, Subscriber.sync: through a store, as between two machines, and in
@@ -39,8 +39,8 @@ from gpu_rl_report import ARMS, Measured, Step, report
 from torch import nn
 
 from pulsesync import Publisher, PublishReport, Subscriber
-from pulsesync.rl import grpo
-from pulsesync.rl.language import LanguageModel, transformers
+from pulsesync.lab.demo import grpo
+from pulsesync.lab.demo.language import LanguageModel, transformers
 
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED: list[str] = []  # names of the kernels that Triton compiled or loaded from its cache, by its own hook

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from bench_codec import provenance
 
-from pulsesync.charts import Panel, draw
-from pulsesync.rl.run import Run
-from pulsesync.rl.settings import Settings
+from pulsesync.lab.charts import Panel, draw
+from pulsesync.lab.demo.run import Run
+from pulsesync.lab.demo.settings import Settings
 
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256")
 

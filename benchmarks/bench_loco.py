@@ -23,9 +23,9 @@ from typing import Any
 from bench_codec import provenance
 from fleet import RULES, Fleet, dense_bytes, measure
 
+from pulsesync.lab.demo.game import open_game
+from pulsesync.lab.demo.settings import Settings
 from pulsesync.loco.outer import Nesterov
-from pulsesync.rl.game import open_game
-from pulsesync.rl.settings import Settings
 
 EVERY, TRAINERS, RATES = (1, 4, 8, 16, 32), (2, 4, 8), (1e-6, 3e-6, 1e-5, 1e-4)
 FIRST = 3  # rounds that are shown apart: a checkpoint begins on the BF16 grid, where fewer entries fire

@@ -28,10 +28,10 @@ import numpy as np
 from bench_codec import provenance
 from fleet import Chosen, Fleet, NoFeedback
 
+from pulsesync.lab.demo.game import open_game
+from pulsesync.lab.demo.settings import Settings
 from pulsesync.loco.gate import Everything, Rule, Visible
 from pulsesync.loco.outer import SGD, Nesterov
-from pulsesync.rl.game import open_game
-from pulsesync.rl.settings import Settings
 
 MARGIN = 0.03
 ARMS = ("dense", "gate", "reach", "reach compact", "compact", "no feedback", "top-k", "random-k", "slow", "ddp")

@@ -84,11 +84,11 @@ def peak() -> int:
 
 def one_tensor_remembered(times: Any, index: int) -> Any:
     """The history of a tensor before patch index: that of one patch, as if all those before had shared its changes."""
+    from pulsesync.core.types import TensorSpec
     from pulsesync.format import layout as layouts
     from pulsesync.format import patch
     from pulsesync.format.history import History
-    from pulsesync.model import TensorSpec
-    from pulsesync.state import State
+    from pulsesync.state.live import State
 
     layout = layouts.make([TensorSpec("w", "BF16", SHAPE)])
     old, new = {"w": times[0]}, {"w": times[1]}
@@ -108,10 +108,10 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
     """Encode a patch of this point and leave it in the folder, or take it from there and apply it; say what it took."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point.threads])
     import pulsesync
+    from pulsesync.core.types import TensorSpec
     from pulsesync.format import layout as layouts
     from pulsesync.format.history import History
-    from pulsesync.model import TensorSpec
-    from pulsesync.state import State
+    from pulsesync.state.live import State
 
     pulsesync.warm_up()
     times = np.load(folder / f"{point.density}.npy")
@@ -137,7 +137,7 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
 
 def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Do what a publisher does."""
-    from pulsesync import digest
+    from pulsesync.core import digest
     from pulsesync.format import patch
     from pulsesync.format.manifest import Base, Manifest, PartRef
 

@@ -29,11 +29,11 @@ import ml_dtypes
 import numpy as np
 import recording
 
-from pulsesync.publisher import Publisher
+from pulsesync.lab.study.predict.evidence import MEASURED, Evidence
+from pulsesync.lab.study.predict.forecast import Forecast, Training, forecast
+from pulsesync.lab.study.predict.models import classes_of, normal_classes
+from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
-from pulsesync.study.predict.evidence import MEASURED, Evidence
-from pulsesync.study.predict.forecast import Forecast, Training, forecast
-from pulsesync.study.predict.models import classes_of, normal_classes
 
 TENSORS = 272
 TRAINED = Path(__file__).parent / "results" / "smollm2_h200_2026-11-15.md"

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from bench_codec import json_line, provenance, table
 
-from pulsesync.rl.game import open_game
-from pulsesync.rl.settings import Settings
-from pulsesync.study import Recorder
+from pulsesync.lab.demo.game import open_game
+from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.study import Recorder
 
 WARM_UP = 3  # steps
 SEED = 1

@@ -20,10 +20,10 @@ import ml_dtypes
 import recording as trace
 from bench_codec import provenance, table
 
-from pulsesync.study.recorder import Recorder
-from pulsesync.study.recording import Recording, Step
-from pulsesync.study.report import findings
-from pulsesync.study.report.page import write_report
+from pulsesync.lab.study.recorder import Recorder
+from pulsesync.lab.study.recording import Recording, Step
+from pulsesync.lab.study.report import findings
+from pulsesync.lab.study.report.page import write_report
 
 FACTS = {"model": "SmolLM2-135M-Instruct", "algorithm": "GRPO", "optimizer": "AdamW", "betas": [0.9, 0.999], "lr": 3e-6}
 TITLE = "SmolLM2-135M-Instruct, GRPO at 3e-6"

@@ -45,8 +45,9 @@ from links import Link, end_like_ctrl_c, open_link
 from sync_roles import Bits, Shapes, as_bf16, split
 
 import pulsesync
-from pulsesync import Publisher, chain
-from pulsesync.squash import Squasher
+from pulsesync import Publisher
+from pulsesync.format import epochs
+from pulsesync.maintain.squash import Squasher
 from pulsesync.store import LocalStore, ThrottledStore
 
 ROLES = str(Path(__file__).with_name("sync_roles.py"))
@@ -377,7 +378,7 @@ def report_anchors(points: list[Point], bench: Bench, patches: list[int]) -> dic
     anchor = bench.trainer.anchor_bytes
     rows, out = [], {}
     for fraction in (0.5, 1.0, 2.0, 4.0):
-        steps = chain.EPOCH_PATCHES * math.ceil(fraction * full / mean / chain.EPOCH_PATCHES)
+        steps = epochs.EPOCH_PATCHES * math.ceil(fraction * full / mean / epochs.EPOCH_PATCHES)
         each = anchor / steps
         rows.append([
             f"anchor_every={fraction:g}", f"{steps:,}", f"{mean:,.0f}", f"{each:,.0f}", f"{mean + each:,.0f}",
@@ -453,11 +454,11 @@ def report_busy(points: list[Point], weights: int, anchors: dict[str, Any]) -> d
 
 @contextmanager
 def epochs_of(patches: int) -> Iterator[None]:
-    before, chain.EPOCH_PATCHES = chain.EPOCH_PATCHES, patches
+    before, epochs.EPOCH_PATCHES = epochs.EPOCH_PATCHES, patches
     try:
         yield
     finally:
-        chain.EPOCH_PATCHES = before
+        epochs.EPOCH_PATCHES = before
 
 
 def replay(bench: Bench, **options: Any) -> list[int]:

@@ -17,8 +17,8 @@ from typing import Any
 from bench_codec import provenance
 from curves import Curve, draw
 
-from pulsesync.rl.run import Run
-from pulsesync.rl.settings import Settings
+from pulsesync.lab.demo.run import Run
+from pulsesync.lab.demo.settings import Settings
 
 LINKS = {"100 Mbit/s": 100e6, "50 Mbit/s": 50e6, "20 Mbit/s": 20e6, "10 Mbit/s": 10e6, "5 Mbit/s": 5e6}
 SKIPPED = 2  # steps, in which processes come up

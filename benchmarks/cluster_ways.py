@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pulsesync import digest, kernels
-from pulsesync.bundles import Bundle
+from pulsesync import kernels
+from pulsesync.core import digest
+from pulsesync.core.threads import spread
+from pulsesync.core.types import Sum
 from pulsesync.format import patch
-from pulsesync.model import Sum
-from pulsesync.parallel import spread
+from pulsesync.group.bundles import Bundle
 
 Model = dict[str, torch.Tensor]
 SMALL = 1 << 16  # weights: tensors below this are gathered before they are compared, above it they are not copied
@@ -267,7 +268,7 @@ class Ours:
     """Broadcast, choosing for itself or held to one method; or bare, to know what being safe costs."""
 
     def __init__(self, model: Model, source: bool, method: str) -> None:
-        from pulsesync.integrations.torch import Broadcast
+        from pulsesync.group.broadcast import Broadcast
 
         self.model, self.source, self.bare = model, source, method == "bare"
         self.broadcast = Broadcast(None, 0, method="auto" if self.bare else method)

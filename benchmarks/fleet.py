@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from pulsesync.lab.demo.game import Game
+from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.loco.gate import F32, Everything, Rule, Sparse, Split, Visible, update
 from pulsesync.loco.group import GroupExchange
 from pulsesync.loco.outer import SGD, aggregate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, Shared
-from pulsesync.rl.game import Game
-from pulsesync.rl.grpo import Rollouts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cut src/pulsesync/rl/data/grpo-slice.npz out of the recorded run; README.md beside that file describes it."""
+"""Cut src/pulsesync/lab/demo/data/grpo-slice.npz out of the recorded run; README.md beside that file describes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import recording
-from pulsesync.rl.replay import RECORDED
+from pulsesync.lab.demo.replay import RECORDED
 
 # One of each kind: attention in, attention out, feed-forward, a tensor that changes much more than the rest (v_proj),
 # a norm whose weights are small enough to move, and one that never changes.

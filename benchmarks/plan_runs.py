@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pulsesync.publisher import Publisher
+from pulsesync.lab.study.experiments import loop
+from pulsesync.lab.study.experiments.arm import Algorithm, Arm
+from pulsesync.lab.study.experiments.learners import make_learner
+from pulsesync.lab.study.experiments.optimizers import make_optimizer
+from pulsesync.lab.study.predict.models import classes_of
+from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
-from pulsesync.study.experiments import loop
-from pulsesync.study.experiments.arm import Algorithm, Arm
-from pulsesync.study.experiments.learners import make_learner
-from pulsesync.study.experiments.optimizers import make_optimizer
-from pulsesync.study.predict.models import classes_of
 
 PRETRAINING_RATE = 1e-3
 

@@ -66,10 +66,10 @@ class Worker:
 
     def __init__(self, given: dict[str, Any]) -> None:
         import pulsesync
-        from pulsesync import chain
+        from pulsesync.format import epochs
 
         pulsesync.warm_up()
-        chain.EPOCH_PATCHES = given.get("epoch", chain.EPOCH_PATCHES)
+        epochs.EPOCH_PATCHES = given.get("epoch", epochs.EPOCH_PATCHES)
         self.method = given["method"]
         shapes = [(name, tuple(shape)) for name, shape in given["shapes"]]
         self.flat: Bits = np.zeros(sum(math.prod(shape) for _, shape in shapes), np.uint16)
@@ -131,10 +131,10 @@ class Weighed:
 
     def __init__(self, given: dict[str, Any]) -> None:
         import pulsesync
-        from pulsesync import chain
+        from pulsesync.format import epochs
 
         pulsesync.warm_up()
-        chain.EPOCH_PATCHES = given.get("epoch", chain.EPOCH_PATCHES)
+        epochs.EPOCH_PATCHES = given.get("epoch", epochs.EPOCH_PATCHES)
         self.folder, self.run = Path(given["folder"]), given["run"]
         self.shapes = [(name, tuple(shape)) for name, shape in given["shapes"]]
         self.flat: Bits = np.array(np.load(self.folder / "start.npy", mmap_mode="r"))

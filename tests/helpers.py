@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
+from pulsesync.format.body import Body
 
-from pulsesync import digest
+from pulsesync.core import digest
+from pulsesync.core.types import DTYPES, Bits, Sum, TensorSpec, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
-from pulsesync.model import DTYPES, Bits, Sum, TensorSpec, TilePatch
-from pulsesync.state import Body, State, Transition
+from pulsesync.state.live import State, Transition
 from pulsesync.testing import mutate, random_bits
 
 RUN = "0123456789abcdef" * 2
@@ -28,7 +29,7 @@ densities = st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0])
 
 
 def orders(bits: Bits) -> list[int]:
-    """Where each bit pattern stands among the values, as FORMAT.md says: plain integers, one at a time."""
+    """Where each bit pattern stands among the values, as format.md says: plain integers, one at a time."""
     width = 8 * bits.itemsize
     full, sign = (1 << width) - 1, 1 << (width - 1)
     return [int(b) ^ full if int(b) & sign else int(b) | sign for b in bits]

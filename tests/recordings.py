@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from pulsesync.study.recording import Bytes, Header, Recording, Seen, Step
+from pulsesync.lab.study.recording import Bytes, Header, Recording, Seen, Step
 
 NAMES = (
     "model.embed_tokens.weight",

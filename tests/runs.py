@@ -7,12 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pulsesync import Publisher, Subscriber, chain
+from pulsesync import Publisher, Subscriber
 from pulsesync.errors import StoreError
+from pulsesync.format import epochs, patch, signature
 from pulsesync.format import manifest as manifests
-from pulsesync.format import patch, signature
 from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
 from pulsesync.format.signature import SigningKey
+from pulsesync.run import keys
 from pulsesync.store import Entry, MemoryStore, Store
 from pulsesync.testing import AdamUpdates
 
@@ -125,12 +126,12 @@ def record(store: Store, key: str) -> Manifest:
 
 
 def version(store: Store, number: int) -> Manifest:
-    return record(store, chain.manifest_key(number))
+    return record(store, keys.manifest_key(number))
 
 
 def parts_of(store: Store, key: str) -> list[str]:
     """The keys of the parts that a record names."""
-    return [chain.part_key(part.id) for part in record(store, key).parts]
+    return [keys.part_key(part.id) for part in record(store, key).parts]
 
 
 def versions(store: Store) -> list[int]:
@@ -139,8 +140,8 @@ def versions(store: Store) -> list[int]:
 
 def make_squash(store: Store, level: int, number: int, key: SigningKey | None = None) -> Manifest:
     """Write the squashed patch of 2^level epochs by following the run to both ends."""
-    first = chain.EPOCH_PATCHES * (number << level)
-    last = chain.EPOCH_PATCHES * ((number + 1) << level)
+    first = epochs.EPOCH_PATCHES * (number << level)
+    last = epochs.EPOCH_PATCHES * ((number + 1) << level)
     old, new, ends = worker(), worker(), []
     for held, to in ((old, first), (new, last)):
         sub = Subscriber(store)
@@ -148,7 +149,7 @@ def make_squash(store: Store, level: int, number: int, key: SigningKey | None = 
         assert sub.state is not None
         ends.append(sub.state)
     part = patch.encode(ends[0].layout, ends[0].layout.tiles, ends[0], ends[1], ends[0].sums, codec="context")
-    store.put(chain.part_key(part.id), part.data)
+    store.put(keys.part_key(part.id), part.data)
     squash = replace(
         version(store, last),
         kind=Kind.SQUASH,
@@ -157,5 +158,5 @@ def make_squash(store: Store, level: int, number: int, key: SigningKey | None = 
         history=None,
     )
     data = squash.build()
-    store.create(chain.squash_key(level, number), signature.sign(data, key) if key else data)
+    store.create(keys.squash_key(level, number), signature.sign(data, key) if key else data)
     return squash

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, Slice, Subscriber, chain
+from pulsesync import Publisher, Slice, Subscriber
 from pulsesync.errors import FormatError, StateError
-from pulsesync.format import patch
+from pulsesync.format import epochs, patch
+from pulsesync.run import keys
 from pulsesync.store import LocalStore
 from pulsesync.testing import mutate, random_bits
 from tests.runs import SHAPES, Training, equal, kept, publish_steps, version, worker
@@ -73,7 +74,7 @@ def test_a_grid_of_tiles_travels(folder: str) -> None:
 
 
 def test_a_run_goes_on_over_epochs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "EPOCH_PATCHES", 3)
+    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 3)
     training, held, sub = Training(), worker(), Subscriber(folder)
     places = []
     with Publisher(folder) as pub:
@@ -112,7 +113,7 @@ def test_nothing_new_is_nothing_to_do(folder: str) -> None:
     sub.sync(held)
     report = sub.sync(held)
     assert (report.version, report.path, report.changed) == (0, (), 0)
-    assert report.fetched_bytes == len(LocalStore(folder).get(chain.manifest_key(0)))  # is it still the same run?
+    assert report.fetched_bytes == len(LocalStore(folder).get(keys.manifest_key(0)))  # is it still the same run?
 
 
 def test_publishing_without_a_change_makes_a_small_version(folder: str) -> None:
@@ -137,7 +138,7 @@ def test_reports_count_what_happened(folder: str) -> None:
         second, synced = pub.publish(a, step=3), sub.sync(held)
     assert (second.step, second.changed, second.density, second.folded) == (3, 7, 0.007, 0)
     assert (synced.step, synced.path, synced.changed, synced.replanned) == (3, ("patch",), 7, 0)
-    local = LocalStore(folder).get(chain.manifest_key(0))  # is read again: is it still the same run?
+    local = LocalStore(folder).get(keys.manifest_key(0))  # is read again: is it still the same run?
     assert synced.fetched_bytes == second.payload_bytes + len(local)
     assert synced.digest == sub.verify()
 

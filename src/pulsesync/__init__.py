@@ -21,11 +21,11 @@ from pulsesync.errors import PulseError
 if TYPE_CHECKING:
     from pulsesync import loco
     from pulsesync.format.signature import SigningKey
-    from pulsesync.publisher import Publisher, PublishReport
-    from pulsesync.sharded import ShardedPublisher
-    from pulsesync.slices import Slice
-    from pulsesync.subscriber import Subscriber, SyncReport
-    from pulsesync.warm import warm_up
+    from pulsesync.publish.publisher import Publisher, PublishReport
+    from pulsesync.publish.sharded import ShardedPublisher
+    from pulsesync.run.subscriber import Subscriber, SyncReport
+    from pulsesync.run.warmup import warm_up
+    from pulsesync.state.slices import Slice
 
 __all__ = [
     "PublishReport", "Publisher", "PulseError", "ShardedPublisher", "SigningKey", "Slice", "Subscriber", "SyncReport",
@@ -34,14 +34,14 @@ __all__ = [
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "PublishReport": "publisher",
-    "Publisher": "publisher",
-    "ShardedPublisher": "sharded",
+    "PublishReport": "publish.publisher",
+    "Publisher": "publish.publisher",
+    "ShardedPublisher": "publish.sharded",
     "SigningKey": "format.signature",
-    "Slice": "slices",
-    "Subscriber": "subscriber",
-    "SyncReport": "subscriber",
-    "warm_up": "warm",
+    "Slice": "state.slices",
+    "Subscriber": "run.subscriber",
+    "SyncReport": "run.subscriber",
+    "warm_up": "run.warmup",
 }
 
 

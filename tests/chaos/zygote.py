@@ -23,14 +23,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pulsesync import Publisher, PublishReport, Subscriber, chain, warm_up
+from pulsesync import Publisher, PublishReport, Subscriber, warm_up
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
-from pulsesync.squash import Squasher
+from pulsesync.format import epochs
+from pulsesync.maintain.squash import Squasher
 from pulsesync.store import Entry, Store, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
 
-chain.EPOCH_PATCHES = 4  # so that epochs, squashed patches and anchors are many
+epochs.EPOCH_PATCHES = 4  # so that epochs, squashed patches and anchors are many
 
 # The trainer
 

@@ -20,9 +20,9 @@ import pulsesync
 from pulsesync.cli.demo import check_trainers, find_model, open_folder, read_link, run
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import ChecksumError
-from pulsesync.rl import smollm2
-from pulsesync.rl.replay import RECORDED, Recording
-from pulsesync.rl.settings import Settings
+from pulsesync.lab.demo import smollm2
+from pulsesync.lab.demo.replay import RECORDED, Recording
+from pulsesync.lab.demo.settings import Settings
 from pulsesync.testing import load_recorded
 from tests import commands
 from tests.runs import publish_steps
@@ -108,13 +108,13 @@ def test_pretrain_saves_the_bf16_weights(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
-    from pulsesync.rl.policy import fresh
+    from pulsesync.lab.demo.policy import fresh
 
     def quick(seed: int, tell: Any) -> Any:
         tell(10, 1.5, 0.25)
         return fresh(seed)
 
-    with mock.patch("pulsesync.rl.pretrain.pretrain", quick):
+    with mock.patch("pulsesync.lab.demo.pretrain.pretrain", quick):
         done = commands.pulse("demo", "pretrain", "--seed", 3, "--out", tmp_path / "new" / "policy.safetensors")
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines()[0] == "step 10  loss 1.5000  25.0% right"
@@ -184,7 +184,7 @@ def test_several_trainers_are_shown_and_summed_up(tmp_path: Path) -> None:
 
 def test_a_model_that_was_not_fetched_names_the_command_that_does(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    command = f"{sys.executable} -m pulsesync.rl.smollm2 .models/smollm2"
+    command = f"{sys.executable} -m pulsesync.lab.demo.smollm2 .models/smollm2"
     for demo in (["demo"], ["study", "experiment", "scale"]):
         done = commands.pulse(*demo, "--model", "smollm2")
         assert done.refused(2, f"{command} downloads it (93 MB) and needs the packages of pip install 'pulsesync[llm]'")
@@ -216,7 +216,7 @@ def test_a_folder_goes_on_only_with_the_settings_it_was_begun_with(tmp_path: Pat
 
 def test_the_recording_is_part_of_the_package_with_its_licence() -> None:
     """A wheel holds what lies under src/pulsesync, and nothing else of a checkout."""
-    data = importlib.resources.files("pulsesync.rl").joinpath("data")
+    data = importlib.resources.files("pulsesync.lab.demo").joinpath("data")
     assert Path(str(data.joinpath("grpo-slice.npz"))) == RECORDED
     assert RECORDED.is_relative_to(Path(pulsesync.__file__).parent)
     assert "Apache-2.0" in data.joinpath("README.md").read_text()

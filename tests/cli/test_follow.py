@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pulsesync import Publisher, records
+from pulsesync import Publisher
 from pulsesync.integrations.folder import read_mark
-from pulsesync.integrations.safetensors import open_checkpoint
+from pulsesync.run import reader
+from pulsesync.state.checkpoint_files import open_checkpoint
 from tests.commands import pulse, start
 from tests.runs import equal
 
@@ -125,7 +126,7 @@ def follow_a_while(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
 def test_a_live_follower_reports_once_what_it_waits_for(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(reader, "LOOK_AGAIN_S", 0.0)
     run, place = tmp_path / "run", tmp_path / "f"
     reported = follow_a_while(monkeypatch, run, place)
     assert reported.count(f"waiting for the first version: there is none at {run} yet") == 1
@@ -190,7 +191,7 @@ def test_a_live_follower_says_once_what_a_loader_will_miss(tmp_path: Path) -> No
 def test_a_run_that_was_replaced_is_an_error_unless_asked_for(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(reader, "LOOK_AGAIN_S", 0.0)
     run, place = tmp_path / "run", tmp_path / "f"
     for _ in range(2):
         pulse("publish", checkpoints.next(), run, "--cast", "BF16")

@@ -11,7 +11,7 @@ import pytest
 
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder
-from pulsesync.squash import Squasher
+from pulsesync.maintain.squash import Squasher
 from pulsesync.store import LocalStore
 from tests.commands import pulse
 from tests.runs import parts_of, publish_steps

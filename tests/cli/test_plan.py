@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 
 from pulsesync.cli.options import read_rate
 from pulsesync.cli.plan import rate, size
-from pulsesync.parallel import default_threads
-from pulsesync.study.predict.evidence import STEPS, find
-from pulsesync.study.predict.forecast import Optimizer, Training, forecast
-from pulsesync.study.predict.models import read_model
-from pulsesync.study.predict.theory import ADAM, LION
+from pulsesync.core.threads import default_threads
+from pulsesync.lab.study.predict.evidence import STEPS, find
+from pulsesync.lab.study.predict.forecast import Optimizer, Training, forecast
+from pulsesync.lab.study.predict.models import read_model
+from pulsesync.lab.study.predict.theory import ADAM, LION
 from tests.commands import pulse
 
 ASKED = ("--lr", "1e-6", "--bandwidth", "200mbit", "--step-time", "50")

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from pulsesync.study.recording import Recording
+from pulsesync.lab.study.recording import Recording
 from tests.commands import pulse
 from tests.recordings import made
 from tests.runs import publish_steps

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulsesync.device.base import DeviceBases, DeviceDifference, Shown
+from pulsesync.core.types import Bits, Codec, TensorSpec
+from pulsesync.device.baseline import DeviceBases, DeviceDifference, Shown
 from pulsesync.device.memory import View, to_device, to_host
 from pulsesync.device.pile import Located, Pile, make_piles
 from pulsesync.device.state import DeviceState, DeviceTransition
@@ -16,7 +17,6 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
-from pulsesync.model import Bits, Codec, TensorSpec
 from tests.helpers import Writer, classes, near, nudge
 
 SPECS = (

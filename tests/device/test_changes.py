@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from pulsesync.core.types import Bits, BlockChange, TensorSpec
 from pulsesync.device.changes import Run, compose, find_changes, mark, on_whole
 from pulsesync.device.memory import to_host
 from pulsesync.device.pile import Pile, make_piles
 from pulsesync.format import layout as layouts
 from pulsesync.format import weights
 from pulsesync.kernels import reference
-from pulsesync.model import Bits, BlockChange, TensorSpec
 from pulsesync.testing import mutate
 from tests.device.pairs import place, to_flats
 from tests.helpers import copied, random_state

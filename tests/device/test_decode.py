@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pulsesync.core.types import DTYPES, Codec, TensorSpec
 from pulsesync.device import decode
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import FormatError, PulseError
@@ -18,8 +19,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.kernels import spec
-from pulsesync.model import DTYPES, Codec, TensorSpec
-from pulsesync.state import State
+from pulsesync.state.live import State
 from pulsesync.testing import random_bits
 from tests.device.pairs import SPECS, Pair, codecs_of, small, to_bits, to_flats, trained
 from tests.helpers import Writer, reader, same

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from pulsesync.core.types import Codec, TensorSpec
 from pulsesync.device import encode
 from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
 from pulsesync.format.tables import Contexts
-from pulsesync.model import Codec, TensorSpec
 from tests.device.launches import counted
 from tests.device.pairs import Pair, codecs_of, small, to_bits, trained
 from tests.helpers import FLOATS, same

@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from pulsesync.core.types import Bits
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
@@ -14,9 +15,8 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
-from pulsesync.model import Bits
-from pulsesync.slices import Slice, Slices, windows
-from pulsesync.state import State
+from pulsesync.state.live import State
+from pulsesync.state.slices import Slice, Slices, windows
 from tests.device.pairs import Pair, to_bits, to_flats
 from tests.helpers import apply, copied, load, same
 

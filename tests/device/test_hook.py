@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from pulsesync import Publisher, Subscriber, anchors, chain
+from pulsesync import Publisher, Subscriber
 from pulsesync import device as devices
-from pulsesync.device.base import DeviceBases, DeviceDifference
+from pulsesync.device.baseline import DeviceBases, DeviceDifference
 from pulsesync.device.hook import HookState
 from pulsesync.errors import StateError, StoreError
+from pulsesync.format import epochs
 from pulsesync.format.patch import EncodedPart
-from pulsesync.publisher import PublishReport
+from pulsesync.publish import anchors
+from pulsesync.publish.publisher import PublishReport
+from pulsesync.run import keys
 from pulsesync.store import MemoryStore
-from tests.device.test_base import Model, equal, kept, objects, on, read
+from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.runs import Watched, version, versions
 
 
@@ -143,7 +146,7 @@ def test_a_version_goes_before_the_next_is_compared(trainer: Trainer) -> None:
     store, arrived, go = Watched(), Event(), Event()
 
     def hold(verb: str, key: str) -> None:
-        if key.startswith(chain.manifest_key(1)):
+        if key.startswith(keys.manifest_key(1)):
             arrived.set()
             assert go.wait(30)
 
@@ -273,7 +276,7 @@ def test_a_version_of_which_the_store_did_not_say_that_it_has_it_is_not_lost(tra
     store = Watched()
 
     def fail(verb: str, key: str) -> None:
-        if key == chain.manifest_key(1):
+        if key == keys.manifest_key(1):
             raise StoreError("the line went down after it", key=key)
 
     with hooked(store) as pub:
@@ -295,7 +298,7 @@ def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is made of the masters at that moment, though it is written when they have moved on."""
-    monkeypatch.setattr(chain, "EPOCH_PATCHES", 2)
+    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
     store, go, encode_parts = Watched(), Event(), anchors.encode_parts
 
     def late(*args: Any) -> Iterator[EncodedPart]:
@@ -303,7 +306,7 @@ def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
         yield from encode_parts(*args)
 
     def slow(verb: str, key: str) -> None:
-        if (verb, key) == ("create", chain.manifest_key(2)):
+        if (verb, key) == ("create", keys.manifest_key(2)):
             time.sleep(0.1)
 
     with hooked(store, anchor_every=0.0) as pub:
@@ -321,7 +324,7 @@ def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
         go.set()
         pub.flush()
     for number in (0, 1):
-        store.delete(chain.manifest_key(number))  # now the anchor is the only way
+        store.delete(keys.manifest_key(number))  # now the anchor is the only way
     assert equal(read_on_host(store, 2, state), kept(state))
     assert equal(read_on_host(store, 3, trainer.model), kept(trainer.model))
 
@@ -347,7 +350,7 @@ def test_a_publisher_that_begins_again_writes_a_root(trainer: Trainer) -> None:
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is queued before and after every call, the store is slow, and anchors are written on the way."""
-    monkeypatch.setattr(chain, "EPOCH_PATCHES", 3)
+    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 3)
     store, futures, states = Watched(), [], []
     store.before = lambda verb, key: time.sleep(0.02)
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
@@ -374,6 +377,6 @@ def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeyp
         assert torch.equal(there["a"].view(torch.int16), state)
     joiner = {"a": torch.zeros_like(weights["a"])}
     for number in range(3):
-        store.delete(chain.manifest_key(number))  # only an anchor leads to what follows
+        store.delete(keys.manifest_key(number))  # only an anchor leads to what follows
     assert Subscriber(store).sync(joiner).version == 8
     assert torch.equal(joiner["a"].view(torch.int16), states[-1])

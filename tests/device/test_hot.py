@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from pulsesync.core.types import TensorSpec
 from pulsesync.device.hot import Memories, list_hot, mark_hot
 from pulsesync.device.memory import to_host
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History
 from pulsesync.format.tables import Contexts
 from pulsesync.kernels import spec
-from pulsesync.model import TensorSpec
 from tests.device.launches import counted
 from tests.device.pairs import Pair, place, small, to_flats, trained
 

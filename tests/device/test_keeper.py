@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from pulsesync import Subscriber, chain
+from pulsesync import Subscriber
 from pulsesync.errors import StateError
+from pulsesync.format import epochs
 from pulsesync.format.patch import CodecName
-from pulsesync.shards import Placed
+from pulsesync.state.sharding import Placed
 from pulsesync.store import MemoryStore
-from tests.device.test_base import Model, equal, kept, objects, on
-from tests.test_sharded import Group, by_columns, by_rows
+from tests.device.test_baseline import Model, equal, kept, objects, on
+from tests.publish.test_sharded import Group, by_columns, by_rows
 
 
 def model(device: str) -> Model:
@@ -73,7 +74,7 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
 def test_a_run_is_taken_up_goes_on_without_a_change_and_has_anchors(
     split: Callable[..., dict[str, Any]], device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "EPOCH_PATCHES", 2)
+    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
     store, weights = MemoryStore(), model(device)
     options: dict[str, Any] = {"codec": "history", "cast": "BF16", "anchor_every": 0.0}
     with on(device):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pulsesync import digest
-from pulsesync.device.base import DeviceBases, Shown
+from pulsesync.core import digest
+from pulsesync.core.types import Sum, TensorSpec
+from pulsesync.device.baseline import DeviceBases, Shown
 from pulsesync.device.memory import View, to_device
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format import layout as layouts
@@ -15,7 +16,6 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Base, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels import cuda, reference
-from pulsesync.model import Sum, TensorSpec
 from tests.device.pairs import Pair, place, small, to_flats, trained
 from tests.helpers import RUN
 

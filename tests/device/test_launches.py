@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pulsesync import Publisher, Subscriber, chain
-from pulsesync.bases import Keep
+from pulsesync import Publisher, Subscriber
 from pulsesync.device import encode
+from pulsesync.format import epochs
 from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
+from pulsesync.publish.baseline import Keep
 from pulsesync.store import MemoryStore
 from tests.device.launches import Compiled, counted, key_of
-from tests.device.test_base import Model, equal, on
+from tests.device.test_baseline import Model, equal, on
 
 DENSITIES = [0.0005 * 400 ** (step * 5 % 8 / 7) for step in range(8)]  # from 0.05 % to 20 %, up and down
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -68,7 +69,7 @@ def late(make: Callable[[], None], versions: int, compiled: list[Compiled]) -> l
     return [(version, one) for version, one in found if version > 2]
 
 
-def follow(trainer: Trainer, epochs: int, compiled: list[Compiled]) -> list[tuple[int, Compiled]]:
+def follow(trainer: Trainer, count: int, compiled: list[Compiled]) -> list[tuple[int, Compiled]]:
     """Publish epochs, and have a worker follow; return what is compiled late."""
     store = MemoryStore()
     subscriber = Subscriber(store)
@@ -81,7 +82,7 @@ def follow(trainer: Trainer, epochs: int, compiled: list[Compiled]) -> list[tupl
             assert equal(worker, trainer.weights)
             trainer.train_()
 
-        return late(make, 1 + epochs * chain.EPOCH_PATCHES, compiled)
+        return late(make, 1 + count * epochs.EPOCH_PATCHES, compiled)
 
 
 # Ten seconds: the interpreter takes half a second for each end of a version, and it takes two epochs of four patches.
@@ -89,7 +90,7 @@ def follow(trainer: Trainer, epochs: int, compiled: list[Compiled]) -> list[tupl
 def test_neither_end_compiles_after_the_third_version(
     device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "EPOCH_PATCHES", 4)
+    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 4)
     monkeypatch.setattr(encode, "COPIES", 1 << 15)  # so that the number of copies falls from the first patch on
     trainer = Trainer(device, [(torch.bfloat16, 1000)])
     assert follow(trainer, 2, compiled) == []
@@ -106,7 +107,7 @@ def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_
     many_lanes: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chain, "EPOCH_PATCHES", 3)
+    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 3)
     monkeypatch.setattr(encode, "COPIES", 1 << 15)
     trainer = Trainer(device, [(dtype, 500), (dtype, 100)])
     old: list[Model | None] = [None]

@@ -16,7 +16,7 @@ from pulsesync import device as devices
 from pulsesync.device.memory import view
 from pulsesync.errors import StateError
 from pulsesync.store import MemoryStore
-from tests.device.test_base import on
+from tests.device.test_baseline import on
 
 
 class Wrapper(torch.Tensor):

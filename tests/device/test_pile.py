@@ -3,14 +3,14 @@
 import numpy as np
 import torch
 
+from pulsesync.core.types import BLOCK, TensorSpec
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import to_device
 from pulsesync.device.pile import CHUNK, Pile, make_piles
 from pulsesync.format import layout as layouts
 from pulsesync.kernels.gpu import words
-from pulsesync.model import BLOCK, TensorSpec
-from pulsesync.slices import Slice
-from pulsesync.state import find_places
+from pulsesync.state.live import find_places
+from pulsesync.state.slices import Slice
 from tests.device.pairs import place, to_flats
 from tests.helpers import random_state
 

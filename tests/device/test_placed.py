@@ -6,9 +6,9 @@ import torch
 from pulsesync import Publisher, Subscriber
 from pulsesync.errors import StateError
 from pulsesync.integrations.runtime import check_loaded, for_subscriber
-from pulsesync.shards import Placed
+from pulsesync.state.sharding import Placed
 from pulsesync.store import MemoryStore
-from tests.device.test_base import on
+from tests.device.test_baseline import on
 
 WHOLE = torch.arange(48, dtype=torch.int16).view(torch.bfloat16).view(6, 8)
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from pulsesync.core.types import Bits, TensorSpec
 from pulsesync.device.changes import Run
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.layout import Layout
-from pulsesync.model import Bits, TensorSpec
-from pulsesync.slices import Slice
+from pulsesync.state.slices import Slice
 from pulsesync.testing import mutate
 from tests.device.pairs import SPECS, small, to_bits, to_flats, trained
 from tests.helpers import Writer, apply, copied, load, random_state, reader, same

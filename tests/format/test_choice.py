@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, TensorSpec, Tile
 from pulsesync.format import container, index, patch
 from pulsesync.format import layout as layouts
 from pulsesync.format.diff import Diff
 from pulsesync.format.predict import code_against_old
 from pulsesync.format.weights import Flats
-from pulsesync.model import BLOCK, Bits, BlockChange, Codec, TensorSpec, Tile
 from tests.helpers import count_sums, encode, near, nudge
 
 LAYOUT = layouts.make([TensorSpec("a", "BF16", (300, 400)), TensorSpec("b", "BF16", (BLOCK + 9,))])

@@ -1,4 +1,4 @@
-"""The history, held against a simulation of FORMAT.md's rules that looks at one weight at a time."""
+"""The history, held against a simulation of format.md's rules that looks at one weight at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync import kernels
+from pulsesync.core.types import BLOCK, Bits, Codec, TensorSpec, Tile, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.model import BLOCK, Bits, Codec, TensorSpec, Tile, TilePatch
 from tests.helpers import (
     FLOATS,
     applied,

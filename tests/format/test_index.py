@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import DTYPES, Codec, Sum
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import index, tables, wire
 from pulsesync.format.index import Entry, Table
-from pulsesync.model import DTYPES, Codec, Sum
 from tests.helpers import FLOATS, seeds
 
 

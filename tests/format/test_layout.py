@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import DTYPES, TensorSpec
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import layout as layouts
-from pulsesync.model import DTYPES, TensorSpec
 from tests.helpers import random_layout, seeds
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -5,15 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import digest, kernels
+from pulsesync import kernels
+from pulsesync.core import digest
+from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Sum, TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import choice, container, index, patch, tables
 from pulsesync.format import layout as layouts
 from pulsesync.format.history import History
 from pulsesync.format.index import Entry, Table
 from pulsesync.format.layout import Layout
-from pulsesync.model import BLOCK, DTYPES, Bits, Codec, Sum, TensorSpec
-from pulsesync.rl.replay import RECORDED
+from pulsesync.lab.demo.replay import RECORDED
 from pulsesync.testing import AdamUpdates, load_recorded, mutate, random_bits
 from tests.helpers import (
     FLOATS,

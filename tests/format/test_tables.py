@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import Bits
 from pulsesync.format import tables
-from pulsesync.model import Bits
 from pulsesync.testing import mutate, random_bits
 from tests.helpers import densities, orders, seeds, step
 

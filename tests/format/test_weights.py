@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, TensorSpec, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Flats, Overlay, as_weights, by_block, compose, inverse, rebase
-from pulsesync.model import BLOCK, Bits, BlockChange, Codec, TensorSpec, TilePatch
 from tests.helpers import applied, changed_state, copied, encode, many, random_layout, random_state, same, seeds
 
 SIZE = 12

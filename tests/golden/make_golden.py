@@ -12,16 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from pulsesync import chain, digest
-from pulsesync.chain import Held
+from pulsesync.core import digest
+from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
+from pulsesync.format import epochs, patch, signature
 from pulsesync.format import layout as layouts
-from pulsesync.format import patch, signature
+from pulsesync.format.epochs import Held
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Base, FileRef, Kind, Manifest, PartRef
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
-from pulsesync.model import DTYPES, Bits, TensorSpec, Tile
-from pulsesync.state import State, Transition
+from pulsesync.run import keys
+from pulsesync.state.live import State, Transition
 
 FOLDER = Path(__file__).parent / "v1-draft"
 CREATED = 1_750_000_000
@@ -46,7 +47,7 @@ class Run:
         self.layout = layouts.make(specs, ties)
         self.last: Manifest | None = None
         self.newest: int | None = None  # epoch of the newest anchor
-        self._write(chain.layout_key(self.layout.id), self.layout.data)
+        self._write(keys.layout_key(self.layout.id), self.layout.data)
         self.files = tuple(self._add_file(name, data) for name, data in sorted((files or {}).items()))
         self.publish_root(flats)
 
@@ -69,13 +70,13 @@ class Run:
         parts = [patch.encode_whole(self.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
         record = replace(last, kind=Kind.ANCHOR, base=None, history=None, parts=self._put(parts), anchor=self.newest)
         self.newest = last.starts
-        self._write(chain.anchor_key(self.newest), self._sign(record))
+        self._write(keys.anchor_key(self.newest), self._sign(record))
 
     def publish(self, new: Mapping[str, Bits], codec: patch.CodecName, *, pieces: int = 1) -> None:
         """Publish what takes the state to new, in so many parts over disjoint tiles."""
         state, last = self.state, self.last
         assert last is not None
-        epoch, index = chain.position(last)
+        epoch, index = epochs.position(last)
         history = History() if index == 1 else state.history
         known = history if codec in ("auto", "history") else None
         parts = [
@@ -103,12 +104,12 @@ class Run:
             anchor=self.newest,
         )
         level = (last.starts - since.starts).bit_length() - 1
-        self._write(chain.squash_key(level, since.starts >> level), signature.sign(record.build(), key))
+        self._write(keys.squash_key(level, since.starts >> level), signature.sign(record.build(), key))
 
     def finish(self) -> None:
         """Write down what a reader must arrive at."""
         assert self.last is not None
-        self._write(chain.HEAD, str(self.last.version).encode())
+        self._write(keys.HEAD, str(self.last.version).encode())
         np.savez_compressed(self.folder / "expected.npz", **self.state.flats)
 
     def _share(self, pieces: int) -> list[Sequence[Tile]]:
@@ -116,12 +117,12 @@ class Run:
 
     def _put(self, parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
         for part in parts:
-            self._write(chain.part_key(part.id), part.data)
+            self._write(keys.part_key(part.id), part.data)
         return tuple(PartRef(part.id, len(part.data)) for part in parts)
 
     def _add_file(self, name: str, data: bytes) -> FileRef:
         ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
-        self._write(chain.file_key(ref.id), data)
+        self._write(keys.file_key(ref.id), data)
         return ref
 
     def _add(self, parts: Sequence[patch.EncodedPart], epoch: int, index: int, base: Base | None) -> None:
@@ -142,8 +143,8 @@ class Run:
             files=self.files,
         )
         if Held.by(self.last).at_start or self.last.history is None:
-            self._write(chain.start_key(self.last.digest), str(version).encode())
-        self._write(chain.manifest_key(version), self._sign(self.last))
+            self._write(keys.start_key(self.last.digest), str(version).encode())
+        self._write(keys.manifest_key(version), self._sign(self.last))
 
     def _sign(self, record: Manifest) -> bytes:
         return signature.sign(record.build(), self.key) if self.key else record.build()
@@ -360,7 +361,7 @@ def signed_squash(folder: Path) -> None:
         new["codes"][seed // 100 % 9] += 1
         run.publish(new, codec, pieces=pieces)
 
-    for index in range(1, chain.EPOCH_PATCHES + 1):
+    for index in range(1, epochs.EPOCH_PATCHES + 1):
         step("history" if index % 8 else "auto", pieces=2 if index == 5 else 1)
     run.publish_anchor(pieces=2)
     run.squash(root, flats, SigningKey(HELPER.secret, KEY.delegate(run.run, HELPER.public)), pieces=2)

@@ -1,7 +1,7 @@
 """Versions that can be taken apart into every field they are made of, and put together again with some of them wrong.
 
 Hashes, ids and sizes are made anew on the way out, so that a checksum does not hide the check that an attack is about.
-`read_part` and the `write` methods follow docs/FORMAT.md, not the library's encoder; `Victim` is a reader to attack.
+`read_part` and the `write` methods follow docs/format.md, not the library's encoder; `Victim` is a reader to attack.
 """
 
 import copy
@@ -21,19 +21,19 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from pulsesync import digest
-from pulsesync.chain import EPOCH_PATCHES
+from pulsesync.core import digest
+from pulsesync.core.types import Codec, TensorSpec
 from pulsesync.errors import NotFoundError, NothingPublishedError, PulseError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature, tables, wire
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Base, Kind, Manifest
 from pulsesync.format.signature import SigningKey
-from pulsesync.model import Codec, TensorSpec
-from pulsesync.state import State
+from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.state.live import State
 from pulsesync.store.base import Entry
-from pulsesync.subscriber import Subscriber, SyncReport
 
 RUN = "0123456789abcdef" * 2
 ANY = 1 << 70  # no limit: forging is not where numbers are judged

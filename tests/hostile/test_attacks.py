@@ -26,7 +26,7 @@ import pytest
 import zstandard
 
 from pulsesync import kernels
-from pulsesync.audit import Audit
+from pulsesync.core.types import TensorSpec
 from pulsesync.errors import (
     ChainError,
     ChecksumError,
@@ -48,11 +48,11 @@ from pulsesync.format.index import MAX_TABLES
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.kernels import reference, spec
-from pulsesync.model import TensorSpec
-from pulsesync.squash import Squasher
-from pulsesync.state import State
+from pulsesync.maintain.squash import Squasher
+from pulsesync.maintain.verify import Audit
+from pulsesync.state.live import State
+from pulsesync.state.views import new_tensors
 from pulsesync.store.local import LocalStore
-from pulsesync.tensors import new_tensors
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers
 
@@ -2440,10 +2440,9 @@ import numpy as np
 from pulsesync.errors import PulseError
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
-from pulsesync.model import TensorSpec
-from pulsesync.squash import Squasher
-from pulsesync.state import State
-from pulsesync.state import State
+from pulsesync.core.types import TensorSpec
+from pulsesync.maintain.squash import Squasher
+from pulsesync.state.live import State
 
 size = 1 << 20
 old = np.full(size, 0x3F80, np.uint16)

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pulsesync.core.types import Codec, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, LimitError, PulseError, UnsupportedError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.loco.gate import LARGEST, Sparse, Visible
 from pulsesync.loco.payload import Coder, describe, read_head
-from pulsesync.model import Codec, Sum, TensorSpec
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Plane
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pulsesync import Publisher, chain, records
+from pulsesync import Publisher
 from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
@@ -24,9 +24,10 @@ from pulsesync.errors import (
 )
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
-from pulsesync.integrations.safetensors import open_checkpoint
-from pulsesync.records import Records
-from pulsesync.squash import Squasher
+from pulsesync.maintain.squash import Squasher
+from pulsesync.run import keys, reader
+from pulsesync.run.reader import Records
+from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.store import LocalStore, MemoryStore
 from tests.commands import pulse, start
 from tests.runs import Training, Watched, equal, kept, publish_steps
@@ -213,7 +214,7 @@ def test_where_there_is_no_run_an_update_raises_and_a_follower_waits_and_reports
 
 @pytest.fixture
 def look_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(reader, "LOOK_AGAIN_S", 0.0)
 
 
 def test_a_version_without_its_first_anchor_raises_and_a_follower_waits_and_reports_it_once(
@@ -302,7 +303,7 @@ def test_a_live_follower_finds_out_that_its_run_was_restored_from_a_backup(
             folder.update(version)
             other.update(version)
         for version in range(3, 5):
-            store.delete(chain.manifest_key(version))
+            store.delete(keys.manifest_key(version))
         store.put("head", b"2")
         if to == 5:
             again = Trainer(store)

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from pulsesync import Subscriber
-from pulsesync.audit import Audit
 from pulsesync.errors import AnotherPublisherError, GroupError, NotFoundError, StoreError
 from pulsesync.integrations.ray import ActorTeam, Link, RayStore, cluster, patched_sync
-from pulsesync.prune import prune
-from pulsesync.records import Records
-from pulsesync.shards import Placed
-from pulsesync.slices import Slice
+from pulsesync.maintain.prune import prune
+from pulsesync.maintain.verify import Audit
+from pulsesync.run.reader import Records
+from pulsesync.state.sharding import Placed
+from pulsesync.state.slices import Slice
 from pulsesync.testing import StoreTests, mutate, random_bits
 
 ray = pytest.importorskip("ray", reason="pip install 'pulsesync[ray]': the Ray integration is NOT tested")

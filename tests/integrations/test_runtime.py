@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, Subscriber
+from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.integrations.runtime import Model, Rank, check_loaded, for_subscriber, fused, grid, place
-from pulsesync.model import TensorSpec
-from pulsesync.shards import Placed, shards_of
-from pulsesync.slices import Slice
+from pulsesync.state.sharding import Placed, shards_of
+from pulsesync.state.slices import Slice
 
 torch = pytest.importorskip("torch", reason="torch is not installed: the map to runtime tensors is UNTESTED")
 F = torch.nn.functional

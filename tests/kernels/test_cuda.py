@@ -8,7 +8,8 @@ pytest.importorskip("triton", reason="the GPU kernels are NOT tested: triton can
 
 import torch
 
-from pulsesync import digest
+from pulsesync.core import digest
+from pulsesync.core.types import DTYPES, Bits, TensorSpec
 from pulsesync.device.changes import Run, find_changes, moves
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import starts_of, to_device
@@ -16,7 +17,6 @@ from pulsesync.device.pile import make_piles
 from pulsesync.device.state import count_block, count_pile
 from pulsesync.format import layout as layouts
 from pulsesync.kernels import reference
-from pulsesync.model import DTYPES, Bits, TensorSpec
 from pulsesync.testing import mutate, random_bits
 from tests.device import interpreter
 from tests.device.pairs import host, locate, pile_of

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the GPU kernels are NOT tested: triton can
 
 import torch
 
+from pulsesync.core.types import DTYPES, Bits, Sum
 from pulsesync.device import encode as encoding
 from pulsesync.device.changes import Marks, Run, find_changes
 from pulsesync.device.hot import Hot, Listed, Memories, TileMemory, advance, list_hot, mark_hot
@@ -21,7 +22,6 @@ from pulsesync.errors import VerificationError
 from pulsesync.format import tables
 from pulsesync.format.history import History, Remembered, TileHistory
 from pulsesync.kernels import cuda, reference, spec
-from pulsesync.model import DTYPES, Bits, Sum
 from tests.device import interpreter
 from tests.device.pairs import host, locate, pile_of
 from tests.helpers import near, nudge

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.digest import keys
+from pulsesync.core.digest import keys
+from pulsesync.core.types import DTYPES, Bits
 from pulsesync.format import tables
 from pulsesync.kernels import cpu, reference
-from pulsesync.model import DTYPES, Bits
 from pulsesync.testing import mutate, random_bits
 from tests.helpers import FLOATS, classes, densities, many, near, nudge, orders, seeds, step
 

@@ -6,9 +6,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import parallel
+from pulsesync.core import threads
 from pulsesync.loco import gate as gates
-from pulsesync.loco.gate import LARGEST, LOWEST_UNIT, MOST_BITS, Everything, Sparse, Split, Visible, bf16, gate, update
+from pulsesync.loco.gate import (
+    LARGEST,
+    LOWEST_UNIT,
+    MOST_BITS,
+    Everything,
+    Sparse,
+    Split,
+    Visible,
+    bf16,
+    gate,
+    update,
+)
 from pulsesync.loco.outer import SGD, aggregate, mean_of
 from tests.helpers import many, seeds
 
@@ -343,9 +354,9 @@ def test_bits_that_compact_values_cannot_keep_are_refused(bits: int) -> None:
 def test_a_split_is_the_same_whatever_chunks_and_threads(rule: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
     theta, s = wild(7, 1000)
     expected = rule.split(theta, s)
-    for chunk, threads in ((1, 3), (7, 1), (64, 2), (999, 8), (1000, 1), (1001, 2)):
+    for chunk, count in ((1, 3), (7, 1), (64, 2), (999, 8), (1000, 1), (1001, 2)):
         monkeypatch.setattr(gates, "CHUNK", chunk)
-        monkeypatch.setattr(parallel, "default_threads", lambda n=threads: n)
+        monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         found = rule.split(theta, s)
         assert np.array_equal(found.sent.positions, expected.sent.positions)
         assert np.array_equal(found.sent.values, expected.sent.values)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import parallel
+from pulsesync.core import threads
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco import outer as outers
 from pulsesync.loco.gate import Sparse
@@ -90,9 +90,9 @@ def test_the_first_step_from_no_momentum_is_torchs_first_step() -> None:
 def test_a_step_gives_the_same_bits_whatever_chunks_and_threads(outer: SGD, monkeypatch: pytest.MonkeyPatch) -> None:
     given_ = vectors(5, 3001)
     expected = outer.step(*given_)
-    for chunk, threads in ((1 << 18, 1), (3001, 1), (3000, 2), (17, 1), (17, 8), (256, 3)):
+    for chunk, count in ((1 << 18, 1), (3001, 1), (3000, 2), (17, 1), (17, 8), (256, 3)):
         monkeypatch.setattr(outers, "CHUNK", chunk)
-        monkeypatch.setattr(parallel, "default_threads", lambda n=threads: n)
+        monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         for found, wanted in zip(outer.step(*given_), expected, strict=True):
             assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
 

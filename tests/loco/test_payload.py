@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import parallel
+from pulsesync.core import threads
+from pulsesync.core.types import BLOCK, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChainError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, patch
 from pulsesync.format import layout as layouts
 from pulsesync.loco import payload as payloads
 from pulsesync.loco.gate import LARGEST, Sparse, Visible
 from pulsesync.loco.payload import FORMAT, Coder, Head, describe, read_head, summed_unit
-from pulsesync.model import BLOCK, Sum, TensorSpec
 from tests.helpers import densities, many, orders, seeds, step
 
 BASE = hashlib.sha256(b"base").hexdigest()
@@ -76,7 +76,7 @@ def check_comes_back(coder: Coder, sent: Sparse, unit: int | None) -> Head:
     return head
 
 
-# A reader of its own, from docs/LOCO.md: one entry after the other, in Python's numbers
+# A reader of its own, from docs/loco.md: one entry after the other, in Python's numbers
 
 
 def bits_of(x: float) -> int:
@@ -208,9 +208,9 @@ def test_on_the_grid_the_class_is_the_exponent() -> None:
 def test_descriptions_are_the_same_whatever_chunks_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     theta, momentum = weights(np.random.default_rng(4), 1000)
     expected = describe(theta, momentum)
-    for chunk, threads in ((1, 2), (7, 1), (999, 8), (1000, 2), (1001, 1)):
+    for chunk, count in ((1, 2), (7, 1), (999, 8), (1000, 2), (1001, 1)):
         monkeypatch.setattr(payloads, "CHUNK", chunk)
-        monkeypatch.setattr(parallel, "default_threads", lambda n=threads: n)
+        monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         assert np.array_equal(describe(theta, momentum), expected)
 
 
@@ -313,7 +313,7 @@ def test_the_same_entries_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -
     rng = np.random.default_rng(0)
     one, sent = coder(rng, 2000, "exact"), some_of(rng, 2000, 0.2, "exact")
     data = one.encode("ada", sent, None)
-    monkeypatch.setattr(parallel, "default_threads", lambda: 7)
+    monkeypatch.setattr(threads, "default_threads", lambda: 7)
     assert one.encode("ada", sent, None) == data
 
 

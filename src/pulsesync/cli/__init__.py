@@ -114,8 +114,8 @@ def demo(
             Several trainers meet beside it.
         read: Where workers read, if it is not there: the address of pulse serve or pulse relay.
         link: Of each worker to the store, such as 50mbit; without limit if not given.
-        model: demo; smollm2, which python -m pulsesync.rl.smollm2 .models/smollm2 downloads; or a folder with a Hugging
-            Face checkpoint.
+        model: demo; smollm2, which python -m pulsesync.lab.demo.smollm2 .models/smollm2 downloads; or a folder with a
+            Hugging Face checkpoint.
         device: Where models other than demo compute.
         out: The run's folder, a new one or one that was interrupted; one in runs/, named by the time, if not given.
         replay: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, half a minute.
@@ -124,7 +124,7 @@ def demo(
     from pulsesync.cli.demo import find_model, read_link, read_place
     from pulsesync.cli.demo import replay as play
     from pulsesync.cli.demo import run as work
-    from pulsesync.rl.settings import Settings
+    from pulsesync.lab.demo.settings import Settings
 
     settings = Settings(
         steps=steps, workers=workers, seed=seed, lr=lr or (6e-5 if trainers == 1 else 1e-5), prompts=prompts,
@@ -265,8 +265,8 @@ def experiment(
         out: Folder for recordings and pages; experiments if not given, with --quick experiments-quick.
         steps: Optimizer steps of every arm, instead of its own number.
         seeds: Such as 0,1,2, which is what is run if not given.
-        model: demo; smollm2, which python -m pulsesync.rl.smollm2 .models/smollm2 downloads; or a folder with a Hugging
-            Face checkpoint.
+        model: demo; smollm2, which python -m pulsesync.lab.demo.smollm2 .models/smollm2 downloads; or a folder with a
+            Hugging Face checkpoint.
         device: Where policies compute: cpu or cuda.
         jobs: Arms at a time, each in a process of its own.
         quick: A few small steps of everything, to see that it works.

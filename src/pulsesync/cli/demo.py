@@ -14,13 +14,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from pulsesync.charts import draw
 from pulsesync.cli.options import UsageError, open_place, read_rate
 from pulsesync.errors import PulseError
-from pulsesync.rl import plots, view
-from pulsesync.rl.run import Run
-from pulsesync.rl.settings import Settings
-from pulsesync.rl.view import Line, Story
+from pulsesync.lab.charts import draw
+from pulsesync.lab.demo import plots, view
+from pulsesync.lab.demo.run import Run
+from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.view import Line, Story
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
 OWN = ("port", "secret")  # of every start of a run anew
@@ -34,7 +34,7 @@ def run(settings: Settings, out: Path | None, *, as_json: bool) -> int:
 
 def replay(settings: Settings, out: Path | None, *, as_json: bool) -> int:
     """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
-    from pulsesync.rl.replay import RATE, RECORDED, Recording, ReplayRun
+    from pulsesync.lab.demo.replay import RATE, RECORDED, Recording, ReplayRun
 
     if settings.trainers > 1:
         raise UsageError("--replay plays what one trainer did: leave out --trainers to see it, or --replay to train")
@@ -47,7 +47,7 @@ def replay(settings: Settings, out: Path | None, *, as_json: bool) -> int:
 def pretrain(seed: int, out: Path, *, as_json: bool) -> int:
     """Make the checkpoint that a demo begins with; exit code 0. Raises: PulseError."""
     need_torch()
-    from pulsesync.rl import pretrain as work
+    from pulsesync.lab.demo import pretrain as work
 
     told: Line = {}
     in_place = sys.stdout.isatty() and not as_json
@@ -104,7 +104,7 @@ def find_model(name: str) -> str:
     if not folder.is_dir():
         hint = "give demo, smollm2, or a folder with a checkpoint"
         if name == "smollm2":
-            command = shlex.join([sys.executable, "-m", "pulsesync.rl.smollm2", str(folder)])
+            command = shlex.join([sys.executable, "-m", "pulsesync.lab.demo.smollm2", str(folder)])
             hint = f"{command} downloads it (93 MB) and needs the packages of pip install 'pulsesync[llm]'"
         raise UsageError(f"--model {name}: there is no folder {folder}; {hint}")
     return str(folder)

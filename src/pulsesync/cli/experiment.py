@@ -14,8 +14,8 @@ def experiment(
 ) -> int:  # fmt: skip
     """Run experiments, or list them; exit code 0. Raises: PulseError, if an arm failed; UsageError."""
     need_torch()
-    from pulsesync.study.experiments import __main__ as module
-    from pulsesync.study.experiments import sweeps
+    from pulsesync.lab.study.experiments import __main__ as module
+    from pulsesync.lab.study.experiments import sweeps
 
     unknown = [name for name in names if name not in (*sweeps.EXPERIMENTS, "all", "list")]
     if unknown:

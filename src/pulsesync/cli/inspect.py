@@ -5,15 +5,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pulsesync import chain
-from pulsesync.audit import find_records
 from pulsesync.cli.log import rows, utc
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
 from pulsesync.format.manifest import Kind
-from pulsesync.records import Records, describe
+from pulsesync.maintain.verify import find_records
+from pulsesync.run import keys
+from pulsesync.run.reader import Records, describe
 from pulsesync.store import LocalStore
 
 SHOWN = 100  # versions
@@ -73,7 +73,7 @@ def _version(records: Records, place: str, version: int) -> tuple[dict[str, Any]
     record = records.version(version)
     if record is None:
         raise NothingThereError(f"version {version} is not published in {place}, or not any more")
-    raw = records.store.get(chain.manifest_key(version)).split(b"\n")
+    raw = records.store.get(keys.manifest_key(version)).split(b"\n")
     signed = json.loads(raw[1])["key"] if len(raw) > 1 and raw[1] else None
     parts = [{"part": part.id, "bytes": part.size} for part in record.parts]
     facts = {
@@ -97,7 +97,7 @@ def _part(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     header, sections = container.open_part(data)
     store = LocalStore(path.parent.parent)
     try:
-        layout = layouts.parse(store.get(chain.layout_key(header.layout)))
+        layout = layouts.parse(store.get(keys.layout_key(header.layout)))
     except NotFoundError as e:
         raise FormatError(f"the layout {header.layout[:12]} of this part is not beside it, in ../layouts") from e
     shared, entries = index.parse(sections[0], layout.tile_count, [len(s) for s in sections])

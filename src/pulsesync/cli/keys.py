@@ -8,7 +8,7 @@ from pathlib import Path
 from pulsesync.cli.options import NothingThereError, Printer, UsageError, open_place, read_key
 from pulsesync.errors import PulseError
 from pulsesync.format.signature import SigningKey
-from pulsesync.records import Records
+from pulsesync.run.reader import Records
 
 
 def keygen(file: Path, *, as_json: bool) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from pulsesync.audit import Found, find_records
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
-from pulsesync.records import Records, describe
+from pulsesync.maintain.verify import Found, find_records
+from pulsesync.run.reader import Records, describe
 
 
 def log(run: str, *, trust: str | None, limit: int, as_json: bool) -> int:

@@ -9,11 +9,11 @@ from rich.progress import Progress
 
 from pulsesync.cli.options import NothingThereError, Printer, UsageError, read_rate
 from pulsesync.errors import NotFoundError
-from pulsesync.study.predict import evidence, theory
-from pulsesync.study.predict.evidence import Evidence
-from pulsesync.study.predict.forecast import MOST_STEPS, Optimizer, Training
-from pulsesync.study.predict.models import Model, read_model
-from pulsesync.study.predict.plan import CODECS, GOAL, LITTLE, Plan, make_plan
+from pulsesync.lab.study.predict import evidence, theory
+from pulsesync.lab.study.predict.evidence import Evidence
+from pulsesync.lab.study.predict.forecast import MOST_STEPS, Optimizer, Training
+from pulsesync.lab.study.predict.models import Model, read_model
+from pulsesync.lab.study.predict.plan import CODECS, GOAL, LITTLE, Plan, make_plan
 
 NOT_MEASURED = "not measured"
 _NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
@@ -60,7 +60,7 @@ def _known(optimizer: str) -> Optimizer:
             return name
     raise UsageError(
         f"--optimizer must be one of {', '.join(_BETAS)}; got {optimizer}, for which there is no forecast: "
-        f"{_NO_THEORY[optimizer]}. Record some steps with pulsesync.study.Recorder and show them with pulse study"
+        f"{_NO_THEORY[optimizer]}. Record some steps with pulsesync.lab.study.Recorder and show them with pulse study"
     )
 
 

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from pulsesync.cli.options import Printer, open_place, read_key, size
 from pulsesync.format.patch import CodecName
-from pulsesync.integrations.safetensors import open_checkpoint
-from pulsesync.publisher import Publisher
+from pulsesync.publish.publisher import Publisher
+from pulsesync.state.checkpoint_files import open_checkpoint
 
 
 def publish(

@@ -15,11 +15,11 @@ from rich.progress import Progress
 
 from pulsesync.cli.options import NothingThereError, UsageError, open_place, read_trust
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.study.recording import Recording
-from pulsesync.study.report import rows, tables
-from pulsesync.study.report.page import write_report
-from pulsesync.study.sources import Measuring, files_at, open_recordings, quietly
-from pulsesync.study.sources import Progress as Told
+from pulsesync.lab.study.recording import Recording
+from pulsesync.lab.study.report import rows, tables
+from pulsesync.lab.study.report.page import write_report
+from pulsesync.lab.study.sources import Measuring, files_at, open_recordings, quietly
+from pulsesync.lab.study.sources import Progress as Told
 
 WIDTH = 120  # of tables that do not go to a terminal
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_key, read_trust, size
 from pulsesync.errors import SignatureError, StoreError
-from pulsesync.prune import prune as prune_run
-from pulsesync.records import Records
-from pulsesync.squash import Squasher
+from pulsesync.maintain.prune import prune as prune_run
+from pulsesync.maintain.squash import Squasher
+from pulsesync.run.reader import Records
 
 
 def squash(

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from pulsesync.audit import Audit
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
 from pulsesync.errors import NotFoundError
 from pulsesync.integrations.folder import identify
-from pulsesync.records import Records
+from pulsesync.maintain.verify import Audit
+from pulsesync.run.reader import Records
 
 
 def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:

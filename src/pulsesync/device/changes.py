@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.digest import keys
+from pulsesync.core.types import BLOCK, Sum
 from pulsesync.device.memory import INTEGERS, empty, scan, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Located, Pile
-from pulsesync.digest import keys
 from pulsesync.kernels import cuda
-from pulsesync.model import BLOCK, Sum
 
 SPAN = 512  # changes that a program takes at a time
 SPREAD = 4  # programs for a block

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Bits, Codec, Tile
 from pulsesync.device.changes import SPREAD, Run, find_changes, on_whole
 from pulsesync.device.hot import Listed, Memories, list_hot, mark_hot
 from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned
@@ -20,8 +22,6 @@ from pulsesync.format.index import Table
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
 from pulsesync.kernels import cuda, spec
-from pulsesync.model import BLOCK, Bits, Codec, Tile
-from pulsesync.parallel import spread
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of so many

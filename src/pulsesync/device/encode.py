@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.types import Codec
 from pulsesync.device.changes import Marks, Run
 from pulsesync.device.hot import Hot, Listed, Memories, list_hot, mark_hot
 from pulsesync.device.memory import empty, scan, starts_of, to_host, to_stream, unsigned
@@ -20,7 +21,6 @@ from pulsesync.format.codecs.heads import build_cold, build_many
 from pulsesync.format.index import Table
 from pulsesync.format.predict import Coded
 from pulsesync.kernels import cuda, spec
-from pulsesync.model import Codec
 
 COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
 

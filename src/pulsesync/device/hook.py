@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from pulsesync.device.base import DeviceBases, Shown
+from pulsesync.device.baseline import DeviceBases, Shown
 from pulsesync.device.memory import to_host
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.state import State, Transition
+from pulsesync.state.live import State, Transition
 
 
 class HookState(DeviceState):

@@ -6,15 +6,15 @@ from typing import Any, Protocol
 
 import torch
 
-from pulsesync.device.base import DeviceBases, DeviceDifference, Shown, torch_dtype
+from pulsesync.core.types import Tile
+from pulsesync.device.baseline import DeviceBases, DeviceDifference, Shown, torch_dtype
 from pulsesync.device.pile import rectangle
 from pulsesync.device.state import DeviceState
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName
-from pulsesync.model import Tile
-from pulsesync.slices import Place, Window
-from pulsesync.state import State
+from pulsesync.state.live import State
+from pulsesync.state.slices import Place, Window
 
 
 class Share(Protocol):

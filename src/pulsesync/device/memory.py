@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
-from pulsesync.model import TensorSpec
-from pulsesync.tensors import dtype_name, named
+from pulsesync.state.views import dtype_name, named
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PINNED = 1 << 24  # bytes of an array up to which it goes up through pinned memory

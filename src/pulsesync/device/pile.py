@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.memory import shared, starts_of, to_device, to_stream
-from pulsesync.model import BLOCK, Dtype, Tile
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk

@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from pulsesync.core.types import BLOCK, Bits, Sum, Tile
 from pulsesync.device import decode, memory
 from pulsesync.device.changes import Run, as_sums, compose, device_keys, moves, on_whole
 from pulsesync.device.hot import Hot, Memories, advance, mark_hot
 from pulsesync.device.memory import Mark, Stream, View, to_host, to_stream
 from pulsesync.device.pile import Pile, make_piles
 from pulsesync.errors import FormatError, StateError, VerificationError
+from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.kernels import cuda
-from pulsesync.model import BLOCK, Bits, Sum, Tile
-from pulsesync.slices import Place, Slices
-from pulsesync.state import Body, Snapshot, State, Transition, find_places
-from pulsesync.tensors import named
+from pulsesync.state.live import Snapshot, State, Transition, find_places
+from pulsesync.state.slices import Place, Slices
+from pulsesync.state.views import named
 
 
 @dataclass(frozen=True)

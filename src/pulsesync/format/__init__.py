@@ -1,1 +1,1 @@
-"""Bytes and records: exactly what docs/FORMAT.md says, and no I/O."""
+"""Bytes and records: exactly what docs/format.md says, and no I/O."""

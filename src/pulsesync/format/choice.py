@@ -6,14 +6,14 @@ and their changes may lie anywhere.
 
 from collections.abc import Mapping, Sequence
 
+from pulsesync.core.threads import spread
+from pulsesync.core.types import Codec, Tile
 from pulsesync.format import index
 from pulsesync.format.codecs import dense, gap
 from pulsesync.format.diff import Changed
 from pulsesync.format.index import Table
 from pulsesync.format.predict import Coded
 from pulsesync.format.weights import Overlay, Weights
-from pulsesync.model import Codec, Tile
-from pulsesync.parallel import spread
 
 POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap`
 FEW = 4096  # changes of a part up to which tables may not pay: `gap` is tried as well

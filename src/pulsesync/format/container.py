@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync.core.threads import spread
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
-from pulsesync.parallel import spread
 
 MAGIC = b"\x89PULSE\n\x1a"  # not text, and spoilt by whatever converts line ends
 VERSION = 0x81  # the top bit says draft: no promise yet that later readers know it

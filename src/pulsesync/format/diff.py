@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
+from pulsesync.core.threads import spread
+from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.format.weights import Changes, Weights
-from pulsesync.model import Bits, BlockChange, Tile
-from pulsesync.parallel import spread
 
 
 class Steps(NamedTuple):

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
-from pulsesync.digest import keys
+from pulsesync.core.digest import keys
+from pulsesync.core.threads import spread
+from pulsesync.core.types import Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError
 from pulsesync.format.codecs.context import Memory
 from pulsesync.format.weights import Weights, as_weights
-from pulsesync.model import Bits, BlockChange, Codec, Sum, Tile, TilePatch
-from pulsesync.parallel import spread
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
 

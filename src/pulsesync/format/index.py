@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync.core.types import DTYPES, Codec, Sum
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import tables, wire
-from pulsesync.model import DTYPES, Codec, Sum
 
 MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
 MAX_TABLES = 16

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from pulsesync.core.types import DTYPES, TensorSpec, Tile
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
-from pulsesync.model import DTYPES, TensorSpec, Tile
 
 FORMAT = "pulse-layout/1-draft"
 MAX_BYTES = 1 << 27

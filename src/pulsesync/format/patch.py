@@ -12,7 +12,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from pulsesync import kernels
-from pulsesync.digest import moved
+from pulsesync.core.digest import moved
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index
 from pulsesync.format.choice import choose, dense_of
@@ -23,8 +25,6 @@ from pulsesync.format.index import Entry, Table
 from pulsesync.format.layout import Layout, count_tiles
 from pulsesync.format.predict import Coded, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
-from pulsesync.model import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
-from pulsesync.parallel import spread
 
 CodecName = Literal["auto", "gap", "context", "history", "dense"]
 SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Codec, Tile
 from pulsesync.format import index, tables
 from pulsesync.format.codecs import context
 from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.index import Table
 from pulsesync.format.weights import Weights
-from pulsesync.model import BLOCK, Codec, Tile
-from pulsesync.parallel import spread
 
 
 class Coded(NamedTuple):

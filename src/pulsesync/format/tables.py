@@ -11,8 +11,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync.core.types import Bits
 from pulsesync.kernels import spec
-from pulsesync.model import Bits
 
 TOTAL = 1 << spec.PROBABILITY_BITS
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.model import Bits, BlockChange, Tile, TilePatch
+from pulsesync.core.types import Bits, BlockChange, Tile, TilePatch
 
 
 class Weights(Protocol):

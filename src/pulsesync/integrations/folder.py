@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pulsesync import chain
 from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
@@ -48,7 +47,12 @@ from pulsesync.errors import (
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted
-from pulsesync.integrations.safetensors import (
+from pulsesync.run import keys, planner
+from pulsesync.run.bodies import check_room
+from pulsesync.run.reader import Records, forgetting
+from pulsesync.run.spool import AnchorSpool
+from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.state.checkpoint_files import (
     INDEX,
     SHARD_BYTES,
     Plan,
@@ -60,11 +64,8 @@ from pulsesync.integrations.safetensors import (
     plan_files,
     writing,
 )
-from pulsesync.records import Records, check_room, forgetting
-from pulsesync.spool import AnchorSpool
-from pulsesync.state import State
+from pulsesync.state.live import State
 from pulsesync.store import CachedStore, Store, open_store
-from pulsesync.subscriber import Subscriber, SyncReport
 
 MARK, HISTORY, LOCK, CURRENT, CACHE = "pulse.json", "pulse.history", ".lock", "current", ".cache"
 CACHE_BYTES = 4 << 30
@@ -242,7 +243,7 @@ class HuggingFaceFolder:
         """
         records = Records(self.store, self.trust)
         try:
-            anchor = chain.find_way(None, goal, records.look)[0]
+            anchor = planner.find_way(None, goal, records.look)[0]
         except MissingLinkError:
             if goal.anchor is None:
                 raise records.no_anchor(goal) from None
@@ -284,7 +285,7 @@ class HuggingFaceFolder:
         return "nothing"
 
     def _fetch(self, file: FileRef) -> bytes:
-        key = chain.file_key(file.id)
+        key = keys.file_key(file.id)
         with forgetting(self.store, key):
             data = self.store.get(key, 0, file.size + 1)
             if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.id:

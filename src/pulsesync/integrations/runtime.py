@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Grid
-from pulsesync.model import TensorSpec
-from pulsesync.shards import Placed
-from pulsesync.slices import Slice, Slices, Span
-from pulsesync.tensors import view_bits
+from pulsesync.state.sharding import Placed
+from pulsesync.state.slices import Slice, Slices, Span
+from pulsesync.state.views import view_bits
 
 VOCAB_PADDING = 64  # both engines pad the vocabulary to a multiple of this, then divide it by the ranks
 

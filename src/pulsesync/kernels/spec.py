@@ -1,4 +1,4 @@
-"""The constants of the format that kernels share; docs/FORMAT.md gives the reasons.
+"""The constants of the format that kernels share; docs/format.md gives the reasons.
 
 numba caches compiled kernels by the age of their own file alone: after changing a number here, touch `cpu.py` and
 `coder.py` too. The tests hold them to `reference` and fail if you forget.

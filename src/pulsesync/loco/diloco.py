@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core.threads import finish
 from pulsesync.errors import MissingLinkError, StateError
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.gate import Everything, Rule, Visible
 from pulsesync.loco.meeting import Held, Meeting, Met, RoundReport
 from pulsesync.loco.outer import SGD, Nesterov, mean_of
 from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, diverges
-from pulsesync.parallel import finish
 
 logger = logging.getLogger(__name__)
 

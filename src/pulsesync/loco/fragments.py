@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.loco.gate import F32
-from pulsesync.model import TensorSpec
 
 
 class Tensors:

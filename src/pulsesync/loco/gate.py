@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.parallel import spread
+from pulsesync.core.threads import spread
 
 F32 = NDArray[np.float32]
 LARGEST = (1 << 15) - 1  # of a rounded value, in units; what goes beyond stays in the residual

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pulsesync.collective import Collective
 from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, StateError, VerificationError
+from pulsesync.group.collective import Collective
 from pulsesync.loco.exchange import Letter
 from pulsesync.loco.gate import F32, Sparse, Split
 from pulsesync.loco.outer import aggregate

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core.threads import finish
 from pulsesync.errors import MissingLinkError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.fragments import Tensors, check_covered, fragments_of
@@ -16,7 +17,6 @@ from pulsesync.loco.gate import F32, Rule, Sparse, Split, update
 from pulsesync.loco.outer import SGD
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, diverges, read_part
-from pulsesync.parallel import finish
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pulsesync.core.threads import spread
 from pulsesync.loco.gate import CHUNK, F32, Sparse
-from pulsesync.parallel import spread
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 An entry fires where theta lies close to the border of its BF16 value, and mostly across that border. So each entry is
 described by how far the near border is, in octaves, and by whether the outer momentum points there; *which* entries
 fired, with what sign, and how large they are is then coded like a weight patch whose old weights are those
-descriptions (`pulsesync.format`). What is left of an exact value, its mantissa, follows as it is. docs/LOCO.md has the
+descriptions (`pulsesync.format`). What is left of an exact value, its mantissa, follows as it is. docs/loco.md has the
 bytes.
 """
 
@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.digest import moved
+from pulsesync.core.digest import moved
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -23,8 +25,6 @@ from pulsesync.format.layout import Layout, load_json
 from pulsesync.format.tables import apply_steps
 from pulsesync.format.weights import as_weights
 from pulsesync.loco.gate import CHUNK, F32, LARGEST, LOWEST_UNIT, Sparse, bf16
-from pulsesync.model import BLOCK, Bits, BlockChange, Sum, TensorSpec
-from pulsesync.parallel import spread
 
 FORMAT = "pulse-loco/1-draft"
 MAX_HEAD_BYTES = 1 << 12

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pulsesync.digest import count_tile
+from pulsesync.core.digest import count_tile
+from pulsesync.core.types import TensorSpec
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
 from pulsesync.loco.gate import F32, Sparse
 from pulsesync.loco.outer import SGD, mean_of
-from pulsesync.model import TensorSpec
 
 FORMAT = "pulse-loco-state/1-draft"
 MAX_HEAD_BYTES = 1 << 20

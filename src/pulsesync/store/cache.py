@@ -378,7 +378,7 @@ def _name(key: str, what: int | str) -> str:
 
 
 def _is_named_by(key: str, size: int, pieces: Iterator[bytes]) -> bool:
-    """Return whether the content of these pieces is what a content-addressed key names: see docs/PROTOCOL.md."""
+    """Return whether the content of these pieces is what a content-addressed key names: see docs/protocol.md."""
     kind, _, name = key.partition("/")
     sections = [(size, name)]
     front = b""

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import BLOCK, DTYPES, Bits
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.codecs import context
 from pulsesync.format.codecs.context import BlockStream, Memory, Payload
 from pulsesync.format.index import Table
 from pulsesync.kernels import cpu
-from pulsesync.model import BLOCK, DTYPES, Bits
 from tests.helpers import classes, near, nudge, seeds
 
 BF16 = DTYPES["BF16"]

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import BLOCK, Bits
 from pulsesync.errors import FormatError
 from pulsesync.format.codecs import dense
-from pulsesync.model import BLOCK, Bits
 from pulsesync.testing import random_bits
 from tests.helpers import seeds
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core.types import BLOCK, DTYPES, Dtype
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
 from pulsesync.format.codecs import context, heads
 from pulsesync.format.codecs.context import Heads
-from pulsesync.model import BLOCK, DTYPES, Dtype
 from tests.helpers import many, seeds
 
 BF16 = DTYPES["BF16"]

@@ -2,7 +2,7 @@
 
 Weights whose old magnitude class is below a cut are *hot*: each is one decision (unchanged, or which step) of an
 entropy coder, under a table chosen by its class and, in `history`, by the patch that last changed it; its last
-direction turns the sign. The few changes of cold weights are written as gaps and steps. docs/FORMAT.md has the bytes.
+direction turns the sign. The few changes of cold weights are written as gaps and steps. docs/format.md has the bytes.
 """
 
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Dtype
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.index import Table
 from pulsesync.kernels import spec
-from pulsesync.model import BLOCK, Bits, BlockChange, Dtype
 
 NO_HISTORY = np.empty(0, np.uint8)
 NO_COLD = np.empty(0, np.int64)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from pulsesync.core.types import BLOCK, Bits
 from pulsesync.format import wire
-from pulsesync.model import BLOCK, Bits
 
 MAX_RATIO = 1 << 15  # of weights to payload, in bytes: a zstd block of 128 KiB has at least 4 bytes
 MIN_BYTES = 2  # of a payload: a plane has a kind and content

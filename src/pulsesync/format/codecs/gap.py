@@ -7,9 +7,9 @@ values, lowest first. Planes are zstd frames where that is shorter. Needs no old
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError
 from pulsesync.format import wire
-from pulsesync.model import Bits
 
 
 def encode(positions: NDArray[np.int64], values: Bits) -> bytes:

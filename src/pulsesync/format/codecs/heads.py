@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync.core.types import BLOCK, Dtype
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
 from pulsesync.format.codecs.context import parse_blocks
 from pulsesync.kernels import spec
-from pulsesync.model import BLOCK, Dtype
 
 
 def build_many(

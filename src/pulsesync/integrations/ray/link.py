@@ -5,10 +5,10 @@ from typing import Any
 from pulsesync.errors import GroupError
 from pulsesync.integrations.ray.store import RayStore
 from pulsesync.integrations.ray.team import ActorTeam
-from pulsesync.publisher import Publisher, PublishReport
-from pulsesync.sharded import ShardedPublisher
+from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.publish.sharded import ShardedPublisher
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import RetryStore, Store, open_store
-from pulsesync.subscriber import Subscriber
 
 
 class Link:

@@ -20,10 +20,10 @@ from pulsesync.errors import StateError
 from pulsesync.format.patch import CodecName
 from pulsesync.integrations.ray.cluster import ray
 from pulsesync.integrations.ray.link import Link
-from pulsesync.prune import prune
-from pulsesync.publisher import Publisher, PublishReport
-from pulsesync.records import Records
-from pulsesync.subscriber import Subscriber, SyncReport
+from pulsesync.maintain.prune import prune
+from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.run.reader import Records
+from pulsesync.run.subscriber import Subscriber, SyncReport
 
 KEEP_VERSIONS = 16  # of a run in Ray's object store, at least: env-runners are a version behind, or begin anew
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core.types import Bits
 from pulsesync.errors import ConflictError, NotFoundError, PulseError, StoreError
 from pulsesync.integrations.ray.cluster import find_actor, kill_actor, named_actor, ray
-from pulsesync.model import Bits
 from pulsesync.store.base import Entry
 from pulsesync.store.keys import check_key, check_prefix
 

@@ -3,14 +3,7 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import (
-    CHUNK,
-    CHUNK_BITS,
-    FIRST_SEED,
-    SECOND_SEED,
-    load_bits,
-    store_bits,
-)
+from pulsesync.kernels.gpu.words import CHUNK, CHUNK_BITS, FIRST_SEED, SECOND_SEED, load_bits, store_bits
 
 
 @triton.jit

@@ -12,7 +12,7 @@ After every event it is checked that
 - no record or body is ever overwritten with other bytes, and a prune leaves a way to the newest version;
 - nothing but a PulseError was raised;
 and at the end, with all faults gone, that the run can be taken up, squashed, joined and pruned, that every worker
-reaches the newest version, and that joining costs no more records than docs/PROTOCOL.md says.
+reaches the newest version, and that joining costs no more records than docs/protocol.md says.
 
 A schedule that breaks one of these raises an AssertionError with all its events, and the command that repeats it:
 
@@ -26,9 +26,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pulsesync.publisher import Publisher
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import MemoryStore, Store
-from pulsesync.subscriber import Subscriber
 from pulsesync.testing.simulator.actors import Arrays, Content, Model, Process, Trainer, Worker, bits
 from pulsesync.testing.simulator.checks import check
 from pulsesync.testing.simulator.ending import finish

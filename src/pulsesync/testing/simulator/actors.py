@@ -11,10 +11,10 @@ import numpy as np
 
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
-from pulsesync.publisher import Publisher, PublishReport
-from pulsesync.state import State
-from pulsesync.subscriber import Subscriber
-from pulsesync.tensors import view_bits
+from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.live import State
+from pulsesync.state.views import view_bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.line import Line
 from pulsesync.testing.updates import random_bits

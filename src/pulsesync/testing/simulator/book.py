@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from pulsesync import chain
+from pulsesync.format import epochs
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import Kind, Manifest
 from pulsesync.store import Store
@@ -41,7 +41,7 @@ class Book:
             assert (record.base.version, record.base.digest) == (last.version, last.digest), (
                 f"version {version} has version {record.base.version} for its base, with another digest, or another one"
             )
-            assert (record.epoch, record.index) == chain.position(last), f"version {version} is out of place"
+            assert (record.epoch, record.index) == epochs.position(last), f"version {version} is out of place"
         else:
             assert record.epoch == (last.epoch + 1 if last else 0), f"root {version} is out of place"
         assert last is None or record.run == last.run, f"version {version} is of another run"

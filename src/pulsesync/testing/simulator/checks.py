@@ -4,12 +4,13 @@ Two things are looked at as they happen instead: `Ledger` sees that nothing is o
 follow from each other.
 """
 
-from pulsesync import chain
 from pulsesync.errors import PulseError
 from pulsesync.format import layout as layouts
+from pulsesync.format.body import Body
 from pulsesync.format.manifest import Kind
-from pulsesync.state import Body, State
-from pulsesync.subscriber import Subscriber, SyncReport
+from pulsesync.run import keys
+from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.state.live import State
 from pulsesync.testing.simulator.actors import Trainer, Worker
 from pulsesync.testing.simulator.line import BODIES, Crash
 from pulsesync.testing.simulator.world import World
@@ -23,7 +24,7 @@ def check(world: World) -> None:
         check_trainer(world, trainer)
     there = {entry.key for prefix in BODIES for entry in world.truth.list(prefix)}
     for key, record in world.book.stored():
-        named = [chain.layout_key(record.layout), *(chain.part_key(part.id) for part in record.parts)]
+        named = [keys.layout_key(record.layout), *(keys.part_key(part.id) for part in record.parts)]
         lacking = [one for one in named if one not in there]
         assert not lacking, f"{key} is there without {lacking[0]}"
 
@@ -71,8 +72,8 @@ def audit(world: World) -> None:
     for key, record in world.book.stored():
         if record.kind == Kind.VERSION:
             continue
-        layout = layouts.parse(world.truth.get(chain.layout_key(record.layout)))
-        parts = [Body.of(world.truth.get(chain.part_key(part.id)), layout, part.id) for part in record.parts]
+        layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)))
+        parts = [Body.of(world.truth.get(keys.part_key(part.id)), layout, part.id) for part in record.parts]
         arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
         state = State.attach(arrays, layout)
         if record.base is None:

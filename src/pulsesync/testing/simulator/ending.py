@@ -3,9 +3,9 @@
 from collections import Counter
 from contextlib import suppress
 
-from pulsesync import chain
 from pulsesync.errors import AnotherPublisherError, StoreError
-from pulsesync.squash import Squasher
+from pulsesync.maintain.squash import Squasher
+from pulsesync.run import keys
 from pulsesync.testing.simulator.actors import Process, Trainer, Worker
 from pulsesync.testing.simulator.checks import audit, check, check_synced, check_worker
 from pulsesync.testing.simulator.events import describe_prune, prune_with
@@ -39,8 +39,8 @@ def finish(world: World) -> None:
     world.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
     audit(world)
     kept = {entry.key for entry in world.truth.list("manifests/")}
-    hints = [head for head in world.ledger.heads if chain.manifest_key(int(head)) in kept]
-    world.truth.put(chain.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))  # it may lag, or say anything
+    hints = [head for head in world.ledger.heads if keys.manifest_key(int(head)) in kept]
+    world.truth.put(keys.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))  # it may lag, or say anything
     for worker in world.workers:
         _arrive(world, worker)
     _join_cheaply(world)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from pulsesync.prune import PruneReport, prune
-from pulsesync.squash import Squasher
+from pulsesync.maintain.prune import PruneReport, prune
+from pulsesync.maintain.squash import Squasher
 from pulsesync.store import Store
 from pulsesync.testing.simulator import trainers, workers
 from pulsesync.testing.simulator.actors import Process

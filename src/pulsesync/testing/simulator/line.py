@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from pulsesync import chain
 from pulsesync.errors import ConflictError, StoreError
+from pulsesync.run import keys
 from pulsesync.store import Entry, Store
 
 RECORDS = ("manifests/", "anchors/", "squashes/")
@@ -48,7 +48,7 @@ class Ledger:
         if key.startswith(BODIES):
             assert self._bodies.setdefault(key, bytes(data)) == bytes(data), f"{key} gets another content"
         self.store.put(key, data)
-        if key == chain.HEAD:
+        if key == keys.HEAD:
             self.heads.append(bytes(data))
 
     def create(self, key: str, data: bytes) -> None:
@@ -99,7 +99,7 @@ class Line:
         self._alarms[self.calls + calls] = "before", event
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        if key == chain.HEAD and self.ledger.heads and self._rng.random() < self.stale:
+        if key == keys.HEAD and self.ledger.heads and self._rng.random() < self.stale:
             self.faults["stale"] += 1
             old = self._rng.choice(self.ledger.heads)
             return self._call(lambda: old[begin:end])

@@ -5,7 +5,7 @@ from contextlib import suppress
 import numpy as np
 
 from pulsesync.errors import AnotherPublisherError, PulseError
-from pulsesync.publisher import Publisher
+from pulsesync.publish.publisher import Publisher
 from pulsesync.testing.simulator.actors import Content, Trainer, bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.world import World

@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from pulsesync.errors import VerificationError
-from pulsesync.state import State
-from pulsesync.subscriber import Subscriber
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.live import State
 from pulsesync.testing.simulator.actors import Arrays, Content, Worker, bits
 from pulsesync.testing.simulator.checks import check_synced
 from pulsesync.testing.simulator.executors import InlineExecutor

@@ -15,14 +15,17 @@ from unittest import mock
 
 import numpy as np
 
-from pulsesync import anchors, chain, parallel, publisher, spool, subscriber, tip
-from pulsesync import prune as pruning
+from pulsesync.core import threads
 from pulsesync.errors import PulseError, RunChangedError
+from pulsesync.format import epochs
 from pulsesync.format.signature import SigningKey
-from pulsesync.publisher import Publisher
-from pulsesync.squash import Squasher
+from pulsesync.maintain import prune as pruning
+from pulsesync.maintain.squash import Squasher
+from pulsesync.publish import anchors, commit, publisher
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run import spool, subscriber
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store
-from pulsesync.subscriber import Subscriber
 from pulsesync.testing.faults import FaultyStore
 from pulsesync.testing.simulator.actors import Model, Process, Trainer, Worker
 from pulsesync.testing.simulator.book import Book
@@ -87,15 +90,15 @@ class World:
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-simulator-", dir=fast)))
             for where, name, value in (
-                (chain, "EPOCH_PATCHES", self.epoch_patches),
+                (epochs, "EPOCH_PATCHES", self.epoch_patches),
                 (anchors, "PART_BYTES", PART_BYTES),
-                (parallel, "default_threads", lambda: 1),
+                (threads, "default_threads", lambda: 1),
                 (spool, "DOWNLOADS", 1),
                 (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
-                (tip, "time", times),
-                (tip, "secrets", chance),
+                (commit, "time", times),
+                (commit, "secrets", chance),
                 (pruning, "secrets", chance),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))

@@ -1,0 +1,1 @@
+"""What every other module builds on: types, the digest of a state, threads, temporary folders."""

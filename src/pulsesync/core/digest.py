@@ -1,0 +1,113 @@
+"""The positional digest of a state: is this, bit for bit, the state that was published?
+
+A tensor's digest is two sums, modulo 2^64, over its 16-bit units (its bytes, for one-byte dtypes) of unit times a key
+that belongs to the unit's place. So it is the sum of its tiles', changes with O(changed) work, and is recounted by one
+sequential read. It tells accident, not attack: who knows the keys can make two states agree; signatures are for that.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync import kernels
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
+from pulsesync.kernels import spec
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_RUN = 1 << 24  # units recounted by one task
+
+
+@cache
+def keys() -> NDArray[np.uint32]:
+    """The keys of the 4,096 places in a chunk, for both sums: the upper halves of splitmix64's output, never 0."""
+    out = np.empty((2, 1 << spec.CHUNK_BITS), np.uint32)
+    for word, seed in enumerate(spec.PLACE_SEEDS):
+        for place in range(1 << spec.CHUNK_BITS):
+            z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _MASK
+            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+            out[word, place] = (z ^ (z >> 31)) >> 32 | 1
+    return out
+
+
+def _units(bits: Bits) -> Bits:
+    """View elements of 2, 4 or 8 bytes as their 16-bit units, low one first; bytes stay bytes."""
+    return bits.view(np.uint16) if bits.itemsize > 1 else bits
+
+
+def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
+    """Count the digest of a tile from all its weights; flat is the whole tensor."""
+    units = _units(flat)
+    per = units.size // flat.size if flat.size else 1
+    start, stride, columns = tile.start * per, tile.tensor.columns * per, tile.columns * per
+    rows = tile.rows
+    if tile.contiguous:
+        rows, columns = 1, tile.size * per
+    loop = kernels.active().digest_rectangle
+
+    def part(piece: tuple[int, int, int]) -> Sum:
+        begin, some_rows, some_columns = piece
+        return Sum(*map(int, loop(units, begin, some_rows, some_columns, stride, keys())))
+
+    if rows == 1:
+        pieces = [(start + i, 1, min(_RUN, columns - i)) for i in range(0, columns, _RUN)]
+    else:
+        some = max(1, _RUN // max(columns, 1))
+        pieces = [(start + i * stride, min(some, rows - i), columns) for i in range(0, rows, some)]
+    return sum_up(spread(part, pieces, threads))
+
+
+def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
+    """Count the digest of one block of a tile, given its weights: blocks add up to their tile."""
+    if not tile.contiguous:
+        positions = np.arange(bits.size, dtype=np.uint32)
+        change = BlockChange(number, positions, np.zeros_like(bits), bits)
+        return _moved(TilePatch(tile, Codec.DENSE, ()), change) if bits.size else Sum(0, 0)
+    units = _units(bits)
+    per = units.size // bits.size if bits.size else 1
+    start = (tile.start + number * BLOCK) * per
+    counted = kernels.active().digest_rectangle(units, start, 1, units.size, units.size, keys(), start)
+    return Sum(*map(int, counted))
+
+
+def moved(patch: TilePatch) -> Sum:
+    """How a tile's digest moves by a patch: O(changed)."""
+    return sum_up(_moved(patch, block) for block in patch.blocks)
+
+
+def _moved(patch: TilePatch, block: BlockChange) -> Sum:
+    old, new = _units(block.old), _units(block.new)
+    indices = patch.flat_indices(block).view(np.uint64)
+    per = old.size // block.old.size
+    if per > 1:
+        indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
+    return Sum(*map(int, kernels.active().digest_change(indices, old, new, keys())))
+
+
+def sum_up(sums: Iterable[Sum]) -> Sum:
+    total = Sum(0, 0)
+    for one in sums:
+        total += one
+    return total
+
+
+def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
+    """Hash name, dtype, shape and sum of every tensor, in name order, as 64 hexadecimal digits: O(tiles)."""
+    by_name: dict[str, tuple[TensorSpec, Sum]] = {}
+    for tile in tiles:
+        name, total = tile.tensor.name, sums[tile.ordinal]
+        by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
+    parts = [(name.encode(), _named(tensor) + total.to_bytes()) for name, (tensor, total) in by_name.items()]
+    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in sorted(parts))))).hexdigest()
+
+
+@lru_cache(1 << 16)
+def _named(tensor: TensorSpec) -> bytes:
+    """Name, dtype and shape of a tensor, as they are hashed."""
+    encoded = tensor.name.encode()
+    shape = b"".join(n.to_bytes(8, "little") for n in tensor.shape)
+    return len(encoded).to_bytes(4, "little") + encoded + bytes([tensor.kind.code, len(tensor.shape)]) + shape

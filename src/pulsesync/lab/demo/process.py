@@ -1,0 +1,64 @@
+"""The processes of a run: `python -m pulsesync.lab.demo.process FOLDER trainer`, trainer-1, or a worker's number."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from pulsesync.errors import PulseError, StoreError
+from pulsesync.lab.demo.rounds import Peer
+from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.trainer import Trainer
+from pulsesync.lab.demo.worker import Worker
+from pulsesync.run.warmup import warm_up
+
+WRONG = 3  # exit code: a check failed, and the run must stop
+
+
+def _end_with_parent(parent: int) -> None:
+    """Nobody is left to tell the steps to, or to start what dies."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _process(folder: Path, role: str) -> Trainer | Peer | Worker:
+    name, _, number = role.partition("-")
+    if name != "trainer":
+        return Worker(folder, int(name))
+    return Trainer(folder) if Settings.load(folder).trainers == 1 else Peer(folder, int(number or 0))
+
+
+def main() -> int:
+    """Run one process; exit code 3 for an error that must stop the whole run."""
+    folder, role = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)  # several processes share the machine; and sums come out the same every time
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        warm_up()
+        _process(folder, role).run()
+    except PulseError as e:
+        print(f"{role}: {type(e).__name__}: {e}", file=sys.stderr)
+        return 1 if isinstance(e, StoreError) and e.retryable else WRONG
+    except ConnectionError as e:
+        print(f"{role}: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    Threads that still answer somebody may be inside torch, and where the interpreter ends them there, they abort it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

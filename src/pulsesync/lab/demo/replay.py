@@ -1,0 +1,183 @@
+"""A recorded run played again, across processes: what real training at a real learning rate costs to send. No torch.
+
+The trainer's process publishes the recorded states one after another, and waits each time until every worker's process
+has followed; each says in a file of the run's folder what it holds. Both may die and be started again.
+
+The recording is a slice of GRPO on SmolLM2-135M at 3e-6, six whole tensors over 15 steps, and part of the package;
+data/README.md describes it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.errors import ChecksumError, PulseError
+from pulsesync.lab.demo.run import WRONG, Run
+from pulsesync.lab.demo.settings import Settings
+from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.run.reader import Records
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.run.warmup import warm_up
+from pulsesync.store import Store, ThrottledStore, open_store
+
+RECORDED = Path(__file__).parent / "data" / "grpo-slice.npz"
+RATE = 3e-6  # at which it was recorded
+POLL_S = 0.02
+
+State = dict[str, NDArray[Any]]
+
+
+class ReplayRun(Run):
+    """The processes of a replay; settings.model is the recording."""
+
+    def _start(self, name: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "pulsesync.lab.demo.replay", str(self.folder), name],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The states of a run: where it began, and what changed in each step."""
+
+    shapes: dict[str, tuple[int, ...]]
+    start: NDArray[np.uint16]  # all tensors, end to end
+    changes: list[tuple[NDArray[np.int64], NDArray[np.uint16]]]  # positions, old XOR new
+
+    @classmethod
+    def load(cls, path: Path) -> "Recording":
+        """Read a recording. Raises: ChecksumError, if its steps do not lead to the state that it says."""
+        with np.load(path, allow_pickle=False) as file:
+            starts = {str(name): file[f"start/{name}"] for name in file["names"]}
+            steps = sum(key.startswith("gaps/") for key in file.files)
+            changes = [
+                (np.cumsum(file[f"gaps/{n}"].astype(np.int64) + 1) - 1, file[f"flips/{n}"]) for n in range(steps)
+            ]
+            expected = str(file["final_sha256"])
+        flat = np.concatenate([bits.reshape(-1) for bits in starts.values()])
+        recording = cls({name: bits.shape for name, bits in starts.items()}, flat, changes)
+        end = flat.copy()
+        for positions, flips in changes:
+            end[positions] ^= flips
+        actual = hashlib.sha256(end.astype("<u2").tobytes()).hexdigest()
+        if actual != expected:
+            raise ChecksumError(f"{path}: its steps lead to another state", expected=expected, actual=actual)
+        return recording
+
+    def states(self) -> Iterator[State]:
+        """The start, and the state after each step, in the same arrays all the time."""
+        flat = self.start.copy()
+        yield self.split(flat)
+        for positions, flips in self.changes:
+            flat[positions] ^= flips
+            yield self.split(flat)
+
+    def split(self, flat: NDArray[np.uint16]) -> State:
+        """Views of all tensors in one array of their bits."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()])
+        parts = np.split(flat.view(ml_dtypes.bfloat16), ends[:-1])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+
+def publish(folder: Path, settings: Settings) -> None:
+    """The trainer's process: publish each state, and write down what it took and where the workers are."""
+    store, written = open_store(settings.store), folder / "steps.jsonl"
+    newest = Records(store, None).newest()
+    if newest is not None and not (folder / "spool").exists():
+        raise PulseError(f"there is a run at {settings.store} already: a replay needs a place of its own")
+    done = newest.step if newest is not None else -1
+    with Publisher(store, spool=folder / "spool") as publisher:
+        for step, state in enumerate(Recording.load(Path(settings.model)).states()):
+            if done < step <= settings.steps:
+                began = time.perf_counter()
+                report = publisher.publish(state, step=step)
+                published = time.perf_counter()
+                workers = _wait_for(folder, settings, step)
+                if step:
+                    line = _line(report, publisher.digest, workers, published - began, time.perf_counter() - published)
+                    with written.open("a") as out:
+                        out.write(json.dumps(line) + "\n")
+
+
+def _wait_for(folder: Path, settings: Settings, version: int) -> dict[str, Any]:
+    """The workers' states, once all of them hold a version."""
+    while True:
+        states = {}
+        for number in range(settings.workers):
+            path = folder / f"worker-{number}.json"
+            if path.exists():
+                states[f"worker {number}"] = json.loads(path.read_text())
+        if len(states) == settings.workers and all(state["version"] >= version for state in states.values()):
+            return states
+        time.sleep(POLL_S)
+
+
+def _line(
+    report: PublishReport, digest: str | None, workers: dict[str, Any], publish_s: float, wait_s: float
+) -> dict[str, Any]:
+    return {
+        "step": report.step, "time": time.time(), "reward": None, "behind": 0.0, "version": report.version,
+        "digest": digest, "changed": report.changed, "total": report.total, "size_bytes": report.payload_bytes,
+        "full_bytes": report.full_bytes, "publish_s": publish_s, "train_s": 0.0, "wait_s": wait_s, "workers": workers,
+    }  # fmt: skip
+
+
+def follow(folder: Path, settings: Settings, number: int) -> None:
+    """A worker's process: knows names and shapes; everything else it has from the store. Verifies every version."""
+    recording = Recording.load(Path(settings.model))
+    held = recording.split(np.zeros_like(recording.start))
+    store: Store = open_store(settings.read or settings.store)
+    if settings.link is not None:
+        store = ThrottledStore(store, settings.link)
+    subscriber = Subscriber(store, cache=folder / f"cache-{number}")
+    state: dict[str, Any] = {
+        "version": -1, "counted": -1, "synced": 0, "fetched_bytes": 0, "generate_s": 0.0, "sync_s": 0.0,
+        "pause_s": 0.0, "wait_s": 0.0,
+    }  # fmt: skip
+    began = time.perf_counter()
+    for report in subscriber.watch(held, wait_s=math.inf, interval_s=POLL_S, max_interval_s=POLL_S):
+        state["version"] = report.version
+        state["synced"] += 1
+        state["fetched_bytes"] += report.fetched_bytes
+        state["pause_s"] += report.apply_s
+        state["sync_s"] += report.fetch_s + report.prepare_s + report.apply_s
+        state["wait_s"] = time.perf_counter() - began - state["sync_s"]
+        if state["synced"] % settings.recount_every == 1 or report.version == settings.steps:
+            subscriber.verify(held)
+            state["counted"] = report.version
+        new = folder / f"worker-{number}.new"
+        new.write_text(json.dumps(state))
+        new.rename(folder / f"worker-{number}.json")
+        if report.version >= settings.steps:
+            return
+
+
+def main() -> int:
+    """Run one process of a replay: `python -m pulsesync.lab.demo.replay FOLDER trainer`, or a worker's number."""
+    folder, role = Path(sys.argv[1]), sys.argv[2]
+    settings = Settings.load(folder)
+    try:
+        warm_up()
+        publish(folder, settings) if role == "trainer" else follow(folder, settings, int(role))
+    except PulseError as e:
+        sys.stderr.write(f"{role}: {type(e).__name__}: {e}\n")
+        return WRONG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""How weights get from trainer to workers: by PULSESync, or whole each time, which is what it is compared with.
+
+Both ends of both ways do the same: `publish` makes a version of a policy's BF16 values, `fetch` brings a policy to one.
+"""
+
+import hashlib
+import time
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pulsesync.errors import ChecksumError, NotFoundError, NothingPublishedError, VerificationError
+from pulsesync.lab.demo.settings import Settings
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.store import Store, ThrottledStore, open_store
+
+HEAD = "full/head"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A version that was published."""
+
+    version: int
+    digest: str
+    changed: int | None  # weights; unknown where all are sent
+    total: int
+    size_bytes: int
+    full_bytes: int
+    seconds: float
+
+    def facts(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Got:
+    """A version that a worker now has."""
+
+    version: int
+    digest: str
+    fetched_bytes: int
+    seconds: float
+    pause_s: float  # in which the weights were being written
+
+
+class Sender(Protocol):
+    """The trainer's end."""
+
+    def publish(self, policy: nn.Module, step: int, last: bool) -> Sent:
+        """Make a version, or, unless it is the last, leave the step for a later one."""
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """A worker's end. It holds the BF16 values; the policy gets them in the dtype it computes in."""
+
+    def fetch(self, policy: nn.Module, version: int | None) -> Got | None:
+        """Bring a policy to a version, or to the newest; None if there is none yet."""
+
+    def recount(self) -> str:
+        """Count the digest of what is held. Raises: VerificationError, if it is not the version's."""
+
+
+def sender(settings: Settings, spool: str) -> Sender:
+    store = open_store(settings.store)
+    return PulseSender(store, spool, settings.publish_every) if settings.sync == "pulse" else FullSender(store)
+
+
+def receiver(settings: Settings, cache: str) -> Receiver:
+    store = open_store(settings.read or settings.store)
+    if settings.link is not None:
+        store = ThrottledStore(store, settings.link)
+    return PulseReceiver(store, cache) if settings.sync == "pulse" else FullReceiver(store)
+
+
+def values(policy: nn.Module) -> dict[str, Tensor]:
+    """A policy's weights as they are published."""
+    return {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in policy.state_dict().items()}
+
+
+def _give(policy: nn.Module, held: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, weight in policy.state_dict().items():
+            weight.copy_(held[name])
+
+
+class PulseSender:
+    """A Publisher, told to cast the FP32 masters."""
+
+    def __init__(self, store: Store, spool: str, publish_every: int) -> None:
+        self._publisher = Publisher(store, spool=spool, cast="BF16", publish_every=publish_every)
+        self._last: Sent | None = None
+
+    def publish(self, policy: nn.Module, step: int, last: bool) -> Sent:
+        began = time.perf_counter()
+        report = self._publisher.publish({k: v.cpu() for k, v in policy.state_dict().items()}, step=step, now=last)
+        if report.version is None:  # it goes into a later version
+            assert self._last is not None
+            return self._last
+        self._last = Sent(
+            report.version, self._publisher.digest or "", report.changed, report.total, report.payload_bytes,
+            report.full_bytes, time.perf_counter() - began,
+        )  # fmt: skip
+        return self._last
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class PulseReceiver:
+    """A Subscriber, and the tensors it keeps."""
+
+    def __init__(self, store: Store, cache: str) -> None:
+        self._subscriber = Subscriber(store, cache=cache)
+        self._held: dict[str, Tensor] = {}
+
+    def fetch(self, policy: nn.Module, version: int | None) -> Got | None:
+        began = time.perf_counter()
+        if not self._held:
+            self._held = values(policy)  # if these are a published start, as the base checkpoint is, it starts there
+        try:
+            report = self._subscriber.sync(self._held, version=version)
+        except NothingPublishedError:
+            return None
+        if report.path:
+            _give(policy, self._held)
+        pause = report.apply_s
+        return Got(report.version, report.digest, report.fetched_bytes, time.perf_counter() - began, pause)
+
+    def recount(self) -> str:
+        return self._subscriber.verify(self._held)
+
+
+class FullSender:
+    """All weights, every time: one object a version, and a hint at the newest."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._version = _newest(store)
+
+    def publish(self, policy: nn.Module, step: int, last: bool) -> Sent:
+        began = time.perf_counter()
+        data = _bytes(values(policy))
+        self._version += 1
+        self._store.put(_key(self._version), data)
+        self._store.put(HEAD, str(self._version).encode())
+        total = len(data) // 2
+        return Sent(
+            self._version, hashlib.sha256(data).hexdigest(), None, total, len(data), len(data),
+            time.perf_counter() - began,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        pass
+
+
+class FullReceiver:
+    """Fetches whole versions."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._held: dict[str, Tensor] = {}
+        self._got: Got | None = None
+
+    def fetch(self, policy: nn.Module, version: int | None) -> Got | None:
+        began = time.perf_counter()
+        wanted = _newest(self._store) if version is None else version
+        if wanted < 0:
+            return None
+        if self._got is not None and self._got.version == wanted:
+            return self._got
+        data = self._store.get(_key(wanted))
+        held = values(policy)
+        if len(data) != sum(2 * weight.numel() for weight in held.values()):
+            raise ChecksumError(f"version {wanted} has {len(data)} bytes, which are not this policy's", version=wanted)
+        at = 0
+        for _, weight in sorted(held.items()):
+            bits = torch.frombuffer(bytearray(data[at : at + 2 * weight.numel()]), dtype=torch.bfloat16)
+            weight.copy_(bits.view(weight.shape))
+            at += 2 * weight.numel()
+        fetched = time.perf_counter()
+        _give(policy, held)
+        self._held = held
+        ended = time.perf_counter()
+        self._got = Got(wanted, hashlib.sha256(data).hexdigest(), len(data), ended - began, ended - fetched)
+        return self._got
+
+    def recount(self) -> str:
+        assert self._got is not None
+        actual = hashlib.sha256(_bytes(self._held)).hexdigest()
+        if actual != self._got.digest:
+            raise VerificationError("the weights are not the version's", expected=self._got.digest, actual=actual)
+        return actual
+
+
+def _key(version: int) -> str:
+    return f"full/{version:016d}"
+
+
+def _newest(store: Store) -> int:
+    try:
+        return int(store.get(HEAD, 0, 32))
+    except NotFoundError:
+        return -1
+
+
+def _bytes(held: dict[str, Tensor]) -> bytes:
+    return b"".join(weight.contiguous().view(torch.uint8).numpy().tobytes() for _, weight in sorted(held.items()))

@@ -1,0 +1,311 @@
+"""The trainer's process: hand out work, learn from what comes back, publish; start again from its checkpoint.
+
+`rounds` has the other kind of trainer: one of several, that meet every few steps.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pulsesync.errors import VerificationError
+from pulsesync.lab.demo.channel import LARGEST, Office, pack, unpack
+from pulsesync.lab.demo.game import Game, open_game
+from pulsesync.lab.demo.grpo import Rollouts
+from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.sync import sender, values
+
+POLL_S = 0.5  # that a worker without work is kept waiting
+REMEMBERED = 256  # versions whose digests are known
+LEASE_S = 300.0  # after which a piece of work is given to somebody else
+FAREWELL_S = 20.0  # for workers to come to the last version
+
+
+@dataclass
+class _Piece:
+    """A shard of a step's work: who has it, and what came back."""
+
+    step: int
+    shard: int
+    worker: str | None = None
+    since: float = 0.0
+    rollouts: Rollouts | None = None
+    version: int = -1
+
+
+@dataclass
+class Book:
+    """Which work is open, who does it, what came back. Every method may be called by any thread."""
+
+    settings: Settings
+    version: int = -1  # the newest that was published
+    digests: dict[int, str] = field(default_factory=dict)
+    workers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fault: Exception | None = None
+    _pieces: deque[_Piece] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _ended: bool = False
+    _gone: dict[str, dict[str, Any]] = field(default_factory=dict)  # who has said goodbye, and with what
+
+    def published(self, version: int, digest: str) -> None:
+        with self._changed:
+            self.version = version
+            self.digests[version] = digest
+            for old in sorted(self.digests)[:-REMEMBERED]:
+                del self.digests[old]
+            self._changed.notify_all()
+
+    def open(self, step: int) -> None:
+        """Let workers begin with a step, and as many after it as they may be ahead."""
+        with self._changed:
+            self._pieces = deque(piece for piece in self._pieces if piece.step >= step)  # others may have gone on
+            known = {(piece.step, piece.shard) for piece in self._pieces}
+            span = self.settings.span
+            end = min((step // span + 1 + self.settings.delay) * span, self.settings.steps)
+            for ahead in range(step, end):
+                for shard in range(self.settings.shards):
+                    if (ahead, shard) not in known:
+                        self._pieces.append(_Piece(ahead, shard))
+            self._changed.notify_all()
+
+    def collect(self, step: int) -> list[_Piece]:
+        """Wait for a step's work to be done, and take it."""
+        with self._changed:
+            while True:
+                if self.fault:
+                    raise self.fault
+                mine = [piece for piece in self._pieces if piece.step == step]
+                if mine and all(piece.rollouts is not None for piece in mine):
+                    self._pieces = deque(piece for piece in self._pieces if piece.step != step)
+                    return sorted(mine, key=lambda piece: piece.shard)
+                self._changed.wait(1.0)
+
+    def answer(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Take what a worker brings, and give it something to do."""
+        with self._changed:
+            name = facts["worker"]
+            self.workers[name] = {**facts["state"], "seen": time.time()}
+            if facts.get("goodbye"):
+                self._gone[name] = {"version": facts["version"], "digest": facts["digest"]}
+                self._check(facts)
+                self._changed.notify_all()
+                return {"do": "go"}
+            if tensors:
+                self._take(facts, tensors)
+            until = time.monotonic() + facts.get("idle_s", POLL_S)
+            while not self._ended:
+                if piece := self._next():
+                    piece.worker, piece.since = name, time.monotonic()
+                    exact = self.version if self.settings.delay == 0 else None
+                    return {"do": "generate", "step": piece.step, "shard": piece.shard, "version": exact}
+                if (left := until - time.monotonic()) <= 0:
+                    return {"do": "wait"}
+                self._changed.wait(left)
+            return {"do": "stop", "version": self.version}
+
+    def _next(self) -> _Piece | None:
+        if self.version < 0 or self.fault:
+            return None
+        late = time.monotonic() - LEASE_S
+        free = (p for p in self._pieces if p.rollouts is None and (p.worker is None or p.since < late))
+        return next(free, None)
+
+    def _take(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self._check(facts)
+        for piece in self._pieces:
+            if (piece.step, piece.shard) == (facts["step"], facts["shard"]) and piece.rollouts is None:
+                piece.rollouts = Rollouts(tensors["tokens"], tensors["log_probabilities"], tensors["rewards"])
+                piece.version = facts["version"]
+        self._changed.notify_all()
+
+    def _check(self, facts: dict[str, Any]) -> None:
+        known = self.digests.get(facts["version"])
+        if known is not None and known != facts["digest"]:
+            self.fault = VerificationError(
+                f"{facts['worker']} has weights that are not version {facts['version']}",
+                expected=known, actual=facts["digest"],
+            )  # fmt: skip
+
+    def left(self, name: str | None) -> None:
+        """A worker is gone: what it had not finished is for others."""
+        with self._changed:
+            for piece in self._pieces:
+                if piece.worker == name and piece.rollouts is None:
+                    piece.worker = None
+            self._changed.notify_all()
+
+    def end(self) -> dict[str, dict[str, Any]]:
+        """Send everybody home, at the last version; return with what they went."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+            until = time.monotonic() + FAREWELL_S
+            known = self.workers.keys() | {f"worker {number}" for number in range(self.settings.workers)}
+            while known - self._gone.keys() and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            if self.fault:
+                raise self.fault
+            return dict(self._gone)
+
+    def seen(self) -> dict[str, dict[str, Any]]:
+        """What is known of the workers."""
+        with self._changed:
+            return {name: dict(state) for name, state in self.workers.items()}
+
+
+def serve(office: Office, book: Book) -> None:
+    """Answer whoever connects, each in a thread of its own, until the office closes."""
+
+    def talk(connection: Connection) -> None:
+        name = None
+        with connection, suppress(EOFError, OSError):
+            while True:
+                facts, tensors = unpack(connection.recv_bytes(LARGEST))
+                name = facts["worker"]
+                connection.send_bytes(pack(book.answer(facts, tensors)))
+        book.left(name)
+
+    with suppress(OSError):
+        while True:
+            threading.Thread(target=talk, args=(office.accept(),), daemon=True).start()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken."""
+
+    pieces: list[_Piece]
+    rollouts: Rollouts
+    loss: float
+    wait_s: float
+    train_s: float
+
+
+class Learner:
+    """What every trainer has: a policy, its optimizer, workers that ask for work, a checkpoint.
+
+    Args:
+        folder: The run's.
+        number: Of this trainer among several; 0 if it is alone.
+    """
+
+    def __init__(self, folder: Path, number: int = 0) -> None:
+        self.folder, self.number, self.settings = folder, number, Settings.load(folder)
+        self.game: Game = open_game(self.settings)
+        self.policy = self.game.policy()
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=self.settings.lr, weight_decay=0.0)
+        self.step = 0
+        self._then = 0.0
+        self.book = Book(self.settings)
+        self.office = Office(self.settings.secret.encode(), self.settings.port + number)
+
+    def serve(self) -> None:
+        threading.Thread(target=serve, args=(self.office, self.book), daemon=True).start()
+
+    def lap(self) -> float:
+        """Seconds since this was last called."""
+        before, self._then = self._then, time.perf_counter()
+        return self._then - before
+
+    def take(self, step: int) -> Taken:
+        """Wait for a step's work, and learn from it."""
+        self.book.open(step)
+        pieces = self.book.collect(step)
+        wait_s = self.lap()
+        rollouts = Rollouts.join([piece.rollouts for piece in pieces if piece.rollouts])
+        loss = self.game.learn(self.policy, self.optimizer, rollouts)
+        return Taken(pieces, rollouts, loss, wait_s, self.lap())
+
+    def write_down(self, steps: list[Taken], steps_of: dict[int, int], facts: dict[str, Any]) -> None:
+        """Add a line to steps.jsonl. steps_of: after how many steps each version was made."""
+        pieces = [piece for taken in steps for piece in taken.pieces]
+        rollouts = Rollouts.join([taken.rollouts for taken in steps])
+        behind = [piece.step - steps_of.get(piece.version, piece.step) for piece in pieces]
+        line = {
+            "step": self.step,
+            "time": time.time(),
+            "reward": float(rollouts.rewards.mean()),
+            "loss": sum(taken.loss for taken in steps) / len(steps),
+            "behind": sum(behind) / len(behind),
+            "versions": dict(Counter(str(piece.version) for piece in pieces)),
+            **facts,
+            "workers": self.book.seen(),
+            "weights_sha256": _hash(values(self.policy)),
+            "rollouts_sha256": _hash({"tokens": rollouts.tokens, "rewards": rollouts.rewards}),
+        }
+        append(self.folder / "steps.jsonl", line)
+
+    def load(self) -> dict[str, Any] | None:
+        return torch.load(self._checkpoint, weights_only=True) if self._checkpoint.exists() else None
+
+    def save(self, kept: dict[str, Any]) -> None:
+        new = self._checkpoint.with_suffix(".new")
+        torch.save(kept, new)
+        new.rename(self._checkpoint)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / (f"checkpoint-{self.number}.pt" if self.number else "checkpoint.pt")
+
+
+class Trainer(Learner):
+    """Learns alone, publishes, and writes down every step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        if saved := self.load():
+            self.policy.load_state_dict(saved["policy"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step = int(saved["step"])
+        end_line(folder / "steps.jsonl")
+        self.sender = sender(self.settings, str(folder / "spool"))
+
+    def run(self) -> None:
+        """Train to the last step. Raises: VerificationError, if a worker's weights were not what was published."""
+        self.serve()
+        sent = self.sender.publish(self.policy, self.step, last=True)
+        self.book.published(sent.version, sent.digest)
+        steps_of = {sent.version: self.step}
+        self.lap()
+        while self.step < self.settings.steps:
+            taken = self.take(self.step)
+            self.step += 1
+            sent = self.sender.publish(self.policy, self.step, last=self.step == self.settings.steps)
+            self.book.published(sent.version, sent.digest)
+            steps_of.setdefault(sent.version, self.step)  # not again for steps that go into a later one
+            seconds = {"wait_s": taken.wait_s, "train_s": taken.train_s, "publish_s": self.lap()}
+            self.write_down([taken], steps_of, {**sent.facts(), **seconds})
+            if self.step % self.settings.checkpoint_every == 0 or self.step == self.settings.steps:
+                kept = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict()}
+                self.save({**kept, "step": self.step})
+        final = {"version": sent.version, "digest": sent.digest, "workers": self.book.end()}
+        (self.folder / "final.json").write_text(json.dumps(final) + "\n")
+        self.sender.close()
+        self.office.close()
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
+def end_line(path: Path) -> None:
+    """End a line that was cut short, so that the next one is whole."""
+    with path.open("a") as out:
+        out.write("\n" if out.tell() else "")
+
+
+def _hash(tensors: dict[str, Tensor]) -> str:
+    h = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        h.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()

@@ -1,0 +1,65 @@
+"""`python -m pulsesync.lab.study.experiments`: the same as `pulse study experiment`, where only torch is installed."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pulsesync.errors import PulseError
+from pulsesync.lab.study.experiments import runner
+from pulsesync.lab.study.experiments.sweeps import EXPERIMENTS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is asked for; exit code 0, or 1 if something failed."""
+    parser = argparse.ArgumentParser(prog="python -m pulsesync.lab.study.experiments", description=__doc__)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="of an experiment; all; or list, to see them")
+    parser.add_argument("--out", type=Path, help="folder for recordings and pages: experiments, or experiments-quick")
+    parser.add_argument("--steps", type=int, help="optimizer steps of every arm")
+    parser.add_argument("--seeds", default="", help="such as 0,1,2")
+    parser.add_argument("--model", default="demo", help="demo, or a folder with a Hugging Face checkpoint")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--quick", action="store_true", help="a few small steps of everything")
+    told = parser.parse_args(arguments)
+    try:
+        experiment(
+            told.names, out=told.out, steps=told.steps, seeds=read_seeds(told.seeds), model=told.model,
+            device=told.device, jobs=told.jobs, quick=told.quick,
+        )  # fmt: skip
+    except PulseError as e:
+        sys.stderr.write(f"{e}\n")
+        return 1
+    return 0
+
+
+def experiment(
+    names: Sequence[str], *, out: Path | None, steps: int | None, seeds: Sequence[int] | None, model: str, device: str,
+    jobs: int, quick: bool,
+) -> None:  # fmt: skip
+    """Run experiments, or list them, and say what is done line by line. Raises: PulseError."""
+    if list(names) == ["list"]:
+        for one in EXPERIMENTS.values():
+            _say(f"{one.name:10}{len(one.arms):3} arms  {one.question}")
+        return
+    out = out or Path("experiments-quick" if quick else "experiments")
+    chosen = runner.choose(names, model=model, device=device, steps=steps, seeds=seeds, quick=quick)
+    runner.run(chosen, out, jobs=jobs, tell=_say)
+    _say(f"{out / 'results.md'}")
+
+
+def read_seeds(text: str) -> list[int] | None:
+    """Seeds such as 0,1,2; None for nothing. Raises: PulseError."""
+    try:
+        return [int(seed) for seed in text.split(",")] if text else None
+    except ValueError as e:
+        raise PulseError(f"--seeds {text}: give them as 0,1,2") from e
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

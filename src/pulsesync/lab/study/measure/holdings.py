@@ -1,0 +1,176 @@
+"""What a process holds of a model, as a recorder sees it: tensors with names, flat, each weight counted by one process.
+
+A DTensor is counted shard by shard, and where ranks hold copies of it by the first of them. A `Placed` says itself that
+it is a part. Everything else is taken for whole, so with several ranks the first counts it alone.
+"""
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pulsesync.errors import StateError
+from pulsesync.state.sharding import Placed
+
+FLOATS = {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+MANTISSAS = {"F8_E5M2": 2, "F8_E4M3": 3, "BF16": 7, "F16": 10, "F32": 23, "F64": 52}
+_LABELS = {label: name for name, label in FLOATS.items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of which this process counts some weights."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    local: tuple[int, ...]  # of what is held here
+    dtype: str
+    device: str  # "" for an array of numpy
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.local)
+
+    @property
+    def columns(self) -> int:
+        return max(math.prod(self.local[1:]), 1)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Tensors in the order in which they are counted, by device; those of one device lie next to each other."""
+
+    tensors: tuple[Held, ...]
+    names: frozenset[str]  # of all that was shown, counted or not
+
+    @property
+    def devices(self) -> dict[str, list[int]]:
+        """Which tensors are on each device."""
+        out: dict[str, list[int]] = {}
+        for number, tensor in enumerate(self.tensors):
+            out.setdefault(tensor.device, []).append(number)
+        return out
+
+    @property
+    def masters(self) -> str:
+        """The dtypes of the tensors as they are held."""
+        return ", ".join(sorted({tensor.dtype for tensor in self.tensors}))
+
+    @property
+    def mantissa(self) -> int:
+        """Bits of the finest tensor."""
+        return max((MANTISSAS[tensor.dtype] for tensor in self.tensors), default=MANTISSAS["F64"])
+
+    def pick(self, state: Mapping[str, Any]) -> list[Any]:
+        """The tensors of a later state. Raises: StateError, if it has others."""
+        for name in sorted(self.names ^ state.keys()):
+            said = "is no longer there" if name in self.names else "was not there before"
+            raise StateError(f"tensor {name!r} {said}", tensor=name)
+        for tensor in self.tensors:
+            if (found := _local_shape(state[tensor.name])) != tensor.local:
+                raise StateError(f"tensor {tensor.name!r} was {tensor.local} and is {found}", tensor=tensor.name)
+        return [state[tensor.name] for tensor in self.tensors]
+
+
+def hold(named: Iterable[tuple[str, Any]]) -> tuple[Holding, list[Any]]:
+    """What of these tensors this process counts, each memory once and floats alone; and these, in that order.
+
+    Raises:
+        StateError: something that is no tensor, or a DTensor that is not added up.
+    """
+    places: set[tuple[Any, ...]] = set()
+    found: list[tuple[Held, Any]] = []
+    names = set()
+    for name, value in named:
+        names.add(name)
+        held = _held(name, value)
+        if held is None or (held.size and _place(value) in places):
+            continue
+        places.add(_place(value))
+        found.append((held, value))
+    first = {device: n for n, device in reversed(list(enumerate(held.device for held, _ in found)))}
+    found.sort(key=lambda one: first[one[0].device])  # stable: otherwise as they came
+    return Holding(tuple(held for held, _ in found), frozenset(names)), [value for _, value in found]
+
+
+def flats(values: Sequence[Any]) -> list[Any]:
+    """The weights held here of each tensor, in a row; a view where its memory allows. None stays None."""
+    torch = sys.modules.get("torch")
+    with torch.no_grad() if torch is not None else nullcontext():  # DTensors then give their shards at once
+        return [None if value is None else _flat(value) for value in values]
+
+
+def _flat(value: Any) -> Any:
+    value = _local(value)
+    if isinstance(value, np.ndarray):
+        return value.reshape(-1)
+    return (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of this process among those that train together."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return int(distributed.get_rank()), int(distributed.get_world_size())
+
+
+def _held(name: str, value: Any) -> Held | None:
+    local = _local(value)
+    torch = sys.modules.get("torch")
+    if isinstance(local, np.ndarray):
+        device = ""
+    elif torch is not None and isinstance(local, torch.Tensor):
+        device = str(local.device)
+    else:
+        raise StateError(f"{name!r} is a {type(local).__name__}, not a tensor", tensor=name)
+    dtype = _LABELS.get(str(local.dtype).removeprefix("torch."))
+    if dtype is None or not _counts_here(name, value):
+        return None
+    return Held(name, tuple(int(n) for n in value.shape), _local_shape(value), dtype, device)
+
+
+def _counts_here(name: str, value: Any) -> bool:
+    if isinstance(value, Placed):
+        return True
+    if not _is_dtensor(value):
+        return rank_and_size()[0] == 0
+    if any(placement.is_partial() for placement in value.placements):
+        raise StateError(f"tensor {name!r} is a sum that has not been added up ({value.placements})", tensor=name)
+    coordinate: Sequence[int] | None = value.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    return all(not p.is_replicate() or c == 0 for p, c in zip(value.placements, coordinate, strict=True))
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, Placed):
+        return value.tensor
+    return value.to_local() if _is_dtensor(value) else value
+
+
+def _local_shape(value: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in _local(value).shape)
+
+
+def _place(value: Any) -> tuple[Any, ...]:
+    local = _local(value)
+    if isinstance(local, np.ndarray):
+        return local.__array_interface__["data"][0], local.shape, local.strides, local.dtype.str
+    return local.data_ptr(), tuple(local.shape), local.stride(), str(local.dtype), str(local.device)
+
+
+def _is_dtensor(value: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

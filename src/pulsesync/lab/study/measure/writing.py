@@ -1,0 +1,77 @@
+"""Where a recorder leaves what it records: lines of a file, one of each rank, or memory."""
+
+from pathlib import Path
+from typing import TextIO
+
+from pulsesync.errors import PulseError
+from pulsesync.lab.study.measure.holdings import rank_and_size
+from pulsesync.lab.study.recording import Header, Recording, Step, header_line, step_line
+
+
+class Lines:
+    """A recording that grows. With a file nothing is kept in memory; it is there, and empty, from the first.
+
+    Raises:
+        PulseError: the file is there, or cannot be.
+    """
+
+    def __init__(self, out: str | Path | None) -> None:
+        self._out = None if out is None else Path(out)
+        self._file: TextIO | None = None
+        self._header: Header | None = None
+        self._steps: list[Step] = []
+        if self._out is not None:
+            self._file = _create(_of_rank(self._out))
+
+    @property
+    def begun(self) -> bool:
+        return self._header is not None
+
+    def begin(self, header: Header) -> None:
+        """Write the first line. A rank that counts nothing does so too: else its file would seem lost."""
+        if self._out is not None and self._file is not None:
+            if Path(self._file.name) != (place := _of_rank(self._out)):  # ranks have met since
+                self.close()
+                self._file = _create(place)
+            self._write(header_line(header))
+        self._header = header
+
+    def add(self, step: Step) -> None:
+        if self._file is None:
+            self._steps.append(step)
+        elif self._header is not None and self._header.tensors:
+            self._write(step_line(step))
+
+    def _write(self, line: str) -> None:
+        assert self._file is not None
+        self._file.write(f"{line}\n")
+        self._file.flush()
+
+    def recording(self, dtype: str) -> Recording:
+        """All of it so far."""
+        if self._file is not None and self.begun:
+            return Recording.read(self._file.name)
+        return Recording(self._header or Header(dtype, ()), tuple(self._steps))
+
+    def close(self) -> None:
+        """Of nothing there is no file."""
+        if self._file is None or self._file.closed:
+            return
+        self._file.close()
+        if not self.begun:
+            Path(self._file.name).unlink(missing_ok=True)
+
+
+def _of_rank(out: Path) -> Path:
+    rank, size = rank_and_size()
+    return out.with_name(f"{out.stem}-rank{rank}{out.suffix}") if size > 1 else out
+
+
+def _create(place: Path) -> TextIO:
+    if place.exists():
+        raise PulseError(f"{place} is there already: record to another file, or move it away")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place.open("x", encoding="utf-8")
+    except OSError as e:
+        raise PulseError(f"{place} cannot be written: {e}") from e

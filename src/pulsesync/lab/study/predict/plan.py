@@ -1,0 +1,181 @@
+"""What a run would ask of its links: bytes a sync, seconds, utilisation, which codec, how many anchors.
+
+    plan = make_plan(read_model("checkpoint"), Training(lr=1e-6), bandwidth=200e6, step_s=50)
+    plan.ways["history"].size_bytes, plan.needed_bandwidth(plan.best)
+
+Utilisation is U = step / (step + sync), where a sync is what its bytes take on the link and a step is all that happens
+between two of them. The forecast behind it is a mean: single syncs differ by more, the first ones by most. How far such
+means were off is in `evidence`, for the kinds of runs that were measured; of other kinds a plan claims nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pulsesync.core.threads import default_threads
+from pulsesync.core.types import DTYPES
+from pulsesync.group.cost_model import ASSUMED, Costs, Load, Method, Work
+from pulsesync.group.cost_model import Way as Assumed
+from pulsesync.lab.study.predict import evidence, theory
+from pulsesync.lab.study.predict.evidence import Evidence
+from pulsesync.lab.study.predict.forecast import Forecast, Sync, Training, forecast
+from pulsesync.lab.study.predict.models import Model
+
+GOAL = 0.9  # utilisation that is asked for
+ENOUGH = 0.98  # utilisation with full weights beyond which patches gain little
+CODECS = ("history", "context", "gap", "plain", "full")  # the fewest bytes first
+LITTLE = 0.02  # of a step: a sync that takes less is quick enough, so that bytes decide
+_METHODS: Mapping[Method, str] = {"coded": "history", "gap": "gap", "dense": "full"}  # what a publisher can do
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to send a version: the bytes of a sync, their mean and their most, and what follows from the mean."""
+
+    size_bytes: int
+    most_bytes: int
+    seconds: float  # on the link
+    utilisation: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. Bytes are means over the look-ahead but where they are called the most."""
+
+    model: Model
+    dtype: str
+    training: Training
+    bandwidth: float  # bits a second
+    step_s: float  # between two syncs
+    told: Forecast
+    ways: Mapping[str, Way]  # by codec, and "full"
+    best: str  # of the ways
+    took: Mapping[str, float]  # seconds of a sync, by way, with encoding and decoding
+    cores: int  # at each end, for encoding and decoding
+
+    @property
+    def full_bytes(self) -> int:
+        return self.model.size * DTYPES[self.dtype].itemsize
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """In what this run differs from those that forecasts were measured on."""
+        asked, found = self.training, evidence.find(self.training)
+        rated = [one for one in found if one.covers_rate(asked.lr)]
+        differs = {
+            "assumed magnitudes": self.model.assumed,
+            self.dtype: self.dtype != "BF16",
+            asked.label: not found,
+            f"syncs of {asked.every} steps": asked.every != 1,
+            "a warm-up": asked.warm_up > 1,
+            f"a learning rate of {asked.lr:g}": bool(found) and not rated,
+            f"a model of {self.model.size:,} weights": bool(found)
+            and not any(one.covers_size(self.model.size) for one in rated or found),
+            "start weights finer than the dtype": self.dtype == "BF16" and not self.model.rounded,
+        }
+        return tuple(what for what, does in differs.items() if does)
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """How far forecasts of such runs were off, by kind of model; empty where that was not measured."""
+        found = () if self.unlike else evidence.find(self.training)
+        return tuple(one for one in found if one.covers_rate(self.training.lr) and one.covers_size(self.model.size))
+
+    @property
+    def early_bytes(self) -> int:
+        """The forecast of a sync of `history` over the first steps, for which `evidence` has the error."""
+        return self.told.mean(0, evidence.STEPS[1]).sizes["history"]
+
+    @property
+    def critical(self) -> tuple[float, float]:
+        """Of weights that are values of the dtype, a step of one learning rate changes all below, and none above.
+
+        The first is 0 where there are small weights that it does not change: the least that FP8 has under its scale.
+        """
+        coarsest = float(theory.unit([0], self.dtype)[0]) / 2 / min(self.model.by_scale, default=1.0)
+        sure, never = theory.critical_magnitude(self.training.lr, dtype=self.dtype)
+        return (sure if self.training.lr > coarsest else 0.0), never
+
+    @property
+    def enough(self) -> bool:
+        """Whether the link is fast enough for full weights."""
+        return self.ways["full"].utilisation >= ENOUGH
+
+    def needed_bandwidth(self, way: str, goal: float = GOAL) -> float:
+        """Bits a second at which a way reaches a utilisation."""
+        return 8 * self.ways[way].size_bytes / (self.step_s * (1 / goal - 1))
+
+    @property
+    def anchor_syncs(self) -> int:
+        """Syncs between two anchors, by the publisher's rule: when the patches since add up to one state."""
+        return max(1, round(self.full_bytes / max(self.ways["history"].size_bytes, 1)))
+
+    @property
+    def joiner_bytes(self) -> tuple[int, int]:
+        """What a late joiner fetches on average and at most, where nobody squashes: an anchor, the patches since."""
+        anchor = self.told.plateau.sizes["dense"]
+        return anchor + self.full_bytes // 2, anchor + self.full_bytes
+
+
+def make_plan(
+    model: Model,
+    training: Training,
+    bandwidth: float,
+    step_s: float,
+    dtype: str = "BF16",
+    *,
+    cores: int | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        model: what `read_model` found.
+        training: learning rate, optimizer and so on.
+        bandwidth: of the link to a worker, in bits a second.
+        step_s: seconds for an optimizer step with its rollouts.
+        dtype: the one that inference uses.
+        cores: at each end, for encoding and decoding; if not given, those of this machine.
+    """
+    cores = cores or default_threads()
+    told = forecast(
+        model.weights_by_class, model.tensors, training, dtype, by_scale=model.by_scale, rounded=model.rounded
+    )
+    full = model.size * DTYPES[dtype].itemsize
+    between_s = step_s * training.every
+    mean = told.mean()
+    ways = {codec: _way(codec, mean, told, full, bandwidth, between_s) for codec in CODECS}
+    took = _seconds(model.size, full, mean, bandwidth, cores)
+    return Plan(model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took, cores)
+
+
+def _way(codec: str, mean: Sync, told: Forecast, full: int, bandwidth: float, between_s: float) -> Way:
+    size = most = full
+    if codec != "full":
+        size, most = mean.sizes[codec], max(sync.sizes[codec] for sync in told.syncs)
+    seconds = 8 * size / bandwidth
+    return Way(size, most, seconds, between_s / (between_s + seconds))
+
+
+def _seconds(size: int, full: int, mean: Sync, bandwidth: float, cores: int) -> dict[str, float]:
+    """How long a sync by each method takes: `costs` adds up link and work, with bytes as they are forecast."""
+    load = Load(size, full, mean.density * size)
+    ways = {method: _on_cores(way, cores) for method, way in ASSUMED.items()}
+    for method, codec in _METHODS.items():
+        if method != "dense":
+            ways[method] = replace(ways[method], change_bytes=mean.sizes[codec] / max(load.changed, 1.0))
+    costs = Costs(ways, byte_s=8 / bandwidth, link_known=True)
+    return {codec: costs.seconds(method, load) for method, codec in _METHODS.items()}
+
+
+def _on_cores(way: Assumed, cores: int) -> Assumed:
+    """`costs.ASSUMED` was measured on two cores; work is taken to spread evenly over more."""
+
+    def work(of: Work) -> Work:
+        return Work(of.per_weight * 2 / cores, of.per_change * 2 / cores)
+
+    return Assumed(work(way.source), work(way.receiver), work(way.apply), way.change_bytes)
+
+
+def _choose(took: Mapping[str, float], ways: Mapping[str, Way], between_s: float) -> str:
+    """Of the ways that are quick enough, or else within a twentieth of the quickest, the one with the fewest bytes."""
+    near = [way for way, seconds in took.items() if seconds <= max(1.05 * min(took.values()), LITTLE * between_s)]
+    return min(near, key=lambda way: ways[way].size_bytes)

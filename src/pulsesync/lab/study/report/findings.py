@@ -1,0 +1,288 @@
+"""What a recording says, as numbers: shares of counts, over time, by tensor, by layer, by exponent, by expert.
+
+The tables, the report and whoever compares runs take them from here, so that they all divide by the same thing.
+"""
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pulsesync.core.types import DTYPES
+from pulsesync.lab.study.recording import Bytes, Recording, Step
+
+_NUMBER = re.compile(r"(?:^|\.)(?P<what>\w+)\.(?P<number>\d+)(?=\.|$)")
+OUTSIDE = "–"  # the layer of a tensor that is in none
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values of some steps, summed up."""
+
+    mean: float
+    least: float
+    most: float
+    deviation: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """None for no values."""
+        if not values:
+            return None
+        return cls(statistics.fmean(values), min(values), max(values), statistics.pstdev(values))
+
+
+@dataclass(frozen=True)
+class Size:
+    """Mean bytes of a patch under one codec; None where it was not predicted, or not made, in all of these steps."""
+
+    predicted: float | None
+    real: float | None
+    steps: int  # that both are the mean of
+    comparable: bool = True  # whether these are the steps of the other codecs too
+
+    def smaller(self, full: int) -> float | None:
+        """How many times smaller than all weights: by what it really was, where that is known.
+
+        None where the steps are not those of the other codecs: patches of some steps are much longer than of others.
+        """
+        if not self.comparable:
+            return None
+        size = self.predicted if self.real is None else self.real
+        return full / size if size else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a model a tensor is, by its name."""
+
+    layer: str  # a number, or OUTSIDE
+    kind: str  # what it is in its layer: its name without numbers and without `weight`
+    expert: int | None = None
+
+
+def place(name: str) -> Place:
+    """`model.layers.3.mlp.experts.7.up_proj.weight` is `mlp.experts.up_proj` of expert 7 in layer 3."""
+    layer, expert, end, kind = OUTSIDE, None, 0, name
+    for found in _NUMBER.finditer(name):
+        if found["what"] in ("experts", "expert"):
+            expert = int(found["number"])
+        elif layer == OUTSIDE:
+            layer, end = found["number"], found.end()
+    if layer != OUTSIDE:
+        kind = name[end:].lstrip(".") or name
+    kind = kind.removeprefix("model.").removesuffix(".weight")
+    return Place(layer, re.sub(r"(experts?)\.\d+", r"\1", kind), expert)
+
+
+def full_bytes(recording: Recording) -> int:
+    """Of all weights that are looked at, in the dtype that inference uses, or that they are told to have."""
+    own, told = recording.header.dtype, recording.header.facts.get("dtypes")
+    others = cast_from(recording) | (told if isinstance(told, dict) else {})
+    dtypes = ((tensor.size, others.get(tensor.name)) for tensor in recording.header.tensors)
+    return sum(size * DTYPES[dtype if dtype in DTYPES else own].itemsize for size, dtype in dtypes)
+
+
+def cast_from(recording: Recording) -> dict[str, Any]:
+    """The tensors that were published in another dtype than the one they were compared in, and which."""
+    told = recording.header.facts.get("cast")
+    return dict(told) if isinstance(told, dict) else {}
+
+
+def looks_apart(recording: Recording) -> int:
+    """Steps from one look to the next, as a recorder tells it; windows are counted in looks."""
+    every = recording.header.facts.get("every")
+    return every if isinstance(every, int) and every > 0 else 1
+
+
+# Over time
+
+
+def sparsity(recording: Recording) -> list[float]:
+    """The share of weights that a step left as they were, step by step."""
+    return [1 - density for density in recording.density()]
+
+
+def window_sparsity(recording: Recording, k: int) -> list[tuple[int, float]]:
+    """(step, share of the sample that is as it was k looks before), for the steps that have as many before them."""
+    return _of_sample(recording, {step.step: step.windows[k] for step in recording.steps if k in step.windows})
+
+
+def dtype_sparsity(recording: Recording, dtype: str) -> list[tuple[int, float]]:
+    """(step, share of the sample that did not change in another dtype)."""
+    told = {step.step: step.contrast[dtype] for step in recording.steps if dtype in step.contrast}
+    return _of_sample(recording, told)
+
+
+def gradient_density(recording: Recording) -> list[tuple[int, float]]:
+    """(step, share of the sample whose gradient was not zero)."""
+    told = {step.step: step.gradients for step in recording.steps if step.gradients}
+    return [(step, 1 - share) for step, share in _of_sample(recording, told)]
+
+
+def moved(recording: Recording) -> dict[int, float]:
+    """Updates by size, as shares of the sample in the steps that tell them."""
+    told = [step.moved for step in recording.steps if step.moved]
+    total: Counter[int] = Counter()
+    for some in told:
+        total.update(some)
+    return {size: count / (max(recording.header.sampled, 1) * len(told)) for size, count in sorted(total.items())}
+
+
+def _of_sample(recording: Recording, counts: Mapping[int, Sequence[int]]) -> list[tuple[int, float]]:
+    sampled = max(recording.header.sampled, 1)
+    return [(step, 1 - sum(some) / sampled) for step, some in counts.items()]
+
+
+def overlap(recording: Recording) -> list[tuple[int, float]]:
+    """(step, share of its changes that fell on weights which changed in the step before as well).
+
+    None at all where nothing did: then nobody has looked.
+    """
+    if not any(step.again for step in recording.steps):
+        return []
+    return [(step.step, step.again / step.all_changed) for step in recording.steps[1:] if step.all_changed]
+
+
+def chance(recording: Recording) -> list[tuple[int, float]]:
+    """What the overlap would be if changes fell anywhere: the density of the step before."""
+    before = zip(recording.steps[1:], recording.density(), strict=False)
+    return [(step.step, density) for step, density in before if step.all_changed]
+
+
+def warm_up(recording: Recording) -> int | None:
+    """The first step with the highest learning rate, if it was lower before."""
+    rates = [(step.step, step.lr) for step in recording.steps if step.lr is not None]
+    if not rates:
+        return None
+    top = max(rate for _, rate in rates)
+    first = next(step for step, rate in rates if rate >= top)
+    return first if rates[0][1] < top else None
+
+
+def plateau(recording: Recording) -> float | None:
+    """Mean sparsity of the second half, of ten steps or more."""
+    values = sparsity(recording)
+    return statistics.fmean(values[len(values) // 2 :]) if len(values) >= 10 else None
+
+
+# All steps together
+
+
+def shares(counts: Iterable[Mapping[int, int]]) -> dict[int, float]:
+    """Counts added up, as shares of them all."""
+    total: Counter[int] = Counter()
+    for some in counts:
+        total.update(some)
+    whole = sum(total.values())
+    return {key: count / whole for key, count in sorted(total.items())} if whole else {}
+
+
+def share(steps: Iterable[Step], part: str, whole: str) -> float | None:
+    """One count of each step over another, all steps added up; None for nothing by nothing."""
+    steps = list(steps)
+    total = sum(getattr(step, whole) for step in steps)
+    return sum(getattr(step, part) for step in steps) / total if total else None
+
+
+def sizes(recording: Recording) -> dict[str, Size]:
+    """Mean bytes of a patch by codec, over the same steps for all; codecs in the order of their length.
+
+    The steps are those in which patches of the codec that was used most were made, or all if none were made; less
+    those that tell nothing of some other codec. A codec that no such step tells of has the mean of its own steps.
+    """
+    sizes = [step.sizes for step in recording.steps if step.sizes]
+    codecs = sorted({codec for some in sizes for codec in some})
+    if not codecs:
+        return {}
+    made = {codec: [some for some in sizes if codec in some and some[codec].real is not None] for codec in codecs}
+    among = made[max(codecs, key=lambda codec: len(made[codec]))] or sizes
+    common = [codec for codec in codecs if any(codec in some for some in among)]
+    same = [some for some in among if all(codec in some for codec in common)]
+    found = {codec: _mean_size([some[codec] for some in same], comparable=True) for codec in common if same}
+    for codec in codecs:
+        if codec not in found:
+            found[codec] = _mean_size([some[codec] for some in sizes if codec in some], comparable=False)
+    return dict(sorted(found.items(), key=lambda item: -(item[1].predicted or item[1].real or 0)))
+
+
+def prediction_error(recording: Recording, codec: str) -> float | None:
+    """The sum of predicted bytes over the sum of real ones, less one, where there are both."""
+    both = [size for step in recording.steps if (size := step.sizes.get(codec)) and size.real and size.predicted]
+    return sum(s.predicted or 0 for s in both) / sum(s.real or 0 for s in both) - 1 if both else None
+
+
+def _mean_size(sizes: Sequence[Bytes], comparable: bool) -> Size:
+    predicted, real = _mean([size.predicted for size in sizes]), _mean([size.real for size in sizes])
+    return Size(predicted, real, len(sizes), comparable)
+
+
+def _mean(values: Sequence[int | None]) -> float | None:
+    """None, unless all are known."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+# By place
+
+
+def by_tensor(recording: Recording) -> list[tuple[str, int, float]]:
+    """(name, weights, mean density) of each tensor that has any, those that change most first."""
+    steps = max(len(recording.steps), 1)
+    total = [sum(counts) for counts in zip(*(step.changed for step in recording.steps), strict=True)]
+    told = [
+        (tensor.name, tensor.size, changed / tensor.size / steps)
+        for tensor, changed in zip(recording.header.tensors, total, strict=False)
+        if tensor.size
+    ]
+    return sorted(told, key=lambda row: -row[2])
+
+
+def by_layer(recording: Recording) -> dict[str, list[float]]:
+    """Density step by step of each layer, in their order; tensors outside of layers stand for themselves."""
+    groups: dict[str, list[int]] = {}
+    for number, tensor in enumerate(recording.header.tensors):
+        where = place(tensor.name)
+        groups.setdefault(where.kind if where.layer == OUTSIDE else where.layer, []).append(number)
+    order = sorted(groups, key=lambda name: (name.isdigit(), int(name) if name.isdigit() else 0, name))
+    return {name: _densities(recording, groups[name]) for name in order if _weights(recording, groups[name])}
+
+
+def by_kind(recording: Recording) -> dict[tuple[str, str], float]:
+    """Mean density by (kind, layer), of tensors that are in layers."""
+    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(recording.header.tensors):
+        where = place(tensor.name)
+        if where.layer != OUTSIDE:
+            groups[where.kind, where.layer].append(number)
+    return {
+        key: statistics.fmean(_densities(recording, group))
+        for key, group in groups.items()
+        if _weights(recording, group) and recording.steps
+    }
+
+
+def by_expert(recording: Recording) -> dict[tuple[str, int], list[float]]:
+    """Density step by step of each expert of a mixture, by (layer, expert)."""
+    groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(recording.header.tensors):
+        where = place(tensor.name)
+        if where.expert is not None:
+            groups[where.layer, where.expert].append(number)
+    return {key: _densities(recording, group) for key, group in sorted(groups.items(), key=_expert_order)}
+
+
+def _expert_order(item: tuple[tuple[str, int], list[int]]) -> tuple[int, int]:
+    (layer, expert), _ = item
+    return int(layer) if layer.isdigit() else -1, expert
+
+
+def _weights(recording: Recording, group: Sequence[int]) -> int:
+    return sum(recording.header.tensors[n].size for n in group)
+
+
+def _densities(recording: Recording, group: Sequence[int]) -> list[float]:
+    weights = max(_weights(recording, group), 1)
+    return [sum(step.changed[n] for n in group) / weights for step in recording.steps]

@@ -1,0 +1,164 @@
+"""The versions of a run, for a study: replayed into memory one by one, or counted by the headers of their patches.
+
+Replay gives the weights of every version, and so all that a recorder can see. The headers alone give how many weights
+of each tensor changed and the real bytes: no anchor is read, nothing is decoded.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pulsesync.core.types import Codec, TensorSpec
+from pulsesync.errors import MissingLinkError, NotFoundError, NothingPublishedError, StateError, UnsupportedError
+from pulsesync.format import patch, wire
+from pulsesync.format.body import Body
+from pulsesync.format.codecs import context
+from pulsesync.format.index import Entry
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.lab.study.recording import Bytes, Header, Recording, Seen, Step
+from pulsesync.maintain.verify import find_records
+from pulsesync.run import planner
+from pulsesync.run.bodies import check_room, fetch_body
+from pulsesync.run.reader import Records
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.views import new_tensors
+from pulsesync.store import Store
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A version that was replayed. The tensors are the same arrays every time: whoever keeps them copies them."""
+
+    number: int  # of versions that were looked at so far
+    of: int
+    step: int  # the trainer's
+    tensors: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    real: Mapping[str, int]  # bytes by the codec that wrote most of them; none if the way here was no single patch
+
+
+class Versions:
+    """The newest versions of a run with the layout of its last one, oldest first.
+
+    Raises:
+        NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.
+    """
+
+    def __init__(self, store: Store, trust: Collection[str] | None, limit: int = 0) -> None:
+        self.store, self.trust = store, trust
+        self._records = Records(store, trust)
+        found = find_records(self._records, limit + 1 if limit else None)  # and the one before the first
+        versions = [one.record for one in found if one.record and one.record.kind == Kind.VERSION]
+        if not versions:
+            raise NotFoundError("there is no run here: no version is published", key="manifests/")
+        self.layout = self._records.layout(versions[-1].layout)
+        self.records = [record for record in versions if record.layout == self.layout.id]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most weights have. Raises: StateError, if there are no tensors."""
+        return main_dtype(self.layout.tensors, "this run")
+
+    @property
+    def others(self) -> dict[str, str]:
+        """By name, the dtypes of the tensors that have another one."""
+        return other_dtypes(self.layout.tensors, self.dtype)
+
+    def replay(self) -> Iterator[Reached]:
+        """Bring weights from the oldest version that can be reached to the newest, and yield them at each.
+
+        Raises:
+            MissingLinkError: none can be reached; LimitError: the first anchor cannot hold the weights that the layout
+            describes, for which no memory is taken then; StoreError, FormatError, VerificationError: as a Subscriber.
+        """
+        tensors: dict[str, Any] = {}
+        follower = Subscriber(self.store, trust=self.trust, undo=0)
+        for number, record in enumerate(self.records, 1):
+            try:
+                if not tensors:
+                    anchor = planner.find_way(None, record, self._records.look)[0]
+                    check_room(self.store, anchor, self.layout)
+                    tensors = new_tensors(self.layout.tensors)
+                report = follower.sync(tensors, version=record.version)
+            except (MissingLinkError, NothingPublishedError):
+                if follower.version is None:
+                    continue  # what led here was pruned: an anchor comes later
+                raise
+            real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
+            yield Reached(number, len(self.records), record.step, tensors, {"version": record.version}, real)
+        if follower.version is None:
+            raise MissingLinkError("no version of this run can be reached: there is no anchor")
+
+    def count(self) -> Iterator[Step]:
+        """What the headers of the patches say, version by version.
+
+        A tile that was written whole does not say how much of it changed: all of it is counted, and `dense` among the
+        facts has how many weights that are.
+        """
+        numbers = {spec.name: n for n, spec in enumerate(self.layout.tensors)}
+        for record in self.records:
+            if record.base is None:
+                continue
+            changed, dense = [0] * len(numbers), 0
+            bodies = self._bodies(record, None)
+            for body in bodies:
+                for entry, payload in patch.payloads(body.index, body.sections):
+                    tile = self.layout.tiles[entry.tile]
+                    changed[numbers[tile.tensor.name]] += changes(entry, payload, self.layout)
+                    dense += tile.size if entry.codec == Codec.DENSE else 0
+            sizes = {codec: Bytes(None, size) for codec, size in _real(record, bodies).items()}
+            facts = {"version": record.version, **({"dense": dense} if dense else {})}
+            yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
+
+    def _bodies(self, record: Manifest, wanted: Collection[int] | None) -> list[Body]:
+        """The parts of a version: all of them, or the index and these tiles."""
+        return [fetch_body(self.store, ref, self.layout, wanted)[0] for ref in record.parts]
+
+    def counted(self) -> Recording:
+        """All of that as a recording without a sample."""
+        seen = tuple(Seen(spec.name, spec.shape, spec.size, 0) for spec in self.layout.tensors)
+        facts = {"source": "headers", **({"dtypes": self.others} if self.others else {})}
+        return Recording(Header(self.dtype, seen, (), (), facts), tuple(self.count()))
+
+
+def main_dtype(tensors: Iterable[TensorSpec], where: object) -> str:
+    """The dtype that most weights have. Raises: StateError, if there are no tensors."""
+    sizes: Counter[str] = Counter()
+    for spec in tensors:
+        sizes[spec.dtype] += spec.size
+    if not sizes:
+        raise StateError(f"{where} has no tensors: there is nothing to compare")
+    return sizes.most_common(1)[0][0]
+
+
+def other_dtypes(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, str]:
+    """By name, the dtypes of the tensors that have another one."""
+    return {spec.name: spec.dtype for spec in tensors if spec.dtype != dtype}
+
+
+def changes(entry: Entry, payload: memoryview, layout: Layout) -> int:
+    """How many weights of a tile its payload changes; for one that is written whole, all of them.
+
+    Raises:
+        FormatError: it is cut short; UnsupportedError: a codec without a count.
+    """
+    tile = layout.tiles[entry.tile]
+    if entry.codec == Codec.DENSE:
+        return tile.size
+    if entry.codec == Codec.GAP:
+        return wire.Reader(payload, "a gap payload").number(tile.size)
+    if entry.codec in (Codec.CONTEXT, Codec.HISTORY):
+        parsed = context.parse(payload, tile.size, tile.tensor.kind)
+        return sum(block.changes for block in parsed.blocks) + parsed.cold.size
+    raise UnsupportedError(f"codec {entry.codec.name} says nowhere how many weights it changes")
+
+
+def _real(record: Manifest, bodies: Iterable[Body]) -> dict[str, int]:
+    """All bytes of a version, under the codec that wrote most of them."""
+    written: Counter[str] = Counter()
+    for body in bodies:
+        for entry in body.index.entries:
+            written[entry.codec.name.lower()] += entry.size
+    return {written.most_common(1)[0][0]: record.size_bytes} if written else {}

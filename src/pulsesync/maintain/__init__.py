@@ -1,0 +1,1 @@
+"""Looking after a run: squash, prune and verify, away from the trainer."""

@@ -1,0 +1,185 @@
+"""Retention: take old versions out of use, and a grace period later the bodies that nothing names any more.
+
+Records go first, so that nobody begins on a way that is about to end; who is on it already has the grace period. What
+exactly may go is written down before anything does, so that a prune that dies is finished by the next.
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pulsesync.errors import FormatError, NotFoundError
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.run import keys
+from pulsesync.run.reader import Records
+from pulsesync.store import Entry, LocalStore, Store
+
+PRUNED = "pruned/"
+CLOCK = "pruned/clock"  # put to read the store's own time
+ORPHAN_HOURS = 24.0  # after which a body that no record names is taken to be left over from a crash
+HOUR = 3600.0
+MAX_LIST_BYTES = 1 << 28
+LOOK_EVERY = 100  # bodies that are deleted after a look at what there is, before the next look
+LISTED_A_CALL = 1000  # keys in an answer of a store's listing
+_RECORDS = ("manifests/", "anchors/", "squashes/")
+_BODIES = ("parts/", "files/", "layouts/")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What a prune did."""
+
+    kept_from: int | None  # the oldest version that is left; None for an empty run
+    newest: int | None
+    versions: int  # taken out of use
+    records: int  # anchors and squashed patches taken out of use
+    bodies: int  # deleted
+    freed_bytes: int
+
+
+def prune(
+    store: Store,
+    *,
+    keep_versions: int = 100,
+    keep_hours: float = 24.0,
+    grace_hours: float = 1.0,
+    trust: Collection[str] | None = None,
+) -> PruneReport:
+    """Delete what no worker should need: see docs/protocol.md, Retention. All times are the store's.
+
+    The newest anchor at or before the oldest version to keep stays, with every version since: there is always a way.
+
+    Raises:
+        FormatError, SignatureError: a record cannot be read, or a list that an earlier prune wrote; StoreError. If it
+            is a record that was there at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
+            are read later: what was deleted by then stays deleted, and the next prune continues.
+    """
+    if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
+        raise ValueError("at least one version is kept, and times are not negative")
+    now_s = _now(store)
+    records = Records(store, trust)
+    versions = list(_read(store, records, "manifests/"))
+    others = [*_read(store, records, "anchors/"), *_read(store, records, "squashes/")]
+    first = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR)
+    gone = [(entry, record) for entry, record in versions if record.version < first]
+    gone += [
+        (entry, record) for entry, record in others if (record.base.version if record.base else record.version) < first
+    ]
+    doomed = [entry.key for entry, _ in gone]
+    deleted = set(doomed)
+    left = [record for entry, record in (*versions, *others) if entry.key not in deleted]
+    if gone:
+        _take_out(store, doomed, [record for _, record in gone])
+    seen = {entry.key for entry, _ in (*versions, *others)}
+    bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen)
+    if isinstance(store, LocalStore):
+        store.sweep()
+    newest = max((record.version for _, record in versions), default=None)
+    taken = sum(record.kind == Kind.VERSION for _, record in gone)
+    return PruneReport(None if newest is None else first, newest, taken, len(gone) - taken, bodies, freed)
+
+
+def _now(store: Store) -> float:
+    """The store's time: that of something just written."""
+    store.put(CLOCK, b"")
+    return next(entry.modified_s for entry in store.list(PRUNED) if entry.key == CLOCK)
+
+
+def _read(store: Store, records: Records, prefix: str) -> Iterator[tuple[Entry, Manifest]]:
+    for entry in store.list(prefix):
+        record = records.look(entry.key)
+        if record is not None:  # else somebody else deleted it just now
+            yield entry, record
+
+
+def _first_kept(
+    versions: list[tuple[Entry, Manifest]], others: list[tuple[Entry, Manifest]], keep: int, since_s: float
+) -> int:
+    """The oldest version that must stay: that of the newest anchor from which all that are kept can be reached."""
+    if not versions:
+        return 0
+    wanted = [record.version for entry, record in versions if entry.modified_s >= since_s]
+    wanted += [record.version for _, record in versions][-keep:]
+    anchors = [record.version for _, record in others if record.kind == Kind.ANCHOR]
+    return max((version for version in anchors if version <= min(wanted)), default=0)
+
+
+def _take_out(store: Store, doomed: list[str], gone: list[Manifest]) -> None:
+    """Write down what goes, then delete records, oldest versions first, and the hints at them."""
+    named = sorted({key for record in gone for key in _bodies(record)})
+    numbers = [record.version for record in gone]
+    store.put(f"{PRUNED}{min(numbers)}-{max(numbers)}-{secrets.token_hex(8)}", json.dumps(named).encode())
+    for key in doomed:
+        store.delete(key)
+    for record in gone:
+        start = keys.start_key(record.digest)
+        with suppress(NotFoundError):
+            if store.get(start, 0, 32) == str(record.version).encode():
+                store.delete(start)
+
+
+def _listed(store: Store, key: str) -> list[str]:
+    """What a prune before this one wrote down. Raises: FormatError."""
+    try:
+        named = json.loads(store.get(key, 0, MAX_LIST_BYTES))
+    except ValueError as e:
+        raise FormatError(f"{key} is not a list of what was pruned; delete it, if nobody wrote it on purpose") from e
+    return [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
+
+
+def _bodies(record: Manifest) -> Iterator[str]:
+    yield keys.layout_key(record.layout)
+    for part in record.parts:
+        yield keys.part_key(part.id)
+    for file in record.files:
+        yield keys.file_key(file.id)
+
+
+def _delete_bodies(
+    store: Store, left: list[Manifest], now_s: float, grace_s: float, records: Records, seen: Collection[str]
+) -> tuple[int, int]:
+    """Delete bodies that were taken out of use long enough ago, or never were in use; return how many, and bytes."""
+    named = {key for record in left for key in _bodies(record)}
+    stored = {entry.key: entry for prefix in _BODIES for entry in store.list(prefix)}
+    waiting: set[str] = set()
+    due: set[str] = set()
+    lists = [entry for entry in store.list(PRUNED) if entry.key != CLOCK]
+    for entry in lists:
+        listed = _listed(store, entry.key)
+        if entry.modified_s > now_s - grace_s:
+            waiting.update(listed)
+        else:  # but not what was put again since: a version under way may name it
+            due.update(key for key in listed if key in stored and stored[key].modified_s <= entry.modified_s)
+    orphans = {
+        key for key, entry in stored.items() if entry.modified_s < now_s - ORPHAN_HOURS * HOUR and key not in waiting
+    }
+    doomed = [stored[key] for key in sorted(((due - waiting) | orphans) & (stored.keys() - named))]
+    deleted: list[Entry] = []
+    some = max(LOOK_EVERY, len(stored) // LISTED_A_CALL)  # so that looking takes no longer than deleting
+    for first in range(0, len(doomed), some):
+        going = _still_unused(store, doomed[first : first + some], records, seen)
+        for entry in going:
+            store.delete(entry.key)
+        deleted += going
+    for entry in lists:
+        if entry.modified_s <= now_s - grace_s:
+            store.delete(entry.key)
+    return len(deleted), sum(entry.size_bytes for entry in deleted)
+
+
+def _still_unused(store: Store, doomed: list[Entry], records: Records, seen: Collection[str]) -> list[Entry]:
+    """Of these bodies, those that no publisher has put again since, and that no new record names.
+
+    The bytes of a patch can recur. Its publisher puts the body again before it creates the record.
+    """
+    there = {entry for prefix in _BODIES for entry in store.list(prefix)}
+    unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if entry.key not in seen]
+    named = {key for record in map(records.look, unseen) if record for key in _bodies(record)}
+    going = [entry for entry in doomed if entry in there and entry.key not in named]
+    if len(going) < len(doomed):
+        logger.info("%d bodies were put again while they were to be deleted, and stay.", len(doomed) - len(going))
+    return going

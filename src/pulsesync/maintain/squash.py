@@ -1,0 +1,199 @@
+"""Squashed patches: many versions as one, from epoch start to epoch start, written off the trainer's path.
+
+    Squasher("s3://bucket/run", signing_key=key).run()       # writes every one that the run has come to be ready for
+
+A squasher is a follower with a state of its own. It goes through the run epoch by epoch; of the spans that are still
+growing it keeps what they changed, and nothing of the state's size.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pulsesync.core.types import Sum
+from pulsesync.errors import ConflictError, MissingLinkError
+from pulsesync.format import epochs, patch, signature
+from pulsesync.format.epochs import Held
+from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.signature import SigningKey, trusted
+from pulsesync.format.weights import Changes, Overlay, compose, inverse
+from pulsesync.run import keys, planner
+from pulsesync.run.bodies import check_room, fetch_body, keep_body
+from pulsesync.run.reader import CACHE_BYTES, Records
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.live import State, Transition
+from pulsesync.state.views import new_tensors
+from pulsesync.store import CachedStore, Store, open_store
+
+HIGHEST = 10  # a span of 2^10 epochs is 32,768 versions
+
+
+@dataclass(frozen=True)
+class Squashed:
+    """A squashed patch that was written."""
+
+    level: int
+    number: int
+    base: int  # version
+    version: int
+    size_bytes: int
+    instead_of_bytes: int  # the patches it spans, one by one
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What happened from one epoch start to a later one."""
+
+    number: int
+    base: Manifest
+    end: Manifest
+    before: Mapping[int, Sum]  # digests of the tiles at the base
+    changes: Changes
+    patch_bytes: int
+
+    def then(self, later: "_Span") -> "_Span":
+        blocks = self.changes.keys() | later.changes.keys()
+        both = {key: compose(self.changes.get(key), later.changes.get(key)) for key in blocks}
+        changes = {key: change for key, change in both.items() if change}
+        size = self.patch_bytes + later.patch_bytes
+        return _Span(self.number // 2, self.base, later.end, self.before, changes, size)
+
+
+class Squasher:
+    """Follows a run and writes its squashed patches. Several may do so at once: the first to write one wins.
+
+    signing_key: the run's key, or one that it delegates; needed where readers trust keys. trust: as for a Subscriber.
+    """
+
+    def __init__(
+        self,
+        location: str | Store,
+        *,
+        signing_key: SigningKey | None = None,
+        trust: str | Collection[str] | None = None,
+        cache: str | Path | None = None,
+    ) -> None:
+        store = open_store(location) if isinstance(location, str) else location
+        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
+        self.signing_key = signing_key
+        self.trust = trusted(trust)
+        self._state: State | None = None
+        self._at: Manifest | None = None  # the epoch start that the state is at
+        self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
+
+    def run(self) -> list[Squashed]:
+        """Write every squashed patch that is possible now and not there yet.
+
+        Raises:
+            FormatError, StoreError, ChainError: the run cannot be read; what was written is good. RunChangedError:
+            the run was replaced, forked or rolled back since the last call; the next call starts over.
+        """
+        return list(self.steps())
+
+    def steps(self) -> Iterator[Squashed]:
+        """The same, one at a time: for a progress bar."""
+        try:
+            while self._ready(records := Records(self.store, self.trust)):
+                assert self._at is not None
+                epoch = self._epoch(self._at, records)
+                if epoch is None:
+                    return
+                yield from self._take(self._at, epoch, records)
+        except BaseException:
+            self._state, self._at, self._spans = None, None, {}  # what was not written is come by again
+            raise
+
+    def _ready(self, records: Records) -> bool:
+        """Stand at an epoch start: the one after the last epoch taken, or that of the newest anchor.
+
+        Raises:
+            RunChangedError: the run is not the one that was followed so far; the next call starts over.
+        """
+        if self._at is not None:
+            records.check_run(self._at.run, self._at.version, self._at.digest)
+        newest = records.newest()
+        if newest is None:
+            return False
+        if self._at is not None and records.version(self._at.version) is not None and not self._cut_off(records):
+            return True
+        self._state, self._at, self._spans = None, None, {}
+        try:
+            anchor = planner.find_way(None, newest, records.look)[0]
+        except MissingLinkError:
+            return False  # no anchor yet
+        layout = records.layout(anchor.layout)
+        check_room(self.store, anchor, layout)
+        reader = Subscriber(self.store, trust=self.trust, undo=0)
+        reader.sync(new_tensors(layout.tensors), version=anchor.version)
+        self._state, self._at = reader.state, records.version(anchor.version)
+        return self._at is not None
+
+    def _cut_off(self, records: Records) -> bool:
+        """Whether the epoch that begins here was ended by a root, so that nothing leads on."""
+        assert self._at is not None
+        version = self._at.version
+        while (later := records.version(version + 1)) is not None:
+            if later.base is None:
+                return True
+            if later.index == epochs.EPOCH_PATCHES:
+                return False
+            version += 1
+        return False
+
+    def _epoch(self, at: Manifest, records: Records) -> list[Manifest] | None:
+        """The patches of the epoch that begins at a version, if it is complete."""
+        found: list[Manifest] = []
+        while len(found) < epochs.EPOCH_PATCHES:
+            record = records.version(at.version + 1 + len(found))
+            if record is None:
+                return None
+            planner.accept(Held.by(found[-1] if found else at), record)
+            found.append(record)
+        return found
+
+    def _take(self, at: Manifest, epoch: list[Manifest], records: Records) -> Iterator[Squashed]:
+        """Go through an epoch, and write the spans that end with it."""
+        state = self._state
+        assert state is not None
+        transition: Transition | None = None
+        for record in epoch:
+            bodies = [fetch_body(self.store, ref, state.layout, None)[0] for ref in record.parts]
+            transition = state.prepare(record, bodies, after=transition)
+        assert transition is not None
+        before = state.sums
+        state.commit(transition)
+        self._at = epoch[-1]
+        size = sum(record.size_bytes for record in epoch)
+        span = _Span(Held.by(at).starts, at, epoch[-1], before, transition.changes, size)
+        for level in range(HIGHEST + 1):
+            if written := self._write(level, span, records):
+                yield written
+            first = self._spans.pop(level, None)
+            if span.number % 2 == 0:
+                self._spans[level] = span
+                return
+            if first is None or first.number != span.number - 1:
+                return
+            span = first.then(span)
+
+    def _write(self, level: int, span: _Span, records: Records) -> Squashed | None:
+        key = keys.squash_key(level, span.number)
+        if records.look(key) is not None:
+            return None
+        state = self._state
+        assert state is not None
+        old = Overlay(state, {at: inverse(change) for at, change in span.changes.items()})
+        diffs = patch.diff_of(state.layout.tiles, old, span.changes, "context")
+        part = patch.encode_diff(state.layout, diffs, old, span.before, codec="auto")
+        record = replace(
+            span.end, kind=Kind.SQUASH, base=Base(span.base.version, span.base.digest), history=None,
+            parts=(PartRef(part.id, len(part.data)),),
+        )  # fmt: skip
+        line = record.build()
+        self.store.put(keys.part_key(part.id), part.data)
+        try:
+            self.store.create(key, signature.sign(line, self.signing_key) if self.signing_key else line)
+        except ConflictError:
+            return None
+        keep_body(self.store, part)
+        return Squashed(level, span.number, span.base.version, span.end.version, len(part.data), span.patch_bytes)

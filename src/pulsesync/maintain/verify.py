@@ -1,0 +1,269 @@
+"""Looking a run over: which records it has, and whether every byte that they name is good.
+
+    audit = Audit("s3://bucket/run", trust=public_key)
+    for checked in audit.run():
+        ...                                              # checked.fault is None, or says what is wrong
+
+A place that can list is listed. Elsewhere (a plain web server) the versions are walked back from the newest, and the
+other records are where the versions say, or where one could be.
+"""
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pulsesync.core.scratch import ScratchFolder
+from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
+from pulsesync.format.epochs import Held
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.signature import trusted
+from pulsesync.run import keys, planner
+from pulsesync.run.bodies import check_room, fetch_body
+from pulsesync.run.reader import Records
+from pulsesync.run.spool import AnchorSpool
+from pulsesync.state.live import State
+from pulsesync.store import Store, open_store
+
+MISSED = 2  # levels without a squashed patch after which none higher is looked for
+_KEY = re.compile(r"(manifests|anchors|squashes/\d\d)/\d{16}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record and where it is; None for one that cannot be read, with the reason."""
+
+    key: str
+    record: Manifest | None
+    fault: str | None = None
+
+
+def find_records(records: Records, limit: int | None = None) -> list[Found]:
+    """The newest versions of a run, or all, oldest first, and the anchors and squashed patches that belong to them.
+
+    A record that is bad, or that nobody who is trusted signed, is among them with its fault.
+
+    Raises:
+        StoreError; FormatError, SignatureError: the newest version cannot be read.
+    """
+    newest = records.newest()
+    if newest is None:
+        return []
+    listed = _listed(records.store)
+    if listed is None:
+        versions = list(_walk_back(records, newest, limit))
+    else:
+        named = [key for key in listed if key.startswith("manifests/")]
+        versions = [_look(records, key) for key in (named[-limit:] if limit else named)]
+    versions = [found for found in versions if found.record or found.fault]  # else it was pruned just now
+    good = [found.record for found in versions if found.record]
+    first = min((record.epoch for record in good), default=0)
+    if listed is None:
+        others = list(_guessed(records, good))
+    else:
+        others = [_look(records, key) for key in listed if not key.startswith("manifests/") and _ends(key) >= first]
+    oldest = min((record.version for record in good), default=0) if limit else 0
+    others = [found for found in others if found.fault or (found.record and found.record.version >= oldest)]
+    return sorted([*versions, *others], key=_order)
+
+
+def _look(records: Records, key: str) -> Found:
+    try:
+        return Found(key, records.look(key))
+    except StoreError:
+        raise
+    except PulseError as e:
+        return Found(key, None, str(e))
+
+
+def _order(found: Found) -> tuple[int, bool, str]:
+    """By version; and what leads there, or would, behind it."""
+    if found.record is not None:
+        return found.record.version, found.record.kind != Kind.VERSION, found.key
+    return int(found.key[-16:]) if found.key.startswith("manifests/") else -1, True, found.key
+
+
+def _listed(store: Store) -> list[str] | None:
+    """All keys of records, in order; None where they cannot be listed."""
+    try:
+        entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
+    except StoreError:
+        return None
+    return [entry.key for entry in entries if _KEY.fullmatch(entry.key)]
+
+
+def _walk_back(records: Records, newest: Manifest, limit: int | None) -> Iterator[Found]:
+    last = max(newest.version - limit, -1) if limit else -1
+    for version in range(newest.version, last, -1):
+        found = _look(records, keys.manifest_key(version))
+        if found.record is None and not found.fault:
+            return  # what is before was pruned
+        yield found
+
+
+def _guessed(records: Records, versions: list[Manifest]) -> Iterator[Found]:
+    """Anchors and squashed patches of these versions, from every place in which there could be one."""
+    starts = sorted({held.starts for record in versions if (held := Held.by(record)).at_start})
+    named = {record.anchor for record in versions if record.anchor is not None}
+    for epoch in sorted(named.union(starts)):
+        yield _look(records, keys.anchor_key(epoch))
+    missed = 0
+    for level in range(planner.MAX_LEVEL + 1):
+        numbers = [(epoch >> level) - 1 for epoch in starts if epoch and epoch % (1 << level) == 0]
+        found = [_look(records, keys.squash_key(level, number)) for number in numbers]
+        yield from found
+        missed = 0 if any(one.record for one in found) else missed + 1
+        if missed == MISSED:
+            return
+
+
+def _ends(key: str) -> int:
+    """The epoch that begins where an anchor or squashed patch leads."""
+    kind, *level, number = key.split("/")
+    return int(number) if kind == "anchors" else (int(number) + 1) << int(level[0])
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A record that was looked at, with all that it names."""
+
+    key: str
+    record: Manifest | None
+    fault: str | None
+
+
+class Audit:
+    """Replays a run into memory: every version from the one before it, every anchor and squashed patch beside that.
+
+    Takes memory for one state, and room for one anchor in the temporary folder. trust: as for a Subscriber.
+
+    Raises:
+        NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.
+    """
+
+    def __init__(self, location: str | Store, *, trust: str | Collection[str] | None = None) -> None:
+        self.store = open_store(location) if isinstance(location, str) else location
+        self.trust = trusted(trust)
+        self._records = Records(self.store, self.trust)
+        self.found = find_records(self._records)  # all that will be looked at
+        if not self.found:
+            raise NotFoundError("there is no run here: no version is published", key="manifests/")
+        self._state: State | None = None
+        self._held: Held | None = None
+        self._files: dict[str, str | None] = {}  # id -> fault
+        self._spool = Path()
+
+    def run(self) -> Iterator[Checked]:
+        """Look at every record, versions in order; a fault in one is told and does not end it.
+
+        Raises:
+            StoreError: the store does not answer, which says nothing about the run.
+        """
+        anchors: defaultdict[int, list[Found]] = defaultdict(list)
+        squashes: defaultdict[int, list[Found]] = defaultdict(list)
+        for found in self.found:
+            if found.record and found.record.kind == Kind.ANCHOR:
+                anchors[found.record.version].append(found)
+            elif found.record and found.record.base and found.record.kind == Kind.SQUASH:
+                squashes[found.record.base.version].append(found)
+        with ScratchFolder("audit") as self._spool:
+            for found in self.found:
+                if found.record is None:
+                    yield Checked(found.key, None, found.fault)
+                elif found.record.kind == Kind.VERSION:
+                    version = found.record.version
+                    yield from self._version(found, anchors.pop(version, []), squashes.pop(version, []))
+        for found in (one for group in (*anchors.values(), *squashes.values()) for one in group):
+            yield Checked(found.key, found.record, "it belongs to a version that is not published, or not any more")
+
+    def _version(self, found: Found, anchors: list[Found], squashes: list[Found]) -> Iterator[Checked]:
+        record = found.record
+        assert record is not None
+        onward = self._held is not None and record.base is not None and self._held.version == record.base.version
+        with _told() as faults:
+            if onward:
+                self._replay(record)
+            elif record.base is not None and not anchors:
+                self._held = None
+                raise MissingLinkError(f"version {record.base.version}, from which it follows, could not be replayed")
+            elif not anchors:
+                self._held = None
+                raise MissingLinkError("nothing leads here: it has no base, and its anchor is not there, or not yet")
+            else:
+                self._held = None
+            self._check_files(record)
+        checked = [Checked(found.key, record, faults[0] if faults else None)]
+        for one in anchors:
+            with _told() as faults:
+                self._check_anchor(one.record, record)
+            checked.append(Checked(one.key, one.record, faults[0] if faults else None))
+        if self._held is None and anchors and not checked[0].fault:
+            checked[0] = Checked(found.key, record, "it can be reached by its anchor alone, which is bad")
+        yield from checked
+        for one in squashes:
+            with _told() as faults:
+                self._check_squash(one.record)
+            yield Checked(one.key, one.record, faults[0] if faults else None)
+
+    def _replay(self, record: Manifest) -> None:
+        assert self._state is not None
+        held, self._held = self._held, None  # until it is done
+        planner.accept(held, record)
+        bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in record.parts]
+        self._state.commit(self._state.prepare(record, bodies))
+        self._held = Held.by(record)
+
+    def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
+        """Check an anchor against its version; and if no patch has led to that, go on from here."""
+        assert anchor is not None
+        if (anchor.run, anchor.digest, anchor.layout) != (record.run, record.digest, record.layout):
+            raise VerificationError("the anchor is of another state than its version")
+        if self._state is None or self._state.layout.id != anchor.layout:
+            layout = self._records.layout(anchor.layout)
+            check_room(self.store, anchor, layout)
+            self._state, self._held = State.empty(layout), None
+        spool = AnchorSpool(self._spool)
+        bodies, _ = spool.fetch(anchor, self.store, self._state.layout)
+        try:
+            sums = self._state.check_whole(anchor, bodies)
+            if self._held is None:
+                self._state.load_whole(bodies, sums)
+                self._held = Held.by(record)
+        finally:
+            spool.keep_only(None)
+
+    def _check_squash(self, squash: Manifest | None) -> None:
+        """Decode a squashed patch over its base, which the state is at, and hold it against the version it leads to."""
+        assert squash is not None
+        if self._held is None or self._state is None:
+            raise MissingLinkError("its base could not be replayed")
+        planner.accept(self._held, squash)
+        bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in squash.parts]
+        self._state.prepare(squash, bodies)
+        version = self._records.version(squash.version)
+        if version is not None and version.digest != squash.digest:
+            raise VerificationError(f"it leads to another state than version {version.version}")
+
+    def _check_files(self, record: Manifest) -> None:
+        for file in record.files:
+            if file.id not in self._files:
+                data = self.store.get(keys.file_key(file.id), 0, file.size + 1)
+                same = len(data) == file.size and hashlib.sha256(data).hexdigest() == file.id
+                self._files[file.id] = None if same else f"its file {file.name} is damaged"
+            if fault := self._files[file.id]:
+                raise ChecksumError(fault, expected=file.id)
+
+
+@contextmanager
+def _told() -> Iterator[list[str]]:
+    """Take down what is wrong with a record, and go on; that a store does not answer is not for this list."""
+    faults: list[str] = []
+    try:
+        yield faults
+    except PulseError as e:
+        if isinstance(e, StoreError) and not isinstance(e, NotFoundError):
+            raise
+        faults.append(str(e))

@@ -1,0 +1,207 @@
+"""The end of a run, as its publisher holds it: the last version committed, and how the next one is made of it.
+
+The state here is the base that the trainer's weights are compared with. It moves only when a version was committed.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pulsesync.core import digest
+from pulsesync.errors import AnotherPublisherError, ConflictError, FormatError, NotFoundError, StoreError
+from pulsesync.format import epochs, patch
+from pulsesync.format import manifest as manifests
+from pulsesync.format.diff import Diff
+from pulsesync.format.epochs import Held
+from pulsesync.format.history import History
+from pulsesync.format.manifest import Base, FileRef, Manifest, PartRef
+from pulsesync.format.patch import CodecName, EncodedPart
+from pulsesync.format.weights import by_block
+from pulsesync.run import keys
+from pulsesync.run.bodies import keep_body
+from pulsesync.state.live import State, Transition
+from pulsesync.store import Store
+
+Sign = Callable[[Manifest], bytes]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A version that is ready to be committed."""
+
+    manifest: Manifest
+    part: EncodedPart
+    transition: Transition
+
+
+class Tip:
+    """The last version of a run and its state. One thread at a time drafts, commits and advances."""
+
+    def __init__(self, store: Store, sign: Sign, last: Manifest, state: State) -> None:
+        self.store, self.sign = store, sign
+        self.last, self.state = last, state
+        self._unsure: Draft | None = None  # sent, and perhaps committed
+
+    def draft(
+        self, encoded: tuple[EncodedPart, Transition], step: int, anchor: int | None, files: tuple[FileRef, ...]
+    ) -> Draft:
+        """The record of what takes the base to the next version. Changes nothing."""
+        part, transition = encoded
+        manifest = next_record(
+            self.last,
+            step,
+            (PartRef(part.id, len(part.data)),),
+            digest.state_digest(self.state.layout.tiles, transition.sums),
+            transition.history.digest() if transition.history.tiles else None,
+            anchor,
+            files,
+        )
+        return Draft(manifest, part, transition)
+
+    def commit(self, draft: Draft) -> int:
+        """Put the body, then create the record: now the version exists. Returns the bytes added.
+
+        Raises:
+            AnotherPublisherError: somebody else publishes here; StoreError: it may or may not be committed; `settle`
+            finds out.
+        """
+        self._unsure = draft  # until the base has moved: whatever interrupts that, `settle` finds it
+        try:
+            self.store.put(keys.part_key(draft.part.id), draft.part.data)
+            added = create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
+            keep_body(self.store, draft.part)
+            return len(draft.part.data) + added
+        except AnotherPublisherError:
+            self._unsure = None
+            raise
+
+    def settle(self) -> Draft | None:
+        """If it is not known whether a version was committed, find out; return it if it was, to be advanced to.
+
+        Raises:
+            StoreError: it still does not say.
+        """
+        if self._unsure is None:
+            return None
+        draft = self._unsure
+        if not is_committed(self.store, draft.manifest.version, self.sign(draft.manifest)):
+            self._unsure = None
+        else:
+            keep_body(self.store, draft.part)
+        return self._unsure
+
+    def advance(self, draft: Draft) -> None:
+        """Move the base to a version that was committed."""
+        self.state.commit(draft.transition)
+        self.last, self._unsure = draft.manifest, None
+
+
+def encode_next(
+    state: State, last: Manifest, diffs: Sequence[Diff], codec: CodecName
+) -> tuple[EncodedPart, Transition]:
+    """Encode what takes a state, or the part of it that is held, from the last version on. Changes nothing."""
+    _, index = epochs.position(last)
+    history = state.history if index > 1 else History()
+    known = history if codec in ("auto", "history") else None
+    part = patch.encode_diff(state.layout, diffs, state, state.sums, codec=codec, history=known)
+    sums = {**state.sums, **part.sums}
+    return part, Transition(by_block(part.patches), sums, history.after(part.patches, state))
+
+
+def next_record(
+    last: Manifest,
+    step: int,
+    parts: tuple[PartRef, ...],
+    state_digest: str,
+    history: str | None,
+    anchor: int | None,
+    files: tuple[FileRef, ...],
+) -> Manifest:
+    """The record of a patch to the last version."""
+    epoch, index = epochs.position(last)
+    return Manifest(
+        run=last.run,
+        version=last.version + 1,
+        step=step,
+        epoch=epoch,
+        index=index,
+        base=Base(last.version, last.digest),
+        layout=last.layout,
+        parts=parts,
+        digest=state_digest,
+        history=history,
+        created=int(time.time()),
+        anchor=anchor,
+        files=files,
+    )
+
+
+def root_record(
+    after: Manifest | None, step: int, layout: str, state_digest: str, anchor: int | None, files: tuple[FileRef, ...]
+) -> Manifest:
+    """The record of a state that has no base, in a new run or after the last version of one."""
+    return Manifest(
+        run=after.run if after else secrets.token_hex(16),
+        version=after.version + 1 if after else 0,
+        step=step,
+        epoch=after.epoch + 1 if after else 0,
+        index=0,
+        base=None,
+        layout=layout,
+        parts=(),
+        digest=state_digest,
+        history=None,
+        created=int(time.time()),
+        anchor=anchor,
+        files=files,
+    )
+
+
+def is_committed(store: Store, version: int, data: bytes) -> bool:
+    """Whether this is the record of a version, if a store did not say whether it was created.
+
+    Raises:
+        StoreError: it still does not say.
+    """
+    try:
+        stored = store.get(keys.manifest_key(version), 0, manifests.MAX_BYTES + 1)
+    except NotFoundError:
+        return False
+    if stored != data:
+        try:
+            manifests.parse(stored)  # somebody else's
+        except FormatError as e:
+            raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
+    return stored == data
+
+
+def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:
+    """Make a version of what is put already: hint at its start, create its record, hint at its head; return its bytes.
+
+    Raises:
+        AnotherPublisherError: it exists, or the version it comes after is gone, because others have published for so
+        long that it was pruned. StoreError.
+    """
+    key = keys.manifest_key(manifest.version)
+    if Held.by(manifest).at_start or manifest.history is None:
+        store.put(keys.start_key(manifest.digest), str(manifest.version).encode())
+    try:
+        if after is not None:
+            store.get(keys.manifest_key(after.version), 0, 1)
+        store.create(key, data)
+    except (ConflictError, NotFoundError) as e:
+        raise AnotherPublisherError(
+            f"version {manifest.version} is not this publisher's to make: somebody else publishes into this run. "
+            "Nothing of theirs was touched; stop one of the two, or open a new Publisher to take the run up where "
+            "it is now",
+            key=key, version=manifest.version,
+        ) from e  # fmt: skip
+    try:
+        store.put(keys.HEAD, str(manifest.version).encode())
+    except StoreError as e:  # it may lag; the version is there
+        logger.warning("Version %d is committed; the hint to it could not be written: %s", manifest.version, e)
+    return len(data)

@@ -1,0 +1,539 @@
+"""The trainer's end where a model is spread over processes: one version, made of what each of them has put.
+
+    pub = ShardedPublisher("s3://bucket/run", Collective())    # on every rank
+    for step in range(steps):
+        train_one_step(model)                                  # FSDP2, tensor-parallel, or both
+        pub.publish(model, step=step)
+
+Each tile of the run belongs to one rank, which keeps the last version of it and no more, compares, encodes and uploads
+it. The ranks tell each other digests and sizes; rank 0, the lead, writes the records. Workers see no difference.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, get_args
+
+from pulsesync import errors
+from pulsesync.errors import (
+    AnotherPublisherError,
+    ChainError,
+    ConflictError,
+    FormatError,
+    GroupError,
+    NotFoundError,
+    PulseError,
+    SignatureError,
+    StateError,
+    StoreError,
+    VerificationError,
+)
+from pulsesync.format import epochs, patch
+from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
+from pulsesync.format.epochs import Held
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import FileRef, Manifest, PartRef
+from pulsesync.format.patch import EncodedPart
+from pulsesync.format.signature import SigningKey
+from pulsesync.group.collective import Team
+from pulsesync.publish.anchors import anchor_record, encode_parts, way_since_anchor
+from pulsesync.publish.baseline import bases_for
+from pulsesync.publish.commit import create, is_committed, next_record, root_record
+from pulsesync.publish.companions import Files, put_companions
+from pulsesync.publish.ownership import Share, Tables, Told, agreed, share_of
+from pulsesync.publish.publisher import (
+    PublishReport,
+    checked_step,
+    find_last,
+    records_of,
+    report_of,
+    same_tensors,
+    signed,
+)
+from pulsesync.run import keys
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.live import State, Transition
+from pulsesync.state.sharding import Shards, Windows, layout_of, owner_of, shards_of, windows_from, windows_to
+from pulsesync.store import Store, open_store
+
+LEAD = 0
+MAX_FAULT = 1000  # characters of an error that are told to the others
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What a rank compares its tiles with: the last version committed, as far as it is this rank's."""
+
+    last: Manifest
+    record: bytes  # of last, as stored
+    share: Share
+    state: State
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A rank's part of a version that was told to the others, and is perhaps committed."""
+
+    version: int
+    part: PartRef | None
+    transition: Transition
+    spare: EncodedPart | None = None  # where nothing changed: it says so, if a version needs a part
+    record: bytes = b""  # the lead's, once it is signed
+    tables: Tables | None = None  # the lead's, of the version
+
+    def is_of(self, record: Manifest) -> bool:
+        return record.version == self.version and (self.part is None or self.part in record.parts)
+
+
+class ShardedPublisher:
+    """Publishes a model that is spread over a team of processes: into a new run, or one that is taken up.
+
+    Every rank makes one with the same arguments and calls the same methods in the same order. What one rank cannot do,
+    none does: the rank that failed raises its own error and the others one of the same kind that names it (`failed`),
+    or a GroupError; nobody's base advances, and the next publish covers both steps. A rank that dies gives the others a
+    GroupError when the team's time is up, which has to be enough for the slowest rank's upload; a new team then takes
+    the run up.
+
+    A run is taken up where each of its tiles lies whole in some rank's shards, as with the same team it does, or with
+    fewer and larger shards. Otherwise the whole state is published anew, in the same run.
+
+    codec, cast, grid, min_tile, signing_key, files, anchor_every: as for `Publisher`. Tiles end where shards do; the
+    grid can cut them further. Anchors are written within `publish`, by all ranks at a time, after the version.
+    """
+
+    def __init__(
+        self,
+        location: str | Store,
+        team: Team,
+        *,
+        codec: patch.CodecName = "auto",
+        cast: str | Mapping[str, str] | None = None,
+        grid: layouts.Grid | None = None,
+        min_tile: int = 1 << 20,
+        signing_key: SigningKey | None = None,
+        files: Files | None = None,
+        anchor_every: float = 1.0,
+    ) -> None:
+        if codec not in get_args(patch.CodecName):
+            raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
+        self.store = open_store(location) if isinstance(location, str) else location
+        self.team = team
+        self.codec: patch.CodecName = codec
+        self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self.grid, self.min_tile = dict(grid or {}), min_tile
+        self.signing_key, self.anchor_every = signing_key, anchor_every
+        self._files = dict(files or {})
+        self._gathers = 0  # in this publish
+        self._lost: AnotherPublisherError | None = None
+        self._base: _Base | None = None
+        self._draft: _Draft | None = None  # until it is known what became of it
+        # What follows is the lead's alone
+        self._tables = Tables()
+        self._refs: tuple[FileRef, ...] = ()
+        self._newest: int | None = None  # epoch of the newest anchor
+        self._way_bytes = 0.0  # patches since then
+
+    # For people
+
+    def publish(self, source: Any, *, step: int = 0) -> PublishReport:
+        """Publish the team's model as the next version; the first one whole. All ranks call it, each with its shards.
+
+        source: a module, state dict or mapping whose values are DTensors, `Placed`, or tensors that are held whole, in
+        host memory or on this rank's GPU. It must not change until this returns. The report is of the whole version;
+        its times are this rank's.
+
+        Raises:
+            StateError: tensors came, went, changed shape, tie or shard, or nobody holds one; AnotherPublisherError:
+            somebody else publishes here; GroupError: a rank died, fell behind or failed; StoreError. After any of them
+            the base is still the last version committed: the next one covers both. A StoreError of the first publish
+            can also mean that the version is there and its anchor is not, which the next publish makes up for.
+        """
+        if self._lost:
+            raise self._lost
+        clock, self._gathers = _Clock(), 0
+        try:
+            shards, step = self._begin(source, step)
+            if self._base is None:
+                plan = self._open(source, shards)
+                if self._base is None:
+                    return self._publish_root(plan, shards, step, clock)
+            return self._publish_patch(self._base, shards, step, clock)
+        except AnotherPublisherError as e:
+            self._lost = e
+            raise
+
+    @property
+    def version(self) -> int | None:
+        """The last version that was committed."""
+        return self._base.last.version if self._base else None
+
+    @property
+    def digest(self) -> str | None:
+        """The state digest of the last version that was committed."""
+        return self._base.last.digest if self._base else None
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run; None before the first publish."""
+        return self._base.last.run if self._base else None
+
+    @property
+    def base_bytes(self) -> int:
+        """What this rank keeps of the last version."""
+        return sum(flat.nbytes for flat in self._base.state.flats.values()) if self._base else 0
+
+    # Acting together
+
+    def _together(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
+        """Do this rank's share of something, and tell the others; return what it gave and what everybody told.
+
+        Raises:
+            PulseError: some rank failed: its own error there, one of the same kind or a GroupError elsewhere.
+        """
+        self._gathers += 1
+        place = bytes([self._gathers])
+        try:
+            value, note = work()
+        except BaseException as e:
+            with suppress(GroupError):
+                self.team.gather(place + _fault_to(e))
+            raise
+        told = self.team.gather(place + _DONE + note)
+        if any(one[:1] != place for one in told):
+            raise GroupError("the ranks are not in the same place of a publish: begin it again", rank=self.team.rank)
+        for rank, one in enumerate(told):
+            if one[1:2] != _DONE:
+                raise _fault_from(one[2:], rank, self.team.rank)
+        return value, [one[2:] for one in told]
+
+    def _hear(self, work: "Callable[[], _Word]") -> "_Word":
+        """Let the lead do something, and return what it says of it."""
+        _, told = self._together(lambda: (None, work().to_bytes() if self._leads else b""))
+        return _Word.from_bytes(told[LEAD])
+
+    @property
+    def _leads(self) -> bool:
+        return self.team.rank == LEAD
+
+    def _begin(self, source: Any, step: int) -> tuple[Shards, int]:
+        """Read the source; agree on the step, and on what the last version is."""
+
+        def read() -> tuple[Shards, bytes]:
+            shards = shards_of(source, self.cast, _read)
+            if self._base is not None:
+                self._base.share.check(shards)
+            due = self._leads and self._base is not None and self._due(self._base.last, self._base.state.layout)
+            return shards, json.dumps([checked_step(step), self.version, self._draft is not None, due]).encode()
+
+        shards, told = self._together(read)
+        steps, versions, unsure, due = zip(*map(json.loads, told), strict=True)
+        if len(set(steps)) > 1:
+            raise GroupError(f"the ranks publish different steps: {steps}", rank=self.team.rank)
+        if any(unsure):
+            self._settle()
+            _, told = self._together(lambda: (None, json.dumps(self.version).encode()))
+            versions = tuple(map(json.loads, told))
+        if len(set(versions)) > 1:
+            self._base = None  # some missed what became of the last version: all take the run up anew
+        elif due[LEAD] and not any(unsure):
+            self._try_anchor()
+        return shards, steps[LEAD]
+
+    def _settle(self) -> None:
+        """Find out what became of a version whose end somebody did not hear of; advance to it if it was committed."""
+
+        def look() -> _Word:
+            draft = self._draft
+            if draft and draft.record and is_committed(self.store, draft.version, draft.record):
+                self._advance(draft, draft.record)
+            return _Word(self._base.record if self._base else b"")
+
+        word = self._hear(look)
+        if self._draft and word.record and self._draft.is_of(manifests.parse(word.record)):
+            self._advance(self._draft, word.record)
+        self._draft = None
+
+    def _advance(self, draft: _Draft, record: bytes) -> None:
+        """Move the base to a version that was committed."""
+        base, last = self._base, manifests.parse(record)
+        assert base is not None
+        if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
+            base.state.commit(draft.transition)
+        self._base = replace(base, last=last, record=record)
+        self._way_bytes += last.size_bytes
+        self._tables = draft.tables or self._tables
+        self._draft = None
+
+    # Taking up a run
+
+    def _open(self, source: Any, shards: Shards) -> "_Plan":
+        """Agree on a layout, and look for a run; if there is one that can be taken up, that is where the base is."""
+        _, told = self._together(lambda: (None, windows_to(shards)))
+        everyones, ties = agreed([windows_from(note) for note in told])
+        layout = layout_of(everyones, ties, self.grid, self.min_tile)
+        word = self._hear(lambda: self._find_last(source))
+        plan = _Plan(layout, everyones, word.record, manifests.parse(word.record) if word.record else None)
+        if plan.last is not None:
+            self._take_up(plan, plan.last, shards)
+        return plan
+
+    def _find_last(self, source: Any) -> "_Word":
+        last = find_last(self.store, self.signing_key)
+        self._refs = put_companions(self.store, self._files, source, last)
+        if last is None:
+            return _Word()
+        self._newest = last.anchor
+        return _Word(signed(last, self.signing_key))
+
+    def _take_up(self, plan: "_Plan", last: Manifest, shards: Shards) -> None:
+        """Rebuild the last version, each rank its own tiles; leave the base alone if that cannot be done."""
+
+        def rebuild() -> tuple[tuple[Share, State] | None, bytes]:
+            layout = records_of(self.store, self.signing_key).layout(last.layout)
+            same_tensors(layout, plan.layout.tensors, plan.layout.ties)
+            try:
+                owners = owner_of(layout, plan.everyones)
+            except StateError:
+                return None, b""  # the run's tiles lie across the shards of this team
+            share = share_of(layout, owners, self.team.rank, shards)
+            state = self._rebuild(last, share, shards)
+            return ((share, state), Told.of(state, share).to_bytes()) if state else (None, b"")
+
+        found, told = self._together(rebuild)
+        if found is None or not all(told):
+            return
+        word = self._hear(lambda: self._judge(plan, last, found[0].layout, told))
+        if word.record:
+            self._base = _Base(last, plan.record, *found)
+            if word.anchor:
+                self._try_anchor()
+
+    def _rebuild(self, last: Manifest, share: Share, shards: Shards) -> State | None:
+        """This rank's tiles of the last version, or None if no published way leads there."""
+        tensors = share.keeper.tensors(share, shards.published)
+        trust = self.signing_key.public if self.signing_key else None
+        reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0)
+        try:
+            reader.sync(tensors, version=last.version)
+        except SignatureError:
+            raise
+        except (ChainError, NotFoundError, FormatError, VerificationError):
+            return None
+        if reader.state is None or reader.version != last.version:
+            return None
+        return share.keeper.adopt(share, reader.state)
+
+    def _judge(self, plan: "_Plan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_Word":
+        """Say whether what all ranks have rebuilt is, together, the last version."""
+        tables = Tables().after(map(Told.from_bytes, told))
+        start = Held.by(last).at_start  # there nothing that was remembered is needed any more
+        if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
+            return _Word()
+        self._tables = tables
+        self._way_bytes = self._way_since_anchor(last)
+        return _Word(plan.record, anchor=self._due(last, layout))
+
+    # Roots
+
+    def _publish_root(self, plan: "_Plan", shards: Shards, step: int, clock: "_Clock") -> PublishReport:
+        """Publish a state that has no base, and its anchor."""
+
+        def copy() -> tuple[tuple[Share, State], bytes]:
+            share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.team.rank, shards)
+            state = share.keeper.copy(share, shards.published)
+            clock.encoded()
+            return (share, state), Told.of(state, share).to_bytes()
+
+        found, told = self._together(copy)
+        word = self._hear(lambda: self._create_root(plan, told, step))
+        self._base = _Base(manifests.parse(word.record), word.record, *found)
+        written = word.written + self._write_anchor(self._base)
+        return clock.report(plan.layout, self._base.last, None, written)
+
+    def _create_root(self, plan: "_Plan", told: Sequence[bytes], step: int) -> "_Word":
+        tables = Tables().after(map(Told.from_bytes, told))
+        record = root_record(plan.last, step, plan.layout.id, tables.digest(plan.layout), self._newest, self._refs)
+        data = signed(record, self.signing_key)
+        self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
+        written = len(plan.layout.data) + create(self.store, record, data, plan.last)
+        self._tables, self._way_bytes = tables, math.inf
+        return _Word(data, written=written)
+
+    # Patches
+
+    def _publish_patch(self, base: _Base, shards: Shards, step: int, clock: "_Clock") -> PublishReport:
+        """Find and put what changed, each rank in its own tiles; commit it as one version; move the bases."""
+        _, told = self._together(lambda: (None, self._offer(base, shards, clock).to_bytes()))
+        word = self._hear(lambda: self._create(base, told, step))
+        if self._draft is not None:  # the lead is there already
+            self._advance(self._draft, word.record)
+        report = clock.report(base.state.layout, manifests.parse(word.record), word.changed, word.written)
+        if word.anchor:
+            self._try_anchor()
+        return report
+
+    def _offer(self, base: _Base, shards: Shards, clock: "_Clock") -> Told:
+        """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
+        share = base.share
+        difference = share.keeper.compare(share, base.state, shards.published, self.codec, base.last)
+        part, transition = difference.encode(base.last, self.codec)
+        clock.encoded()
+        ref, spare = (self._put(part), None) if part.sums else (None, part)
+        self._draft = _Draft(base.last.version + 1, ref, transition, spare)
+        remembered = transition.history.counts(part.sums)
+        return Told((ref,) if ref else (), transition.changed, part.sums, remembered)
+
+    def _create(self, base: _Base, told: Sequence[bytes], step: int) -> "_Word":
+        """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
+        offers = [Told.from_bytes(note) for note in told]
+        parts = tuple(part for offer in offers for part in offer.parts)
+        assert self._draft is not None
+        if not parts:
+            assert self._draft.spare is not None
+            parts = (self._put(self._draft.spare),)
+        _, index = epochs.position(base.last)
+        tables = self._tables.after(offers, forget=index == 1)
+        state = tables.digest(base.state.layout)
+        record = next_record(base.last, step, parts, state, tables.history(index), self._newest, self._refs)
+        data = signed(record, self.signing_key)
+        self._draft = replace(self._draft, record=data, tables=tables)
+        written = record.size_bytes + create(self.store, record, data, base.last)
+        self._advance(self._draft, data)
+        due = self._due(record, base.state.layout)
+        return _Word(data, due, sum(offer.changed for offer in offers), written)
+
+    def _put(self, part: EncodedPart) -> PartRef:
+        self.store.put(keys.part_key(part.id), part.data)
+        return PartRef(part.id, len(part.data))
+
+    # Anchors
+
+    def _due(self, last: Manifest, layout: Layout) -> bool:
+        """Whether an anchor of the last version is to be written: at an epoch's start, if the way has grown long."""
+        if not Held.by(last).at_start or self._newest == last.starts:
+            return False
+        longest = self.anchor_every * layout.size_bytes
+        if longest <= self._way_bytes < math.inf:
+            try:
+                self._way_bytes = self._way_since_anchor(last)
+            except StoreError as e:  # then by what was counted here
+                logger.info("The path from the newest anchor could not be measured: %s", e)
+        return self._way_bytes >= longest
+
+    def _way_since_anchor(self, last: Manifest) -> float:
+        newest, way_bytes = way_since_anchor(last, records_of(self.store, self.signing_key).look)
+        if newest is not None:
+            self._newest = max(newest, self._newest or 0)
+        return way_bytes
+
+    def _try_anchor(self) -> None:
+        """Write an anchor, or leave it to a later publish: anchors can wait, versions cannot."""
+        assert self._base is not None
+        try:
+            self._write_anchor(self._base)
+        except StoreError as e:
+            logger.warning(
+                "The anchor of epoch %d is not in the store: %s. It is tried again with a later version.",
+                self._base.last.starts, e,
+            )  # fmt: skip
+
+    def _write_anchor(self, base: _Base) -> int:
+        """Write the whole state of the last version, each rank its own tiles; return the bytes of all."""
+
+        def put() -> tuple[None, bytes]:
+            parts = encode_parts(base.share.tiles, base.state) if base.share.tiles else ()
+            return None, Told(tuple(self._put(part) for part in parts)).to_bytes()
+
+        _, told = self._together(put)
+        return self._hear(lambda: self._create_anchor(base, told)).written
+
+    def _create_anchor(self, base: _Base, told: Sequence[bytes]) -> "_Word":
+        parts = tuple(part for note in told for part in Told.from_bytes(note).parts)
+        if not parts:
+            parts = tuple(self._put(part) for part in encode_parts((), base.state))
+        record = anchor_record(base.last, parts, self._newest)
+        data = signed(record, self.signing_key)
+        with suppress(ConflictError):  # somebody was quicker: the run has its anchor
+            self.store.create(keys.anchor_key(base.last.starts), data)
+        self._newest, self._way_bytes = base.last.starts, 0.0
+        return _Word(data, written=record.size_bytes)
+
+
+def _read(tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[Any, Mapping[str, str]]:
+    """Shards as plain tensors, in host memory or on a GPU."""
+    return bases_for(tensors, None).read(tensors, cast)
+
+
+class _Clock:
+    """Times of one rank in one publish."""
+
+    def __init__(self) -> None:
+        self.began = self.ready = time.perf_counter()
+
+    def encoded(self) -> None:
+        self.ready = time.perf_counter()
+
+    def report(self, layout: Layout, record: Manifest, changed: int | None, written: int) -> PublishReport:
+        now = time.perf_counter()
+        encode_s, store_s = self.ready - self.began, now - self.ready
+        return report_of(layout, record, changed, written, 0, now - self.began, encode_s, store_s)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a team needs to begin: how its tensors would be cut, who holds what, and the last version of the run."""
+
+    layout: Layout
+    everyones: Sequence[Windows]
+    record: bytes  # of last, as stored
+    last: Manifest | None
+
+
+# What ranks tell each other
+
+_DONE, _FAILED = b"+", b"-"
+
+
+def _fault_to(error: BaseException) -> bytes:
+    retryable = isinstance(error, StoreError) and error.retryable
+    fault = {"kind": type(error).__name__, "text": str(error)[:MAX_FAULT], "retryable": retryable}
+    return _FAILED + json.dumps(fault).encode()
+
+
+def _fault_from(data: bytes, failed: int, rank: int) -> PulseError:
+    """What stopped another rank, as an error of the same kind where it is one of this library's."""
+    fault = json.loads(data)
+    kind = getattr(errors, fault["kind"], None)
+    if not isinstance(kind, type) or not issubclass(kind, PulseError):
+        return GroupError(f"rank {failed} failed: {fault['kind']}: {fault['text']}", failed=failed, rank=rank)
+    facts = {"retryable": fault["retryable"]} if issubclass(kind, StoreError) else {}
+    return kind(f"rank {failed} failed: {fault['text']}", failed=failed, rank=rank, **facts)
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What the lead tells the others."""
+
+    record: bytes = b""  # of the last version, as stored
+    anchor: bool = False  # one is to be written now
+    changed: int = 0  # weights, over all ranks
+    written: int = 0  # bytes, by all ranks
+
+    def to_bytes(self) -> bytes:
+        head = json.dumps([self.anchor, self.changed, self.written]).encode() + b"\n"
+        return head + self.record
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "_Word":
+        head, _, record = data.partition(b"\n")
+        anchor, changed, written = json.loads(head)
+        return cls(record, anchor, changed, written)

@@ -1,0 +1,130 @@
+"""The bodies of a run: parts fetched whole or by section, checked byte by byte, read again if they are bad."""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+from pulsesync.errors import FormatError, NotFoundError, StoreError
+from pulsesync.format import container, patch
+from pulsesync.format.body import Body
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.patch import EncodedPart
+from pulsesync.run import keys
+from pulsesync.run.reader import forgetting
+from pulsesync.store import Store, origin_of
+
+SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
+HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[int] | None) -> tuple[Body, int]:
+    """Fetch a part, or those sections in which wanted tiles are, and check every byte; say how many were fetched.
+
+    Raises:
+        StoreError; FormatError: and branches, if these are not the bytes the id names, not when read again either.
+    """
+    key = keys.part_key(ref.id)
+
+    def fetch() -> tuple[Body, int]:
+        if wanted is None or ref.size <= SMALL_PART:
+            data = fetch_part(store, ref)
+            return Body.of(data, layout, ref.id), len(data)
+        return _fetch_sections(store, key, ref, layout, wanted)
+
+    return read_again(store, key, fetch)
+
+
+def fetch_part(store: Store, ref: PartRef) -> bytes:
+    """Fetch the bytes of a part, unchecked except for their number. Raises: StoreError; FormatError."""
+    data = store.get(keys.part_key(ref.id), 0, ref.size + 1)
+    if len(data) != ref.size:
+        raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+    return data
+
+
+def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
+    """Read and check an object; if its bytes are bad, read it once more, at once and past every cache.
+
+    Bytes that are bad twice were not damaged on the network: to wait, or to fetch other objects again, does not help.
+
+    Raises:
+        FormatError: the bytes were bad both times; and whatever else `read` raises, at once.
+    """
+    try:
+        with forgetting(store, key):
+            return read()
+    except FormatError as e:
+        logger.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
+    with forgetting(store, key):
+        return read()
+
+
+def keep_body(store: Store, part: EncodedPart) -> None:
+    """Check that the part that a new record names is still there; put it again if not.
+
+    Its bytes may be those of an earlier patch, whose part a prune was about to delete when this one was put.
+    """
+    key = keys.part_key(part.id)
+    try:
+        origin_of(store).get(key, 0, 1)
+    except NotFoundError:
+        logger.info("%s was deleted while the version that names it was made. Putting it again.", key)
+        store.put(key, part.data)
+    except StoreError as e:
+        logger.warning("Could not check that %s is still there: %s", key, e)
+
+
+def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
+    """Check that an anchor is there and large enough for its layout, before memory is taken for its state.
+
+    A record and a layout of a few hundred bytes can describe a state of any size. For readers that hold no tensors
+    with which the layout could be compared. One small request for each part.
+
+    Raises:
+        LimitError: it cannot hold such a state; FormatError: a part is shorter than the record says; StoreError.
+    """
+    patch.check_fits(layout, anchor.size_bytes)
+    for ref in anchor.parts:
+        key = keys.part_key(ref.id)
+        if ref.size and not origin_of(store).get(key, ref.size - 1, ref.size):
+            raise FormatError(f"part {ref.id[:12]} is shorter than {ref.size} bytes", part=ref.id, key=key)
+
+
+def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted: Collection[int]) -> tuple[Body, int]:
+    front = store.get(key, 0, min(HEADER_GUESS, ref.size))
+    if len(front) < (need := container.header_size(front)):
+        front = store.get(key, 0, min(need, ref.size))
+    header = container.parse_header(front, ref.id)
+    if header.file_size != ref.size:
+        raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+    sections: dict[int, memoryview] = {}
+    fetched = len(front)
+
+    def take(numbers: range) -> None:
+        nonlocal fetched
+        begin, *ends = header.borders[numbers.start : numbers.stop + 1]
+        data = memoryview(store.get(key, begin, ends[-1]))
+        fetched += len(data)
+        for number, (first, last) in zip(numbers, pairwise((begin, *ends)), strict=True):
+            sections[number] = data[first - begin : last - begin]
+            header.check_section(number, sections[number])
+
+    take(range(1))
+    index = patch.open_index(header, sections[0], layout)
+    for numbers in _neighbours(sorted(index.sections_of(wanted))):
+        take(numbers)
+    return Body(index, sections), fetched
+
+
+def _neighbours(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as runs of those that follow each other: a request for each."""
+    out: list[range] = []
+    for number in numbers:
+        first = out.pop().start if out and out[-1].stop == number else number
+        out.append(range(first, number + 1))
+    return out

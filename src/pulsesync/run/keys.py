@@ -1,0 +1,31 @@
+"""The names of the objects of a run in its store. docs/format.md defines them."""
+
+HEAD = "head"  # a hint: the newest version, perhaps not quite
+
+
+def manifest_key(version: int) -> str:
+    return f"manifests/{version:016d}"
+
+
+def part_key(id_: str) -> str:
+    return f"parts/{id_}"
+
+
+def layout_key(id_: str) -> str:
+    return f"layouts/{id_}"
+
+
+def file_key(id_: str) -> str:
+    return f"files/{id_}"
+
+
+def anchor_key(epoch: int) -> str:
+    return f"anchors/{epoch:016d}"
+
+
+def squash_key(level: int, number: int) -> str:
+    return f"squashes/{level:02d}/{number:016d}"
+
+
+def start_key(digest: str) -> str:
+    return f"starts/{digest}"

@@ -1,0 +1,169 @@
+"""The rules of a run, without I/O: which record may follow a version, and which path leads to one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
+from pulsesync.format.epochs import Held
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.run.keys import anchor_key, manifest_key, squash_key
+
+SEARCH = 64  # epochs looked through for an anchor, if the one that records name is gone or bad
+MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
+
+
+def accept(held: Held | None, record: Manifest) -> None:
+    """Check that a record may come next after what is held.
+
+    Raises:
+        ChainError: it belongs to another run or place; MissingLinkError: it does not lead on from what is held.
+    """
+    if held is not None and record.run != held.run:
+        raise ChainError("the version belongs to another run", expected=held.run, actual=record.run)
+    if record.kind == Kind.ANCHOR:
+        return
+    if record.base is None or held is None:
+        raise MissingLinkError(f"version {record.version} cannot be reached from here", version=record.version)
+    if (record.base.version, record.base.digest) != (held.version, held.digest):
+        raise MissingLinkError(
+            f"version {record.version} follows {record.base.version}; {held.version} is held", version=record.version
+        )
+    if record.kind == Kind.SQUASH:
+        in_place = held.at_start and Held.by(record).at_start and record.starts > held.starts
+    elif record.index == 1:
+        in_place = held.at_start and record.epoch == held.starts
+    else:
+        in_place = (record.epoch, record.index) == (held.epoch, held.index + 1)
+    if not in_place:
+        raise ChainError(f"version {record.version} is out of place in its epoch", version=record.version)
+
+
+def check_unchanged(run: str, version: int, digest: str, published: Manifest | None, newest: Manifest | None) -> None:
+    """Check that a run is still the one from which a local version was taken.
+
+    Args:
+        run: The id of the run that the local version belongs to.
+        version: The local version.
+        digest: The digest of its state.
+        published: The record of that version as the store has it now; None if there is none.
+        newest: The newest record in the store. It is looked at only where `published` is None.
+
+    Raises:
+        RunReplacedError, RunForkedError, RunRolledBackError: it is not. A version that was pruned is no reason.
+    """
+    found = published or newest
+    start_over = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of what is there now"
+    if found is not None and found.run != run:
+        raise RunReplacedError(
+            f"the location now holds run {found.run}, and local version {version} belongs to run {run}; {start_over}",
+            version=version, run=found.run, expected=run, actual=found.run,
+        )  # fmt: skip
+    if published is not None and published.digest != digest:
+        raise RunForkedError(
+            f"local version {version} has the digest {digest[:12]}, and the published version {version} of the same "
+            f"run has {published.digest[:12]}: the run was continued from an earlier version; {start_over}",
+            version=version, run=run, expected=digest, actual=published.digest,
+        )  # fmt: skip
+    if published is None and newest is not None and newest.version < version:
+        raise RunRolledBackError(
+            f"the newest published version is {newest.version}, and the local version is {version}: the run was rolled "
+            f"back; {start_over}",
+            version=version, run=run, newest=newest.version, expected=version, actual=newest.version,
+        )  # fmt: skip
+
+
+Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says
+
+
+def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
+    """The records that lead from what is held to a version, in order: whichever way has fewer bytes.
+
+    Raises:
+        ChainError: what is held is of another run; MissingLinkError: no published way leads there.
+    """
+    if held is not None and held.run != goal.run:
+        raise ChainError("the version belongs to another run", expected=held.run, actual=goal.run)
+    ways: list[list[Manifest]] = []
+    fault: ChainError = MissingLinkError(f"no way leads to version {goal.version}", version=goal.version)
+    if held is not None and held.version <= goal.version:
+        try:
+            ways.append(_onward(held, goal, look))
+        except MissingLinkError:
+            pass
+        except ChainError as e:
+            fault = e
+        else:
+            if goal.anchor is None or goal.anchor <= held.epoch:
+                return ways[0]  # an anchor would only be further back
+    for anchor in _anchors(goal, look):
+        with suppress(ChainError):
+            ways.append([anchor, *_onward(Held.by(anchor), goal, look)])
+            break
+    if not ways:
+        raise fault
+    return min(ways, key=lambda way: sum(record.size_bytes for record in way))
+
+
+def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
+    """Anchors from which a version can be reached, the newest first.
+
+    Records name the newest that their writer knew of. There may be one since, whose writer died before it could say so;
+    and the one that is named may be gone.
+    """
+    last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
+    known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
+    since = range(last, max(known, last - SEARCH), -1)
+    to_try = [*since, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
+    tried: set[int] = set()
+    while to_try:
+        epoch = to_try.pop(0)
+        anchor = look(anchor_key(epoch)) if epoch not in tried else None
+        tried.add(epoch)
+        if anchor is None or not Held.by(anchor).at_start or anchor.starts != epoch or anchor.run != goal.run:
+            continue
+        if anchor.version <= goal.version:
+            yield anchor
+        if anchor.anchor is not None and anchor.anchor < epoch:
+            to_try.insert(0, anchor.anchor)
+
+
+def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest]:
+    """Patches, and squashed patches where there are some that lead there, from one version to a later one.
+
+    Raises:
+        MissingLinkError: a version is not there, or does not follow; ChainError: it is out of place.
+    """
+    try:
+        return _walk(held, goal, look, squashed=True)
+    except ChainError:
+        return _walk(held, goal, look, squashed=False)
+
+
+def _walk(held: Held, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
+    at, way = held, []
+    last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
+    while at.version < goal.version:
+        record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
+        if record is None:
+            raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
+        accept(at, record)
+        way.append(record)
+        at = Held.by(record)
+    if (at.version, at.digest) != (goal.version, goal.digest):
+        raise ChainError(f"the way to version {goal.version} leads elsewhere", version=goal.version)
+    return way
+
+
+def _squash(at: Held, last: int, look: Look) -> Manifest | None:
+    """The largest squashed patch that begins here and does not lead past an epoch's start."""
+    if not at.at_start:
+        return None
+    epoch = at.starts
+    for level in reversed(range(MAX_LEVEL + 1)):
+        if epoch % (1 << level) == 0 and epoch + (1 << level) <= last:
+            record = look(squash_key(level, epoch >> level))
+            if record is not None and record.starts == epoch + (1 << level):
+                with suppress(ChainError):  # one that does not fit here is no reason not to go on
+                    accept(at, record)
+                    return record
+    return None

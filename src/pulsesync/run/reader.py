@@ -1,0 +1,239 @@
+"""The records of a run: fetched by key, checked and remembered; its newest version.
+
+What Subscriber, Publisher, squash and prune have in common. Nothing here changes a run or a weight.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pulsesync.errors import (
+    ChainError,
+    FormatError,
+    NotFoundError,
+    NothingPublishedError,
+    PulseError,
+    RunChangedError,
+    SignatureError,
+    StoreError,
+)
+from pulsesync.format import epochs
+from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.run import keys, planner
+from pulsesync.store import Store, forget
+
+HINT_BYTES = 32
+LOOK_AGAIN_S = 1.5  # after which a relay, which remembers for a second what was missing, has asked the store again
+CACHE_BYTES = 1 << 34  # of bodies that a cache keeps: those not used for longest go first
+MAX_PROBES = 1 << 16  # versions that a head may lag behind
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_KINDS = {"manifests": Kind.VERSION, "anchors": Kind.ANCHOR, "squashes": Kind.SQUASH}
+
+
+class Records:
+    """The records of a run, as its store has them. Make a new one to see what changed in the meantime."""
+
+    def __init__(self, store: Store, trust: Collection[str] | None, avoid: Collection[str] = ()) -> None:
+        self.store, self.trust, self.avoid = store, trust, avoid
+        self._known: dict[str, Manifest | None] = {}
+        self.fetched_bytes = 0
+
+    def look(self, key: str) -> Manifest | None:
+        """The record under a key, None if there is none.
+
+        Raises:
+            SignatureError: nobody who is trusted wrote it; FormatError: it is no record, or of another kind or place.
+        """
+        return None if key in self.avoid else self.fetched(key)
+
+    def fetched(self, key: str) -> Manifest | None:
+        """The same, for one that is to be avoided too."""
+        if key not in self._known:
+            self._known[key] = self._fetch(key)
+        return self._known[key]
+
+    def _fetch(self, key: str) -> Manifest | None:
+        try:
+            data = self.store.get(key, 0, manifests.MAX_BYTES + 1)
+        except NotFoundError:
+            return None
+        self.fetched_bytes += len(data)
+        try:
+            record = manifests.parse(data, self.trust)
+            if record.kind != _KINDS[key.partition("/")[0]]:
+                raise FormatError(f"{key} holds a record of kind {record.kind}")
+            if record.kind == Kind.VERSION and keys.manifest_key(record.version) != key:
+                raise ChainError(f"{key} holds version {record.version}", version=record.version)
+        except PulseError as e:
+            raise located(e, key) from None
+        return record
+
+    def key_of(self, record: Manifest) -> str:
+        """Where a record was found."""
+        return next(key for key, known in self._known.items() if known is record)
+
+    def version(self, version: int) -> Manifest | None:
+        return self.fetched(keys.manifest_key(version))
+
+    def newest(self, after: int = -1) -> Manifest | None:
+        """The newest version beyond one: what head says, and then the next as long as there is one; None for none.
+
+        The hint may be stale, missing or wrong: it is where to begin, not what to believe. Where nothing is found, all
+        manifests are listed, unless the hint names the version that was given and `check_run` has not found it gone.
+        """
+        head = self._head()
+        found = self.version(head) if head > after else None
+        found = found or self.version(after + 1)
+        if found is None and (head != after or after < 0 or self._is_gone(after)):
+            last = self._last_listed()
+            found = self.version(last) if last is not None and last > after else None
+        for _ in range(MAX_PROBES):
+            if found is None or (later := self.version(found.version + 1)) is None:
+                return found
+            found = later
+        raise ChainError(f"head lags by more than {MAX_PROBES} versions")
+
+    def _is_gone(self, version: int) -> bool:
+        """Whether a version was looked for and is not there."""
+        key = keys.manifest_key(version)
+        return key in self._known and self._known[key] is None
+
+    def check_run(self, run: str, version: int, digest: str) -> None:
+        """Check that the run is still the one from which a local version was taken: one small read if it is.
+
+        What speaks against it is read a second time, a little later: of two relays behind one address, one may be a
+        second behind the other; and a record that nobody signed may have been damaged on its path.
+
+        Raises:
+            RunReplacedError, RunForkedError, RunRolledBackError: as `planner.check_unchanged`; NothingPublishedError:
+            no version is there any more; FormatError, SignatureError: the record cannot be read.
+        """
+        try:
+            self._check_run(run, version, digest)
+        except (RunChangedError, NothingPublishedError):
+            time.sleep(LOOK_AGAIN_S)
+            Records(self.store, self.trust, self.avoid)._check_run(run, version, digest)
+
+    def _check_run(self, run: str, version: int, digest: str) -> None:
+        try:
+            published = self.version(version)
+        except SignatureError:
+            raise
+        except (FormatError, ChainError) as e:
+            if (key := keys.manifest_key(version)) not in self.avoid:  # it is read once more
+                raise
+            logger.warning("%s cannot be read, so it was not checked that the run is still the same: %s.", key, e)
+            return
+        newest = None
+        if published is None:
+            newest = self.newest(version) or self.newest()
+            if newest is None:
+                raise self.nothing_published(f"; the local weights are version {version} of a run that was there")
+        planner.check_unchanged(run, version, digest, published, newest)
+
+    def nothing_published(self, more: str = "") -> NothingPublishedError:
+        """The error for a location at which there is no version."""
+        place = place_of(self.store)
+        return NothingPublishedError(
+            f"there is no run at {place}: neither {keys.HEAD} nor anything below manifests/ was found{more}. Check "
+            "the location; if the first version is still to come, pass wait_s= to wait for it",
+            key="manifests/", location=place,
+        )  # fmt: skip
+
+    def no_anchor(self, goal: Manifest) -> NothingPublishedError:
+        """The error for a version that is published before the first anchor of its run."""
+        place = place_of(self.store)
+        return NothingPublishedError(
+            f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the first "
+            "anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
+            key=keys.anchor_key(goal.epoch), location=place, version=goal.version,
+        )  # fmt: skip
+
+    def _head(self) -> int:
+        try:
+            text = self.store.get(keys.HEAD, 0, HINT_BYTES)
+        except NotFoundError:
+            return -1
+        return _number(text)
+
+    def _last_listed(self) -> int | None:
+        """The last version in a listing: the first ones may have been pruned, and head may be lost."""
+        try:
+            names = [entry.key.rpartition("/")[2] for entry in self.store.list("manifests/")]
+        except StoreError as e:
+            if e.retryable:
+                raise  # not to know is not the same as to know that there is nothing
+            return None  # a place that cannot list
+        return max((_number(name.encode()) for name in names), default=None)
+
+    def start(self, digest: str) -> Manifest | None:
+        """The version from which weights with this digest can go on, if there is one."""
+        try:
+            version = _number(self.store.get(keys.start_key(digest), 0, HINT_BYTES))
+        except NotFoundError:
+            return None
+        found = self.version(version) if version >= 0 else None
+        if found is None or found.digest != digest:
+            return None
+        return found if found.history is None or epochs.Held.by(found).at_start else None
+
+    def layout(self, id_: str) -> Layout:
+        """Raises: NotFoundError; FormatError, if it is not the layout the id names."""
+        key = keys.layout_key(id_)
+        with forgetting(self.store, key):
+            return layouts.parse(self.store.get(key, 0, layouts.MAX_BYTES + 1), expected_id=id_)
+
+
+def _number(text: bytes) -> int:
+    """A hint as a version, -1 for what is none."""
+    digits = text.strip()
+    if not digits.isdigit() or (value := int(digits)) > manifests.MAX_VERSION:
+        return -1
+    return value
+
+
+def place_of(store: Store) -> str:
+    """Where a store is, as a person would name it: its address or folder, whatever wraps it."""
+    inner: Any = store
+    while (under := getattr(inner, "store", None)) is not None:
+        inner = under
+    named = (getattr(inner, fact, None) for fact in ("url", "folder", "name"))
+    return str(next((place for place in named if place), type(inner).__name__))
+
+
+def located(error: PulseError, key: str) -> PulseError:
+    """The same error, with the key of the object it is about."""
+    error.__dict__.setdefault("key", key)
+    return error
+
+
+@contextmanager
+def forgetting(store: Store, key: str) -> Iterator[None]:
+    """Say which object was bad, and do not let a cache give it out again."""
+    try:
+        yield
+    except FormatError as e:
+        forget(store, key)
+        raise located(e, key) from None
+
+
+def describe(record: Manifest) -> dict[str, Any]:
+    """A record as a row of a table: for people and for --json."""
+    return {
+        "version": record.version,
+        "kind": "root" if record.kind == Kind.VERSION and record.base is None else record.kind.value,
+        "step": record.step,
+        "base": None if record.base is None else record.base.version,
+        "epoch": record.epoch,
+        "index": record.index,
+        "bytes": record.size_bytes,
+        "digest": record.digest,
+        "created": record.created,
+    }

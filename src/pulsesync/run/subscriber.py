@@ -1,0 +1,738 @@
+"""The worker's end: find the way to a version, fetch and check it, bring the weights there in place.
+
+    sub = Subscriber("s3://bucket/run", trust=public_key)
+    report = sub.sync(model)                      # to the newest version, once
+    for report in sub.watch(model): ...           # to each version as it comes
+
+Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
+deep. The pause, in which the weights are not to be used, is the commit at the end alone.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pulsesync import device
+from pulsesync.core.scratch import ScratchFolder
+from pulsesync.core.threads import finish
+from pulsesync.errors import (
+    BaseMismatchError,
+    ChainError,
+    ClosedError,
+    FormatError,
+    MissingLinkError,
+    NotFoundError,
+    NothingPublishedError,
+    PulseError,
+    RunChangedError,
+    SignatureError,
+    StoreError,
+    VerificationError,
+)
+from pulsesync.format.body import Body
+from pulsesync.format.epochs import Held
+from pulsesync.format.history import History
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.signature import trusted
+from pulsesync.run import keys, planner
+from pulsesync.run.bodies import fetch_body
+from pulsesync.run.reader import CACHE_BYTES, Records, located, place_of
+from pulsesync.run.spool import AnchorSpool
+from pulsesync.state.live import State, Transition
+from pulsesync.state.slices import Slices
+from pulsesync.store import CachedStore, Store, open_store
+
+REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
+AHEAD = 4  # patches fetched before they are decoded
+INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a store with nothing new, and the longest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did."""
+
+    version: int  # that the weights are at now
+    step: int  # the trainer's, of that version
+    path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
+    changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
+    fetched_bytes: int
+    replanned: int  # times that something on the way was missing or bad, and another way was taken
+    fetch_s: float  # waiting for the store
+    prepare_s: float  # checking and decoding
+    apply_s: float  # writing: the only time the weights are not to be used
+    digest: str
+    repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
+
+    @property
+    def applied(self) -> int:
+        """Records that were applied, whether patches, squashed ones or anchors."""
+        return sum(kind in ("anchor", "squash", "patch") for kind in self.path)
+
+
+@dataclass
+class _Progress:
+    """What a sync has done so far, over all attempts."""
+
+    path: list[str] = field(default_factory=list)
+    changed: int = 0
+    fetched_bytes: int = 0
+    replanned: int = 0
+    refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
+    torn: bool = False  # whether an anchor was written in part, and nothing whole since
+    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
+
+
+class _Flag:
+    """A flag that any number of threads can wait for, and that a signal handler can set.
+
+    A `threading.Event` takes a lock in `set`; if a handler interrupts the `wait` of its own thread, it waits for that
+    lock without end.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` is re-entrant
+
+    def set(self) -> None:
+        self._set = True
+        self._waiting.put(None)
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float) -> None:
+        with suppress(queue.Empty):
+            self._waiting.get(timeout=timeout_s)
+            self._waiting.put(None)  # for the next thread that waits
+
+
+class Subscriber:
+    """Follows a run. Give it the location and whom to trust; what both ends must agree on travels in the records.
+
+    What a sync knows: a plain sync checks everything that it fetches and writes, against the state that it last knew.
+    It does not read weights that no patch touches. If another program writes to the weights (an engine's sleep mode, a
+    user's edit), only a recount of all of them finds that: `sync(verify=True)`, `verify_every`, `verify` or `scrub`.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
+            not looked at.
+        cache: A folder in which bodies are kept, shared by the processes of a host; a restarted worker finds them.
+        slices: Which part of each tensor is local, by name pattern.
+        undo: How many syncs can be undone without fetching anything.
+        verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: at none.
+        widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the FP32 number that it
+            is, which is exact. Tensors must be in host memory.
+        executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
+    """
+
+    def __init__(
+        self,
+        location: str | Store,
+        *,
+        trust: str | Collection[str] | None = None,
+        cache: str | Path | None = None,
+        slices: Slices | None = None,
+        undo: int = 1,
+        verify_every: int = 0,
+        widen: bool = False,
+        executor: Executor | None = None,
+    ) -> None:
+        if verify_every < 0:
+            raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
+        store = open_store(location) if isinstance(location, str) else location
+        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
+        self.trust = trusted(trust)
+        self.slices = slices
+        self.widen = widen
+        self.verify_every = verify_every
+        self._origin = store  # anchors go to the spool, not through the cache as well
+        self._cache = Path(cache) if cache is not None else None
+        self._state: State | None = None
+        self._held: Held | None = None
+        self._step: int | None = None
+        self._undo: deque[tuple[Held, int, Transition]] = deque(maxlen=max(undo, 0))
+        self._executor = executor
+        self._damage: str | None = None  # found by a scrub
+        self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
+        self._syncs = 0
+        self._process: int | None = None  # that syncs
+        self._closed = _Flag()
+        self._busy = threading.Lock()  # while a sync runs
+
+    # Closing
+
+    def close(self) -> None:
+        """Let go of the weights and of the undo logs, and end what waits for a version. The weights stay as they are.
+
+        Any thread and any signal handler may call this. A sync that is running is completed; it lets go of the weights
+        when it is done. In a process that was forked from the one that syncs, this does nothing.
+        """
+        if self._is_forked:
+            return
+        self._closed.set()
+        self._release()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Run one sync, unless this is closed; if it is closed meanwhile, let go of the weights afterwards."""
+        self._check_open()  # before the lock, which can be locked without end in a forked process
+        try:
+            with self._busy:
+                self._check_open()
+                yield
+        finally:
+            if self._closed.is_set():
+                self._release()
+
+    def _check_open(self) -> None:
+        if self._is_forked:
+            raise ClosedError(
+                f"this Subscriber belongs to process {self._process} and this is process {os.getpid()}, forked from "
+                "it, maybe in the middle of a sync; create a new Subscriber in the child"
+            )
+        if self._closed.is_set():
+            raise ClosedError("this Subscriber was closed; make a new one to sync again")
+        self._process = os.getpid()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process not in (None, os.getpid())
+
+    def _release(self) -> None:
+        if self._busy.acquire(blocking=False):  # else the sync that is running does it
+            try:
+                self._forget()
+            finally:
+                self._busy.release()
+
+    # What is held
+
+    @property
+    def version(self) -> int | None:
+        """The version the weights are at; None before the first sync."""
+        return self._held.version if self._held else None
+
+    @property
+    def state(self) -> State | None:
+        return self._state
+
+    @property
+    def held(self) -> Held | None:
+        return self._held
+
+    # Syncing
+
+    def sync(
+        self,
+        source: Any,
+        version: int | None = None,
+        *,
+        wait_s: float = 0.0,
+        verify: bool = False,
+        follow_replaced: bool = False,
+    ) -> SyncReport:
+        """Bring a module, state dict or mapping of arrays to the newest version, or to one, in place.
+
+        Args:
+            source: The tensors to write to.
+            version: The version to go to; None: the newest.
+            wait_s: How long to wait for the first version, if there is none yet or none any more. A store that does not
+                answer is asked again in that time.
+            verify: Recount all the weights first. If something else has written to them, the tensors are named in a
+                warning and in the report, and all weights are loaded again from an anchor.
+            follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
+                start over from an anchor of what is there now. The version may then be lower than before.
+
+        Raises:
+            NothingPublishedError: there is no run at the location, or its first anchor is still being written; this is
+                a NotFoundError. StateError: the tensors are not those of the run; SignatureError: no trusted key signed
+                the run; RunReplacedError, RunForkedError, RunRolledBackError: the location no longer holds what was
+                followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
+                FormatError, ChainError, StoreError, VerificationError.
+                The weights are then at the version they had, or at the last one that was wholly committed, and the same
+                call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
+                halfway, and the weights are between two versions. Do not use them until a sync succeeds.
+        """
+        with self._working():
+            self._syncs += 1
+            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+            until, waiting = time.monotonic() + wait_s, False
+            for pause_s in _pauses(INTERVAL_S, MAX_INTERVAL_S):
+                try:
+                    return self._sync(source, version, verify, follow_replaced)
+                except StoreError as e:
+                    awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._held is None)
+                    left_s = until - time.monotonic()
+                    if not awaited or left_s <= 0:
+                        raise
+                    if not waiting:
+                        logger.info("Waiting up to %.0f s for a version at %s.", wait_s, place_of(self.store))
+                    waiting = True
+                self._closed.wait(min(pause_s, left_s))
+                self._check_open()
+        raise AssertionError  # the pauses have no end
+
+    def watch(
+        self,
+        source: Any,
+        *,
+        wait_s: float = 0.0,
+        interval_s: float = INTERVAL_S,
+        max_interval_s: float = MAX_INTERVAL_S,
+        verify: bool = False,
+        follow_replaced: bool = False,
+    ) -> Iterator[SyncReport]:
+        """Bring the tensors to each version as it comes, and yield a report each time that weights were written.
+
+        It ends when the caller leaves the loop, or when `close` is called, from any thread. An error of the store that
+        may pass is logged as a warning, and the store is asked again.
+
+        Args:
+            source: The tensors to write to.
+            wait_s: How long to wait for the first version, as for `sync`; `math.inf`: without end.
+            interval_s: The pause after a look at the store that found nothing new. It doubles with each such look.
+            max_interval_s: The longest pause.
+            verify: As for `sync`, at every look.
+            follow_replaced: As for `sync`. While the run is being replaced, the location holds no version for a time;
+                this is logged once and waited for, if there was a version before.
+
+        Raises:
+            PulseError: as `sync` does, but for errors of the store that are `retryable`.
+        """
+        self._check_open()
+        pauses = _pauses(interval_s, max_interval_s)
+        followed, waiting = self._held is not None, False
+        while not self._closed.is_set():
+            try:
+                report = self.sync(source, wait_s=wait_s, verify=verify, follow_replaced=follow_replaced)
+            except ClosedError:
+                return
+            except NothingPublishedError as e:
+                if not (follow_replaced and followed):
+                    raise
+                if not waiting:
+                    logger.warning("Waiting for another run: %s.", e)
+                waiting = True
+            except StoreError as e:
+                if not e.retryable:
+                    raise
+                logger.warning("The store did not answer, and will be asked again: %s.", e)
+            else:
+                followed, waiting = True, False
+                if report.path:
+                    yield report
+                    pauses = _pauses(interval_s, max_interval_s)
+                    continue
+            self._closed.wait(next(pauses))
+
+    def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
+        """One sync, from a recount of the weights, if one is due, to its report."""
+        self._check_scrub()
+        progress = _Progress()
+        if self._state is not None and not self._state.holds(source):
+            self._forget()  # other memory: what was synced is not there
+            self._to_repair = ()
+        elif verify:
+            with progress.timed("prepare"):
+                self._find_repairs()
+        try:
+            return self._find_and_go(source, version, follow_replaced, progress)
+        except Exception as e:
+            if not progress.torn:
+                raise
+            raise VerificationError(
+                f"loading an anchor failed halfway ({e}): the weights are between two versions; do not use them until "
+                "a sync succeeds", torn=True,
+            ) from e  # fmt: skip
+
+    def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
+        """Plan, fetch and apply; where something on the path is missing or bad, plan again."""
+        avoid: set[str] = set()
+        first: PulseError | None = None
+        for attempt in range(1 + REPLANS):
+            records = Records(self.store, self.trust, avoid)
+            try:
+                with progress.timed("fetch"):
+                    goal = self._find_goal(version, records, follow_replaced)
+                if goal is not None:
+                    self._go(goal, source, records, progress)
+                return self._report(progress, records)
+            except (SignatureError, RunChangedError, NothingPublishedError):
+                raise
+            except (NotFoundError, FormatError, ChainError, VerificationError) as e:
+                first = first or e
+                traceback.clear_frames(e.__traceback__)  # what it had read need not be held for the next attempt
+                if (about := e.__dict__.get("record") or e.__dict__.get("key", "")) in avoid:
+                    break  # there is no way round it
+                avoid.add(about)
+                if isinstance(e, FormatError) and "record" in e.__dict__:
+                    progress.refused[about] = e  # its bodies were read twice
+                if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
+                    self._forget()  # what is held is not what it was thought to be
+            progress.replanned = attempt + 1
+            progress.fetched_bytes += records.fetched_bytes
+        assert first is not None
+        raise first
+
+    def _find_repairs(self) -> None:
+        """Recount the local weights; if something else wrote to some, forget that they were at a version."""
+        damaged = self._state.find_damaged() if self._state is not None and self._held is not None else ()
+        if damaged:
+            assert self._held is not None
+            logger.warning(
+                "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
+                "weights are loaded again from an anchor.", len(damaged), self._held.version, damaged[0],
+            )  # fmt: skip
+            self._forget()
+            self._to_repair = tuple(damaged)
+
+    def _damaged(self) -> bool:
+        return self._state is not None and self._state.find_damage() is not None
+
+    def _report(self, progress: _Progress, records: Records) -> SyncReport:
+        assert self._held is not None
+        assert self._step is not None
+        repaired, self._to_repair = self._to_repair, ()
+        return SyncReport(
+            version=self._held.version,
+            step=self._step,
+            path=tuple(progress.path),
+            changed=progress.changed,
+            fetched_bytes=progress.fetched_bytes + records.fetched_bytes,
+            replanned=progress.replanned,
+            fetch_s=progress.seconds["fetch"],
+            prepare_s=progress.seconds["prepare"],
+            apply_s=progress.seconds["apply"],
+            digest=self._held.digest,
+            repaired=repaired,
+        )
+
+    def _go(self, goal: Manifest, source: Any, records: Records, progress: _Progress) -> None:
+        if self._state is None or self._state.layout.id != goal.layout:
+            with progress.timed("fetch"):
+                layout = records.layout(goal.layout)
+            with progress.timed("prepare"):
+                self._attach(attach(source, layout, self.slices, self.widen), records, progress)
+        if self._go_back(goal, progress):
+            return
+        with progress.timed("fetch"):
+            way = self._way(goal, records, progress)
+        self._walk(way, records, progress)
+
+    def _find_goal(self, version: int | None, records: Records, follow_replaced: bool) -> Manifest | None:
+        """The version to go to, None if it is the local one; checked to be of the run that was followed so far."""
+        try:
+            try:
+                return self._goal(version, records)
+            except RunChangedError as e:
+                if not follow_replaced:
+                    raise
+                logger.warning("Starting over from an anchor: %s.", e)
+                self._forget()
+                return self._goal(version, records)
+        except StoreError as e:
+            if e.__dict__.get("no_bucket"):
+                raise records.nothing_published(": the bucket does not exist") from e
+            raise
+
+    def _goal(self, version: int | None, records: Records) -> Manifest | None:
+        local = self._held
+        if local:
+            records.check_run(local.run, local.version, local.digest)
+        goal = records.newest(local.version if local else -1) if version is None else records.version(version)
+        if goal is None:
+            if local is None and (version is None or records.newest() is None):
+                raise records.nothing_published()
+            if version is not None:
+                raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+            return None
+        if local and goal.run != local.run:
+            raise ChainError(  # a bad read, or replaced since it was checked: the next attempt shows which
+                f"version {goal.version} belongs to run {goal.run}, and the local one to run {local.run}",
+                key=keys.manifest_key(goal.version), expected=local.run, actual=goal.run,
+            )  # fmt: skip
+        return goal if not local or goal.version != local.version else None
+
+    def _attach(self, state: State, records: Records, progress: _Progress) -> None:
+        """Take hold of a state; if its weights are those of a published version, that is where it starts."""
+        self._forget()
+        self._state = state
+        if state.whole and not state.untied and (start := records.start(state.digest)):
+            state.history = History(start.index)
+            self._hold(start)
+            progress.path.append("start")
+
+    def _way(self, goal: Manifest, records: Records, progress: _Progress) -> list[Manifest]:
+        held = self._held
+        if held and held.version > goal.version:
+            held = None  # backwards: from an anchor
+        if records.avoid:
+            with suppress(ChainError):  # what was bad is avoided if there is another way
+                return planner.find_way(held, goal, records.look)
+        try:
+            way = planner.find_way(held, goal, records.fetched)
+        except MissingLinkError:
+            if self._held is not None or goal.anchor is not None or records.avoid:
+                raise
+            raise records.no_anchor(goal) from None
+        for record in way:
+            if error := progress.refused.get(records.key_of(record)):
+                raise error  # before anything else on this path is fetched again
+        return way
+
+    def _walk(self, way: Sequence[Manifest], records: Records, progress: _Progress) -> None:
+        """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
+        assert self._state is not None
+        if way and way[0].kind == Kind.ANCHOR:
+            with _about(records, way[0]):
+                self._load(way[0], progress)
+            way = way[1:]
+        transition: Transition | None = None
+        for n, (record, fetching) in enumerate(self._ahead(way), 1):
+            with _about(records, record):
+                with progress.timed("fetch"):
+                    got = [future.result() for future in fetching]
+                progress.fetched_bytes += sum(size for _, size in got)
+                with progress.timed("prepare"):
+                    transition = self._state.prepare(record, [body for body, _ in got], after=transition)
+            if n == len(way) or not self._state.stacks:
+                self._commit(transition, record, progress, goes_on=n > 1 and not self._state.stacks)
+                transition = None
+            progress.path.append("squash" if record.kind == Kind.SQUASH else "patch")
+
+    def _ahead(self, way: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
+        """Yield records with their bodies under way, some of them further along than the one that is wanted."""
+        assert self._state is not None
+        state = self._state
+        wanted = None if state.whole else state.places.keys()
+        executor = self._executor or ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
+        waiting: deque[tuple[Manifest, list[Future[tuple[Body, int]]]]] = deque()
+        try:
+            for record in way:
+                fetching = [executor.submit(fetch_body, self.store, ref, state.layout, wanted) for ref in record.parts]
+                waiting.append((record, fetching))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft()
+            while waiting:
+                yield waiting.popleft()
+        finally:
+            for _, fetching in waiting:
+                for future in fetching:
+                    future.cancel()
+            if executor is not self._executor:
+                executor.shutdown()
+
+    def _commit(self, transition: Transition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
+        """Bring a transition into the weights; goes_on: it is taken back together with the one before."""
+        assert self._state is not None
+        before, kept = (self._held, self._step), list(self._undo)
+        self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
+        with progress.timed("apply"):
+            try:
+                back = self._state.commit(transition)
+            finally:  # and what is held is what the weights are
+                if self._state.history is transition.history:
+                    self._hold(record)
+                else:
+                    self._undo.extend(kept)
+        progress.changed += transition.changed
+        if goes_on and kept:
+            held, step, earlier = kept.pop()
+            kept.append((held, step, self._state.join(back, earlier)))
+        elif before[0] is not None:
+            kept.append((before[0], before[1] or 0, back))
+        self._undo.extend(kept)
+
+    def _load(self, anchor: Manifest, progress: _Progress) -> None:
+        """Bring an anchor in: on disk first, checked there, then into the weights, which nothing can then stop."""
+        assert self._state is not None
+        state = self._state
+        with self._spool() as spool:
+            with progress.timed("fetch"):
+                if state.whole:
+                    bodies, fetched = spool.fetch(anchor, self._origin, state.layout)
+                else:
+                    bodies, fetched = spool.fetch_some(anchor, self._origin, state.layout, state.places.keys())
+            progress.fetched_bytes += fetched
+            with progress.timed("prepare"):
+                sums = state.check_whole(anchor, bodies)
+            with progress.timed("apply"):
+                self._forget()  # should the process be cut off here, a restart finds the spool
+                try:
+                    finish(lambda: state.load_whole(bodies, sums))
+                finally:
+                    progress.torn = state.torn
+                self._state = state
+                self._hold(anchor)
+            progress.changed += sum(len(flat) for flat in state.flats.values())
+            if self._cache is not None:
+                spool.keep_only(anchor)
+        progress.path.append("anchor")
+
+    @contextmanager
+    def _spool(self) -> Iterator[AnchorSpool]:
+        with ExitStack() as stack:
+            folder = (
+                self._cache / "anchors" if self._cache is not None else stack.enter_context(ScratchFolder("anchor"))
+            )
+            yield stack.enter_context(closing(AnchorSpool(folder)))
+
+    def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
+        """Undo kept syncs down to a version, in one commit, if one of them began there."""
+        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Held.by(goal)), None)
+        if self._state is None or depth is None:
+            return False
+        taken = [self._undo[-1 - n] for n in range(depth)]
+        with progress.timed("apply"):
+            for held, step, back in taken:
+                self._undo.pop()
+                try:
+                    self._state.commit(back)
+                finally:
+                    if self._state.history is back.history:
+                        self._held, self._step = held, step
+        progress.changed += sum(back.changed for _, _, back in taken)
+        progress.path.append("undo")
+        return True
+
+    def _hold(self, record: Manifest) -> None:
+        self._held, self._step = Held.by(record), record.step
+
+    def _forget(self) -> None:
+        self._state, self._held, self._step = None, None, None
+        self._undo.clear()
+
+    # Restarts and checks
+
+    def resume(self, source: Any, version: int, history: bytes | None) -> bool:
+        """Go on from weights that a process before this one left at a version, and the history it wrote down.
+
+        Returns False, holding nothing, if they are not bit for bit that version, or the version is gone.
+
+        Raises:
+            StateError: the tensors are not those of the run; StoreError, SignatureError.
+        """
+        self._check_open()
+        records = Records(self.store, self.trust)
+        record = records.version(version)
+        if record is None:
+            return False
+        state = attach(source, records.layout(record.layout), self.slices, self.widen)
+        if not state.whole or state.untied or state.digest != record.digest:
+            return False
+        known = History(record.index)
+        if not Held.by(record).at_start:  # there nothing that was remembered is needed any more
+            try:
+                known = History.from_bytes(history) if history else known
+            except FormatError:
+                return False
+            if known.index != record.index or (known.digest() if known.tiles else None) != record.history:
+                return False
+        self._forget()
+        self._state, state.history = state, known
+        self._hold(record)
+        return True
+
+    def verify(self, source: Any | None = None) -> str:
+        """Recount the digest of all the live weights and return it: are they, bit for bit, the version that is held?
+
+        Raises:
+            VerificationError: they are not: somebody else wrote them, or the tensors are other ones than were synced.
+        """
+        self._check_open()
+        if self._state is None or self._held is None:
+            raise VerificationError("nothing has been synced yet")
+        if source is not None and not self._state.holds(source):
+            raise VerificationError("these are not the tensors that were synced")
+        expected, before = self._state.digest, self._state.sums
+        try:
+            with self._state.lock:
+                actual = self._state.recount()
+        except VerificationError:
+            self._forget()
+            raise
+        if actual != expected:
+            tiles, now = self._state.layout.tiles, self._state.sums
+            first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
+            self._damage = f"the weights are not version {self._held.version}: something else has written to {first!r}"
+            self._check_scrub(expected, actual)
+        return actual
+
+    @contextmanager
+    def scrub(self, every_s: float = 60.0) -> Iterator[None]:
+        """Recount the live weights in the background, again and again; the next sync raises if they were damaged."""
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.wait(every_s):
+                state = self._state
+                if state is not None and (tile := state.find_damage()):
+                    self._damage = f"somebody else wrote to tensor {tile.tensor.name!r}"
+
+        thread = threading.Thread(target=work, name="pulse-scrub", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _check_scrub(self, expected: str | None = None, actual: str | None = None) -> None:
+        """Report damage once, and forget what was held, so that the next sync starts from the weights as they are."""
+        if self._damage:
+            damage, self._damage = self._damage, None
+            self._forget()
+            raise VerificationError(damage, expected=expected, actual=actual)
+
+
+def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> State:
+    """Take hold of tensors where they are: in host memory, or on a GPU. Raises: StateError."""
+    if device.find(source) is None:
+        return State.attach(source, layout, slices, widen)
+    state: State = device.load("state").DeviceState.attach(source, layout, slices, widen)
+    return state
+
+
+def _pauses(first_s: float, longest_s: float) -> Iterator[float]:
+    """Seconds to wait between attempts: each time twice as long, up to a limit."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, longest_s)
+
+
+@contextmanager
+def _about(records: Records, record: Manifest) -> Iterator[None]:
+    """Mark an error with the record that led to it, so that the next plan goes round it."""
+    try:
+        yield
+    except PulseError as e:
+        e.__dict__["record"] = records.key_of(record)
+        raise located(e, e.__dict__["record"]) from None

@@ -1,0 +1,216 @@
+"""From what people hold (numpy arrays, torch tensors, modules) to bits and back, without copying where it can be.
+
+Arrays of bfloat16 and float8 come from ml_dtypes, or from torch. A tensor that appears under two names in the same
+memory is a tie: one of them is canonical, the other an alias.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from pulsesync.core.types import BLOCK, DTYPES, Bits, TensorSpec, Tile
+from pulsesync.errors import LimitError, StateError
+
+_NUMPY_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
+
+
+@dataclass(frozen=True)
+class BitView:
+    """A tensor as bits: flat, contiguous, and where `shared` in the tensor's own memory."""
+
+    spec: TensorSpec
+    flat: Bits
+    shared: bool
+    of_torch: bool = False
+
+    @property
+    def address(self) -> int:
+        """Where the weights are; 0 for none, which are nowhere."""
+        return self.flat.ctypes.data if self.flat.size else 0
+
+
+def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
+    """View a module, a state dict or a mapping of arrays as bits; return canonical tensors, and aliases by name.
+
+    Raises:
+        StateError: something that is not a tensor, of a dtype the format does not have, or not in host memory.
+    """
+    views: dict[str, BitView] = {}
+    ties: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in named(source):
+        array = _as_numpy(name, tensor)
+        view = _view(name, array, of_torch=not isinstance(tensor, np.ndarray))
+        place = (array.__array_interface__["data"][0], view.spec.dtype, view.spec.shape, array.strides)
+        if view.spec.size and place in seen:
+            ties[name] = seen[place]
+            continue
+        seen[place] = name
+        views[name] = view
+    return views, ties
+
+
+def named(source: Any) -> Iterator[tuple[str, Any]]:
+    """What a module, a state dict or a mapping holds, in the order of the names. Raises: StateError."""
+    if not isinstance(source, Mapping):
+        if not hasattr(source, "state_dict"):
+            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
+        source = source.state_dict()
+    for name in sorted(source, key=_encoded):
+        yield name, source[name]
+
+
+def dtype_name(name: str, tensor: Any) -> str:
+    """The format's name for the dtype of a torch tensor. Raises: StateError, if it has none."""
+    dtype = _NUMPY_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
+    return dtype
+
+
+@dataclass(frozen=True)
+class Published:
+    """A source as it is published: master weights in FP32 as the dtype that inference uses, the rest as it is.
+
+    Read block by block and cast on the way, so that no second copy is ever made. The cast is that of the library which
+    owns the tensor, so that it is what saving the model in that dtype would give: both round to the nearest, ties to
+    even, but they write NaN differently.
+    """
+
+    views: Mapping[str, BitView]
+    dtypes: Mapping[str, str]  # name -> dtype, for tensors that are cast
+
+    def spec(self, name: str) -> TensorSpec:
+        return replace(self.views[name].spec, dtype=self.dtypes.get(name, self.views[name].spec.dtype))
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
+
+    def read(self, tile: Tile, begin: int, end: int) -> Bits:
+        """Weights begin..end of a tile of the tensors as they lie here."""
+        view = self.views[tile.tensor.name]
+        bits = tile.read(view.flat, begin, end)
+        dtype = self.dtypes.get(tile.tensor.name)
+        return bits if dtype is None else _cast(bits, dtype, view.of_torch)
+
+
+def read_published(source: Any, cast: Mapping[str, str]) -> tuple[Published, Mapping[str, str]]:
+    """A source in host memory as it is published, and its ties. Raises: as `view_bits` and `find_casts`."""
+    views, ties = view_bits(source)
+    return Published(views, find_casts((view.spec for view in views.values()), cast)), ties
+
+
+def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:
+    """The dtypes of FP32 tensors whose names fit a pattern, the first that does; an empty one leaves them as they are.
+
+    Raises:
+        ValueError: a dtype that FP32 is not cast to.
+    """
+    for dtype in cast.values():
+        if dtype and dtype not in CASTS:
+            raise ValueError(f"FP32 is cast to one of {', '.join(CASTS)}, not {dtype!r}")
+    dtypes = {}
+    for spec in specs:
+        fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(spec.name, pattern)), "")
+        if fits and spec.dtype == "F32":
+            dtypes[spec.name] = fits
+    return dtypes
+
+
+CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:
+    if of_torch:
+        import torch
+
+        cast = torch.from_numpy(bits.view(np.float32)).to(getattr(torch, CASTS[dtype]))
+        out: Bits = cast.view(getattr(torch, f"uint{8 * DTYPES[dtype].itemsize}")).numpy()
+        return out
+    with np.errstate(all="ignore"):  # NaN and overflow are values here
+        return bits.view(np.float32).astype(_numpy_dtype(CASTS[dtype])).view(DTYPES[dtype].bits)
+
+
+def new_tensors(specs: Iterable[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
+    """Zeros in the shapes and dtypes of tensors, as numpy arrays. Raises: LimitError, if there is no memory."""
+    by_dtype = {dtype: label for label, dtype in _NUMPY_NAMES.items()}
+    return {spec.name: zeros(spec, spec.shape, _numpy_dtype(by_dtype[spec.dtype])) for spec in specs}
+
+
+def zeros(spec: TensorSpec, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray[Any, Any]:
+    """Memory for a tensor whose size was read from a file. Raises: LimitError, if there is not so much."""
+    try:
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as e:  # ValueError: more than an array can have on any machine
+        size = spec.size * spec.kind.itemsize
+        raise LimitError(
+            f"tensor {spec.name!r} has {size} bytes, and this machine has no memory for it",
+            tensor=spec.name,
+            value=size,
+        ) from e
+
+
+def _encoded(name: Any) -> bytes:
+    try:
+        return bytes(name.encode())
+    except (AttributeError, UnicodeEncodeError):
+        raise StateError(f"{name!r} is not a name for a tensor", tensor=name) from None
+
+
+def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        if tensor.device.type != "cpu":
+            raise StateError(
+                f"tensor {name!r} is on {tensor.device}, and this works in host memory alone: bring a copy there",
+                tensor=name,
+            )
+        tensor = tensor.detach()
+        dtype_name(name, tensor)
+        label = str(tensor.dtype).removeprefix("torch.")
+        try:
+            bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
+        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
+            raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
+        return bits.view(_numpy_dtype(label))
+    if not isinstance(tensor, np.ndarray):
+        raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)
+    return tensor
+
+
+def _numpy_dtype(label: str) -> np.dtype[Any]:
+    if label.startswith(("bfloat", "float8")):
+        import ml_dtypes
+
+        label = getattr(ml_dtypes, label)
+    dtype: np.dtype[Any] = np.dtype(label)
+    return dtype
+
+
+def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
+    dtype = _NUMPY_NAMES.get(array.dtype.name)
+    if dtype is None or array.dtype.byteorder == ">":
+        raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not have", tensor=name)
+    shared = bool(array.flags.c_contiguous and array.flags.writeable)
+    flat = np.ascontiguousarray(array).reshape(-1).view(DTYPES[dtype].bits)
+    return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared, of_torch)

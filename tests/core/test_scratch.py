@@ -1,0 +1,251 @@
+"""Temporary folders of killed processes."""
+
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulsesync import Publisher
+from pulsesync.core.scratch import ScratchFolder
+from pulsesync.store import MemoryStore
+
+LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"
+OURS, OTHER = "pulse-spool-0123456789abcdef", "pulse-anchor-fedcba9876543210"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@contextmanager
+def process(program: str, temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python process whose temporary folder is this one, at the point where it has printed a line."""
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as started:
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == "ready\n"
+            yield started
+        finally:
+            started.kill()
+
+
+def kill(started: subprocess.Popen[str]) -> None:
+    started.send_signal(signal.SIGKILL)
+    started.wait(timeout=20)
+
+
+LOAD = """
+import sys
+import numpy as np
+from pulsesync import Publisher, Subscriber
+from pulsesync.store import MemoryStore
+
+store, get = MemoryStore(), MemoryStore.get
+publisher = Publisher(store)
+publisher.publish({"w": np.arange(1000)})
+publisher.flush()
+
+def stall(self, key, *given):
+    if key.startswith("parts/"):
+        print("ready", flush=True)
+        sys.stdin.read()
+    return get(self, key, *given)
+
+MemoryStore.get = stall
+Subscriber(store).sync({"w": np.zeros(1000, int)})
+"""
+
+
+def test_what_a_killed_trainer_and_worker_left_is_removed_by_the_next_process(temporary: Path) -> None:
+    # Takes two seconds: a process of its own imports the library, publishes and begins to load an anchor.
+    with process(LOAD, temporary) as started:
+        before = names(temporary)
+        assert {name.rpartition("-")[0] for name in before} == {"pulse-spool", "pulse-anchor"}
+        with ScratchFolder("spool"):
+            assert before < names(temporary)  # both are in use
+        kill(started)
+        assert before == names(temporary)
+    with Publisher(MemoryStore()) as pub:
+        pub.publish({"w": np.arange(1000)})
+        assert names(temporary).isdisjoint(before)
+    assert names(temporary) == set()
+
+
+def test_a_publisher_makes_its_folder_in_the_process_that_publishes_first(temporary: Path) -> None:
+    with Publisher(MemoryStore()) as pub:
+        assert names(temporary) == set()  # a process that is forked now makes one of its own
+        pub.publish({"w": np.arange(1000)})
+        assert len(names(temporary)) == 2
+    assert names(temporary) == set()
+
+
+HOLD = """
+import sys
+from pulsesync.core.scratch import ScratchFolder
+folder = ScratchFolder("spool")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with process(HOLD, temporary) as started:
+        (left,) = temporary.glob("pulse-spool-*[!k]")
+        (left / "file").write_bytes(b"x")
+        kill(started)
+    with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder("spool"):
+        assert [record.getMessage() for record in caplog.records] == [
+            f"Removed {left}, which a process that has ended left behind."
+        ]
+
+
+FORK = """
+import os, sys
+from pulsesync.core.scratch import ScratchFolder
+folder = ScratchFolder("spool")
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+assert folder.path.is_dir()
+folder.close()
+assert not folder.path.exists()
+print("ready", flush=True)
+"""
+
+
+def test_a_forked_child_that_exits_leaves_its_parents_folder(temporary: Path) -> None:
+    with process(FORK, temporary) as started:
+        assert started.wait(timeout=20) == 0
+    assert names(temporary) == set()
+
+
+def test_a_process_that_ends_removes_its_folder(temporary: Path) -> None:
+    with process(HOLD, temporary) as started:
+        assert len(names(temporary)) == 2
+        started.communicate(timeout=20)
+    assert names(temporary) == set()
+
+
+def test_a_folder_is_removed_when_its_object_is(temporary: Path) -> None:
+    folder = ScratchFolder("spool")
+    (folder.path / "file").write_bytes(b"x")
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    del folder
+    assert names(temporary) == set()
+
+
+def test_a_folder_without_a_lock_is_left_alone(temporary: Path) -> None:
+    (temporary / "pulse-spool-abcdefgh").mkdir()
+    with ScratchFolder("spool"):
+        pass
+    assert names(temporary) == {"pulse-spool-abcdefgh"}
+
+
+def test_a_lock_that_another_process_removes_before_it_is_held_is_made_anew(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, met = fcntl.flock, []
+
+    def interrupted(handle: int, how: int) -> None:
+        if not met:
+            (lock,) = temporary.iterdir()
+            met.append(lock)
+            lock.unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    folder = ScratchFolder("spool")
+    assert names(temporary) == {folder.path.name, f"{folder.path.name}.lock"}
+    assert met[0].name not in names(temporary)
+    folder.close()
+
+
+def test_a_lock_that_a_sweeping_process_has_first_is_made_anew(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, met = fcntl.flock, []
+
+    def quicker(handle: int, how: int) -> None:
+        if not met:
+            met.append(os.open(next(temporary.iterdir()), os.O_RDONLY))
+            flock(met[0], fcntl.LOCK_EX)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", quicker)
+    with ScratchFolder("spool") as folder:
+        os.close(met[0])
+        assert names(temporary) == {folder.name, f"{folder.name}.lock"}
+
+
+def left_behind(temporary: Path, name: str, line: bytes = LINE) -> Path:
+    """A folder with a file in it, and a lock that no process has."""
+    (temporary / name).mkdir()
+    (temporary / name / "file").touch()
+    (temporary / f"{name}.lock").write_bytes(line)
+    return temporary / name
+
+
+def test_what_a_process_left_behind_is_known_by_its_name_and_the_line_in_its_lock(temporary: Path) -> None:
+    left = left_behind(temporary, OURS)
+    with ScratchFolder("spool"):
+        assert not left.exists()
+    assert names(temporary) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("pulse-run", b""),  # `flock /tmp/pulse-run.lock train --out /tmp/pulse-run`
+        ("pulse-run", LINE),
+        ("pulse-other-0123456789abcdef", LINE),
+        (f"{OURS}-copy", LINE),
+        (OURS, b""),
+        (OURS, LINE + b"more"),
+    ],
+)
+def test_a_folder_that_this_library_did_not_make_is_left_alone(temporary: Path, name: str, line: bytes) -> None:
+    folder = left_behind(temporary, name, line)
+    with ScratchFolder("spool"):
+        pass
+    assert names(folder) == {"file"}
+    assert names(temporary) == {name, f"{name}.lock"}
+
+
+def test_what_another_user_owns_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_behind(temporary, OURS)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with ScratchFolder("spool"):
+        pass
+    assert names(temporary) == {OURS, f"{OURS}.lock"}
+
+
+def test_a_lock_that_is_a_link_is_not_followed(temporary: Path, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "file").write_bytes(LINE)
+    (temporary / OURS).symlink_to(elsewhere)
+    (temporary / f"{OURS}.lock").symlink_to(elsewhere / "file")
+    (temporary / OTHER).symlink_to(elsewhere)
+    (temporary / f"{OTHER}.lock").write_bytes(LINE)
+    with ScratchFolder("spool"):
+        pass
+    assert names(elsewhere) == {"file"}

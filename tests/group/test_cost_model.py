@@ -1,0 +1,90 @@
+"""Which way a sync goes: rules on what was measured."""
+
+import numpy as np
+import pytest
+
+from pulsesync.group.calibrate import try_methods
+from pulsesync.group.cost_model import METHODS, Costs, Load, Took, Way, Work
+
+GBIT = 1e9 / 8
+
+
+def costs(link: float) -> Costs:
+    """Ends of the speed that two cores have, and a link of so many bytes a second."""
+    return Costs(byte_s=1 / link)
+
+
+def load(weights: int, density: float) -> Load:
+    return Load(weights, 2 * weights, density * weights)
+
+
+@pytest.mark.parametrize(
+    ("gbit", "density", "method"),
+    [(0.02, 0.01, "coded"), (0.02, 0.1, "coded"), (1, 0.001, "plain"), (200, 0.4, "dense"), (0.01, 0.4, "coded")],
+)
+def test_slow_links_pay_for_coding_and_fast_ones_do_not(gbit: float, density: float, method: str) -> None:
+    assert set(costs(gbit * GBIT).choose([load(10_000_000, density)] * 5)) == {method}
+
+
+def test_a_method_in_use_is_left_only_for_one_that_is_clearly_quicker() -> None:
+    there = load(10_000_000, 0.01)
+    by_link = {gbit: costs(gbit * GBIT) for gbit in (0.01, 0.1, 1, 10)}
+    for known in by_link.values():
+        known.last = "gap"
+        chosen = known.choose([there])[0]
+        others = min(known.seconds(method, there) for method in METHODS if method != "gap")
+        assert (chosen == "gap") == (known.seconds("gap", there) <= 1.2 * others)
+    assert {known.choose([there])[0] for known in by_link.values()} > {"gap"}
+
+
+def test_a_tensor_that_changes_everywhere_goes_whole_beside_others_that_are_coded() -> None:
+    loads = [load(50_000_000, 0.001)] * 3 + [load(50_000_000, 1.0)]
+    assert costs(1.5 * GBIT).choose(loads)[-1] == "dense"
+    assert "dense" not in costs(1.5 * GBIT).choose(loads)[:-1]
+
+
+def test_what_a_sync_really_took_moves_the_estimate_there() -> None:
+    known = costs(GBIT)
+    there = load(1_000_000, 0.01)
+    for _ in range(20):
+        known.learn("coded", there, Took(0.5, 0.25, 1.5, 12_345))
+    way = known.ways["coded"]
+    assert way.source.of(there) == pytest.approx(0.5, rel=0.01)
+    assert way.receiver.of(there) == pytest.approx(0.25, rel=0.01)
+    assert way.wire_bytes(there) == pytest.approx(12_345)
+    assert known.seconds("coded", there) == pytest.approx(1.5, rel=0.01)
+
+
+def test_methods_that_were_not_tried_are_thought_to_be_off_as_the_others_are() -> None:
+    known, there = costs(GBIT), load(1_000_000, 0.01)
+    before = known.seconds("gap", there)
+    known.learn("plain", there, Took(0.01, 0.01, 1.0, 60_000))
+    assert known.seconds("gap", there) == pytest.approx(before * known.off["plain"])
+
+
+def test_a_link_that_held_nothing_up_shows_only_that_it_is_not_slower() -> None:
+    known = costs(GBIT)
+    known.learn_link(1000, 0.1, others_s=0.5)  # too few bytes to tell
+    assert known.byte_s == 1 / GBIT
+    known.learn_link(10_000_000, 0.01, others_s=0.5)
+    assert known.byte_s == pytest.approx(1e-9)
+    for _ in range(20):
+        known.learn_link(10_000_000, 1.0, others_s=0.5)
+    assert known.byte_s == pytest.approx(1e-7, rel=0.01)
+
+
+def test_codecs_are_tried_on_the_models_own_weights() -> None:
+    rng = np.random.default_rng(0)
+    values = (0.02 * rng.standard_normal(1 << 18)).astype(np.float32)
+    known = Costs()
+    try_methods(known, (values.view(np.uint32) >> 16).astype(np.uint16), "BF16")
+    for method in METHODS:
+        way = known.ways[method]
+        assert 0 < way.source.of(load(1_000_000, 0.01)) < 10
+        assert way != Costs().ways[method]
+
+
+def test_more_buckets_hide_more_of_the_shorter_stages() -> None:
+    known = Costs({"dense": Way(Work(1e-8, 0), Work(1e-8, 0), Work(0, 0), None)}, byte_s=1e-8, bucket_weights=1 << 20)  # type: ignore[dict-item]
+    assert known.seconds("dense", load(1 << 20, 0)) == pytest.approx(0.042, rel=0.01)
+    assert known.seconds("dense", load(1 << 24, 0)) == pytest.approx(0.336 * (1 + 1 / 16), rel=0.01)

@@ -1,0 +1,197 @@
+"""Every kind of arm runs, and its recording is right in shape."""
+
+import pytest
+import torch
+
+from pulsesync.lab.demo.policy import Policy, Shape, fresh
+from pulsesync.lab.study.experiments import loop
+from pulsesync.lab.study.experiments.follower import Follower
+from pulsesync.lab.study.recording import Recording
+from tests.lab.study.experiments.arms import TINY, tiny
+
+EXPERTS = Shape(16, 1, 2, experts=4)
+
+
+def record(arm, tmp_path, seed=0):
+    out = tmp_path / f"{arm.file_name}-{seed}.jsonl"
+    loop.train(arm, seed, out, tmp_path / "policies")
+    return Recording.read(out)
+
+
+def reward_some(monkeypatch):
+    """As if every other completion were right: a policy so small gets none."""
+    real = loop.Sums.play
+
+    def play(*args):
+        rollouts = real(*args)
+        return loop.Rollouts(rollouts.tokens, rollouts.log_probabilities, torch.arange(len(rollouts.tokens)) % 2.0)
+
+    monkeypatch.setattr(loop.Sums, "play", play)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"algorithm": "grpo"},
+        {"algorithm": "reinforce", "delay": 2},
+        {"algorithm": "ppo", "updates": 2},
+        {"optimizer": "sgd"},
+        {"optimizer": "lion"},
+        pytest.param(
+            {"optimizer": "muon"},
+            marks=[
+                pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="NOT TESTED: this torch has no Muon"),
+                # torch's Muon multiplies in BF16, and torch warns where the CPU has no instructions for that.
+                pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+            ],
+        ),
+        {"masters": "bf16"},
+        {"masters": "rounded"},
+        {"warm_up": 2},
+    ],
+    ids=str,
+)
+def test_an_arm_is_recorded_step_by_step(changes, tmp_path, monkeypatch):
+    reward_some(monkeypatch)
+    arm = tiny(**changes)
+    recording = record(arm, tmp_path)
+    assert recording.header.facts["arm"] == arm.to_json()
+    assert recording.header.facts["seed"] == 0
+    assert {tensor.name for tensor in recording.header.tensors} == {n for n, _ in Policy(TINY).named_parameters()}
+    assert len(recording.steps) == arm.steps
+    assert all(step.all_changed for step in recording.steps)
+    assert recording.steps[0].facts["reward"] == 0.5
+    assert recording.header.facts["masters"] == ("F32" if arm.masters == "fp32" else "BF16")
+    rising = [arm.lr * min(1.0, (n + 1) / max(arm.warm_up, 1)) for n in range(arm.steps)]
+    assert [step.lr for step in recording.steps] == pytest.approx(rising)
+
+
+def test_two_runs_with_one_seed_are_equal_and_with_another_are_not(tmp_path):
+    runs = [record(tiny(name), tmp_path, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    changes = [[step.changed for step in run.steps] for run in runs]
+    assert changes[0] == changes[1] != changes[2]
+
+
+def test_actor_and_critic_are_both_recorded(tmp_path):
+    arm = tiny(game="pendulum", algorithm="td3", steps=4)
+    actor = record(arm, tmp_path)
+    critic = Recording.read(loop.critic_of(tmp_path / "an-arm-0.jsonl"))
+    assert (len(actor.steps), len(critic.steps)) == (2, 4)
+    assert {tensor.name.split(".")[0] for tensor in critic.header.tensors} == {"one", "two"}
+    assert actor.steps[0].facts["reward"] < 0
+
+
+def test_experts_are_tensors_of_their_own_and_those_not_asked_have_no_gradient():
+    policy = fresh(0, EXPERTS)
+    assert "layers.0.experts.3.up.weight" in policy.state_dict()
+    with torch.no_grad():
+        policy.layers[0].router.weight.zero_()  # ties: the first two are chosen
+    policy(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    asked = [bool(expert.up.weight.grad.any()) for expert in policy.layers[0].experts]
+    assert sum(asked) == 2
+
+
+def test_experts_answer_as_if_only_the_chosen_were_asked():
+    layer = fresh(0, EXPERTS).layers[0]
+    x = torch.randn(2, 3, 16)
+    with torch.no_grad():
+        said = layer._think(x)
+        scores, who = layer.router(x).topk(2, dim=-1)
+        for place in ((0, 0), (1, 2)):
+            shares, expected = scores[place].softmax(0), torch.zeros(16)
+            for share, number in zip(shares, who[place], strict=True):
+                expert = layer.experts[int(number)]
+                expected += share * expert.down(torch.nn.functional.silu(expert.up(x[place])))
+            assert torch.allclose(said[place], expected, atol=1e-5)
+
+
+def test_an_arm_with_experts_is_recorded(tmp_path):
+    recording = record(tiny(shape=EXPERTS), tmp_path)
+    assert sum(".experts." in tensor.name for tensor in recording.header.tensors) == 8
+
+
+def test_a_follower_has_the_bf16_values_of_so_many_calls_ago():
+    policy = torch.nn.Linear(1, 1, bias=False)
+    follower, told = Follower(policy, delay=2), []
+    for version in range(5):
+        with torch.no_grad():
+            policy.weight.fill_(version + 0.001)
+        told.append(follower.follow().weight.item())
+    exactly = [torch.tensor(max(0, version - 2) + 0.001).bfloat16().item() for version in range(5)]
+    assert told == exactly
+    assert policy.weight.item() == pytest.approx(4.001)
+
+
+@pytest.mark.parametrize(("delay", "behind"), [(0, 0), (2, 2)])
+def test_what_plays_is_as_old_as_the_delay_says(delay, behind, tmp_path, monkeypatch):
+    played, learned = [], []
+    real_play, real_climb = loop.Sums.play, loop.Sums.climb
+
+    def play(game, policy, prompts, seed):
+        played.append(policy.head.weight.clone())
+        rollouts = real_play(game, policy, prompts, seed)
+        return loop.Rollouts(rollouts.tokens, rollouts.log_probabilities, torch.arange(len(rollouts.tokens)) % 2.0)
+
+    def climb(game, policy, *rest):
+        learned.append(policy.head.weight.detach().bfloat16().float())
+        return real_climb(game, policy, *rest)
+
+    monkeypatch.setattr(loop.Sums, "play", play)
+    monkeypatch.setattr(loop.Sums, "climb", climb)
+    record(tiny(algorithm="grpo", delay=delay, steps=5), tmp_path)
+    assert len(played) == 5
+    assert all(torch.equal(played[n], learned[max(0, n - behind)]) for n in range(5))
+    assert not torch.equal(learned[0], learned[4])
+
+
+def test_updates_of_a_batch_share_what_was_played(tmp_path, monkeypatch):
+    batches = []
+    real = loop.Sums.play
+    monkeypatch.setattr(loop.Sums, "play", lambda game, *rest: batches.append(rest[2]) or real(game, *rest))
+    recording = record(tiny(algorithm="grpo", updates=2, steps=5), tmp_path)
+    assert len(recording.steps) == 5
+    assert len(batches) == 3
+
+
+def test_bf16_masters_are_bf16_parameters_with_bf16_averages(tmp_path, monkeypatch):
+    seen = []
+    real = loop.make_optimizer
+
+    def make(arm, policy):
+        optimizer = real(arm, policy)
+        optimizer.register_step_post_hook(lambda o, *_: seen.append({s["exp_avg_sq"].dtype for s in o.state.values()}))
+        seen.append({weight.dtype for weight in policy.parameters()})
+        return optimizer
+
+    monkeypatch.setattr(loop, "make_optimizer", make)
+    record(tiny(masters="bf16", steps=1), tmp_path)
+    assert seen == [{torch.bfloat16}, {torch.bfloat16}]
+
+
+def test_a_policy_is_pretrained_once_and_kept(tmp_path, monkeypatch):
+    first = loop.begin(tiny(), tmp_path)
+    monkeypatch.setattr(loop, "pretrain", None)
+    second = loop.begin(tiny(), tmp_path)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    assert [path.name for path in tmp_path.iterdir()] == ["16x1x2h-2.safetensors"]
+
+
+def test_the_share_that_pretraining_came_to_is_told(tmp_path):
+    told = [record(tiny(f"{steps}", pretraining=steps), tmp_path).header.facts for steps in (2, 10)]
+    assert "pretrained" not in told[0]  # nobody has looked
+    assert 0 <= told[1]["pretrained"] < 0.25
+
+
+def test_no_two_shapes_share_a_name():
+    shapes = [Shape(), Shape(heads=2), Shape(experts=8), Shape(experts=8, chosen=4), Shape(experts=8, heads=2)]
+    assert [shape.name for shape in shapes] == ["160x4", "160x4x2h", "160x4x8e", "160x4x8ex4c", "160x4x2hx8e"]
+
+
+def test_a_recording_that_ended_early_is_an_error(tmp_path, monkeypatch):
+    class Broken(loop.Recorder):
+        fault = property(lambda _: OSError("disk full"), lambda *_: None)
+
+    monkeypatch.setattr(loop, "Recorder", Broken)
+    with pytest.raises(loop.PulseError, match="disk full"):
+        record(tiny(), tmp_path)
