@@ -39,7 +39,7 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 from pulsesync.state.live import State as LiveState
 from pulsesync.testing import AdamUpdates
 
@@ -146,7 +146,7 @@ class Ours:
             step=step,
             epoch=0,
             index=history.index + 1,
-            base=Base(step, self._digest),
+            base=BaseRef(step, self._digest),
             layout=self.layout.id,
             parts=(PartRef(part.id, len(part.data)),),
             digest=state,

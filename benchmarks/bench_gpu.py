@@ -22,17 +22,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pulsesync.format.body import Body
 
 from pulsesync import Publisher
-from pulsesync.device.baseline import DeviceBases, DeviceDifference, Shown
+from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, DeviceSource
 from pulsesync.device.changes import mark, moves
 from pulsesync.device.encode import code_pile
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
+from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
-from pulsesync.publish.baseline import bases_for
-from pulsesync.publish.commit import Tip, root_record
+from pulsesync.publish.baseline import baseline_for
+from pulsesync.publish.commit import RunTip, root_record
 from pulsesync.store import MemoryStore
 
 DEVICE = torch.device("cuda")
@@ -158,14 +158,14 @@ class Bench:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        bases = bases_for(model.old, "device")
-        assert isinstance(bases, DeviceBases)
+        bases = baseline_for(model.old, "device")
+        assert isinstance(bases, DeviceBaseline)
         self.bases = bases
         shown, ties = bases.read(model.old, {})
         layout = layouts.make([shown.spec(name) for name in shown.views], ties)
         self.state = DeviceState.attach(model.old, layout)  # the base is the old model itself, and not a third copy
         self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
-        self.shown: Shown = bases.read(model.new, {})[0]
+        self.shown: DeviceSource = bases.read(model.new, {})[0]
 
     def compare(self) -> DeviceDifference:
         return self.bases.compare(self.state, self.shown, "context", self.last)
@@ -177,7 +177,7 @@ class Bench:
         """The next version, as a worker gets it."""
         difference = self.compare()
         encoded = difference.encode(self.last, codec)
-        tip = Tip(MemoryStore(), lambda record: b"", self.last, self.state)
+        tip = RunTip(MemoryStore(), lambda record: b"", self.last, self.state)
         draft = tip.draft(encoded, 1, None, ())
         self.data = encoded[0].data
         return draft.manifest, Body.of(self.data, self.state.layout), difference

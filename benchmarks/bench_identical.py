@@ -15,15 +15,15 @@ from typing import Any, Literal
 from bench_codec import provenance
 
 from pulsesync.lab.charts import Panel, draw
-from pulsesync.lab.demo.run import Run
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.run import DemoRun
+from pulsesync.lab.demo.settings import DemoSettings
 
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256")
 
 
 def run(sync: Literal["full", "pulse"], steps: int) -> list[dict[str, Any]]:
-    settings = Settings(steps=steps, delay=0, sync=sync)
-    with tempfile.TemporaryDirectory() as folder, Run(Path(folder), settings) as going:
+    settings = DemoSettings(steps=steps, delay=0, sync=sync)
+    with tempfile.TemporaryDirectory() as folder, DemoRun(Path(folder), settings) as going:
         return list(going.lines())
 
 

@@ -24,7 +24,7 @@ from bench_codec import provenance
 from fleet import RULES, Fleet, dense_bytes, measure
 
 from pulsesync.lab.demo.game import open_game
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.loco.outer import Nesterov
 
 EVERY, TRAINERS, RATES = (1, 4, 8, 16, 32), (2, 4, 8), (1e-6, 3e-6, 1e-5, 1e-4)
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1 if options.device == "cpu" else 8)
-    game = open_game(Settings(model=options.model, device=options.device, group=options.group))
+    game = open_game(DemoSettings(model=options.model, device=options.device, group=options.group))
     fleet = Fleet(
         game, trainers=options.trainers, sync_every=options.every, lr=options.lr, outer=Nesterov(0.7, 0.9),
         prompts=options.prompts, group=options.group, seed=options.seed,

@@ -29,8 +29,8 @@ from bench_codec import provenance
 from fleet import Chosen, Fleet, NoFeedback
 
 from pulsesync.lab.demo.game import open_game
-from pulsesync.lab.demo.settings import Settings
-from pulsesync.loco.gate import Everything, Rule, Visible
+from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
 from pulsesync.loco.outer import SGD, Nesterov
 
 MARGIN = 0.03
@@ -44,20 +44,20 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1 if options.device == "cpu" else 8)
-    game = open_game(Settings(model=options.model, device=options.device, group=options.group))
+    game = open_game(DemoSettings(model=options.model, device=options.device, group=options.group))
     fleet = Fleet(
         game, trainers=options.trainers, sync_every=options.every, lr=options.lr,
         outer=OUTERS[options.outer][arm == "slow"], prompts=options.prompts, group=options.group, seed=seed,
         forward=options.forward,
     )  # fmt: skip
-    rules: dict[str, list[Rule]] = {
-        "gate": [Visible()], "reach": [Visible(None, OUTERS[options.outer][0].reach)],
-        "reach compact": [Visible(2, OUTERS[options.outer][0].reach)], "compact": [Visible(3)],
+    rules: dict[str, list[GateRule]] = {
+        "gate": [VisibilityGate()], "reach": [VisibilityGate(None, OUTERS[options.outer][0].reach)],
+        "reach compact": [VisibilityGate(2, OUTERS[options.outer][0].reach)], "compact": [VisibilityGate(3)],
         "no feedback": [NoFeedback()],
         "top-k": [Chosen(True, seed * 100 + r) for r in range(options.trainers)],
         "random-k": [Chosen(False, seed * 100 + r) for r in range(options.trainers)],
     }  # fmt: skip
-    rule = rules.get(arm, [Everything()]) * options.trainers
+    rule = rules.get(arm, [DenseGate()]) * options.trainers
     budget = json.loads(Path(options.budget).read_text())["payload"] if options.budget else []
     began, payloads, fired, evaluated = time.time(), [], [], [fleet.evaluate(options.evaluated)]
     for number in range(options.rounds):

@@ -139,7 +139,7 @@ def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict
     """Do what a publisher does."""
     from pulsesync.core import digest
     from pulsesync.format import patch
-    from pulsesync.format.manifest import Base, Manifest, PartRef
+    from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 
     layout, before = worker.layout, worker.history
     part = patch.encode(
@@ -154,7 +154,7 @@ def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict
     after = digest.state_digest(layout.tiles, {**worker.sums, **part.sums})
     later = before.after(part.patches, worker.flats)
     manifest = Manifest(
-        run="0" * 32, version=1, step=0, epoch=0, index=point.index, base=Base(0, worker.digest), layout=layout.id,
+        run="0" * 32, version=1, step=0, epoch=0, index=point.index, base=BaseRef(0, worker.digest), layout=layout.id,
         parts=(PartRef(part.id, len(part.data)),), digest=after, history=later.digest() if later.tiles else None,
         created=0,
     )  # fmt: skip

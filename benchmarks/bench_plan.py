@@ -30,7 +30,7 @@ import numpy as np
 import recording
 
 from pulsesync.lab.study.predict.evidence import MEASURED, Evidence
-from pulsesync.lab.study.predict.forecast import Forecast, Training, forecast
+from pulsesync.lab.study.predict.forecast import Forecast, TrainingSettings, forecast
 from pulsesync.lab.study.predict.models import classes_of, normal_classes
 from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
@@ -101,7 +101,9 @@ def show_published() -> dict[str, dict[int, float]]:
     print("|---|" + "--:|" * len(PUBLISHED[1e-6]))
     out = {}
     for lr, measured in PUBLISHED.items():
-        told = forecast(normal_classes(0.02, 1_543_714_304), 338, Training(lr, warm_up=20, masters=False)).windows
+        told = forecast(
+            normal_classes(0.02, 1_543_714_304), 338, TrainingSettings(lr, warm_up=20, masters=False)
+        ).windows
         print(f"| {lr:g} | " + " | ".join(f"{measured[k]:.2%} / {told[k]:.2%}" for k in measured) + " |")
         out[f"{lr:g}"] = told
     return out
@@ -114,7 +116,7 @@ def judge(line: dict[str, Any]) -> dict[str, Any]:
     """A measured run beside its forecast: means over all steps, over the last third, and the errors of both."""
     run, changed, sent = line["run"], line["changed"], line["sent"]
     optimizer = run["optimizer"] if run["optimizer"] in ("adamw", "lion") else "adamw"  # Adam's, to show how far off
-    training = Training(run["lr"], tuple(run["betas"]), masters=run["masters"], optimizer=optimizer)
+    training = TrainingSettings(run["lr"], tuple(run["betas"]), masters=run["masters"], optimizer=optimizer)
     weights = {int(c): count for c, count in line["weights_by_class"].items()}
     told = forecast(weights, line["tensors"], training, steps=len(sent))
     late = len(sent) - max(3, len(sent) // 3)
@@ -191,7 +193,7 @@ def main() -> None:
         parser.error("give --heldout, or --trace")
     start, changed, sent = publish_recorded(recording.load(asked.trace, asked.gguf))
     began = time.perf_counter()
-    told = forecast(start, TENSORS, Training(3e-6), steps=len(sent))
+    told = forecast(start, TENSORS, TrainingSettings(3e-6), steps=len(sent))
     rows = [compare("recorded 3e-06", told, changed, sent)]
     if asked.gguf:
         dequantised = recording.read_gguf(Path(asked.gguf)).values()
@@ -199,7 +201,7 @@ def main() -> None:
         trained = json.loads(TRAINED.read_text().strip().splitlines()[-1])["runs"]
         for lr, run in trained.items():
             began = time.perf_counter()
-            told = forecast(weights, TENSORS, Training(float(lr)), steps=len(run["bytes"]))
+            told = forecast(weights, TENSORS, TrainingSettings(float(lr)), steps=len(run["bytes"]))
             rows.append(compare(lr, told, run["changed"], run["bytes"]))
     seconds = time.perf_counter() - began
     show(rows)

@@ -20,7 +20,7 @@ import torch
 from bench_codec import json_line, provenance, table
 
 from pulsesync.lab.demo.game import open_game
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.study import Recorder
 
 WARM_UP = 3  # steps
@@ -53,7 +53,7 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-def measure(game: Any, settings: Settings, options: dict[str, Any]) -> dict[str, float]:
+def measure(game: Any, settings: DemoSettings, options: dict[str, Any]) -> dict[str, float]:
     start = game.policy()
     plain, watched = (Learner(game, deepcopy(start), settings.lr) for _ in range(2))
     playing = []
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="a folder with a Hugging Face checkpoint")
     given = parser.parse_args()
     demo = given.model == "demo"
-    settings = Settings(
+    settings = DemoSettings(
         steps=given.steps, model=given.model, device=given.device, prompts=32, group=8 if demo else 16,
         lr=6e-5 if demo else 3e-6,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from typing import Any
 from bench_codec import provenance
 from curves import Curve, draw
 
-from pulsesync.lab.demo.run import Run
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.run import DemoRun
+from pulsesync.lab.demo.settings import DemoSettings
 
 LINKS = {"100 Mbit/s": 100e6, "50 Mbit/s": 50e6, "20 Mbit/s": 20e6, "10 Mbit/s": 10e6, "5 Mbit/s": 5e6}
 SKIPPED = 2  # steps, in which processes come up
@@ -26,7 +26,7 @@ SKIPPED = 2  # steps, in which processes come up
 
 def measure(**settings: Any) -> dict[str, float]:
     """Run, and return shares and means."""
-    with tempfile.TemporaryDirectory() as folder, Run(Path(folder), Settings(**settings)) as run:
+    with tempfile.TemporaryDirectory() as folder, DemoRun(Path(folder), DemoSettings(**settings)) as run:
         lines = list(run.lines())
     first, last = lines[SKIPPED - 1], lines[-1]
     wall = last["time"] - first["time"]

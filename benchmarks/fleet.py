@@ -14,11 +14,11 @@ import torch
 
 from pulsesync.lab.demo.game import Game
 from pulsesync.lab.demo.grpo import Rollouts
-from pulsesync.loco.gate import F32, Everything, Rule, Sparse, Split, Visible, update
+from pulsesync.loco.gate import F32, DenseGate, GateRule, SparseVector, SplitUpdate, VisibilityGate, update
 from pulsesync.loco.group import GroupExchange
 from pulsesync.loco.outer import SGD, aggregate
 from pulsesync.loco.payload import Coder, describe
-from pulsesync.loco.shared import Outcome, Shared
+from pulsesync.loco.shared import Outcome, SharedState
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class NoFeedback:
 
     dense = False
 
-    def split(self, theta: F32, s: F32) -> Split:
-        sent = Visible().split(theta, s).sent
+    def split(self, theta: F32, s: F32) -> SplitUpdate:
+        sent = VisibilityGate().split(theta, s).sent
         only = np.zeros_like(s)
         sent.add_to(only)
-        return Split(sent, only)
+        return SplitUpdate(sent, only)
 
 
 class Chosen:
@@ -42,14 +42,14 @@ class Chosen:
     def __init__(self, largest: bool, seed: int) -> None:
         self.largest, self.count, self._random = largest, 1, np.random.default_rng(seed)
 
-    def split(self, theta: F32, s: F32) -> Split:
+    def split(self, theta: F32, s: F32) -> SplitUpdate:
         count = min(max(1, self.count), s.size)
         if self.largest:
             positions = np.sort(np.argpartition(np.abs(s), s.size - count)[s.size - count :])
         else:
             positions = np.sort(self._random.choice(s.size, count, replace=False, shuffle=False))
         positions = positions[s[positions] != 0]
-        return Split(Sparse(s.size, positions, s[positions]), s)
+        return SplitUpdate(SparseVector(s.size, positions, s[positions]), s)
 
 
 class Fleet:
@@ -69,7 +69,7 @@ class Fleet:
                 optimizer.register_step_pre_hook(lambda *_: self.write(self._masters))
         self._masters = theta = self.read()
         self.forward = forward
-        self.shared = Shared("0" * 64, theta, np.zeros_like(theta))
+        self.shared = SharedState("0" * 64, theta, np.zeros_like(theta))
         self.residuals = [np.zeros_like(theta) for _ in range(trainers)]
         self.rewards: list[float] = []
 
@@ -128,15 +128,15 @@ class Fleet:
             gathered.append(float(played.rewards.mean()))
             self.write(self.shared.theta)
             self.learn(self.optimizers[0], played)
-            self.shared = Shared(self.shared.layout, self.read(), self.shared.momentum, self.shared.round)
+            self.shared = SharedState(self.shared.layout, self.read(), self.shared.momentum, self.shared.round)
         self.rewards.append(float(np.mean(gathered)))
-        self.shared = Shared(self.shared.layout, self.shared.theta, self.shared.momentum, self.shared.round + 1)
+        self.shared = SharedState(self.shared.layout, self.shared.theta, self.shared.momentum, self.shared.round + 1)
 
-    def coder(self, rule: Rule) -> Coder:
+    def coder(self, rule: GateRule) -> Coder:
         described = None if rule.dense else describe(self.shared.theta, self.shared.momentum)
         return Coder(0, self.shared.round + 1, self.shared.digest, described)
 
-    def commit(self, splits: list[Split]) -> None:
+    def commit(self, splits: list[SplitUpdate]) -> None:
         """Add up and move on, as every trainer would."""
         total = aggregate((split.sent for split in splits), self.shared.theta.size)
         members = {f"{r:05d}": "" for r in range(self.trainers)}
@@ -203,7 +203,7 @@ class Sent:
     union: float
 
 
-def measure(fleet: Fleet, rule: Rule, splits: list[Split]) -> Sent:
+def measure(fleet: Fleet, rule: GateRule, splits: list[SplitUpdate]) -> Sent:
     """Exchange these updates both ways, see that the results are the same bits everywhere, and count."""
     coder, size, count = fleet.coder(rule), fleet.shared.theta.size, len(splits)
     payload = [len(coder.encode(f"{r:05d}", split.sent, split.unit)) for r, split in enumerate(splits)]
@@ -239,4 +239,4 @@ def dense_bytes(size: int, trainers: int) -> tuple[int, float]:
     return 4 * size, 2 * (trainers - 1) / trainers * 4 * size
 
 
-RULES: dict[str, Rule] = {"dense": Everything(), "exact": Visible(), "compact": Visible(3)}
+RULES: dict[str, GateRule] = {"dense": DenseGate(), "exact": VisibilityGate(), "compact": VisibilityGate(3)}

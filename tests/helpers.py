@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from pulsesync.format.body import Body
 
 from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, Sum, TensorSpec, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
+from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.state.live import State, Transition
 from pulsesync.testing import mutate, random_bits
 
@@ -145,7 +145,7 @@ def encode(layout: Layout, old: Mapping[str, Bits], new: Mapping[str, Bits], **o
 class Mark:
     """Where a writer was: what a squashed patch starts from."""
 
-    base: Base
+    base: BaseRef
     state: Mapping[str, Bits]
     sums: Mapping[int, Sum]
 
@@ -182,12 +182,12 @@ class Writer:
             patch.encode_whole(self.layout, self.layout.tiles[first::pieces], self.state, self.sums)
             for first in range(pieces)
         ]
-        return replace(root, kind=Kind.ANCHOR, parts=_refs(parts)), [part.data for part in parts]
+        return replace(root, kind=RecordKind.ANCHOR, parts=_refs(parts)), [part.data for part in parts]
 
     def advance(self, new: Mapping[str, Bits], new_epoch: bool = False) -> tuple[Manifest, list[bytes]]:
         if new_epoch:
             self.history, self.epoch = History(), self.epoch + 1
-        base = Base(self.version, self.digest)
+        base = BaseRef(self.version, self.digest)
         history = self.history if self.codec in ("auto", "history") else None
         part = patch.encode(
             self.layout, self.layout.tiles, self.state, new, self.sums, codec=self.codec, history=history
@@ -197,15 +197,15 @@ class Writer:
         return self._manifest(base, [part], self.history.index), [part.data]
 
     def mark(self) -> Mark:
-        return Mark(Base(self.version, self.digest), self.state, self.sums)
+        return Mark(BaseRef(self.version, self.digest), self.state, self.sums)
 
     def squash(self, since: Mark, codec: patch.CodecName = "auto") -> tuple[Manifest, list[bytes]]:
         """One patch from an earlier state to this one, without a history."""
         part = patch.encode(self.layout, self.layout.tiles, since.state, self.state, since.sums, codec=codec)
         record = self._manifest(since.base, [part], self.history.index)
-        return replace(record, kind=Kind.SQUASH, history=None), [part.data]
+        return replace(record, kind=RecordKind.SQUASH, history=None), [part.data]
 
-    def _manifest(self, base: Base | None, parts: Sequence[patch.EncodedPart], index: int) -> Manifest:
+    def _manifest(self, base: BaseRef | None, parts: Sequence[patch.EncodedPart], index: int) -> Manifest:
         return Manifest(
             run=RUN,
             version=self.version,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from pulsesync.lab.study.recording import Bytes, Header, Recording, Seen, Step
+from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -14,11 +14,11 @@ NAMES = (
 SIZE = 4000
 
 
-def header(**more: Any) -> Header:
+def header(**more: Any) -> RecordingHeader:
     """Four tensors of 1000 weights, 100 of each in the sample."""
-    tensors = tuple(Seen(name, (10, 100), 1000, 100) for name in NAMES)
+    tensors = tuple(WatchedTensor(name, (10, 100), 1000, 100) for name in NAMES)
     facts = {"optimizer": "AdamW", "betas": [0.9, 0.999], "lr": 3e-6}
-    return replace(Header("BF16", tensors, (1, 2), ("F16", "F32"), facts), **more)
+    return replace(RecordingHeader("BF16", tensors, (1, 2), ("F16", "F32"), facts), **more)
 
 
 def step(number: int, *changed: int, **more: Any) -> Step:
@@ -30,7 +30,7 @@ def step(number: int, *changed: int, **more: Any) -> Step:
         "windows": {1: (1, 1, 1, 1), **({2: (2, 2, 2, 2)} if number else {})},
         "contrast": {"F16": (10, 10, 10, 10), "F32": (100, 100, 100, 99)}, "gradients": (99, 99, 99, 99),
         "moved": {-4: 30, 0: 60, 2: 10}, "hot": 0.1, "lr": min(number + 1, 3) * 1e-6, "seconds": 0.5,
-        "sizes": {"gap": Bytes(200), "history": Bytes(100, 80), "dense": Bytes(8000)},
+        "sizes": {"gap": PatchBytes(200), "history": PatchBytes(100, 80), "dense": PatchBytes(8000)},
         "facts": {"reward": number / 10},
     }  # fmt: skip
     return Step(number, changed, **{**told, **more})

@@ -11,10 +11,10 @@ from pulsesync import Publisher, Subscriber
 from pulsesync.errors import StoreError
 from pulsesync.format import epochs, patch, signature
 from pulsesync.format import manifest as manifests
-from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
-from pulsesync.store import Entry, MemoryStore, Store
+from pulsesync.store import MemoryStore, ObjectEntry, Store
 from pulsesync.testing import AdamUpdates
 
 SHAPES = {"layer.0.weight": (60, 50), "layer.1.weight": (50, 7), "norm": (50,)}
@@ -87,7 +87,7 @@ class Watched:
         self.store.create(key, data)
         self.after("create", key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         self.before("list", prefix)
         return self.store.list(prefix)
 
@@ -152,8 +152,8 @@ def make_squash(store: Store, level: int, number: int, key: SigningKey | None = 
     store.put(keys.part_key(part.id), part.data)
     squash = replace(
         version(store, last),
-        kind=Kind.SQUASH,
-        base=Base(first, ends[0].digest),
+        kind=RecordKind.SQUASH,
+        base=BaseRef(first, ends[0].digest),
         parts=(PartRef(part.id, len(part.data)),),
         history=None,
     )

@@ -27,7 +27,7 @@ from pulsesync import Publisher, PublishReport, Subscriber, warm_up
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
 from pulsesync.format import epochs
 from pulsesync.maintain.squash import Squasher
-from pulsesync.store import Entry, Store, open_store
+from pulsesync.store import ObjectEntry, Store, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
 
@@ -195,7 +195,7 @@ class CountingStore:
         self._begin()
         self.store.create(key, data)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         self._begin()
         return self.store.list(prefix)
 

@@ -21,8 +21,8 @@ from pulsesync.cli.demo import check_trainers, find_model, open_folder, read_lin
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import ChecksumError
 from pulsesync.lab.demo import smollm2
-from pulsesync.lab.demo.replay import RECORDED, Recording
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.replay import RECORDED, RecordedRun
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.testing import load_recorded
 from tests import commands
 from tests.runs import publish_steps
@@ -35,7 +35,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     pytest.importorskip("torch")
     folder, out = tmp_path_factory.mktemp("demo") / "run", io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert run(Settings(steps=3, workers=1, prompts=8, group=4), folder, as_json=True) == 0
+        assert run(DemoSettings(steps=3, workers=1, prompts=8, group=4), folder, as_json=True) == 0
     return folder, [json.loads(line) for line in out.getvalue().splitlines()]
 
 
@@ -158,10 +158,10 @@ def test_what_several_trainers_cannot_do_is_said_kindly(arguments: list[str], sa
 
 
 def test_steps_are_rounded_up_to_whole_rounds_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_trainers(Settings(steps=20, trainers=2)).steps == 24
+    assert check_trainers(DemoSettings(steps=20, trainers=2)).steps == 24
     assert "24 steps in place of 20" in capsys.readouterr().err
-    assert check_trainers(Settings(steps=24, trainers=2)).steps == 24
-    assert check_trainers(Settings(steps=20)) == Settings(steps=20)
+    assert check_trainers(DemoSettings(steps=24, trainers=2)).steps == 24
+    assert check_trainers(DemoSettings(steps=20)) == DemoSettings(steps=20)
     assert capsys.readouterr().err == ""
 
 
@@ -200,18 +200,18 @@ def test_a_link_is_given_in_bits(text: str | None, rate: float | None) -> None:
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("dear")
     with pytest.raises(UsageError, match="not empty"):
-        open_folder(tmp_path, Settings())
+        open_folder(tmp_path, DemoSettings())
 
 
 def test_a_folder_goes_on_only_with_the_settings_it_was_begun_with(tmp_path: Path) -> None:
-    replace(Settings(steps=7), store=str(tmp_path / "store"), port=5, secret="x").save(tmp_path)
+    replace(DemoSettings(steps=7), store=str(tmp_path / "store"), port=5, secret="x").save(tmp_path)
     (tmp_path / "steps.jsonl").write_text("{}\n{}\n{")
-    assert open_folder(tmp_path, Settings(steps=7)) == (tmp_path, 2)
+    assert open_folder(tmp_path, DemoSettings(steps=7)) == (tmp_path, 2)
     with pytest.raises(UsageError, match="begun with steps 7"):
-        open_folder(tmp_path, Settings(steps=8))
+        open_folder(tmp_path, DemoSettings(steps=8))
     (tmp_path / "settings.json").write_text('{"pace": 3}')
     with pytest.raises(UsageError, match="cannot be read"):
-        open_folder(tmp_path, Settings())
+        open_folder(tmp_path, DemoSettings())
 
 
 def test_the_recording_is_part_of_the_package_with_its_licence() -> None:
@@ -239,11 +239,11 @@ def test_the_model_names_what_it_needs_before_it_downloads(
 
 def test_the_recording_that_is_replayed_is_the_recorded_one(tmp_path: Path) -> None:
     expected = load_recorded(RECORDED)
-    states = Recording.load(RECORDED).states()
+    states = RecordedRun.load(RECORDED).states()
     next(states)
     for (_, _, new), state in zip(expected.states(), states, strict=True):
         assert all(np.array_equal(new[name], state[name].view(np.uint16)) for name in new)
     with np.load(RECORDED) as file:
         np.savez(tmp_path / "other.npz", **{**file, "final_sha256": "0" * 64})
     with pytest.raises(ChecksumError, match="another state"):
-        Recording.load(tmp_path / "other.npz")
+        RecordedRun.load(tmp_path / "other.npz")

@@ -12,7 +12,7 @@ from pulsesync.cli.options import read_rate
 from pulsesync.cli.plan import rate, size
 from pulsesync.core.threads import default_threads
 from pulsesync.lab.study.predict.evidence import STEPS, find
-from pulsesync.lab.study.predict.forecast import Optimizer, Training, forecast
+from pulsesync.lab.study.predict.forecast import Optimizer, TrainingSettings, forecast
 from pulsesync.lab.study.predict.models import read_model
 from pulsesync.lab.study.predict.theory import ADAM, LION
 from tests.commands import pulse
@@ -57,7 +57,7 @@ def test_machines_get_the_same_as_one_object(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
 def test_the_error_is_the_one_that_runs_of_this_kind_support(checkpoint: Path, optimizer: Optimizer) -> None:
-    training = Training(3e-6, {"adamw": ADAM, "lion": LION}[optimizer], optimizer=optimizer)
+    training = TrainingSettings(3e-6, {"adamw": ADAM, "lion": LION}[optimizer], optimizer=optimizer)
     found = find(training)
     asked = ("plan", "--model", checkpoint, "--lr", "3e-6", *ASKED[2:], "--optimizer", optimizer)
     (told,) = pulse(*asked, "--json").events

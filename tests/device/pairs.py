@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from pulsesync.core.types import Bits, Codec, TensorSpec
-from pulsesync.device.baseline import DeviceBases, DeviceDifference, Shown
-from pulsesync.device.memory import View, to_device, to_host
-from pulsesync.device.pile import Located, Pile, make_piles
+from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, DeviceSource
+from pulsesync.device.memory import DeviceView, to_device, to_host
+from pulsesync.device.pile import Pile, PileAddresses, make_piles
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format import container, index, patch
 from pulsesync.format import layout as layouts
@@ -49,7 +49,7 @@ def pile_of(dtype: str, sizes: list[int], device: str) -> Pile:
     return make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, place(device))[dtype]
 
 
-def locate(pile: Pile, blocks: list[Bits], itemsize: int | None = None) -> Located:
+def locate(pile: Pile, blocks: list[Bits], itemsize: int | None = None) -> PileAddresses:
     flats = {tile.tensor.name: to_device(bits, pile.device) for tile, bits in zip(pile.tiles, blocks, strict=True)}
     return pile.locate(flats, itemsize)
 
@@ -94,16 +94,16 @@ class Pair:
         self.codec = codec
         self.writer = Writer(layout, dict(state), codec)
         self.state = DeviceState(layout, to_flats(state, device), device=place(device))
-        self.bases = DeviceBases(place(device), "device")
+        self.bases = DeviceBaseline(place(device), "device")
         self.last = self.writer.root()
 
     def difference(self, new: Mapping[str, Bits]) -> DeviceDifference:
         flats = to_flats(new, str(self.state.device))
         views = {
-            spec.name: View(spec, flats[spec.name].view(spec.shape), flats[spec.name].dtype)
+            spec.name: DeviceView(spec, flats[spec.name].view(spec.shape), flats[spec.name].dtype)
             for spec in self.state.layout.tensors
         }
-        return self.bases.compare(self.state, Shown(views, {}), self.codec, self.last)
+        return self.bases.compare(self.state, DeviceSource(views, {}), self.codec, self.last)
 
     def encode(self, new: Mapping[str, Bits]) -> tuple[EncodedPart, DeviceTransition]:
         part, transition = self.difference(new).encode(self.last, self.codec)

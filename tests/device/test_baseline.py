@@ -13,7 +13,7 @@ import torch
 from pulsesync import Publisher, Subscriber
 from pulsesync import device as devices
 from pulsesync.core.types import TensorSpec
-from pulsesync.device.baseline import DeviceBases, Shown
+from pulsesync.device.baseline import DeviceBaseline, DeviceSource
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
@@ -171,9 +171,9 @@ def test_masters_are_cast_as_they_are_read_beside_tensors_that_are_not(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No copy of them is made, and the run is that of the host."""
-    stores, copies, cast = (MemoryStore(), MemoryStore()), [], Shown.cast
+    stores, copies, cast = (MemoryStore(), MemoryStore()), [], DeviceSource.cast
 
-    def noted(shown: Shown, name: str) -> torch.Tensor:
+    def noted(shown: DeviceSource, name: str) -> torch.Tensor:
         copies.append(name)
         return cast(shown, name)
 
@@ -187,7 +187,7 @@ def test_masters_are_cast_as_they_are_read_beside_tensors_that_are_not(
             weights["n"].view(torch.int16)[5:9] += 1
             weights["z"][6] *= 1 + 2**-20  # not seen
             with monkeypatch.context() as patched:
-                patched.setattr(Shown, "cast", noted)
+                patched.setattr(DeviceSource, "cast", noted)
                 assert pub.publish(weights, step=1).changed == 12
     assert copies == ["n"]
     assert objects(stores[0]) == objects(stores[1])
@@ -295,9 +295,9 @@ def test_training_on_during_a_publish_cannot_change_what_is_published(keep: Keep
 
 def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take no tensor in which a base is kept in host memory for one on a GPU: there it would not be one."""
-    own, find, in_host = DeviceBases._own, devices.find, []
+    own, find, in_host = DeviceBaseline._own, devices.find, []
 
-    def noted(bases: DeviceBases, flat: torch.Tensor) -> torch.Tensor:
+    def noted(bases: DeviceBaseline, flat: torch.Tensor) -> torch.Tensor:
         out = own(bases, flat)
         if bases.keep == "host":
             in_host.append(out)  # and held, so that nothing else comes to lie there
@@ -307,7 +307,7 @@ def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
         places = {tensor.data_ptr() for tensor in in_host if tensor.numel()}
         return None if any(tensor.data_ptr() in places for tensor in source.values()) else find(source)
 
-    monkeypatch.setattr(DeviceBases, "_own", noted)
+    monkeypatch.setattr(DeviceBaseline, "_own", noted)
     monkeypatch.setattr(devices, "find", by_place)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pulsesync.core.types import Bits, BlockChange, TensorSpec
-from pulsesync.device.changes import Run, compose, find_changes, mark, on_whole
+from pulsesync.device.changes import PileChanges, compose, find_changes, mark, on_whole
 from pulsesync.device.memory import to_host
 from pulsesync.device.pile import Pile, make_piles
 from pulsesync.format import layout as layouts
@@ -33,7 +33,7 @@ def states(count: int, density: float = 0.1) -> list[dict[str, Bits]]:
     return out
 
 
-def find(pile: Pile, old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Run:
+def find(pile: Pile, old: Mapping[str, Bits], new: Mapping[str, Bits]) -> PileChanges:
     flats = [to_flats(state, str(pile.device)) for state in (old, new)]
     return find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)[0]
 
@@ -47,7 +47,7 @@ def on_host(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Changed:
     return out
 
 
-def fetched(runs: Sequence[Run]) -> Changed:
+def fetched(runs: Sequence[PileChanges]) -> Changed:
     """What runs of one block a tile hold, by ordinal; no tile is in two of them."""
     out: Changed = {}
     for run in runs:

@@ -12,7 +12,7 @@ import torch
 
 from pulsesync import Publisher, Subscriber
 from pulsesync import device as devices
-from pulsesync.device.baseline import DeviceBases, DeviceDifference
+from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.hook import HookState
 from pulsesync.errors import StateError, StoreError
 from pulsesync.format import epochs
@@ -259,7 +259,7 @@ def test_after_a_comparison_that_failed_a_root_comes_next(
     with hooked(store) as pub:
         pub.publish(trainer.masters)
         with monkeypatch.context() as patched:
-            patched.setattr(DeviceBases if verb == "compare" else DeviceDifference, verb, fail)
+            patched.setattr(DeviceBaseline if verb == "compare" else DeviceDifference, verb, fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 trainer.publish(pub)
         trainer.follow_()  # as a trainer does that goes on

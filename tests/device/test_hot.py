@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pulsesync.core.types import TensorSpec
-from pulsesync.device.hot import Memories, list_hot, mark_hot
+from pulsesync.device.hot import DeviceHistory, list_hot, mark_hot
 from pulsesync.device.memory import to_host
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History
@@ -34,7 +34,7 @@ def pair(device: str) -> Pair:
 
 def test_a_history_comes_back_as_it_went(pair: Pair, device: str) -> None:
     history = pair.writer.history
-    there = Memories.of(history, place(device))
+    there = DeviceHistory.of(history, place(device))
     assert there.digest() == history.digest()
     assert there.to_bytes() == history.to_bytes()
     assert all(there.cut(n) == history.cut(n) for n in range(4))
@@ -47,13 +47,13 @@ def test_the_history_of_a_state_is_that_of_the_host(pair: Pair) -> None:
 
 
 def test_an_empty_history_is_like_none(device: str) -> None:
-    assert Memories.of(History(), place(device)) == Memories()
-    assert Memories().to_bytes() == History().to_bytes()
+    assert DeviceHistory.of(History(), place(device)) == DeviceHistory()
+    assert DeviceHistory().to_bytes() == History().to_bytes()
 
 
 def test_weights_are_hot_below_the_cuts_of_their_tiles(pair: Pair) -> None:
     pile, bits = pair.state.piles["BF16"], pair.writer.state["a"]
-    hot = mark_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), Memories())
+    hot = mark_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), DeviceHistory())
     marked = np.unpackbits(to_host(hot.bitmap)[0].view(np.uint8), bitorder="little").reshape(2, -1)
     assert np.array_equal(np.flatnonzero(marked[0]), np.flatnonzero((bits[:40] & 0x7FFF) >> 7 < 5))
     assert not marked[1].any()
@@ -74,7 +74,7 @@ def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(p
     weights, cuts = pile.locate(pair.state.flats), history.cuts(pile)
     everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     with counted() as compiled:
-        for memories in (Memories(history.index), history):
+        for memories in (DeviceHistory(history.index), history):
             hot = mark_hot(pile, weights, cuts, memories)
             mark_hot(pile, weights, cuts, memories, changed=hot.bitmap)
             list_hot(hot, weights, everywhere, Contexts(0, 24, 3, 38), places=True)

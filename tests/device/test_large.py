@@ -8,12 +8,12 @@ import torch
 
 from pulsesync.core import digest
 from pulsesync.core.types import Sum, TensorSpec
-from pulsesync.device.baseline import DeviceBases, Shown
-from pulsesync.device.memory import View, to_device
+from pulsesync.device.baseline import DeviceBaseline, DeviceSource
+from pulsesync.device.memory import DeviceView, to_device
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels import cuda, reference
 from tests.device.pairs import Pair, place, small, to_flats, trained
@@ -78,7 +78,7 @@ def record_of(layout: Layout, base: str | None, part: EncodedPart | None, after:
     refs = (PartRef(part.id, len(part.data)),) if part else ()
     return Manifest(
         run=RUN, version=int(base is not None), step=0, epoch=0, index=int(base is not None),
-        base=Base(0, base) if base else None, layout=layout.id, parts=refs,
+        base=BaseRef(0, base) if base else None, layout=layout.id, parts=refs,
         digest=digest.state_digest(layout.tiles, after.sums), created=0,
         history=after.history.digest() if after.history.tiles else None,
     )  # fmt: skip
@@ -115,9 +115,9 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     new[changed] += 1
     state = DeviceState(layout, {"a": old.clone()}, device=where)
     assert state.sums[0] == sum_by_torch(old)
-    shown = Shown({"a": View(layout.tensors[0], new, torch.uint8)}, {})
+    shown = DeviceSource({"a": DeviceView(layout.tensors[0], new, torch.uint8)}, {})
     root = record_of(layout, None, None, state)
-    found = DeviceBases(where, "device").compare(state, shown, codec, root)
+    found = DeviceBaseline(where, "device").compare(state, shown, codec, root)
     (run,) = found.runs
     assert torch.equal(run.flat_keys(), changed)
     assert torch.equal(run.old, old[changed])

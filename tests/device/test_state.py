@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pulsesync.core.types import Bits, TensorSpec
-from pulsesync.device.changes import Run
+from pulsesync.device.changes import PileChanges
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
 from pulsesync.format import layout as layouts
@@ -73,15 +73,15 @@ def test_a_write_that_fails_half_way_is_put_back(device: str, monkeypatch: pytes
     run = Followed(device)
     prepared = run.here.prepare(*run.write())
     taken = run.here.snapshot()
-    write, calls, digest = Run.write, [], run.here.digest
+    write, calls, digest = PileChanges.write, [], run.here.digest
 
-    def fail_once(self: Run, at: torch.Tensor) -> None:
+    def fail_once(self: PileChanges, at: torch.Tensor) -> None:
         calls.append(self)
         if len(calls) == 2:
             raise MemoryError("no more of it")
         write(self, at)
 
-    monkeypatch.setattr(Run, "write", fail_once)
+    monkeypatch.setattr(PileChanges, "write", fail_once)
     with pytest.raises(MemoryError):
         run.here.commit(prepared)
     assert same(run.bits, run.states[0])

@@ -9,7 +9,7 @@ from pulsesync.format import container, index, patch
 from pulsesync.format import layout as layouts
 from pulsesync.format.diff import Diff
 from pulsesync.format.predict import code_against_old
-from pulsesync.format.weights import Flats
+from pulsesync.format.weights import FlatWeights
 from tests.helpers import count_sums, encode, near, nudge
 
 LAYOUT = layouts.make([TensorSpec("a", "BF16", (300, 400)), TensorSpec("b", "BF16", (BLOCK + 9,))])
@@ -51,9 +51,9 @@ def changed(density: float, cut: int = 110) -> tuple[dict[str, Bits], dict[str, 
 
 def finished(
     old: dict[str, Bits], new: dict[str, Bits], codec: patch.CodecName, views: bool = False
-) -> tuple[patch.Finished, list[str]]:
+) -> tuple[patch.FinishedPart, list[str]]:
     """A part by `finish`, and which of its changes were looked at."""
-    weights, looks = Flats(old), []
+    weights, looks = FlatWeights(old), []
     diffs = patch.find_diff(LAYOUT.tiles, old, new, codec)
     shared, coded = code_against_old(diffs, weights, None, None)
     if views:

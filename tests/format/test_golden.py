@@ -12,9 +12,9 @@ from pulsesync.errors import SignatureError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
-from pulsesync.format.epochs import Held
+from pulsesync.format.epochs import Position
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys, planner
 from pulsesync.state.live import State
 from pulsesync.state.views import new_tensors
@@ -60,7 +60,7 @@ def replay(run: Path) -> State:
         else:
             planner.accept(held, version)
             apply(state, bodies(run, version))
-        held = Held.by(version)
+        held = Position.by(version)
         assert state.digest == version.digest
     return state
 
@@ -89,7 +89,12 @@ def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record(
             codecs |= {entry.codec for entry in entries}
     assert codecs == set(Codec)
     assert dtypes == set(DTYPES)
-    assert kinds == {(Kind.VERSION, True), (Kind.VERSION, False), (Kind.ANCHOR, True), (Kind.SQUASH, False)}
+    assert kinds == {
+        (RecordKind.VERSION, True),
+        (RecordKind.VERSION, False),
+        (RecordKind.ANCHOR, True),
+        (RecordKind.SQUASH, False),
+    }
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
@@ -109,7 +114,7 @@ def test_a_squash_is_its_patches_in_one(run: Path) -> None:
     for squash in records(run, "squashes"):
         assert squash.base is not None
         load(state, bodies(run, anchors[squash.base.version]))
-        planner.accept(Held.by(anchors[squash.base.version]), squash)
+        planner.accept(Position.by(anchors[squash.base.version]), squash)
         apply(state, bodies(run, squash))
         assert state.recount() == squash.digest == records(run, "manifests")[squash.version].digest
 
@@ -150,7 +155,7 @@ def test_the_signed_run_is_for_its_own_key_alone() -> None:
         with pytest.raises(SignatureError):
             manifests.parse(path.read_bytes(), {make_golden.HELPER.public})
     (squash,) = (path for path in (SIGNED / "squashes").rglob("*") if path.is_file())
-    assert manifests.parse(squash.read_bytes(), TRUST).kind == Kind.SQUASH
+    assert manifests.parse(squash.read_bytes(), TRUST).kind == RecordKind.SQUASH
     assert make_golden.HELPER.public.encode() in squash.read_bytes()
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from pulsesync.core.types import DTYPES, Codec, Sum
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import index, tables, wire
-from pulsesync.format.index import Entry, Table
+from pulsesync.format.index import FrequencyTable, TileEntry
 from tests.helpers import FLOATS, seeds
 
 
-def random_table(rng: np.random.Generator) -> Table:
+def random_table(rng: np.random.Generator) -> FrequencyTable:
     dtype = str(rng.choice(FLOATS))
     kind = DTYPES[dtype]
     width = 8 * kind.itemsize
@@ -24,14 +24,14 @@ def random_table(rng: np.random.Generator) -> Table:
     counts = rng.integers(0, 1000, (classes, ages, tables.symbol_count(width)))
     counts[rng.random(counts.shape) < rng.choice([0.0, 0.5, 0.9, 1.0])] = 0
     counts[rng.random((classes, ages)) < 0.3] = 0
-    return Table(dtype, lo, tables.normalise(counts))
+    return FrequencyTable(dtype, lo, tables.normalise(counts))
 
 
-def random_entries(rng: np.random.Generator, count: int, tiles: int) -> tuple[list[Entry], list[int]]:
+def random_entries(rng: np.random.Generator, count: int, tiles: int) -> tuple[list[TileEntry], list[int]]:
     places = np.sort(rng.integers(1, 4, count))
     ordinals = np.sort(rng.choice(tiles, count, replace=False))
     entries = [
-        Entry(
+        TileEntry(
             int(ordinal),
             Codec(int(rng.integers(0, 4))),
             int(place),
@@ -44,17 +44,17 @@ def random_entries(rng: np.random.Generator, count: int, tiles: int) -> tuple[li
 
 
 ENTRIES = [
-    Entry(1, Codec.GAP, 1, 10, Sum(1, 2)),
-    Entry(4, Codec.DENSE, 1, 5, Sum(3, 4)),
-    Entry(5, Codec.CONTEXT, 2, 7, Sum(5, 6)),
+    TileEntry(1, Codec.GAP, 1, 10, Sum(1, 2)),
+    TileEntry(4, Codec.DENSE, 1, 5, Sum(3, 4)),
+    TileEntry(5, Codec.CONTEXT, 2, 7, Sum(5, 6)),
 ]
 SECTIONS = [0, 15, 7]
 
 
-def flat_table(dtype: str = "BF16", lo: int = 0, classes: int = 1, ages: int = 1) -> Table:
+def flat_table(dtype: str = "BF16", lo: int = 0, classes: int = 1, ages: int = 1) -> FrequencyTable:
     frequencies = np.zeros((classes, ages, tables.symbol_count(8 * DTYPES[dtype].itemsize)), np.int64)
     frequencies[..., 0], frequencies[..., 1] = tables.TOTAL - 7, 7
-    return Table(dtype, lo, frequencies)
+    return FrequencyTable(dtype, lo, frequencies)
 
 
 def section(content: bytes) -> bytes:
@@ -62,7 +62,7 @@ def section(content: bytes) -> bytes:
 
 
 def content(data: bytes) -> bytes:
-    reader = wire.Reader(data, "the index")
+    reader = wire.ByteReader(data, "the index")
     return bytes(reader.plane(reader.number(1 << 28)))
 
 
@@ -196,7 +196,7 @@ def test_a_symbol_that_does_not_exist_is_refused() -> None:
 
 def test_an_index_of_more_tiles_than_payload_bytes_is_refused_before_they_are_listed() -> None:
     count = 1 << 18
-    section = index.build([], [Entry(tile, Codec.DENSE, 1, 0, Sum(0, 0)) for tile in range(count)])
+    section = index.build([], [TileEntry(tile, Codec.DENSE, 1, 0, Sum(0, 0)) for tile in range(count)])
     assert len(section) < 10_000
     tracemalloc.start()
     try:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import manifest as manifests
-from pulsesync.format.manifest import Base, FileRef, Kind, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, RecordKind
 
 HASH = "0123456789abcdef" * 4
 PATCH = Manifest(
@@ -17,7 +17,7 @@ PATCH = Manifest(
     step=70,
     epoch=1,
     index=3,
-    base=Base(6, "cd" * 32),
+    base=BaseRef(6, "cd" * 32),
     layout="12" * 32,
     parts=(PartRef("34" * 32, 1000), PartRef("56" * 32, 0)),
     digest=HASH,
@@ -27,8 +27,8 @@ PATCH = Manifest(
     files=(FileRef("config.json", "9a" * 32, 700), FileRef("tokenizer", HASH, 0)),
 )
 ROOT = replace(PATCH, version=0, index=0, base=None, parts=(), history=None, anchor=None)
-ANCHOR = replace(PATCH, kind=Kind.ANCHOR, index=32, base=None, history=None)
-SQUASH = replace(PATCH, kind=Kind.SQUASH, index=32, history=None)
+ANCHOR = replace(PATCH, kind=RecordKind.ANCHOR, index=32, base=None, history=None)
+SQUASH = replace(PATCH, kind=RecordKind.SQUASH, index=32, history=None)
 
 whole = st.integers(0, 1 << 53)
 hashes = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -48,14 +48,14 @@ def test_a_patch_comes_back(
     version: int, step: int, epoch: int, index: int, digest: str, history: str | None, parts: int
 ) -> None:
     manifest = replace(
-        PATCH, version=version + 1, step=step, epoch=epoch, index=index, base=Base(version, digest), digest=digest,
+        PATCH, version=version + 1, step=step, epoch=epoch, index=index, base=BaseRef(version, digest), digest=digest,
         history=history, parts=tuple(PartRef(f"{n:064x}", n) for n in range(parts)),
     )  # fmt: skip
     if version < 1 << 53:
         assert manifests.parse(manifest.build()) == manifest
 
 
-@pytest.mark.parametrize("record", [ROOT, ANCHOR, SQUASH, replace(ROOT, kind=Kind.ANCHOR, parts=PATCH.parts)])
+@pytest.mark.parametrize("record", [ROOT, ANCHOR, SQUASH, replace(ROOT, kind=RecordKind.ANCHOR, parts=PATCH.parts)])
 def test_a_record_of_every_kind_comes_back(record: Manifest) -> None:
     assert manifests.parse(record.build()) == record
 

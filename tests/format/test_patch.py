@@ -12,7 +12,7 @@ from pulsesync.errors import ChecksumError, FormatError, LimitError, Unsupported
 from pulsesync.format import choice, container, index, patch, tables
 from pulsesync.format import layout as layouts
 from pulsesync.format.history import History
-from pulsesync.format.index import Entry, Table
+from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.lab.demo.replay import RECORDED
 from pulsesync.testing import AdamUpdates, load_recorded, mutate, random_bits
@@ -35,7 +35,7 @@ from tests.helpers import (
 CODECS = ["auto", "gap", "context", "history", "dense"]
 
 
-def read_index(part: patch.EncodedPart, layout: Layout) -> tuple[list[Table], list[Entry]]:
+def read_index(part: patch.EncodedPart, layout: Layout) -> tuple[list[FrequencyTable], list[TileEntry]]:
     _, sections = container.open_part(part.data)
     return index.parse(sections[0], len(layout.tiles), [len(s) for s in sections])
 
@@ -132,8 +132,10 @@ def test_a_payload_for_an_empty_tensor_is_refused() -> None:
     layout = one_tensor("BF16", 0)
     frequencies = np.zeros((1, 1, 41), np.int64)
     frequencies[0, 0, 0] = tables.TOTAL
-    entries = [Entry(0, Codec.HISTORY, 1, 3, Sum(0, 0))]
-    _, data = container.build(layout.id, [[index.build([Table("BF16", 0, frequencies)], entries)], [b"\0\0\0"]])
+    entries = [TileEntry(0, Codec.HISTORY, 1, 3, Sum(0, 0))]
+    _, data = container.build(
+        layout.id, [[index.build([FrequencyTable("BF16", 0, frequencies)], entries)], [b"\0\0\0"]]
+    )
     with pytest.raises(FormatError, match="no weights"):
         patch.decode(data, layout, {"w": np.empty(0, np.uint16)}, history=History())
 
@@ -321,7 +323,9 @@ def test_a_cut_below_the_one_remembered_is_refused() -> None:
         patch.decode(part.data, layout, {"w": old}, history=raised)
 
 
-def rebuilt(part: patch.EncodedPart, layout: Layout, shared: list[Table], entries: list[Entry]) -> memoryview:
+def rebuilt(
+    part: patch.EncodedPart, layout: Layout, shared: list[FrequencyTable], entries: list[TileEntry]
+) -> memoryview:
     _, sections = container.open_part(part.data)
     return container.build(layout.id, [[index.build(shared, entries)], *([s] for s in sections[1:])])[1]
 
@@ -336,7 +340,7 @@ def test_a_table_that_the_part_does_not_have_is_refused() -> None:
 def test_a_table_of_another_dtype_is_refused() -> None:
     layout, old, part = simple("context")
     shared, entries = read_index(part, layout)
-    other = Table("F16", 0, shared[0].frequencies)
+    other = FrequencyTable("F16", 0, shared[0].frequencies)
     with pytest.raises(FormatError, match="does not have"):
         patch.decode(rebuilt(part, layout, [other], entries), layout, {"w": old})
 
@@ -344,7 +348,7 @@ def test_a_table_of_another_dtype_is_refused() -> None:
 def test_a_cut_above_the_table_is_refused() -> None:
     layout, old, part = simple("context")
     shared, entries = read_index(part, layout)
-    lower = Table("BF16", 0, shared[0].frequencies)
+    lower = FrequencyTable("BF16", 0, shared[0].frequencies)
     with pytest.raises(LimitError, match="above its table"):
         patch.decode(rebuilt(part, layout, [lower], entries), layout, {"w": old})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pulsesync.errors import FormatError, LimitError, SignatureError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import signature
-from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import Delegation, SigningKey
 
 RUN = "ab" * 16
@@ -25,15 +25,15 @@ VERSION = Manifest(
     step=70,
     epoch=0,
     index=32,
-    base=Base(31, "cd" * 32),
+    base=BaseRef(31, "cd" * 32),
     layout="12" * 32,
     parts=(PartRef("34" * 32, 1000),),
     digest="56" * 32,
     history=None,
     created=1_800_000_000,
 )
-SQUASH = replace(VERSION, kind=Kind.SQUASH, base=Base(0, "cd" * 32))
-ANCHOR = replace(VERSION, kind=Kind.ANCHOR, base=None)
+SQUASH = replace(VERSION, kind=RecordKind.SQUASH, base=BaseRef(0, "cd" * 32))
+ANCHOR = replace(VERSION, kind=RecordKind.ANCHOR, base=None)
 DELEGATE = SigningKey(HELPER.secret, KEY.delegate(RUN, HELPER.public))
 SIGNED = signature.sign(VERSION.build(), KEY)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, TensorSpec, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
-from pulsesync.format.weights import Flats, Overlay, as_weights, by_block, compose, inverse, rebase
+from pulsesync.format.weights import FlatWeights, Overlay, as_weights, by_block, compose, inverse, rebase
 from tests.helpers import applied, changed_state, copied, encode, many, random_layout, random_state, same, seeds
 
 SIZE = 12
@@ -111,7 +111,7 @@ def test_large_positions_of_a_block_stay_apart() -> None:
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-def read(layout: Layout, weights: "Flats | Overlay") -> dict[str, Bits]:
+def read(layout: Layout, weights: "FlatWeights | Overlay") -> dict[str, Bits]:
     """A whole state, read block by block."""
     out = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
     for tile in layout.tiles:
@@ -126,7 +126,7 @@ def test_arrays_read_as_they_are(seed: int) -> None:
     layout = random_layout(seed)
     state = random_state(np.random.default_rng(seed), layout)
     weights = as_weights(state)
-    assert isinstance(weights, Flats)
+    assert isinstance(weights, FlatWeights)
     assert as_weights(weights) is weights
     assert same(read(layout, weights), state)
 
@@ -135,7 +135,7 @@ def test_arrays_read_as_they_are(seed: int) -> None:
 def test_overlays_on_overlays_read_as_the_patches_applied(seed: int, depth: int) -> None:
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     state = random_state(rng, layout)
-    weights: Flats | Overlay = Flats(state)
+    weights: FlatWeights | Overlay = FlatWeights(state)
     before, latest, composed = copied(state), state, {}
     for _ in range(depth):
         new = changed_state(rng, latest, 0.2, small=False)
@@ -147,7 +147,7 @@ def test_overlays_on_overlays_read_as_the_patches_applied(seed: int, depth: int)
         found = {key: compose(composed.get(key), changes.get(key)) for key in keys}
         composed = {key: one for key, one in found.items() if one}
         assert same(read(layout, weights), latest)
-        assert same(read(layout, Overlay(Flats(state), composed)), latest)
+        assert same(read(layout, Overlay(FlatWeights(state), composed)), latest)
     assert same(state, before)
 
 
@@ -156,7 +156,7 @@ def test_reading_through_an_overlay_copies_only_a_block_that_changes() -> None:
     (tile,) = layout.tiles
     flat = np.zeros(BLOCK + 5, np.uint8)
     one = BlockChange(1, np.array([4], np.uint32), np.array([0], np.uint8), np.array([9], np.uint8))
-    over = Overlay(Flats({"w": flat}), by_block([TilePatch(tile, Codec.GAP, (one,))]))
+    over = Overlay(FlatWeights({"w": flat}), by_block([TilePatch(tile, Codec.GAP, (one,))]))
     assert np.shares_memory(over.block(tile, 0), flat)
     assert over.block(tile, 1).tolist() == [0, 0, 0, 0, 9]
     assert not flat.any()

@@ -13,8 +13,8 @@ LARGEST = (1 << 63) - 1
 values = st.one_of(st.integers(0, 300), st.integers(0, LARGEST), st.sampled_from([127, 128, 16383, 16384, LARGEST]))
 
 
-def read(data: bytes) -> wire.Reader:
-    return wire.Reader(data, "the test")
+def read(data: bytes) -> wire.ByteReader:
+    return wire.ByteReader(data, "the test")
 
 
 @given(values)

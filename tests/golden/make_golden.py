@@ -16,9 +16,9 @@ from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.format import epochs, patch, signature
 from pulsesync.format import layout as layouts
-from pulsesync.format.epochs import Held
+from pulsesync.format.epochs import Position
 from pulsesync.format.history import History
-from pulsesync.format.manifest import Base, FileRef, Kind, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
@@ -66,9 +66,11 @@ class Run:
         """Attach the whole state to the version that was published last, which must be an epoch's start."""
         last, state = self.last, self.state
         assert last is not None
-        assert Held.by(last).at_start
+        assert Position.by(last).at_start
         parts = [patch.encode_whole(self.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
-        record = replace(last, kind=Kind.ANCHOR, base=None, history=None, parts=self._put(parts), anchor=self.newest)
+        record = replace(
+            last, kind=RecordKind.ANCHOR, base=None, history=None, parts=self._put(parts), anchor=self.newest
+        )
         self.newest = last.starts
         self._write(keys.anchor_key(self.newest), self._sign(record))
 
@@ -87,7 +89,7 @@ class Run:
         sums = {**state.sums, **{tile: total for part in parts for tile, total in part.sums.items()}}
         state.commit(Transition(by_block(patches), sums, history.after(patches, state.flats)))
         assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
-        self._add(parts, epoch, index, Base(last.version, last.digest))
+        self._add(parts, epoch, index, BaseRef(last.version, last.digest))
 
     def squash(self, since: Manifest, flats: Mapping[str, Bits], key: SigningKey, pieces: int = 1) -> None:
         """Publish one patch from an epoch's start to this one."""
@@ -97,8 +99,8 @@ class Run:
         parts = [patch.encode(self.layout, tiles, flats, self.state.flats, sums) for tiles in self._share(pieces)]
         record = replace(
             last,
-            kind=Kind.SQUASH,
-            base=Base(since.version, since.digest),
+            kind=RecordKind.SQUASH,
+            base=BaseRef(since.version, since.digest),
             history=None,
             parts=self._put(parts),
             anchor=self.newest,
@@ -125,7 +127,7 @@ class Run:
         self._write(keys.file_key(ref.id), data)
         return ref
 
-    def _add(self, parts: Sequence[patch.EncodedPart], epoch: int, index: int, base: Base | None) -> None:
+    def _add(self, parts: Sequence[patch.EncodedPart], epoch: int, index: int, base: BaseRef | None) -> None:
         version, history = 0 if self.last is None else self.last.version + 1, self.state.history
         self.last = Manifest(
             run=self.run,
@@ -142,7 +144,7 @@ class Run:
             anchor=self.newest,
             files=self.files,
         )
-        if Held.by(self.last).at_start or self.last.history is None:
+        if Position.by(self.last).at_start or self.last.history is None:
             self._write(keys.start_key(self.last.digest), str(version).encode())
         self._write(keys.manifest_key(version), self._sign(self.last))
 

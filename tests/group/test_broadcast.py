@@ -18,7 +18,7 @@ from pulsesync.errors import GroupError, PulseError, StateError, VerificationErr
 from pulsesync.group.broadcast import Broadcast, BroadcastReport
 from pulsesync.group.bundles import Bundle
 from pulsesync.group.collective import Collective
-from pulsesync.group.session import Stream
+from pulsesync.group.session import SyncSession
 from pulsesync.state.sharding import Placed, tensor_parallel
 from tests.processes import Fleet, die, fleet, group, join_group
 
@@ -974,13 +974,13 @@ def gathered(rank: int, size: int, folder: str) -> int:
     mine = {"w": Placed(torch.from_numpy(whole[a:b].copy()), (400, 4000), rows=(a, b))}
     with group(folder, "one", rank, size):
         cast = Broadcast(src=[0, 1, 2, 3], timeout_s=TIMEOUT_S, bucket_weights=1 << 17)
-        plain = Stream.conclude
+        plain = SyncSession.conclude
 
-        def conclude(self: Stream, *args: Any) -> Any:
+        def conclude(self: SyncSession, *args: Any) -> Any:
             most[0] = sum(bucket.message.nbytes for bucket in self.made)
             return plain(self, *args)
 
-        Stream.conclude = conclude  # type: ignore[method-assign]
+        SyncSession.conclude = conclude  # type: ignore[method-assign]
         (cast.push if rank < 4 else cast.pull_)(mine)
     assert np.array_equal(mine["w"].tensor.numpy(), whole[a:b])
     return most[0]

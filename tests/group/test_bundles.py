@@ -8,7 +8,7 @@ import pytest
 from pulsesync.core.types import BLOCK, BlockChange
 from pulsesync.errors import StateError
 from pulsesync.group import bundles
-from pulsesync.group.bundles import Held, agree, tell
+from pulsesync.group.bundles import LocalBundles, agree, tell
 from pulsesync.state.sharding import Placed, Shards, shards_of
 
 
@@ -16,7 +16,7 @@ def model(rng: np.random.Generator, tensors: int = 50) -> dict[str, Any]:
     return {f"t{n:03d}": rng.integers(0, 1 << 16, tuple(rng.integers(1, 30, 2)), np.uint16) for n in range(tensors)}
 
 
-def agreed(*shards: Shards, sources: tuple[int, ...] = (0,)) -> bundles.Wire:
+def agreed(*shards: Shards, sources: tuple[int, ...] = (0,)) -> bundles.BundlePlan:
     return agree([tell(one) for one in shards], sources)
 
 
@@ -40,8 +40,8 @@ def test_a_bundle_reads_and_writes_its_pieces_wherever_they_lie() -> None:
     mine, others = shards_of(held), shards_of(rest)
     wire = agreed(shards_of(source), mine, others)
     for shards, rank in ((mine, 1), (others, 2)):
-        places = Held(wire, wire.held_by(rank), shards)
-        sender = Held(wire, wire.owned_by(0), shards_of(source))
+        places = LocalBundles(wire, wire.held_by(rank), shards)
+        sender = LocalBundles(wire, wire.owned_by(0), shards_of(source))
         for tile in wire.held_by(rank):
             before = sender.block(tile, 0).copy()  # the next read is into the same memory
             assert np.array_equal(places.block(tile, 0), before)
@@ -63,7 +63,7 @@ def test_blocks_of_a_bundle_may_begin_and_end_inside_a_tensor() -> None:
     source = {f"t{n}": rng.integers(0, 1 << 16, BLOCK // 3, np.uint16) for n in range(7)}
     shards = shards_of(source)
     wire = agreed(shards, shards)
-    held = Held(wire, wire.owned_by(0), shards)
+    held = LocalBundles(wire, wire.owned_by(0), shards)
     read = [held.block(tile, n).copy() for tile in wire.layout.tiles for n in range(tile.block_count)]
     assert max(block.size for block in read) <= BLOCK
     assert np.array_equal(np.concatenate(read), np.concatenate(list(source.values())))

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from pulsesync.group.calibrate import try_methods
-from pulsesync.group.cost_model import METHODS, Costs, Load, Took, Way, Work
+from pulsesync.group.cost_model import METHODS, CostModel, EndpointTime, MethodCost, MethodTiming, TransferLoad
 
 GBIT = 1e9 / 8
 
 
-def costs(link: float) -> Costs:
+def costs(link: float) -> CostModel:
     """Ends of the speed that two cores have, and a link of so many bytes a second."""
-    return Costs(byte_s=1 / link)
+    return CostModel(byte_s=1 / link)
 
 
-def load(weights: int, density: float) -> Load:
-    return Load(weights, 2 * weights, density * weights)
+def load(weights: int, density: float) -> TransferLoad:
+    return TransferLoad(weights, 2 * weights, density * weights)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_a_sync_really_took_moves_the_estimate_there() -> None:
     known = costs(GBIT)
     there = load(1_000_000, 0.01)
     for _ in range(20):
-        known.learn("coded", there, Took(0.5, 0.25, 1.5, 12_345))
+        known.learn("coded", there, MethodTiming(0.5, 0.25, 1.5, 12_345))
     way = known.ways["coded"]
     assert way.source.of(there) == pytest.approx(0.5, rel=0.01)
     assert way.receiver.of(there) == pytest.approx(0.25, rel=0.01)
@@ -58,7 +58,7 @@ def test_what_a_sync_really_took_moves_the_estimate_there() -> None:
 def test_methods_that_were_not_tried_are_thought_to_be_off_as_the_others_are() -> None:
     known, there = costs(GBIT), load(1_000_000, 0.01)
     before = known.seconds("gap", there)
-    known.learn("plain", there, Took(0.01, 0.01, 1.0, 60_000))
+    known.learn("plain", there, MethodTiming(0.01, 0.01, 1.0, 60_000))
     assert known.seconds("gap", there) == pytest.approx(before * known.off["plain"])
 
 
@@ -76,15 +76,19 @@ def test_a_link_that_held_nothing_up_shows_only_that_it_is_not_slower() -> None:
 def test_codecs_are_tried_on_the_models_own_weights() -> None:
     rng = np.random.default_rng(0)
     values = (0.02 * rng.standard_normal(1 << 18)).astype(np.float32)
-    known = Costs()
+    known = CostModel()
     try_methods(known, (values.view(np.uint32) >> 16).astype(np.uint16), "BF16")
     for method in METHODS:
         way = known.ways[method]
         assert 0 < way.source.of(load(1_000_000, 0.01)) < 10
-        assert way != Costs().ways[method]
+        assert way != CostModel().ways[method]
 
 
 def test_more_buckets_hide_more_of_the_shorter_stages() -> None:
-    known = Costs({"dense": Way(Work(1e-8, 0), Work(1e-8, 0), Work(0, 0), None)}, byte_s=1e-8, bucket_weights=1 << 20)  # type: ignore[dict-item]
+    known = CostModel(
+        {"dense": MethodCost(EndpointTime(1e-8, 0), EndpointTime(1e-8, 0), EndpointTime(0, 0), None)},
+        byte_s=1e-8,
+        bucket_weights=1 << 20,
+    )  # type: ignore[dict-item]
     assert known.seconds("dense", load(1 << 20, 0)) == pytest.approx(0.042, rel=0.01)
     assert known.seconds("dense", load(1 << 24, 0)) == pytest.approx(0.336 * (1 + 1 / 16), rel=0.01)

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.group import messages
-from pulsesync.group.bundles import Held, Wire, agree, tell
+from pulsesync.group.bundles import BundlePlan, LocalBundles, agree, tell
 from pulsesync.group.cost_model import Method
-from pulsesync.group.messages import TRAILER, Clock
+from pulsesync.group.messages import TRAILER, SyncTimes
 from pulsesync.state.live import State
 from pulsesync.state.sharding import shards_of
-from pulsesync.state.slices import Place
+from pulsesync.state.slices import LocalTile
 
 METHODS: list[Method] = ["dense", "plain", "gap", "coded"]
 
@@ -30,16 +30,16 @@ class Ends:
             at = rng.random(bits.size) < density
             bits[at] ^= 1
         source, receiver = shards_of(self.new), shards_of(self.old)
-        self.wire: Wire = agree([tell(source), tell(receiver)], [0])
+        self.wire: BundlePlan = agree([tell(source), tell(receiver)], [0])
         tiles = self.wire.layout.tiles
-        self.held = Held(self.wire, tiles, source)
+        self.held = LocalBundles(self.wire, tiles, source)
         nowhere = {spec.name: np.empty(0, np.uint8) for spec in self.wire.layout.tensors}
-        self.receiver = State(self.wire.layout, nowhere, places=Held(self.wire, tiles, receiver).places)
+        self.receiver = State(self.wire.layout, nowhere, places=LocalBundles(self.wire, tiles, receiver).places)
         flats = {tile.tensor.name: self.receiver.block(tile, 0).copy() for tile in tiles}
-        self.base = State(self.wire.layout, flats, places={tile.ordinal: Place(tile, True) for tile in tiles})
+        self.base = State(self.wire.layout, flats, places={tile.ordinal: LocalTile(tile, True) for tile in tiles})
 
     def message(self, method: Method) -> Bits:
-        tiles, clock = self.wire.layout.tiles, Clock()
+        tiles, clock = self.wire.layout.tiles, SyncTimes()
         if method == "dense":
             return messages.raw(self.held, tiles, clock).message
         bucket = messages.encode(self.base, self.held, tiles, method, clock)
@@ -47,7 +47,7 @@ class Ends:
         return bucket.message
 
     def read(self, message: Bits) -> messages.Bucket:
-        return messages.read(message, self.wire.layout, self.receiver, self.receiver.sums, Clock())
+        return messages.read(message, self.wire.layout, self.receiver, self.receiver.sums, SyncTimes())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -29,11 +29,11 @@ from pulsesync.format import patch, signature, tables, wire
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Base, Kind, Manifest
+from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.live import State
-from pulsesync.store.base import Entry
+from pulsesync.store.base import ObjectEntry
 
 RUN = "0123456789abcdef" * 2
 ANY = 1 << 70  # no limit: forging is not where numbers are judged
@@ -68,7 +68,7 @@ class Plane:
         return b"\x01" + wire.number(len(frame)) + frame
 
     @classmethod
-    def read(cls, reader: wire.Reader, size: int) -> "Plane":
+    def read(cls, reader: wire.ByteReader, size: int) -> "Plane":
         packed = reader.data[reader.at] == 1
         return cls(bytes(reader.plane(size)), packed)
 
@@ -90,7 +90,7 @@ class Table:
         return bytes([self.dtype]) + numbers([*sizes, *self.counts, *self.skips, *self.frequencies])
 
     @classmethod
-    def read(cls, reader: wire.Reader) -> "Table":
+    def read(cls, reader: wire.ByteReader) -> "Table":
         dtype, lo, classes, ages = reader.byte(), *(reader.number(ANY) for _ in range(3))
         counts = [reader.number(ANY) for _ in range(classes * ages)]
         skips, frequencies = ([reader.number(ANY) for _ in range(sum(counts))] for _ in range(2))
@@ -126,9 +126,9 @@ class Index:
 
     @classmethod
     def read(cls, section: bytes) -> "Index":
-        outer = wire.Reader(section, "forge")
+        outer = wire.ByteReader(section, "forge")
         plane = Plane.read(outer, outer.number(ANY))
-        reader = wire.Reader(plane.content, "forge")
+        reader = wire.ByteReader(plane.content, "forge")
         tables = [Table.read(reader) for _ in range(reader.number(ANY))]
         count = reader.number(ANY)
         tiles = [reader.number(ANY) for _ in range(count)]
@@ -155,7 +155,7 @@ class Context:
 
     @classmethod
     def read(cls, body: bytes) -> "Context":
-        reader = wire.Reader(body, "forge")
+        reader = wire.ByteReader(body, "forge")
         table, cut, heads = reader.byte(), reader.number(ANY), [reader.number(ANY)]
         if heads[0]:
             heads.append(reader.number(ANY))
@@ -176,7 +176,7 @@ class Gap:
 
     @classmethod
     def read(cls, body: bytes, itemsize: int) -> "Gap":
-        reader = wire.Reader(body, "forge")
+        reader = wire.ByteReader(body, "forge")
         count, width = reader.number(ANY), reader.byte()
         return cls(count, width, [Plane.read(reader, count) for _ in range(width + itemsize)])
 
@@ -192,7 +192,7 @@ class Dense:
 
     @classmethod
     def read(cls, body: bytes, size: int, itemsize: int) -> "Dense":
-        reader = wire.Reader(body, "forge")
+        reader = wire.ByteReader(body, "forge")
         return cls([Plane.read(reader, size) for _ in range(itemsize if size else 0)])
 
 
@@ -434,7 +434,7 @@ class Run:
     def anchor(self) -> Version:
         """The whole state of the version published last."""
         part = patch.encode_whole(self.layout, self.layout.tiles, self.state.flats, self.state.sums)
-        record = replace(self.manifest, kind=Kind.ANCHOR, base=None, history=None)
+        record = replace(self.manifest, kind=RecordKind.ANCHOR, base=None, history=None)
         return self._version(f"anchors/{record.starts:016d}", record, [read_part(part.data, self.layout)])
 
     def encode(self, new: Flats, codec: Any) -> Part:
@@ -452,7 +452,7 @@ class Run:
         parts = made if len(made) == 1 else _take_turns(made)
         sums = {t.ordinal: digest.count_tile(t, new[t.tensor.name]) for t in self.layout.tiles}
         self.manifest = replace(
-            last, version=last.version + 1, index=last.index + 1, base=Base(last.version, last.digest),
+            last, version=last.version + 1, index=last.index + 1, base=BaseRef(last.version, last.digest),
             digest=digest.state_digest(self.layout.tiles, sums),
         )  # fmt: skip
         found = [patch.decode(p.write(), self.layout, self.state.flats, history=self.state.history) for p in parts]
@@ -468,7 +468,7 @@ class Run:
         old = State(self.layout, flats, {})
         with mock.patch.object(tables, "choose_cut", low_cut), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
-        record = replace(self.manifest, kind=Kind.SQUASH, base=Base(base.version, base.digest), history=None)
+        record = replace(self.manifest, kind=RecordKind.SQUASH, base=BaseRef(base.version, base.digest), history=None)
         out = self._version("squashes/00/0000000000000000", record, [read_part(made.data, self.layout)])
         out.signer = DELEGATE if self.key else None
         return out
@@ -579,9 +579,9 @@ class MemoryStore:
                 return bytes(memoryview(objects[key])[begin:end])  # a copy, as from a disk
         raise NotFoundError(f"there is no {key}", key=key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         found = self.published | self.forged
-        return (Entry(key, len(found[key]), 0.0) for key in sorted(found) if key.startswith(prefix))
+        return (ObjectEntry(key, len(found[key]), 0.0) for key in sorted(found) if key.startswith(prefix))
 
 
 class Victim:

@@ -49,7 +49,7 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.kernels import reference, spec
 from pulsesync.maintain.squash import Squasher
-from pulsesync.maintain.verify import Audit
+from pulsesync.maintain.verify import RunVerifier
 from pulsesync.state.live import State
 from pulsesync.state.views import new_tensors
 from pulsesync.store.local import LocalStore
@@ -2394,7 +2394,7 @@ def test_a_kilobyte_that_describes_a_terabyte_is_refused_before_memory_is_taken(
 
 
 def test_a_kilobyte_that_describes_a_terabyte_is_a_fault_that_verify_reports(tmp_path: Path) -> None:
-    faults = [check.fault for check in Audit(terabyte(tmp_path)).run()]
+    faults = [check.fault for check in RunVerifier(terabyte(tmp_path)).run()]
     assert any(fault and "1099511627776 bytes of weights" in fault for fault in faults)
 
 

@@ -22,7 +22,7 @@ from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, Limi
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
-from pulsesync.loco.gate import LARGEST, Sparse, Visible
+from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate
 from pulsesync.loco.payload import Coder, describe, read_head
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Plane
@@ -105,21 +105,21 @@ def attack(end: type[PulseError], on: str = "exact") -> Callable[[Spoil], Spoil]
 
 
 @cache
-def victim(mode: str) -> tuple[Coder, Sparse, bytes]:
+def victim(mode: str) -> tuple[Coder, SparseVector, bytes]:
     """A reader, what it should read, and the good payload: read once, so that every kernel is compiled."""
     rng = np.random.default_rng(0)
     theta = (rng.standard_normal(SIZE) * 0.05).astype(np.float32)
     momentum = (rng.standard_normal(SIZE) * 1e-4).astype(np.float32)
     s = (rng.standard_normal(SIZE) * 1e-4).astype(np.float32)
     coder = Coder(1, 5, BASE, None if mode == "dense" else describe(theta, momentum))
-    split = Visible(3 if mode == "compact" else None).split(theta, s)
-    sent = Sparse(SIZE, np.arange(SIZE), s) if mode == "dense" else split.sent
+    split = VisibilityGate(3 if mode == "compact" else None).split(theta, s)
+    sent = SparseVector(SIZE, np.arange(SIZE), s) if mode == "dense" else split.sent
     data = coder.encode("ada", sent, split.unit)
     assert reads(coder, data, sent)
     return coder, sent, data
 
 
-def reads(coder: Coder, data: bytes, sent: Sparse) -> bool:
+def reads(coder: Coder, data: bytes, sent: SparseVector) -> bool:
     found = coder.decode(data, "ada", 0, SIZE)[1]
     return np.array_equal(found.positions, sent.positions) and np.array_equal(
         found.values.view(np.uint32), sent.values.view(np.uint32)

@@ -26,7 +26,7 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys, reader
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.store import LocalStore, MemoryStore
 from tests.commands import pulse, start
@@ -370,7 +370,7 @@ def test_what_may_pass_is_told_and_tried_again(trainer: Trainer, tmp_path: Path)
 
 
 def bits_of(folder: Path, store: Any) -> Identity:
-    return identify(Records(store, None), folder)
+    return identify(RunReader(store, None), folder)
 
 
 def test_identify_knows_every_version_and_what_is_none(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path
             written += not all((place / name / "pulse.json").exists() for name in "ab")
             if (place / "current").exists():
                 for version in range(len(digests), trainer.publisher.version + 1):  # type: ignore[operator]
-                    digests[version] = Records(store, None).version(version).digest  # type: ignore[union-attr]
+                    digests[version] = RunReader(store, None).version(version).digest  # type: ignore[union-attr]
                 versions.append(good(place, digests, store))
     finally:
         done.set()

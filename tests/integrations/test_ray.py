@@ -23,8 +23,8 @@ from pulsesync import Subscriber
 from pulsesync.errors import AnotherPublisherError, GroupError, NotFoundError, StoreError
 from pulsesync.integrations.ray import ActorTeam, Link, RayStore, cluster, patched_sync
 from pulsesync.maintain.prune import prune
-from pulsesync.maintain.verify import Audit
-from pulsesync.run.reader import Records
+from pulsesync.maintain.verify import RunVerifier
+from pulsesync.run.reader import RunReader
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice
 from pulsesync.testing import StoreTests, mutate, random_bits
@@ -400,7 +400,7 @@ def test_a_trainer_may_be_killed_at_any_moment(name: str) -> None:
             except GroupError:  # it was killed when the others had finished: they are to be called again
                 calls = [one.publish.remote(step) for one in trainers]
         check(rollouts, [{}], step)
-    checked = list(Audit(link.store()).run())
+    checked = list(RunVerifier(link.store()).run())
     assert len(checked) > 3
     assert [one for one in checked if one.fault] == []
 
@@ -598,7 +598,7 @@ def test_a_learner_in_its_own_process_publishes_from_there(name: str) -> None:
 
 
 def ppo_shapes(link: Link) -> dict[str, Any]:
-    records = Records(link.store(), None)
+    records = RunReader(link.store(), None)
     manifest = records.newest()
     assert manifest is not None
     specs = records.layout(manifest.layout).tensors

@@ -15,7 +15,7 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
-from pulsesync.integrations.runtime import Model, Rank, check_loaded, for_subscriber, fused, grid, place
+from pulsesync.integrations.runtime import EngineRank, ModelShape, check_loaded, for_subscriber, fused, grid, place
 from pulsesync.state.sharding import Placed, shards_of
 from pulsesync.state.slices import Slice
 
@@ -51,15 +51,15 @@ CONFIGS: dict[str, Config] = {
     | {"model_type": "qwen3_moe", "head_dim": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
 }
-FLEETS: dict[str, list[Rank]] = {
-    "one": [Rank()],
-    "tp2": [Rank.vllm(n, 2) for n in range(2)],
-    "tp4": [Rank.vllm(n, 4) for n in range(4)],  # two ranks to a KV head
-    "tp8": [Rank.vllm(n, 8) for n in range(8)],
-    "ep2": [Rank.vllm(n, 2, expert_parallel=True) for n in range(2)],
-    "ep4": [Rank.vllm(n, 4, expert_parallel=True) for n in range(4)],  # 2, 2, 1 and 1 experts
-    "dp2": [Rank.vllm(n, 2, dp=d, dp_size=2, expert_parallel=True) for d in range(2) for n in range(2)],
-    "ep2tp2": [Rank.sglang(n, 4, ep_size=2) for n in range(4)],
+FLEETS: dict[str, list[EngineRank]] = {
+    "one": [EngineRank()],
+    "tp2": [EngineRank.vllm(n, 2) for n in range(2)],
+    "tp4": [EngineRank.vllm(n, 4) for n in range(4)],  # two ranks to a KV head
+    "tp8": [EngineRank.vllm(n, 8) for n in range(8)],
+    "ep2": [EngineRank.vllm(n, 2, expert_parallel=True) for n in range(2)],
+    "ep4": [EngineRank.vllm(n, 4, expert_parallel=True) for n in range(4)],  # 2, 2, 1 and 1 experts
+    "dp2": [EngineRank.vllm(n, 2, dp=d, dp_size=2, expert_parallel=True) for d in range(2) for n in range(2)],
+    "ep2tp2": [EngineRank.sglang(n, 4, ep_size=2) for n in range(4)],
 }
 
 
@@ -113,7 +113,7 @@ def checkpoint(c: Config, dtype: Any = None, seed: int = 0) -> Tensors:
     return {name: (torch.randn(s, generator=rng) / 4).to(dtype or torch.bfloat16) for name, s in shapes(c).items()}
 
 
-def engine(c: Config, whole: Tensors, rank: Rank) -> Tensors:
+def engine(c: Config, whole: Tensors, rank: EngineRank) -> Tensors:
     """The tensors of a rank, made from the whole checkpoint with cat, chunk and pad."""
     kv = c["num_key_value_heads"]
     tp, size = rank.tp, rank.tp_size
@@ -181,7 +181,7 @@ def rectangle(whole: Any, one: Placed) -> Any:
 def every_case() -> Iterator[Any]:
     for family, c in CONFIGS.items():
         for fleet, ranks in FLEETS.items():
-            if fleet.startswith(("ep", "dp")) and not Model.from_config(c).experts:
+            if fleet.startswith(("ep", "dp")) and not ModelShape.from_config(c).experts:
                 continue
             yield pytest.param(c, ranks, id=f"{family}-{fleet}")
 
@@ -191,13 +191,13 @@ def every_case() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("c", "ranks"), list(every_case()))
 def test_the_weights_of_a_checkpoint_written_through_the_map_give_the_tensors_of_the_engine(
-    c: Config, ranks: list[Rank]
+    c: Config, ranks: list[EngineRank]
 ) -> None:
     whole = checkpoint(c)
     for rank in ranks:
         expected = engine(c, whole, rank)
         runtime = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        for name, one in place(Model.from_config(c), rank, runtime).items():
+        for name, one in place(ModelShape.from_config(c), rank, runtime).items():
             assert one.shape == tuple(whole[name].shape)
             one.tensor.copy_(rectangle(whole[name], one).reshape(one.tensor.shape))
         assert same(runtime, expected)
@@ -205,12 +205,12 @@ def test_the_weights_of_a_checkpoint_written_through_the_map_give_the_tensors_of
 
 @pytest.mark.parametrize(("c", "ranks"), list(every_case()))
 def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks_of_the_fleet(
-    c: Config, ranks: list[Rank]
+    c: Config, ranks: list[EngineRank]
 ) -> None:
     seen = {name: np.zeros((shape[0], math.prod(shape[1:])), np.int64) for name, shape in shapes(c).items()}
     for rank in ranks:
         runtime = {name: np.zeros(tuple(t.shape), np.int64) for name, t in engine(c, checkpoint(c), rank).items()}
-        for name, one in place(Model.from_config(c), rank, runtime).items():
+        for name, one in place(ModelShape.from_config(c), rank, runtime).items():
             one.tensor[...] += 1
             rectangle(seen[name], one)[...] += 1
         for name, painted in runtime.items():
@@ -240,7 +240,7 @@ def test_what_is_placed_are_contiguous_views_into_the_engines_own_memory(library
             spans = [
                 (t.data_ptr(), t.data_ptr() + t.nbytes) for t in (torch.as_tensor(value) for value in runtime.values())
             ]
-            for name, one in place(Model.from_config(c), rank, runtime).items():
+            for name, one in place(ModelShape.from_config(c), rank, runtime).items():
                 assert isinstance(one.tensor, torch.Tensor if library == "torch" else np.ndarray)
                 view = torch.as_tensor(one.tensor)
                 assert view.is_contiguous(), name
@@ -250,32 +250,32 @@ def test_what_is_placed_are_contiguous_views_into_the_engines_own_memory(library
 
 def test_a_rank_that_holds_nothing_of_the_vocabulary_but_padding_is_placed_without_it() -> None:
     c = CONFIGS["llama"]
-    placed = place(Model.from_config(c), FLEETS["tp8"][7], engine(c, checkpoint(c), FLEETS["tp8"][7]))
+    placed = place(ModelShape.from_config(c), FLEETS["tp8"][7], engine(c, checkpoint(c), FLEETS["tp8"][7]))
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & placed.keys()
-    assert place(Model.from_config(c), FLEETS["tp8"][6], engine(c, checkpoint(c), FLEETS["tp8"][6]))[
+    assert place(ModelShape.from_config(c), FLEETS["tp8"][6], engine(c, checkpoint(c), FLEETS["tp8"][6]))[
         "lm_head.weight"
     ].rows == (144, 150)
 
 
 def test_experts_are_found_under_the_module_that_newer_vllm_puts_them_in() -> None:
-    c, rank = CONFIGS["qwen3_moe"], Rank()
+    c, rank = CONFIGS["qwen3_moe"], EngineRank()
     runtime = engine(c, checkpoint(c), rank)
     newer = {name.replace(".experts.", ".experts.routed_experts."): tensor for name, tensor in runtime.items()}
     assert newer.keys() != runtime.keys()
-    assert place(Model.from_config(c), rank, newer).keys() == shapes(c).keys()
+    assert place(ModelShape.from_config(c), rank, newer).keys() == shapes(c).keys()
 
 
 def test_a_second_name_for_memory_that_is_mapped_is_passed_over() -> None:
-    c, rank = CONFIGS["qwen3_moe"], Rank()
+    c, rank = CONFIGS["qwen3_moe"], EngineRank()
     runtime = engine(c, checkpoint(c), rank)
     runtime["model.layers.0.mlp.experts.gate.weight"] = runtime["model.layers.0.mlp.gate.weight"].detach()
-    assert place(Model.from_config(c), rank, runtime).keys() == shapes(c).keys()
+    assert place(ModelShape.from_config(c), rank, runtime).keys() == shapes(c).keys()
 
 
 def test_experts_that_are_shared_may_have_deepseeks_name_and_then_no_gate() -> None:
     numbers = {"layers": 1, "hidden": 4, "heads": 2, "kv_heads": 2, "head_dim": 2, "intermediate": 4, "vocab": 64}
-    model = Model(**numbers, experts=2, expert_intermediate=2, shared_intermediate=6, shared="shared_experts")
-    held = {one.name: one for one in fused(model, Rank.vllm(1, 2))}
+    model = ModelShape(**numbers, experts=2, expert_intermediate=2, shared_intermediate=6, shared="shared_experts")
+    held = {one.name: one for one in fused(model, EngineRank.vllm(1, 2))}
     gate_up = held["model.layers.0.mlp.shared_experts.gate_up_proj.weight"]
     assert [(p.name.rpartition("mlp.")[2], p.rows) for p in gate_up.pieces] == [
         ("shared_experts.gate_proj.weight", (3, 6)),
@@ -285,36 +285,36 @@ def test_experts_that_are_shared_may_have_deepseeks_name_and_then_no_gate() -> N
 
 
 def test_vllm_spreads_experts_over_the_ranks_of_all_replicas_and_sglang_over_groups() -> None:
-    ranks = [Rank.vllm(tp, 2, dp=dp, dp_size=2, expert_parallel=True) for dp in range(2) for tp in range(2)]
+    ranks = [EngineRank.vllm(tp, 2, dp=dp, dp_size=2, expert_parallel=True) for dp in range(2) for tp in range(2)]
     assert [(r.tp, r.ep, r.ep_size, r.experts_split) for r in ranks] == [
         (0, 0, 4, (0, 1)), (1, 1, 4, (0, 1)), (0, 2, 4, (0, 1)), (1, 3, 4, (0, 1))
     ]  # fmt: skip
-    assert Rank.vllm(1, 2, dp=1, dp_size=2).experts_split == (3, 4)
+    assert EngineRank.vllm(1, 2, dp=1, dp_size=2).experts_split == (3, 4)
     assert [(r.ep, r.experts_split) for r in FLEETS["ep2tp2"]] == [(0, (0, 2)), (0, (1, 2)), (1, (0, 2)), (1, (1, 2))]
-    assert Rank(1, 4).experts_split == (1, 4)
-    assert Rank(1, 4, ep=1, ep_size=4).experts_split == (0, 1)
+    assert EngineRank(1, 4).experts_split == (1, 4)
+    assert EngineRank(1, 4, ep=1, ep_size=4).experts_split == (0, 1)
 
 
 # -- tied weights --------------------------------------------------------------------------------------------------
 
 
 def test_tied_weights_are_placed_under_the_names_that_the_checkpoint_has() -> None:
-    c, rank = CONFIGS["qwen2"], Rank.vllm(1, 2)
+    c, rank = CONFIGS["qwen2"], EngineRank.vllm(1, 2)
     once = engine(c, checkpoint(c), rank)
     twice = once | {"lm_head.weight": once["model.embed_tokens.weight"].detach()}
     for runtime in (once, twice):
-        assert "lm_head.weight" not in place(Model.from_config(c), rank, runtime)
-        placed = place(Model.from_config(c, lm_head=True), rank, runtime)
+        assert "lm_head.weight" not in place(ModelShape.from_config(c), rank, runtime)
+        placed = place(ModelShape.from_config(c, lm_head=True), rank, runtime)
         assert placed["lm_head.weight"].tensor.data_ptr() == placed["model.embed_tokens.weight"].tensor.data_ptr()
 
 
 def test_an_output_matrix_of_its_own_needs_a_name_in_the_checkpoint() -> None:
-    c, rank = CONFIGS["qwen2"], Rank()
+    c, rank = CONFIGS["qwen2"], EngineRank()
     runtime = engine(c, checkpoint(c), rank)
     runtime["lm_head.weight"] = runtime["model.embed_tokens.weight"].clone()
     with pytest.raises(StateError, match=r"no runtime tensor 'lm_head\.weight'"):
-        place(Model.from_config(c), rank, runtime)
-    placed = place(Model.from_config(c, lm_head=True), rank, runtime)
+        place(ModelShape.from_config(c), rank, runtime)
+    placed = place(ModelShape.from_config(c, lm_head=True), rank, runtime)
     assert placed["lm_head.weight"].tensor.data_ptr() == runtime["lm_head.weight"].data_ptr()
 
 
@@ -353,23 +353,23 @@ def spoil(runtime: Tensors, how: str) -> str:
     ],
 )
 def test_an_engine_that_is_not_the_models_is_refused_and_the_tensor_named(how: str, message: str) -> None:
-    c, rank = CONFIGS["qwen2_moe"], Rank.vllm(0, 2)
+    c, rank = CONFIGS["qwen2_moe"], EngineRank.vllm(0, 2)
     runtime = engine(c, checkpoint(c), rank)
     name = spoil(runtime, how)
     with pytest.raises(StateError, match=message) as refused:
-        place(Model.from_config(c), rank, runtime)
+        place(ModelShape.from_config(c), rank, runtime)
     assert refused.value.tensor == name
 
 
 def test_the_tensors_of_another_rank_count_are_refused() -> None:
     for family, c in CONFIGS.items():
-        runtime = engine(c, checkpoint(c), Rank.vllm(0, 2))
-        for wrong in (Rank(), Rank.vllm(0, 4)):
+        runtime = engine(c, checkpoint(c), EngineRank.vllm(0, 2))
+        for wrong in (EngineRank(), EngineRank.vllm(0, 4)):
             with pytest.raises(StateError, match="has shape"):
-                place(Model.from_config(c), wrong, runtime)
+                place(ModelShape.from_config(c), wrong, runtime)
         if "moe" in family or family == "mixtral":
             with pytest.raises(StateError, match="w13_weight"):
-                place(Model.from_config(c), Rank.vllm(0, 2, expert_parallel=True), runtime)
+                place(ModelShape.from_config(c), EngineRank.vllm(0, 2, expert_parallel=True), runtime)
 
 
 @pytest.mark.parametrize(
@@ -383,23 +383,28 @@ def test_the_tensors_of_another_rank_count_are_refused() -> None:
     ],
 )
 def test_a_model_that_cannot_be_divided_by_the_ranks_is_refused(changed: Config, size: int, tensor: str) -> None:
-    model = Model.from_config(CONFIGS["llama"] | {"head_dim": 4} | changed)
+    model = ModelShape.from_config(CONFIGS["llama"] | {"head_dim": 4} | changed)
     with pytest.raises(StateError, match=rf"by {size} ranks") as refused:
-        list(fused(model, Rank(0, size, vocab_padding=60 if size == 6 else 64)))
+        list(fused(model, EngineRank(0, size, vocab_padding=60 if size == 6 else 64)))
     assert refused.value.tensor == tensor
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(StateError, match="'gpt2'") as refused:
-        Model.from_config({"model_type": "gpt2"})
+        ModelShape.from_config({"model_type": "gpt2"})
     assert refused.value.family == "gpt2"
-    for make in (lambda: Rank(2, 2), lambda: Rank(-1, 2), lambda: Rank(ep=1), lambda: Rank(expert_tp=(2, 2))):
+    for make in (
+        lambda: EngineRank(2, 2),
+        lambda: EngineRank(-1, 2),
+        lambda: EngineRank(ep=1),
+        lambda: EngineRank(expert_tp=(2, 2)),
+    ):
         with pytest.raises(ValueError, match="no rank"):
             make()
     with pytest.raises(ValueError, match="groups"):
-        Rank.sglang(0, 4, ep_size=3)
+        EngineRank.sglang(0, 4, ep_size=3)
     with pytest.raises(ValueError, match="tied"):
-        Model.from_config(CONFIGS["llama"], lm_head=False)
+        ModelShape.from_config(CONFIGS["llama"], lm_head=False)
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
@@ -411,11 +416,11 @@ def test_an_engine_that_has_loaded_the_checkpoint_is_found_to_hold_it(library: s
             runtime = engine(c, whole, rank)
             if library == "numpy":
                 runtime = {name: tensor.numpy() for name, tensor in runtime.items()}
-            check_loaded(place(Model.from_config(c), rank, runtime), whole)
+            check_loaded(place(ModelShape.from_config(c), rank, runtime), whole)
 
 
 def test_experts_that_a_kernel_has_swapped_or_that_are_spread_in_another_order_are_found() -> None:
-    c, rank = CONFIGS["qwen3_moe"], Rank.vllm(1, 2, expert_parallel=True)
+    c, rank = CONFIGS["qwen3_moe"], EngineRank.vllm(1, 2, expert_parallel=True)
     whole = checkpoint(c)
     for spoiled in ("swapped", "round robin", "sign of zero"):
         runtime = engine(c, whole, rank)
@@ -423,20 +428,22 @@ def test_experts_that_a_kernel_has_swapped_or_that_are_spread_in_another_order_a
         if spoiled == "swapped":
             w13.copy_(w13.roll(w13.shape[1] // 2, 1))
         elif spoiled == "round robin":
-            other = engine(c, whole, Rank.vllm(0, 2, expert_parallel=True))["model.layers.0.mlp.experts.w13_weight"]
+            other = engine(c, whole, EngineRank.vllm(0, 2, expert_parallel=True))[
+                "model.layers.0.mlp.experts.w13_weight"
+            ]
             w13.copy_(torch.cat([other, w13])[1::2])
         else:
             whole["model.layers.0.mlp.experts.3.gate_proj.weight"][0, 0] = 0.0
             w13[0, 0, 0] = -0.0
         with pytest.raises(StateError, match="not where the map says") as refused:
-            check_loaded(place(Model.from_config(c), rank, runtime), whole)
+            check_loaded(place(ModelShape.from_config(c), rank, runtime), whole)
         assert refused.value.tensor == "model.layers.0.mlp.experts.3.gate_proj.weight"
 
 
 def test_a_checkpoint_of_another_model_is_not_held_against_an_engine() -> None:
     c = CONFIGS["llama"]
     whole = checkpoint(c)
-    placed = place(Model.from_config(c), Rank(), engine(c, whole, Rank()))
+    placed = place(ModelShape.from_config(c), EngineRank(), engine(c, whole, EngineRank()))
     with pytest.raises(StateError, match=r"no tensor 'model\.norm\.weight'"):
         check_loaded(placed, {name: t for name, t in whole.items() if name != "model.norm.weight"})
     for other in (whole["model.norm.weight"][1:], whole["model.norm.weight"].half()):
@@ -448,7 +455,7 @@ def test_a_checkpoint_of_another_model_is_not_held_against_an_engine() -> None:
 
 
 def test_the_grid_has_the_borders_of_every_rank_it_was_given() -> None:
-    cuts = grid(Model.from_config(CONFIGS["qwen3_moe"]), [*FLEETS["tp2"], *FLEETS["tp4"], *FLEETS["ep2"]])
+    cuts = grid(ModelShape.from_config(CONFIGS["qwen3_moe"]), [*FLEETS["tp2"], *FLEETS["tp4"], *FLEETS["ep2"]])
     expected = {
         "model.embed_tokens.weight": ([48, 96, 144], []),
         "lm_head.weight": ([48, 96, 144], []),
@@ -467,13 +474,15 @@ def test_the_grid_has_the_borders_of_every_rank_it_was_given() -> None:
 
 
 @pytest.mark.parametrize(("c", "ranks"), list(every_case()))
-def test_with_the_grid_every_part_of_every_rank_is_whole_tiles(c: Config, ranks: list[Rank]) -> None:
-    cuts = grid(Model.from_config(c), [*ranks, *FLEETS["tp4"]])
+def test_with_the_grid_every_part_of_every_rank_is_whole_tiles(c: Config, ranks: list[EngineRank]) -> None:
+    cuts = grid(ModelShape.from_config(c), [*ranks, *FLEETS["tp4"]])
     layout = layouts.make(
         layouts.cut(TensorSpec(name, "BF16", shape), cuts, 1 << 20) for name, shape in shapes(c).items()
     )
     for rank in ranks:
-        pieces = {p.name: Slice(p.rows, p.columns) for one in fused(Model.from_config(c), rank) for p in one.pieces}
+        pieces = {
+            p.name: Slice(p.rows, p.columns) for one in fused(ModelShape.from_config(c), rank) for p in one.pieces
+        }
         for tile in layout.tiles:
             if held := pieces.get(tile.tensor.name):
                 found = held.of(tile.tensor).place(tile)
@@ -481,8 +490,8 @@ def test_with_the_grid_every_part_of_every_rank_is_whole_tiles(c: Config, ranks:
 
 
 def test_no_grid_is_needed_for_whole_models_and_experts_that_are_only_spread() -> None:
-    model = Model.from_config(CONFIGS["mixtral"])
-    assert grid(model, [Rank()]) == {}
+    model = ModelShape.from_config(CONFIGS["mixtral"])
+    assert grid(model, [EngineRank()]) == {}
     assert not any("experts" in name for name in grid(model, FLEETS["ep4"]))
 
 
@@ -492,12 +501,12 @@ def test_no_grid_is_needed_for_whole_models_and_experts_that_are_only_spread() -
 class Follower:
     """A rank of an engine that follows a run in its own tensors, which begin as noise."""
 
-    def __init__(self, location: str, c: Config, whole: Tensors, rank: Rank, lm_head: bool | None = None) -> None:
+    def __init__(self, location: str, c: Config, whole: Tensors, rank: EngineRank, lm_head: bool | None = None) -> None:
         self.c, self.rank = c, rank
         self.runtime = {name: torch.full_like(t, 7) for name, t in engine(c, whole, rank).items()}
         if lm_head and c["tie_word_embeddings"]:
             self.runtime["lm_head.weight"] = self.runtime["model.embed_tokens.weight"]
-        placed = place(Model.from_config(c, lm_head), rank, self.runtime)
+        placed = place(ModelShape.from_config(c, lm_head), rank, self.runtime)
         self.tensors, slices = for_subscriber(placed)
         self.subscriber = Subscriber(location, slices=slices)
 
@@ -532,7 +541,7 @@ def test_engines_of_several_layouts_follow_one_run_bit_for_bit(
 ) -> None:
     c, location = CONFIGS[family], str(tmp_path)
     whole = checkpoint(c)
-    model = Model.from_config(c)
+    model = ModelShape.from_config(c)
     fleets = ["tp2", "tp4", *(["ep2", "ep2tp2"] if model.experts else ["tp8"])]
     ranks = [rank for name in fleets for rank in FLEETS[name]]
     followers = [Follower(location, c, whole, rank) for rank in ranks]
@@ -557,10 +566,10 @@ def test_a_run_with_tied_names_reaches_engines_that_tie_them_and_those_that_do_n
     if untied:
         for follower in followers:
             head = follower.runtime["lm_head.weight"] = follower.runtime["lm_head.weight"].clone()
-            placed = place(Model.from_config(c, lm_head=True), follower.rank, follower.runtime)
+            placed = place(ModelShape.from_config(c, lm_head=True), follower.rank, follower.runtime)
             follower.tensors = for_subscriber(placed)[0]
             assert follower.tensors["lm_head.weight"].data_ptr() == head.data_ptr()
-    with Publisher(str(tmp_path), grid=grid(Model.from_config(c), FLEETS["tp2"])) as publisher:
+    with Publisher(str(tmp_path), grid=grid(ModelShape.from_config(c), FLEETS["tp2"])) as publisher:
         for step in range(3):
             publisher.publish(tied, step=step)
             publisher.flush()
@@ -578,7 +587,7 @@ def test_a_run_with_tied_names_reaches_engines_that_tie_them_and_those_that_do_n
 def test_without_the_grid_context_coded_tiles_do_not_fit_and_nothing_is_changed(tmp_path: Path) -> None:
     c = CONFIGS["llama"]
     whole = checkpoint(c)
-    follower = Follower(str(tmp_path), c, whole, Rank.vllm(0, 2))
+    follower = Follower(str(tmp_path), c, whole, EngineRank.vllm(0, 2))
     with Publisher(str(tmp_path), codec="context") as publisher:
         publisher.publish(whole, step=0)
         publisher.flush()
@@ -595,7 +604,7 @@ def test_without_the_grid_context_coded_tiles_do_not_fit_and_nothing_is_changed(
 def test_a_run_that_names_its_tensors_otherwise_is_refused(tmp_path: Path) -> None:
     c = CONFIGS["llama"]
     whole = checkpoint(c)
-    follower = Follower(str(tmp_path), c, whole, Rank())
+    follower = Follower(str(tmp_path), c, whole, EngineRank())
     with Publisher(str(tmp_path)) as publisher:
         publisher.publish({f"module.{name}": tensor for name, tensor in whole.items()}, step=0)
         publisher.flush()
@@ -606,7 +615,7 @@ def test_a_run_that_names_its_tensors_otherwise_is_refused(tmp_path: Path) -> No
 def test_what_a_subscriber_gets_is_what_shards_say_and_few_patterns_say_it() -> None:
     c = CONFIGS["qwen2_moe"]
     for rank in FLEETS["ep2tp2"]:
-        placed = place(Model.from_config(c), rank, engine(c, checkpoint(c), rank))
+        placed = place(ModelShape.from_config(c), rank, engine(c, checkpoint(c), rank))
         tensors, slices = for_subscriber(placed)
         shards = shards_of(placed)
         assert tensors.keys() == shards.windows.keys()
@@ -690,12 +699,12 @@ def by_checkpoint(c: Config, w: Tensors, tokens: Any) -> Any:
     return normed(x, w["model.norm.weight"], c) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
-def by_engine(c: Config, held: list[tuple[Rank, Tensors]], tokens: Any) -> Any:
+def by_engine(c: Config, held: list[tuple[EngineRank, Tensors]], tokens: Any) -> Any:
     """The model's logits, from the fused tensors of all ranks: each computes with its own, and sums are all-reduced."""
     size, d = held[0][0].tp_size, c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     heads, kv = 8 // size, max(2 // size, 1)
 
-    def looked_up(rank: Rank, w: Any) -> Any:
+    def looked_up(rank: EngineRank, w: Any) -> Any:
         local = tokens - rank.tp * len(w)
         here = (local >= 0) & (local < len(w))
         return w[local.clamp(0, len(w) - 1)] * here[:, None]
@@ -711,7 +720,7 @@ def by_engine(c: Config, held: list[tuple[Rank, Tensors]], tokens: Any) -> Any:
             q, k = normed(q, w[f"{at}.q_norm.weight"], c), normed(k, w[f"{at}.k_norm.weight"], c)
         return attended(turned(q), turned(k), v) @ w[f"{at}.o_proj.weight"].T
 
-    def feed(y: Any, rank: Rank, w: Tensors, at: str) -> Any:
+    def feed(y: Any, rank: EngineRank, w: Tensors, at: str) -> Any:
         if f"{at}.gate_up_proj.weight" in w:
             return gated(y, w[f"{at}.gate_up_proj.weight"], w[f"{at}.down_proj.weight"])
         chosen = routed(y @ w[f"{at}.gate.weight"].T, c)
@@ -757,7 +766,7 @@ def test_after_a_sync_the_ranks_together_compute_what_the_checkpoint_does(
     c, ranks, tokens = CONFIGS[family], FLEETS[fleet], torch.tensor(TOKENS)
     whole = checkpoint(c, torch.float32)
     followers = [Follower(str(tmp_path), c, whole, rank) for rank in ranks]
-    with Publisher(str(tmp_path), grid=grid(Model.from_config(c), ranks)) as publisher:
+    with Publisher(str(tmp_path), grid=grid(ModelShape.from_config(c), ranks)) as publisher:
         before = None
         for step in range(2):
             publisher.publish(whole, step=step)
@@ -794,7 +803,7 @@ def test_names_numbers_and_logits_are_those_of_transformers(tmp_path: Path, fami
     saved = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == shapes(c)
     on_disk = json.loads((tmp_path / "config.json").read_text())
-    assert Model.from_config(on_disk) == Model.from_config(config) == Model.from_config(c)
+    assert ModelShape.from_config(on_disk) == ModelShape.from_config(config) == ModelShape.from_config(c)
     if family == "llama-bias":
         return  # its biases are of no engine's forward pass here
     tokens = torch.tensor(TOKENS)

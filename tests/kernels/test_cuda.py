@@ -10,7 +10,7 @@ import torch
 
 from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, TensorSpec
-from pulsesync.device.changes import Run, find_changes, moves
+from pulsesync.device.changes import PileChanges, find_changes, moves
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import starts_of, to_device
 from pulsesync.device.pile import make_piles
@@ -24,7 +24,7 @@ from tests.device.pairs import host, locate, pile_of
 interpreter.mend()
 
 
-def assert_found(run: Run, old: list[Bits], new: list[Bits]) -> None:
+def assert_found(run: PileChanges, old: list[Bits], new: list[Bits]) -> None:
     expected = [reference.changed(a, b) for a, b in zip(old, new, strict=True)]
     dtype = old[0].dtype
     assert run.starts.tolist() == starts_of(np.array([found[0].size for found in expected])).tolist()

@@ -14,13 +14,13 @@ import torch
 
 from pulsesync.core.types import DTYPES, Bits, Sum
 from pulsesync.device import encode as encoding
-from pulsesync.device.changes import Marks, Run, find_changes
-from pulsesync.device.hot import Hot, Listed, Memories, TileMemory, advance, list_hot, mark_hot
+from pulsesync.device.changes import ChangeMarks, PileChanges, find_changes
+from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, TileMemory, advance, list_hot, mark_hot
 from pulsesync.device.memory import scan, starts_of, to_device, to_host, unsigned
-from pulsesync.device.pile import Located
+from pulsesync.device.pile import PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format import tables
-from pulsesync.format.history import History, Remembered, TileHistory
+from pulsesync.format.history import History, TileHistory, TileHistorySummary
 from pulsesync.kernels import cuda, reference, spec
 from tests.device import interpreter
 from tests.device.pairs import host, locate, pile_of
@@ -117,29 +117,29 @@ class Case:
     # On the device
 
     @cached_property
-    def weights(self) -> Located:
+    def weights(self) -> PileAddresses:
         return locate(self.pile, self.old)
 
     @cached_property
-    def found(self) -> tuple[Run, Marks]:
+    def found(self) -> tuple[PileChanges, ChangeMarks]:
         return find_changes(self.pile, self.weights, locate(self.pile, self.new), cast=False)
 
     @cached_property
-    def memories(self) -> Memories:
+    def memories(self) -> DeviceHistory:
         tiles = {}
         for tile, last in zip(self.pile.tiles, self.last, strict=True):
-            counted = Remembered(self.tracked, last.size, Sum(0, 0))  # not looked at here
+            counted = TileHistorySummary(self.tracked, last.size, Sum(0, 0))  # not looked at here
             content = to_device(last, self.pile.device)
             tiles[tile.ordinal] = TileMemory(self.tracked, content, 0, np.array([last.size]), counted)
-        return Memories(max(0, self.index - 1), tiles if self.index else {})
+        return DeviceHistory(max(0, self.index - 1), tiles if self.index else {})
 
     @cached_property
-    def hot(self) -> Hot:
+    def hot(self) -> HotWeights:
         cuts = np.full(len(self.sizes), self.cut)
         return mark_hot(self.pile, self.weights, cuts, self.memories, self.found[1].bitmap)
 
     @cached_property
-    def listed(self) -> Listed:
+    def listed(self) -> HotList:
         coded = torch.ones(len(self.sizes), dtype=torch.int32, device=self.pile.device)
         return list_hot(self.hot, self.weights, coded, self.contexts, places=True)
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from pulsesync.lab.charts import Bars, Chart, HeatMap, Mark, Panel, draw, figure, powers, short, ticks
+from pulsesync.lab.charts import Bars, Chart, ChartPoint, HeatMap, Panel, draw, figure, powers, short, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert('x')</script> & \"more\""
@@ -84,7 +84,7 @@ def test_a_single_curve_needs_no_legend() -> None:
 def test_marks_and_verticals_stay_inside_the_picture() -> None:
     points = [(n, 99 + math.sin(n)) for n in range(50)]
     for at in (0, 25, 49):
-        mark = Mark(*points[at], "lowest: 98.49 % at step 10")
+        mark = ChartPoint(*points[at], "lowest: 98.49 % at step 10")
         root = parsed(Panel("p", {"a": points}, marks=[mark], verticals={"warm-up ends": at}))
         for node in root.iter(f"{SVG}text"):
             width, x = 6.5 * len(node.text or ""), float(node.attrib["x"])
@@ -111,7 +111,7 @@ def test_a_heat_map_is_darkest_where_it_is_highest_and_grey_where_nothing_is() -
 @pytest.mark.parametrize(
     "chart",
     [
-        Panel(HOSTILE, {HOSTILE: [(0, 1)], "b": [(1, 2)]}, x_label=HOSTILE, marks=[Mark(0, 1, HOSTILE)],
+        Panel(HOSTILE, {HOSTILE: [(0, 1)], "b": [(1, 2)]}, x_label=HOSTILE, marks=[ChartPoint(0, 1, HOSTILE)],
               verticals={HOSTILE: 0.5}),
         Bars(HOSTILE, [HOSTILE], {HOSTILE: [1.0], "b": [2.0]}, x_label=HOSTILE),
         HeatMap(HOSTILE, [HOSTILE], [HOSTILE], [[1.0]], HOSTILE, HOSTILE),
@@ -153,7 +153,7 @@ def test_values_that_are_next_to_each_other_have_ticks_as_if_equal(value: float)
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_left_out(odd: float) -> None:
     curve = [(0, odd), (odd, 1.0), (1, 1.0), (2, 3.0)]
-    root = parsed(Panel("p", {"a": curve}, marks=[Mark(1, odd, "m")], verticals={"v": odd}, dots=True))
+    root = parsed(Panel("p", {"a": curve}, marks=[ChartPoint(1, odd, "m")], verticals={"v": odd}, dots=True))
     assert len(circles(root)) == 2
     assert "not measured in this run" in words(parsed(Panel("p", {"a": [(0, odd)]})))
     for chart in (Bars("b", ["x", "y"], {"s": [odd, 1.0]}), HeatMap("h", ["r"], ["x", "y"], [[odd, 1.0]])):

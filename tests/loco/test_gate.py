@@ -12,10 +12,10 @@ from pulsesync.loco.gate import (
     LARGEST,
     LOWEST_UNIT,
     MOST_BITS,
-    Everything,
-    Sparse,
-    Split,
-    Visible,
+    DenseGate,
+    SparseVector,
+    SplitUpdate,
+    VisibilityGate,
     bf16,
     gate,
     update,
@@ -23,8 +23,8 @@ from pulsesync.loco.gate import (
 from pulsesync.loco.outer import SGD, aggregate, mean_of
 from tests.helpers import many, seeds
 
-RULES = [Everything(), Visible(), *(Visible(bits) for bits in range(MOST_BITS + 1))]
-COMPACT = [rule for rule in RULES if isinstance(rule, Visible) and rule.bits is not None]
+RULES = [DenseGate(), VisibilityGate(), *(VisibilityGate(bits) for bits in range(MOST_BITS + 1))]
+COMPACT = [rule for rule in RULES if isinstance(rule, VisibilityGate) and rule.bits is not None]
 SMALLEST = 2.0**-149  # of FP32; of BF16 it is 2^-133
 
 # Any FP32 below 2^127, so that theta − s is one too.
@@ -68,13 +68,13 @@ def wild(seed: int, size: int = 300) -> tuple[np.ndarray, np.ndarray]:
     return theta, s
 
 
-def whole(sent: Sparse) -> np.ndarray:
+def whole(sent: SparseVector) -> np.ndarray:
     out = np.zeros(sent.size, np.float32)
     sent.add_to(out)
     return out
 
 
-def check_nothing_lost(split: Split, s: np.ndarray) -> None:
+def check_nothing_lost(split: SplitUpdate, s: np.ndarray) -> None:
     """Sent and kept are s, bit for bit, but for the sign of zero; and what was not sent is as it was."""
     silent = np.ones(s.size, np.bool_)
     silent[split.sent.positions] = False
@@ -84,7 +84,7 @@ def check_nothing_lost(split: Split, s: np.ndarray) -> None:
     assert np.array_equal(both.view(np.uint32), expected.view(np.uint32))
 
 
-def check_split(rule: Visible | Everything, theta: np.ndarray, s: np.ndarray) -> None:
+def check_split(rule: VisibilityGate | DenseGate, theta: np.ndarray, s: np.ndarray) -> None:
     before = theta.copy(), s.copy()
     split = rule.split(theta, s)
     check_nothing_lost(split, s)
@@ -92,10 +92,10 @@ def check_split(rule: Visible | Everything, theta: np.ndarray, s: np.ndarray) ->
     assert np.array_equal(s.view(np.uint32), before[1].view(np.uint32))
     assert split.kept.dtype == split.sent.values.dtype == np.float32
     assert np.isfinite(split.kept).all()
-    if isinstance(rule, Visible):
+    if isinstance(rule, VisibilityGate):
         assert gate(theta, s)[split.sent.positions].all()
         assert (np.diff(split.sent.positions) > 0).all()
-    if isinstance(rule, Visible) and rule.bits is not None:
+    if isinstance(rule, VisibilityGate) and rule.bits is not None:
         assert split.unit is not None
         assert LOWEST_UNIT <= split.unit <= 127
         sizes = np.ldexp(split.sent.values.astype(np.float64), -split.unit)
@@ -168,7 +168,7 @@ def test_where_everything_fires_nothing_is_kept() -> None:
     rng = np.random.default_rng(0)
     theta = random_floats(rng, 1000, 100, 140)
     s = theta * np.float32(0.125)
-    split = Visible().split(theta, s)
+    split = VisibilityGate().split(theta, s)
     assert np.array_equal(split.sent.positions, np.arange(1000))
     assert np.array_equal(split.sent.values, s)
     assert not split.kept.view(np.uint32).any()
@@ -256,20 +256,22 @@ def test_an_update_is_the_residual_and_the_way_moved_each_rounded_by_itself() ->
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @given(seed=seeds)
-def test_sent_and_kept_are_the_update_bit_for_bit(rule: Visible | Everything, seed: int) -> None:
+def test_sent_and_kept_are_the_update_bit_for_bit(rule: VisibilityGate | DenseGate, seed: int) -> None:
     check_split(rule, *wild(seed))
 
 
-@pytest.mark.parametrize("rule", [Everything(), Visible(), Visible(0), Visible(3), Visible(12)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [DenseGate(), VisibilityGate(), VisibilityGate(0), VisibilityGate(3), VisibilityGate(12)], ids=str
+)
 @given(some=pairs)
 def test_sent_and_kept_are_the_update_for_any_numbers(
-    rule: Visible | Everything, some: list[tuple[float, float]]
+    rule: VisibilityGate | DenseGate, some: list[tuple[float, float]]
 ) -> None:
     check_split(rule, f32(*(a for a, _ in some)), f32(*(b for _, b in some)))
 
 
 @pytest.mark.parametrize("rule", COMPACT, ids=str)
-def test_an_outlier_of_any_size_among_updates_of_any_size_loses_nothing(rule: Visible) -> None:
+def test_an_outlier_of_any_size_among_updates_of_any_size_loses_nothing(rule: VisibilityGate) -> None:
     rng = np.random.default_rng(0)
     for common in (0, 1, 24, 127, 200, 252):
         for outlier in (0, 1, 24, 127, 200, 252):
@@ -280,7 +282,7 @@ def test_an_outlier_of_any_size_among_updates_of_any_size_loses_nothing(rule: Vi
 
 
 @pytest.mark.parametrize("rule", COMPACT, ids=str)
-def test_every_mantissa_at_every_distance_from_the_unit_loses_nothing(rule: Visible) -> None:
+def test_every_mantissa_at_every_distance_from_the_unit_loses_nothing(rule: VisibilityGate) -> None:
     rng = np.random.default_rng(1)
     lower = np.arange(0, 60)
     s = np.concatenate([np.ldexp(np.float32(1 + rng.integers(0, 1 << 23) / (1 << 23)), -lower) for _ in range(20)])
@@ -293,7 +295,7 @@ def test_every_mantissa_at_every_distance_from_the_unit_loses_nothing(rule: Visi
 def test_nothing_but_outliers_beyond_the_largest_size_leave_a_large_remainder() -> None:
     s = np.full(1000, 1.0, np.float32)
     s[0] = 2.0**20
-    split = Visible(12).split(np.zeros_like(s), s)
+    split = VisibilityGate(12).split(np.zeros_like(s), s)
     assert split.unit is not None
     assert split.sent.positions.tolist()[0] == 0
     assert split.sent.values[0] == LARGEST * 2.0**split.unit
@@ -303,7 +305,7 @@ def test_nothing_but_outliers_beyond_the_largest_size_leave_a_large_remainder() 
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 8, 12])
 def test_a_typical_value_keeps_so_many_bits(bits: int) -> None:
     s = np.full(500, 1.375 * 2.0**-20, np.float32)
-    split = Visible(bits).split(np.zeros_like(s), s)
+    split = VisibilityGate(bits).split(np.zeros_like(s), s)
     assert split.unit == -20 - bits
     assert (np.abs(split.kept) <= 2.0 ** (split.unit - 1)).all()
 
@@ -311,21 +313,21 @@ def test_a_typical_value_keeps_so_many_bits(bits: int) -> None:
 def test_compact_values_are_rounded_to_the_nearest_and_ties_to_even() -> None:
     unit = 2.0**-2
     s = f32(*(unit * n for n in (0.5, 1.5, 2.5, 3.5, 2.4375, -0.5, -1.5, -2.5)), *[1.25] * 40)
-    split = Visible(2).split(np.zeros_like(s), s)
+    split = VisibilityGate(2).split(np.zeros_like(s), s)
     assert split.unit == -2
     assert (whole(split.sent) / unit)[:9].tolist() == [0, 2, 2, 4, 2, 0, -2, -2, 5]
 
 
 def test_an_entry_that_rounds_to_zero_is_kept_and_not_sent() -> None:
     s = f32(1.0, 2.0**-10, -(2.0**-10))
-    split = Visible(3).split(np.zeros_like(s), s)
+    split = VisibilityGate(3).split(np.zeros_like(s), s)
     assert split.sent.positions.tolist() == [0]
     assert split.kept.tolist() == [0.0, 2.0**-10, -(2.0**-10)]
 
 
 def test_subnormal_updates_are_compacted_to_units_that_fp32_has() -> None:
     s = np.ldexp(np.arange(1, 200, dtype=np.float32), -149).astype(np.float32)
-    split = Visible(12).split(np.zeros_like(s), s)
+    split = VisibilityGate(12).split(np.zeros_like(s), s)
     assert split.unit == LOWEST_UNIT
     assert np.array_equal(split.sent.values, s)
 
@@ -339,7 +341,7 @@ def test_what_would_not_fire_is_never_sent_however_many_bits() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_no_entries_are_split_into_none(rule: Visible | Everything) -> None:
+def test_no_entries_are_split_into_none(rule: VisibilityGate | DenseGate) -> None:
     split = rule.split(f32(), f32())
     assert split.sent.size == split.sent.positions.size == split.kept.size == 0
 
@@ -347,11 +349,11 @@ def test_no_entries_are_split_into_none(rule: Visible | Everything) -> None:
 @pytest.mark.parametrize("bits", [-1, MOST_BITS + 1])
 def test_bits_that_compact_values_cannot_keep_are_refused(bits: int) -> None:
     with pytest.raises(ValueError, match="0 to 12"):
-        Visible(bits)
+        VisibilityGate(bits)
 
 
-@pytest.mark.parametrize("rule", [Visible(), Visible(3)], ids=str)
-def test_a_split_is_the_same_whatever_chunks_and_threads(rule: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", [VisibilityGate(), VisibilityGate(3)], ids=str)
+def test_a_split_is_the_same_whatever_chunks_and_threads(rule: VisibilityGate, monkeypatch: pytest.MonkeyPatch) -> None:
     theta, s = wild(7, 1000)
     expected = rule.split(theta, s)
     for chunk, count in ((1, 3), (7, 1), (64, 2), (999, 8), (1000, 1), (1001, 2)):
@@ -366,7 +368,7 @@ def test_a_split_is_the_same_whatever_chunks_and_threads(rule: Visible, monkeypa
 @given(seeds)
 def test_parts_of_a_sparse_vector_together_are_the_vector(seed: int) -> None:
     theta, s = wild(seed, 200)
-    sent = Visible().split(theta, s).sent
+    sent = VisibilityGate().split(theta, s).sent
     cuts = [0, *sorted(np.random.default_rng(seed).integers(0, 200, 3, endpoint=True).tolist()), 200]
     parts = [sent.part(a, b) for a, b in pairwise(cuts)]
     assert [part.size for part in parts] == np.diff(cuts).tolist()
@@ -376,7 +378,9 @@ def test_parts_of_a_sparse_vector_together_are_the_vector(seed: int) -> None:
 # Many rounds, with the same updates for gated and dense training
 
 
-def open_loop(rule: Visible, rounds: int, trainers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def open_loop(
+    rule: VisibilityGate, rounds: int, trainers: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Gated and dense weights after rounds of SGD(1.0), the residuals, and the largest residual seen in BF16 ulps."""
     rng, outer, size = np.random.default_rng(3), SGD(1.0), 4000
     start = (rng.standard_normal(size) * 0.05).astype(np.float32)
@@ -393,16 +397,16 @@ def open_loop(rule: Visible, rounds: int, trainers: int) -> tuple[np.ndarray, np
             residuals[r] = split.kept
             sent.append(split.sent)
         gated = outer.step(gated, none, mean_of(aggregate(sent, size), trainers))[0]
-        everything = [Sparse(size, np.arange(size), d) for d in deltas]
+        everything = [SparseVector(size, np.arange(size), d) for d in deltas]
         dense = outer.step(dense, none, mean_of(aggregate(everything, size), trainers))[0]
         exponents = np.frexp(np.abs(gated).astype(np.float64))[1]
         worst = np.maximum(worst, np.abs(residuals).max(0) / np.ldexp(1.0, exponents - 8))
     return gated, dense, residuals, worst
 
 
-@pytest.mark.parametrize("rule", [Visible(), Visible(3), Visible(0)], ids=str)
+@pytest.mark.parametrize("rule", [VisibilityGate(), VisibilityGate(3), VisibilityGate(0)], ids=str)
 @pytest.mark.parametrize("trainers", [1, 4])
-def test_gated_weights_less_the_mean_residual_are_the_dense_weights(rule: Visible, trainers: int) -> None:
+def test_gated_weights_less_the_mean_residual_are_the_dense_weights(rule: VisibilityGate, trainers: int) -> None:
     gated, dense, residuals, _ = open_loop(rule, 60, trainers)
     error = np.abs(gated.astype(np.float64) - residuals.astype(np.float64).mean(0) - dense)
     lag = np.abs(gated.astype(np.float64) - dense)
@@ -412,7 +416,7 @@ def test_gated_weights_less_the_mean_residual_are_the_dense_weights(rule: Visibl
 
 @pytest.mark.parametrize("trainers", [1, 4])
 def test_what_is_kept_never_grows_beyond_two_places_of_bf16(trainers: int) -> None:
-    worst = open_loop(Visible(), 100, trainers)[3]
+    worst = open_loop(VisibilityGate(), 100, trainers)[3]
     assert worst.max() > 0.9
     assert worst.max() <= 2.0
 
@@ -421,7 +425,7 @@ def test_small_steps_in_one_direction_fire_once_they_add_up() -> None:
     theta, residual = f32(1.0), f32(0.0)
     fired = []
     for i in range(20):
-        split = Visible().split(theta, residual + np.float32(-(2.0**-10)))
+        split = VisibilityGate().split(theta, residual + np.float32(-(2.0**-10)))
         residual = split.kept
         if split.sent.positions.size:
             fired.append((i, float(split.sent.values[0])))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pulsesync.core import threads
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco import outer as outers
-from pulsesync.loco.gate import Sparse
+from pulsesync.loco.gate import SparseVector
 from pulsesync.loco.outer import SGD, Nesterov, aggregate, mean_of
-from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Outcome, Part, Shared, read_part
+from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Contribution, Outcome, SharedState, read_part
 from tests.helpers import many, seeds
 
 OUTERS = [SGD(1.0), SGD(0.7), SGD(0.7, 0.9), Nesterov(0.7, 0.9), Nesterov(0.4, 0.95)]
@@ -30,8 +30,8 @@ def rounded(x: float) -> float:
     return struct.unpack("<f", struct.pack("<f", x))[0]
 
 
-def sparse(size: int, entries: dict[int, float]) -> Sparse:
-    return Sparse(size, np.array(sorted(entries), np.int64), f32(*(entries[i] for i in sorted(entries))))
+def sparse(size: int, entries: dict[int, float]) -> SparseVector:
+    return SparseVector(size, np.array(sorted(entries), np.int64), f32(*(entries[i] for i in sorted(entries))))
 
 
 def vectors(seed: int, size: int = 500) -> list[np.ndarray]:
@@ -146,13 +146,13 @@ def test_sums_are_rounded_after_every_term(terms: list[float]) -> None:
 def test_whole_and_sparse_updates_add_up_to_the_same_bits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     dense = [(rng.standard_normal(60) * (rng.random(60) < 0.4)).astype(np.float32) for _ in range(5)]
-    whole = [Sparse(60, np.arange(60), d) for d in dense]
-    some = [Sparse(60, np.flatnonzero(d), d[np.flatnonzero(d)]) for d in dense]
+    whole = [SparseVector(60, np.arange(60), d) for d in dense]
+    some = [SparseVector(60, np.flatnonzero(d), d[np.flatnonzero(d)]) for d in dense]
     assert np.array_equal(aggregate(whole, 60).view(np.uint32), aggregate(some, 60).view(np.uint32))
 
 
 def test_adding_up_does_not_modify_the_updates() -> None:
-    parts = [Sparse(3, np.arange(3), f32(1, 2, 3)), sparse(3, {1: 5.0})]
+    parts = [SparseVector(3, np.arange(3), f32(1, 2, 3)), sparse(3, {1: 5.0})]
     aggregate(parts, 3)
     assert parts[0].values.tolist() == [1, 2, 3]
     assert parts[1].values.tolist() == [5]
@@ -176,9 +176,11 @@ def test_the_mean_is_a_division_and_not_a_product() -> None:
 # What all trainers hold alike
 
 
-def shared(size: int = 20, round_: int = 4) -> Shared:
+def shared(size: int = 20, round_: int = 4) -> SharedState:
     theta, momentum, _ = vectors(9, size)
-    return Shared("layout", theta, momentum, round_, {"ada": Part(4, "a" * 64), "bea": Part(2, "b" * 64)})
+    return SharedState(
+        "layout", theta, momentum, round_, {"ada": Contribution(4, "a" * 64), "bea": Contribution(2, "b" * 64)}
+    )
 
 
 def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
@@ -190,9 +192,13 @@ def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
     assert np.array_equal(after.theta, wanted[0])
     assert np.array_equal(after.momentum, wanted[1])
     assert after.round == 5
-    assert after.parts == {"ada": Part(5, "1" * 64), "bea": Part(2, "b" * 64), "cia": Part(5, "2" * 64)}
+    assert after.parts == {
+        "ada": Contribution(5, "1" * 64),
+        "bea": Contribution(2, "b" * 64),
+        "cia": Contribution(5, "2" * 64),
+    }
     assert before.round == 4
-    assert before.parts["ada"] == Part(4, "a" * 64)
+    assert before.parts["ada"] == Contribution(4, "a" * 64)
 
 
 @pytest.mark.parametrize("total", [np.inf, -np.inf, np.nan, 3e38, -1e30, 2.0**40 * (1 + 2.0**-23)])
@@ -209,7 +215,7 @@ def test_a_round_whose_mean_diverges_is_empty_and_only_its_number_changes(total:
 
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_the_largest_updates_of_the_largest_round_are_taken(outer: SGD) -> None:
-    before = Shared("layout", f32(0.5, -0.5), f32(0.0, 0.0))
+    before = SharedState("layout", f32(0.5, -0.5), f32(0.0, 0.0))
     most = aggregate([sparse(2, {0: LARGEST_UPDATE, 1: -LARGEST_UPDATE})] * MAX_TRAINERS, 2)
     decided = Outcome({f"{i:04d}": "1" * 64 for i in range(MAX_TRAINERS)}, most)
     counted, after = before.resolve(decided, outer)
@@ -222,7 +228,7 @@ def test_the_largest_updates_of_the_largest_round_are_taken(outer: SGD) -> None:
 
 @pytest.mark.parametrize("outer", [SGD(0.7, 0.9), Nesterov(0.7, 0.9), Nesterov(0.7, 0.99)], ids=str)
 def test_a_momentum_that_leads_beyond_fp32_is_reset_by_an_empty_round_and_the_next_round_counts(outer: SGD) -> None:
-    before = Shared("layout", f32(3.28e38, 1.0), f32(-3e38, 2.0), 4)
+    before = SharedState("layout", f32(3.28e38, 1.0), f32(-3e38, 2.0), 4)
     decided = Outcome({"ada": "1" * 64}, f32(0.25, 0.25))
     counted, after = before.resolve(decided, outer)
     assert not counted.members
@@ -262,7 +268,7 @@ def test_the_digest_tells_weights_from_momentum() -> None:
 
 
 def test_the_digest_tells_zero_from_minus_zero() -> None:
-    state = Shared("layout", f32(0.0), f32(0.0))
+    state = SharedState("layout", f32(0.0), f32(0.0))
     assert state.digest != replace(state, theta=f32(-0.0)).digest
 
 
@@ -271,15 +277,15 @@ def test_a_shared_state_comes_back(seed: int, size: int, round_: int) -> None:
     rng = np.random.default_rng(seed)
     theta, momentum = (rng.integers(0, 1 << 32, size, np.uint32).view(np.float32) for _ in range(2))
     theta, momentum = (np.where(np.isfinite(x), x, np.float32(1)) for x in (theta, momentum))
-    state = Shared("layout", theta, momentum, round_, {"ada": Part(round_, "a" * 64)})
-    found = Shared.from_bytes(state.to_bytes(), Shared("layout", np.zeros_like(theta), np.zeros_like(theta)))
+    state = SharedState("layout", theta, momentum, round_, {"ada": Contribution(round_, "a" * 64)})
+    found = SharedState.from_bytes(state.to_bytes(), SharedState("layout", np.zeros_like(theta), np.zeros_like(theta)))
     assert np.array_equal(found.theta.view(np.uint32), theta.view(np.uint32))
     assert np.array_equal(found.momentum.view(np.uint32), momentum.view(np.uint32))
     assert (found.layout, found.round, found.parts, found.digest) == ("layout", round_, state.parts, state.digest)
 
 
 def test_a_shared_state_that_was_read_can_be_written() -> None:
-    found = Shared.from_bytes(memoryview(shared().to_bytes()), shared())
+    found = SharedState.from_bytes(memoryview(shared().to_bytes()), shared())
     assert found.theta.flags.writeable
     assert found.momentum.flags.writeable
     assert found.to_bytes() == shared().to_bytes()
@@ -292,24 +298,24 @@ def test_every_flipped_bit_behind_the_head_of_a_shared_state_is_found() -> None:
             spoilt = bytearray(data)
             spoilt[at] ^= 1 << bit
             with pytest.raises(ChecksumError, match="damaged"):
-                Shared.from_bytes(bytes(spoilt), shared(3))
+                SharedState.from_bytes(bytes(spoilt), shared(3))
 
 
 def test_a_shared_state_of_another_length_is_refused() -> None:
     data = shared().to_bytes()
     for spoilt in (data[:-1], data[:-4], data + b"\0", data + bytes(8)):
         with pytest.raises(ChecksumError, match="damaged"):
-            Shared.from_bytes(spoilt, shared())
+            SharedState.from_bytes(spoilt, shared())
 
 
 def test_a_shared_state_cut_inside_its_head_is_refused() -> None:
     data = shared().to_bytes()
     for end in (0, 1, 20, data.index(b"\n")):
         with pytest.raises(FormatError, match="shared state"):
-            Shared.from_bytes(data[:end], shared())
+            SharedState.from_bytes(data[:end], shared())
 
 
-def spoil(change: Callable[[dict[str, Any]], object], state: Shared | None = None) -> bytes:
+def spoil(change: Callable[[dict[str, Any]], object], state: SharedState | None = None) -> bytes:
     """A shared state with another head; hashes and digests are as they were."""
     line, _, body = (state or shared()).to_bytes().partition(b"\n")
     head = json.loads(line)
@@ -353,9 +359,9 @@ def seal(head: dict[str, Any], body: bytes) -> str:
 def test_a_shared_state_that_says_something_else_is_refused(
     change: Callable[[dict[str, Any]], object], error: type[Exception]
 ) -> None:
-    assert Shared.from_bytes(spoil(lambda h: None), shared()).round == 4
+    assert SharedState.from_bytes(spoil(lambda h: None), shared()).round == 4
     with pytest.raises(error) as caught:
-        Shared.from_bytes(spoil(change), shared())
+        SharedState.from_bytes(spoil(change), shared())
     assert type(caught.value) is error
 
 
@@ -365,14 +371,14 @@ def test_a_flipped_bit_anywhere_in_a_shared_state_is_refused() -> None:
         spoilt = bytearray(data)
         spoilt[at] ^= 1 << at % 8
         with pytest.raises(FormatError):
-            Shared.from_bytes(bytes(spoilt), shared())
+            SharedState.from_bytes(bytes(spoilt), shared())
 
 
 def test_a_shared_state_that_is_no_json_or_says_a_key_twice_is_refused() -> None:
     line, _, body = shared().to_bytes().partition(b"\n")
     for spoilt in (b"[]", b"nonsense", b"\xff", line[:-1] + b', "round": 4}', b"[" * 100_000, line + line):
         with pytest.raises(FormatError):
-            Shared.from_bytes(spoilt + b"\n" + body, shared())
+            SharedState.from_bytes(spoilt + b"\n" + body, shared())
 
 
 def test_other_weights_with_a_hash_that_fits_are_found_by_the_digest() -> None:
@@ -380,8 +386,8 @@ def test_other_weights_with_a_hash_that_fits_are_found_by_the_digest() -> None:
     body = body[4:8] + body[:4] + body[8:]
     head = json.loads(line) | {"sha256": seal(json.loads(line), body)}
     with pytest.raises(ChecksumError, match="digest"):
-        Shared.from_bytes(json.dumps(head).encode() + b"\n" + body, shared())
+        SharedState.from_bytes(json.dumps(head).encode() + b"\n" + body, shared())
 
 
 def test_a_part_is_read_from_a_list_or_a_pair() -> None:
-    assert read_part([3, "id"]) == read_part((3, "id")) == Part(3, "id")
+    assert read_part([3, "id"]) == read_part((3, "id")) == Contribution(3, "id")

@@ -13,8 +13,8 @@ from pulsesync.errors import BaseMismatchError, ChainError, ChecksumError, Forma
 from pulsesync.format import container, patch
 from pulsesync.format import layout as layouts
 from pulsesync.loco import payload as payloads
-from pulsesync.loco.gate import LARGEST, Sparse, Visible
-from pulsesync.loco.payload import FORMAT, Coder, Head, describe, read_head, summed_unit
+from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate
+from pulsesync.loco.payload import FORMAT, Coder, PayloadHeader, describe, read_head, summed_unit
 from tests.helpers import densities, many, orders, seeds, step
 
 BASE = hashlib.sha256(b"base").hexdigest()
@@ -41,14 +41,14 @@ def weights(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray
     return theta.astype(np.float32), momentum.astype(np.float32)
 
 
-def some_of(rng: np.random.Generator, size: int, density: float, mode: str, unit: int = -30) -> Sparse:
+def some_of(rng: np.random.Generator, size: int, density: float, mode: str, unit: int = -30) -> SparseVector:
     positions = np.arange(size) if mode == "dense" else np.flatnonzero(rng.random(size) < density)
     if mode == "compact":
         sizes = rng.integers(1, LARGEST, positions.size, endpoint=True) >> rng.integers(0, 15, positions.size)
         values = np.ldexp(np.maximum(sizes, 1) * rng.choice([-1.0, 1.0], positions.size), unit).astype(np.float32)
     else:
         values = finite(rng, positions.size, *sorted(rng.integers(0, 254, 2, endpoint=True).tolist()))
-    return Sparse(size, positions, values)
+    return SparseVector(size, positions, values)
 
 
 def coder(rng: np.random.Generator, size: int, mode: str) -> Coder:
@@ -59,7 +59,7 @@ def unit_of(mode: str, unit: int = -30) -> int | None:
     return unit if mode == "compact" else None
 
 
-def equal(a: Sparse, b: Sparse) -> bool:
+def equal(a: SparseVector, b: SparseVector) -> bool:
     return (
         a.size == b.size
         and np.array_equal(a.positions, b.positions)
@@ -67,7 +67,7 @@ def equal(a: Sparse, b: Sparse) -> bool:
     )
 
 
-def check_comes_back(coder: Coder, sent: Sparse, unit: int | None) -> Head:
+def check_comes_back(coder: Coder, sent: SparseVector, unit: int | None) -> PayloadHeader:
     data = coder.encode("ada", sent, unit)
     head, found = coder.decode(data, "ada", 0, sent.size)
     assert equal(found, sent)
@@ -242,14 +242,14 @@ def test_a_range_comes_back_counted_from_its_begin(mode: str, seed: int) -> None
 def test_a_single_entry_comes_back(mode: str, place: int) -> None:
     one = coder(np.random.default_rng(0), 100, mode)
     for value in (2.0**-30, -(2.0**-30), -LARGEST * 2.0**-30):
-        check_comes_back(one, Sparse(100, np.array([place]), f32(value)), unit_of(mode))
+        check_comes_back(one, SparseVector(100, np.array([place]), f32(value)), unit_of(mode))
 
 
 @many
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20), seeds)
 def test_exact_values_come_back_bit_for_bit_with_sign_exponent_and_subnormals(values: list[float], seed: int) -> None:
     one = coder(np.random.default_rng(seed), 20, "exact")
-    check_comes_back(one, Sparse(20, np.arange(len(values)), f32(*values)), None)
+    check_comes_back(one, SparseVector(20, np.arange(len(values)), f32(*values)), None)
 
 
 def test_every_exponent_comes_back_whatever_the_commonest() -> None:
@@ -259,12 +259,14 @@ def test_every_exponent_comes_back_whatever_the_commonest() -> None:
     for common in (0, 1, 127, 254):
         bits = np.concatenate([every | mantissas, np.full(10, common << 23 | 5, np.uint32)])
         for sign in (np.uint32(0), np.uint32(1 << 31)):
-            sent = Sparse(bits.size, np.arange(bits.size), (bits | sign).view(np.float32))
+            sent = SparseVector(bits.size, np.arange(bits.size), (bits | sign).view(np.float32))
             assert check_comes_back(coder(rng, bits.size, "exact"), sent, None).scale == common
 
 
 def test_a_zero_that_was_sent_comes_back_with_its_sign() -> None:
-    check_comes_back(coder(np.random.default_rng(0), 5, "exact"), Sparse(5, np.array([1, 3]), f32(0.0, -0.0)), None)
+    check_comes_back(
+        coder(np.random.default_rng(0), 5, "exact"), SparseVector(5, np.array([1, 3]), f32(0.0, -0.0)), None
+    )
 
 
 @pytest.mark.parametrize("unit", [-149, -135, -126, -30, 0, 100, 112])
@@ -281,7 +283,7 @@ def test_every_compact_size_comes_back_from_every_kind_of_description() -> None:
     for kind in (0, 1, 127, 128, 254, 255):
         described = np.repeat(np.array([kind << 7, kind << 7 | 0x8000], np.uint16), values.size // 2)
         one = Coder(0, 1, BASE, described)
-        check_comes_back(one, Sparse(values.size, np.arange(values.size), values), -30)
+        check_comes_back(one, SparseVector(values.size, np.arange(values.size), values), -30)
 
 
 @pytest.mark.parametrize("mode", ["exact", "compact"])
@@ -290,7 +292,7 @@ def test_entries_at_the_borders_of_blocks_come_back(mode: str, size: int) -> Non
     described = np.zeros(size, np.uint16)
     places = sorted({p for p in (0, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, size - 1) if p < size})
     values = np.ldexp(np.arange(1, len(places) + 1) * (-1.0) ** np.arange(len(places)), -30).astype(np.float32)
-    check_comes_back(Coder(0, 1, BASE, described), Sparse(size, np.array(places), values), unit_of(mode))
+    check_comes_back(Coder(0, 1, BASE, described), SparseVector(size, np.array(places), values), unit_of(mode))
 
 
 @pytest.mark.parametrize("bits", [None, 0, 3])
@@ -298,13 +300,13 @@ def test_what_the_gate_sends_comes_back(bits: int | None) -> None:
     rng = np.random.default_rng(0)
     theta, momentum = weights(rng, 5000)
     s = (theta * rng.standard_normal(5000).astype(np.float32) * np.float32(0.003)).astype(np.float32)
-    split = Visible(bits).split(theta, s)
+    split = VisibilityGate(bits).split(theta, s)
     check_comes_back(Coder(0, 1, BASE, describe(theta, momentum)), split.sent, split.unit)
 
 
 def test_nothing_sent_takes_a_head_and_no_bytes() -> None:
     one = coder(np.random.default_rng(0), 50, "exact")
-    data = one.encode("ada", Sparse(50, np.empty(0, np.int64), f32()), None)
+    data = one.encode("ada", SparseVector(50, np.empty(0, np.int64), f32()), None)
     assert data.endswith(b"\n")
     assert data.count(b"\n") == 1
 
@@ -333,7 +335,7 @@ def test_mantissas_take_23_bits_each() -> None:
     rng = np.random.default_rng(0)
     for count in (1, 2, 7, 8, 9, 100):
         one = coder(rng, 100, "exact")
-        head, body = read_head(one.encode("ada", Sparse(100, np.arange(count), finite(rng, count)), None))
+        head, body = read_head(one.encode("ada", SparseVector(100, np.arange(count), finite(rng, count)), None))
         assert len(body) - head.coded == -(-23 * count // 8)
 
 
@@ -341,7 +343,7 @@ def test_entries_near_a_border_cost_less_than_their_positions_would() -> None:
     rng = np.random.default_rng(0)
     theta = (rng.standard_normal(200_000) * 0.05).astype(np.float32)
     s = (rng.standard_normal(200_000) * 1e-6).astype(np.float32)
-    split = Visible(2).split(theta, s)
+    split = VisibilityGate(2).split(theta, s)
     data = Coder(0, 1, BASE, describe(theta, np.zeros_like(theta))).encode("ada", split.sent, split.unit)
     assert split.sent.positions.size > 500
     assert len(data) < 2 * split.sent.positions.size
@@ -350,7 +352,7 @@ def test_entries_near_a_border_cost_less_than_their_positions_would() -> None:
 # What is refused
 
 
-def good(mode: str) -> tuple[Coder, Sparse, bytes]:
+def good(mode: str) -> tuple[Coder, SparseVector, bytes]:
     rng = np.random.default_rng(1)
     one, sent = coder(rng, 60, mode), some_of(rng, 60, 0.5, mode)
     return one, sent, one.encode("ada", sent, unit_of(mode))
@@ -457,18 +459,18 @@ def test_errors_say_what_they_are() -> None:
 
 
 def test_a_sum_of_compact_updates_has_the_smallest_of_their_units() -> None:
-    total = Sparse(3, np.arange(3), f32(1.0, -0.25, 3.0))
+    total = SparseVector(3, np.arange(3), f32(1.0, -0.25, 3.0))
     assert summed_unit(total, [-2, 0, -1]) == -2
 
 
 def test_a_sum_with_an_exact_update_in_it_is_exact() -> None:
-    assert summed_unit(Sparse(1, np.arange(1), f32(1.0)), [-2, None]) is None
+    assert summed_unit(SparseVector(1, np.arange(1), f32(1.0)), [-2, None]) is None
 
 
 def test_a_sum_too_large_for_its_unit_is_exact() -> None:
-    assert summed_unit(Sparse(1, np.arange(1), f32(float(LARGEST))), [0, 0]) == 0
-    assert summed_unit(Sparse(1, np.arange(1), f32(-float(LARGEST) - 1)), [0, 0]) is None
+    assert summed_unit(SparseVector(1, np.arange(1), f32(float(LARGEST))), [0, 0]) == 0
+    assert summed_unit(SparseVector(1, np.arange(1), f32(-float(LARGEST) - 1)), [0, 0]) is None
 
 
 def test_a_sum_of_nothing_has_a_unit() -> None:
-    assert summed_unit(Sparse(4, np.empty(0, np.int64), f32()), [0, -5]) == -5
+    assert summed_unit(SparseVector(4, np.empty(0, np.int64), f32()), [0, -5]) == -5

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from pulsesync.publish.cadence import SHARE, WINDOW, Pace, Sent
+from pulsesync.publish.cadence import SHARE, WINDOW, Cadence, SentVersion
 
 
 class Clock:
     """A trainer with steps of one length, and a link on which a version of k steps takes what a function says."""
 
-    def __init__(self, pace: Pace, step_s: float) -> None:
+    def __init__(self, pace: Cadence, step_s: float) -> None:
         self.pace, self.step_s, self.now_s = pace, step_s, 0.0
 
     def steps(self, count: int, send_s: Any = lambda k: 0.0) -> list[int]:
@@ -21,7 +21,7 @@ class Clock:
             self.now_s += self.step_s
             if self.pace.step(self.now_s):
                 size = self.pace.published() + 1
-                self.pace.sent(Sent(size, send_s(size)))
+                self.pace.sent(SentVersion(size, send_s(size)))
                 made.append(size)
         return made
 
@@ -29,46 +29,46 @@ class Clock:
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "always", None])
 def test_what_is_no_number_of_steps_is_refused(every: Any) -> None:
     with pytest.raises(ValueError, match="publish_every"):
-        Pace(every)
+        Cadence(every)
 
 
 def test_at_least_one_step_behind_must_be_allowed() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Pace("auto", longest=0)
+        Cadence("auto", longest=0)
 
 
 def test_every_step_is_published_unless_told_otherwise() -> None:
-    assert Clock(Pace(), 1.0).steps(5) == [1] * 5
+    assert Clock(Cadence(), 1.0).steps(5) == [1] * 5
 
 
 def test_a_fixed_number_of_steps_goes_into_a_version() -> None:
-    assert Clock(Pace(4), 1.0).steps(13) == [4, 4, 4]
+    assert Clock(Cadence(4), 1.0).steps(13) == [4, 4, 4]
 
 
 def test_a_fixed_number_does_not_care_how_long_sending_takes() -> None:
-    assert Clock(Pace(2), 0.1).steps(8, lambda k: 100.0) == [2, 2, 2, 2]
+    assert Clock(Cadence(2), 0.1).steps(8, lambda k: 100.0) == [2, 2, 2, 2]
 
 
 def test_publishing_early_begins_a_new_count() -> None:
-    pace = Pace(3)
+    pace = Cadence(3)
     assert [pace.step(0.0), pace.step(1.0)] == [False, False]
     assert pace.published() == 1
     assert [pace.step(2.0), pace.step(3.0), pace.step(4.0)] == [False, False, True]
 
 
 def test_auto_begins_with_every_step() -> None:
-    assert Pace("auto").target() == 1
+    assert Cadence("auto").target() == 1
 
 
 def test_auto_stays_with_every_step_while_the_link_can_bear_it() -> None:
-    assert Clock(Pace("auto"), 1.0).steps(20, lambda k: 0.4 * k**0.65) == [1] * 20
+    assert Clock(Cadence("auto"), 1.0).steps(20, lambda k: 0.4 * k**0.65) == [1] * 20
 
 
 def test_auto_folds_steps_until_sending_takes_its_share_of_the_time() -> None:
     def send_s(k: int) -> float:
         return float(k**0.65)  # one step: as long as the step itself
 
-    made = Clock(Pace("auto"), 1.0).steps(200, send_s)
+    made = Clock(Cadence("auto"), 1.0).steps(200, send_s)
     settled = made[-1]
     assert settled > 1
     assert send_s(settled) <= SHARE * settled * 1.05
@@ -76,24 +76,24 @@ def test_auto_folds_steps_until_sending_takes_its_share_of_the_time() -> None:
 
 
 def test_auto_never_folds_more_than_it_may() -> None:
-    assert set(Clock(Pace("auto", longest=5), 1.0).steps(100, lambda k: 1000.0)[2:]) == {5}
+    assert set(Clock(Cadence("auto", longest=5), 1.0).steps(100, lambda k: 1000.0)[2:]) == {5}
 
 
 def test_auto_comes_back_when_the_link_does() -> None:
-    clock = Clock(Pace("auto", longest=8), 1.0)
+    clock = Clock(Cadence("auto", longest=8), 1.0)
     assert clock.steps(80, lambda k: 50.0)[-1] == 8
     assert clock.steps(8 * 2 * WINDOW, lambda k: 0.01)[-1] == 1
 
 
 def test_one_slow_send_does_not_change_the_pace() -> None:
-    clock = Clock(Pace("auto"), 1.0)
+    clock = Clock(Cadence("auto"), 1.0)
     clock.steps(WINDOW, lambda k: 0.1)
     clock.steps(1, lambda k: 500.0)
     assert clock.steps(5, lambda k: 0.1) == [1] * 5
 
 
 def test_one_long_step_does_not_change_the_pace() -> None:
-    clock = Clock(Pace("auto"), 1.0)
+    clock = Clock(Cadence("auto"), 1.0)
     clock.steps(WINDOW, lambda k: 0.9 * k**0.65)
     before = clock.pace.target()
     clock.now_s += 1000.0
@@ -102,7 +102,7 @@ def test_one_long_step_does_not_change_the_pace() -> None:
 
 
 def test_versions_that_grow_with_the_run_do_not_make_it_jump() -> None:
-    clock = Clock(Pace("auto", longest=16), 1.0)
+    clock = Clock(Cadence("auto", longest=16), 1.0)
     slow = iter(0.1 * 1.2**n for n in range(100))
     made = clock.steps(60, lambda k: min(next(slow), 0.8) * k**0.7)
     assert made[0] == 1

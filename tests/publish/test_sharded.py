@@ -17,12 +17,12 @@ from pulsesync import Publisher, SigningKey, Subscriber
 from pulsesync.errors import AnotherPublisherError, GroupError, PulseError, SignatureError, StateError, StoreError
 from pulsesync.format import epochs
 from pulsesync.format.history import History, digest_of
-from pulsesync.format.manifest import Kind
+from pulsesync.format.manifest import RecordKind
 from pulsesync.format.patch import CodecName
-from pulsesync.group.collective import Solo
+from pulsesync.group.collective import SoloTeam
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
-from pulsesync.maintain.verify import Audit
+from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish import anchors
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import keys
@@ -509,14 +509,14 @@ def test_the_configuration_of_a_model_and_files_given_as_paths_travel_along(tmp_
 
     (tmp_path / "vocab").write_bytes(b"a b c")
     store = MemoryStore()
-    ShardedPublisher(store, Solo(), files={"vocab.txt": tmp_path / "vocab"}).publish(Model(Training().weights))
+    ShardedPublisher(store, SoloTeam(), files={"vocab.txt": tmp_path / "vocab"}).publish(Model(Training().weights))
     files = {file.name: store.get(keys.file_key(file.id)) for file in version(store, 0).files}
     assert files == {"config.json": b'{"model_type": "llama"}', "vocab.txt": b"a b c"}
 
 
 def test_a_team_of_one_publishes_too() -> None:
     store, training = MemoryStore(), Training()
-    pub = ShardedPublisher(store, Solo())
+    pub = ShardedPublisher(store, SoloTeam())
     for _ in range(3):
         pub.publish(training.weights)
         assert equal(synced(store), training.weights)
@@ -537,7 +537,7 @@ def test_anchors_are_written_at_epoch_starts_when_the_way_is_long(short_epochs: 
         (0, 0, 3, None), (2, 1, 3, 0), (4, 2, 3, 1)
     ]  # fmt: skip
     assert version(store, 3).anchor == 1
-    assert all(one.kind == Kind.ANCHOR for one in found)
+    assert all(one.kind == RecordKind.ANCHOR for one in found)
     assert len([key for key in watched.writes if key.startswith("parts/")]) == 3 * 3 + 4 * 3  # each once
 
 
@@ -612,7 +612,7 @@ def test_a_sharded_run_is_audited_squashed_and_pruned_like_any_other(short_epoch
     for _ in range(2):
         training.step()
         group.publish(training.weights)
-    checked = list(Audit(store).run())
+    checked = list(RunVerifier(store).run())
     assert [one.fault for one in checked if one.fault] == []
     assert len(checked) == 11 + 3 + 7  # versions, anchors, squashed patches
     prune(store, keep_versions=1, keep_hours=0, grace_hours=0)
@@ -891,7 +891,7 @@ def test_a_store_that_fails_now_and_then_never_parts_the_ranks_or_loses_a_step()
         elif list(base.list("anchors/")):
             assert equal(synced(base), training.weights)
     assert 3 < failed < 36
-    assert [one.fault for one in Audit(base).run() if one.fault] == []
+    assert [one.fault for one in RunVerifier(base).run() if one.fault] == []
 
 
 # -- taking up a run -----------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import pytest
 
 from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
 from pulsesync.format import epochs
-from pulsesync.format.epochs import EPOCH_PATCHES, Held
-from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.epochs import EPOCH_PATCHES, Position
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.run import keys, planner
-from pulsesync.run.planner import find_way
+from pulsesync.run.planner import find_path
 
 RUN, OTHER_RUN = "a" * 32, "b" * 32
 
@@ -30,25 +30,25 @@ class Run:
                 epoch, index, base = last.epoch + 1 if last else 0, 0, None
             else:
                 assert last is not None
-                (epoch, index), base = epochs.position(last), Base(last.version, last.digest)
+                (epoch, index), base = epochs.position(last), BaseRef(last.version, last.digest)
             parts = (PartRef(f"{number:064x}", patch_bytes),) if base else ()
             last = Manifest(RUN, number, number, epoch, index, base, "0" * 64, parts, digest(number), None, 0)
             self.records[keys.manifest_key(number)] = last
-        self.starts = {r.starts: r for r in self.records.values() if Held.by(r).at_start}
+        self.starts = {r.starts: r for r in self.records.values() if Position.by(r).at_start}
 
     def version(self, number: int) -> Manifest:
         return self.records[keys.manifest_key(number)]
 
     def anchor(self, epoch: int, size: int = 1000, before: int | None = None) -> Manifest:
         start = self.starts[epoch]
-        made = replace(start, kind=Kind.ANCHOR, base=None, parts=(PartRef("f" * 64, size),), anchor=before)
+        made = replace(start, kind=RecordKind.ANCHOR, base=None, parts=(PartRef("f" * 64, size),), anchor=before)
         self.records[keys.anchor_key(epoch)] = made
         return made
 
     def squash(self, level: int, number: int, size: int = 50) -> Manifest:
         first, last = self.starts[number << level], self.starts[(number + 1) << level]
-        base = Base(first.version, first.digest)
-        made = replace(last, kind=Kind.SQUASH, base=base, parts=(PartRef("e" * 64, size),))
+        base = BaseRef(first.version, first.digest)
+        made = replace(last, kind=RecordKind.SQUASH, base=base, parts=(PartRef("e" * 64, size),))
         self.records[keys.squash_key(level, number)] = made
         return made
 
@@ -56,14 +56,14 @@ class Run:
         self.looks.append(key)
         return self.records.get(key)
 
-    def way(self, held: int | None, goal: int) -> list[tuple[Kind, int]]:
+    def way(self, held: int | None, goal: int) -> list[tuple[RecordKind, int]]:
         self.looks.clear()
-        start = None if held is None else Held.by(self.version(held))
-        return [(r.kind, r.version) for r in find_way(start, self.version(goal), self.look)]
+        start = None if held is None else Position.by(self.version(held))
+        return [(r.kind, r.version) for r in find_path(start, self.version(goal), self.look)]
 
 
-def patches(first: int, last: int) -> list[tuple[Kind, int]]:
-    return [(Kind.VERSION, number) for number in range(first, last + 1)]
+def patches(first: int, last: int) -> list[tuple[RecordKind, int]]:
+    return [(RecordKind.VERSION, number) for number in range(first, last + 1)]
 
 
 # -- places --------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_run_begins_with_a_root_and_an_epoch_has_32_patches() -> None:
 
 def test_a_root_and_the_last_patch_of_an_epoch_are_starts_of_epochs() -> None:
     run = Run(70, roots=(0, 40))
-    starts = {Held.by(r).starts: r.version for r in run.records.values() if Held.by(r).at_start}
+    starts = {Position.by(r).starts: r.version for r in run.records.values() if Position.by(r).at_start}
     assert starts == {0: 0, 1: 32, 2: 40}
 
 
@@ -96,12 +96,12 @@ def test_keys_sort_as_their_numbers_do() -> None:
 def test_the_next_version_is_accepted() -> None:
     run = Run(40)
     for number in range(1, 40):
-        planner.accept(Held.by(run.version(number - 1)), run.version(number))
+        planner.accept(Position.by(run.version(number - 1)), run.version(number))
 
 
 def test_a_record_of_another_run_is_refused() -> None:
     run = Run(3)
-    held = replace(Held.by(run.version(1)), run=OTHER_RUN)
+    held = replace(Position.by(run.version(1)), run=OTHER_RUN)
     with pytest.raises(ChainError) as caught:
         planner.accept(held, run.version(2))
     assert not isinstance(caught.value, MissingLinkError)
@@ -112,39 +112,39 @@ def test_a_record_of_another_run_is_refused() -> None:
 def test_a_version_that_does_not_follow_what_is_held_is_a_missing_link(held: int | None) -> None:
     run = Run(4)
     with pytest.raises(MissingLinkError):
-        planner.accept(None if held is None else Held.by(run.version(held)), run.version(2))
+        planner.accept(None if held is None else Position.by(run.version(held)), run.version(2))
 
 
 def test_a_version_made_on_other_weights_is_a_missing_link() -> None:
     run = Run(3)
     with pytest.raises(MissingLinkError):
-        planner.accept(replace(Held.by(run.version(1)), digest=digest(7)), run.version(2))
+        planner.accept(replace(Position.by(run.version(1)), digest=digest(7)), run.version(2))
 
 
 def test_a_root_is_reached_by_no_patch() -> None:
     run = Run(3, roots=(0, 2))
     with pytest.raises(MissingLinkError):
-        planner.accept(Held.by(run.version(1)), run.version(2))
+        planner.accept(Position.by(run.version(1)), run.version(2))
 
 
 @pytest.mark.parametrize(("epoch", "index"), [(0, 1), (0, 3), (1, 1), (1, 2), (0, 32)])
 def test_a_version_that_is_out_of_place_in_its_epoch_is_refused(epoch: int, index: int) -> None:
     run = Run(3)
     with pytest.raises(ChainError, match="out of place"):
-        planner.accept(Held.by(run.version(1)), replace(run.version(2), epoch=epoch, index=index))
+        planner.accept(Position.by(run.version(1)), replace(run.version(2), epoch=epoch, index=index))
 
 
 def test_a_squash_that_does_not_begin_at_an_epochs_start_is_refused() -> None:
     run = Run(33)
-    odd = replace(run.version(32), kind=Kind.SQUASH, base=Base(5, digest(5)))
+    odd = replace(run.version(32), kind=RecordKind.SQUASH, base=BaseRef(5, digest(5)))
     with pytest.raises(ChainError, match="out of place"):
-        planner.accept(Held.by(run.version(5)), odd)
+        planner.accept(Position.by(run.version(5)), odd)
 
 
 def test_an_anchor_follows_anything_of_its_run() -> None:
     run = Run(40)
     for held in (None, 0, 39):
-        planner.accept(None if held is None else Held.by(run.version(held)), run.anchor(1))
+        planner.accept(None if held is None else Position.by(run.version(held)), run.anchor(1))
 
 
 # -- ways onward ---------------------------------------------------------------------------------------------------
@@ -171,27 +171,27 @@ def test_from_epoch_start_to_epoch_start_the_largest_squash_is_taken() -> None:
     run = Run(4 * 32 + 1)
     for level, number in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (2, 0)):
         run.squash(level, number)
-    assert run.way(0, 128) == [(Kind.SQUASH, 128)]
+    assert run.way(0, 128) == [(RecordKind.SQUASH, 128)]
 
 
 def test_a_squash_that_leads_past_the_goal_is_not_taken() -> None:
     run = Run(4 * 32 + 1)
     run.squash(2, 0)
     run.squash(1, 0)
-    assert run.way(0, 100) == [(Kind.SQUASH, 64), *patches(65, 100)]
+    assert run.way(0, 100) == [(RecordKind.SQUASH, 64), *patches(65, 100)]
 
 
 def test_a_squash_of_one_epoch_stands_for_its_patches_when_the_goal_is_the_epochs_end() -> None:
     run = Run(33)
     run.squash(0, 0)
-    assert run.way(0, 32) == [(Kind.SQUASH, 32)]
+    assert run.way(0, 32) == [(RecordKind.SQUASH, 32)]
 
 
 def test_where_a_squash_lacks_the_patches_of_that_epoch_are_taken() -> None:
     run = Run(4 * 32)
     run.squash(0, 0)
     run.squash(0, 2)
-    assert run.way(0, 127) == [(Kind.SQUASH, 32), *patches(33, 64), (Kind.SQUASH, 96), *patches(97, 127)]
+    assert run.way(0, 127) == [(RecordKind.SQUASH, 32), *patches(33, 64), (RecordKind.SQUASH, 96), *patches(97, 127)]
 
 
 def test_a_long_way_is_a_few_squashes_found_with_few_looks() -> None:
@@ -201,7 +201,7 @@ def test_a_long_way_is_a_few_squashes_found_with_few_looks() -> None:
         for number in range(epochs >> level):
             run.squash(level, number)
     way = run.way(3 * 32 - 2, epochs * 32 + 5)
-    squashes = [number for kind, number in way if kind == Kind.SQUASH]
+    squashes = [number for kind, number in way if kind == RecordKind.SQUASH]
     ends = [4, 8, 16, 32, 64, 128, 192, 200]
     assert squashes == [32 * end for end in ends]
     assert len(way) == 2 + len(ends) + 5
@@ -224,7 +224,7 @@ def test_a_squash_that_does_not_fit_is_passed_over() -> None:
     run = Run(70)
     run.squash(0, 1)
     key = keys.squash_key(0, 1)
-    run.records[key] = replace(run.records[key], base=Base(32, digest(99)))
+    run.records[key] = replace(run.records[key], base=BaseRef(32, digest(99)))
     assert run.way(32, 69) == patches(33, 69)
 
 
@@ -247,7 +247,7 @@ def test_a_squash_leads_over_a_missing_version() -> None:
     run = Run(40)
     run.squash(0, 0)
     del run.records[keys.manifest_key(5)]
-    assert run.way(0, 35) == [(Kind.SQUASH, 32), *patches(33, 35)]
+    assert run.way(0, 35) == [(RecordKind.SQUASH, 32), *patches(33, 35)]
 
 
 def test_a_record_that_is_another_version_than_its_key_says_is_refused() -> None:
@@ -261,13 +261,13 @@ def test_a_way_that_leads_to_other_weights_than_the_goals_is_refused() -> None:
     run = Run(10)
     goal = replace(run.version(8), digest=digest(77))
     with pytest.raises(ChainError):
-        find_way(Held.by(run.version(5)), goal, run.look)
+        find_path(Position.by(run.version(5)), goal, run.look)
 
 
 def test_what_is_held_of_another_run_is_refused() -> None:
     run = Run(5)
     with pytest.raises(ChainError):
-        find_way(replace(Held.by(run.version(2)), run=OTHER_RUN), run.version(4), run.look)
+        find_path(replace(Position.by(run.version(2)), run=OTHER_RUN), run.version(4), run.look)
 
 
 # -- anchors -------------------------------------------------------------------------------------------------------
@@ -277,22 +277,22 @@ def test_holding_nothing_the_way_begins_at_the_newest_anchor_at_or_before_the_go
     run = Run(100)
     for epoch in (0, 1, 2):
         run.anchor(epoch)
-    assert run.way(None, 70) == [(Kind.ANCHOR, 64), *patches(65, 70)]
-    assert run.way(None, 64) == [(Kind.ANCHOR, 64)]
-    assert run.way(None, 63) == [(Kind.ANCHOR, 32), *patches(33, 63)]
+    assert run.way(None, 70) == [(RecordKind.ANCHOR, 64), *patches(65, 70)]
+    assert run.way(None, 64) == [(RecordKind.ANCHOR, 64)]
+    assert run.way(None, 63) == [(RecordKind.ANCHOR, 32), *patches(33, 63)]
 
 
 def test_a_version_with_an_anchor_of_its_own_needs_nothing_else() -> None:
     run = Run(1)
     run.anchor(0)
-    assert run.way(None, 0) == [(Kind.ANCHOR, 0)]
+    assert run.way(None, 0) == [(RecordKind.ANCHOR, 0)]
 
 
 def test_joining_a_long_run_looks_at_few_records() -> None:
     run = Run(3000)
     run.anchor(90)
     run.records[keys.manifest_key(2950)] = replace(run.version(2950), anchor=90)
-    assert run.way(None, 2950)[0] == (Kind.ANCHOR, 2880)
+    assert run.way(None, 2950)[0] == (RecordKind.ANCHOR, 2880)
     assert len(run.looks) < 2950 - 2880 + 10
 
 
@@ -302,7 +302,7 @@ def test_between_an_anchor_and_patches_the_fewer_bytes_decide(anchor_bytes: int,
     run.anchor(2, anchor_bytes)
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
     way = run.way(1, 70)  # 69 patches, or an anchor and 6
-    assert way[0] == ((Kind.ANCHOR, 64) if takes_anchor else (Kind.VERSION, 2))
+    assert way[0] == ((RecordKind.ANCHOR, 64) if takes_anchor else (RecordKind.VERSION, 2))
 
 
 def test_squashes_count_in_that_comparison() -> None:
@@ -310,7 +310,7 @@ def test_squashes_count_in_that_comparison() -> None:
     run.anchor(2, 200)
     run.squash(1, 0, 100)
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
-    assert run.way(0, 70)[0] == (Kind.SQUASH, 64)
+    assert run.way(0, 70)[0] == (RecordKind.SQUASH, 64)
 
 
 def test_no_anchor_is_looked_for_where_it_could_only_be_further_back() -> None:
@@ -326,7 +326,7 @@ def test_an_anchor_leads_over_a_missing_version() -> None:
     run.anchor(2)
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
     del run.records[keys.manifest_key(50)]
-    assert run.way(40, 70) == [(Kind.ANCHOR, 64), *patches(65, 70)]
+    assert run.way(40, 70) == [(RecordKind.ANCHOR, 64), *patches(65, 70)]
 
 
 def test_an_anchor_from_which_a_version_is_missing_gives_way_to_an_older_one_and_a_squash() -> None:
@@ -335,7 +335,7 @@ def test_an_anchor_from_which_a_version_is_missing_gives_way_to_an_older_one_and
     run.anchor(1)
     run.squash(1, 0)
     del run.records[keys.manifest_key(50)]
-    assert run.way(None, 70) == [(Kind.ANCHOR, 0), (Kind.SQUASH, 64), *patches(65, 70)]
+    assert run.way(None, 70) == [(RecordKind.ANCHOR, 0), (RecordKind.SQUASH, 64), *patches(65, 70)]
 
 
 def test_an_anchor_that_is_gone_gives_way_to_the_one_before_it() -> None:
@@ -344,7 +344,7 @@ def test_an_anchor_that_is_gone_gives_way_to_the_one_before_it() -> None:
     run.anchor(2)
     run.records[keys.manifest_key(199)] = replace(run.version(199), anchor=5)
     del run.records[keys.anchor_key(5)]
-    assert run.way(None, 199)[0] == (Kind.ANCHOR, 64)
+    assert run.way(None, 199)[0] == (RecordKind.ANCHOR, 64)
 
 
 def test_an_anchor_names_the_one_before_it_however_far_that_is() -> None:
@@ -358,7 +358,7 @@ def test_an_anchor_names_the_one_before_it_however_far_that_is() -> None:
     del run.records[keys.manifest_key(101 * 32 + 1)]  # from the nearer one no way leads on
     assert 101 - planner.SEARCH > 0
     way = run.way(None, goal)
-    assert way[:3] == [(Kind.ANCHOR, 0), (Kind.SQUASH, 64 * 32), (Kind.SQUASH, 128 * 32)]
+    assert way[:3] == [(RecordKind.ANCHOR, 0), (RecordKind.SQUASH, 64 * 32), (RecordKind.SQUASH, 128 * 32)]
 
 
 def test_the_search_for_an_anchor_has_an_end() -> None:
@@ -374,13 +374,13 @@ def test_an_anchor_of_another_run_or_place_is_passed_over() -> None:
     run.anchor(0)
     run.records[keys.anchor_key(2)] = replace(run.anchor(2), run=OTHER_RUN)
     run.records[keys.anchor_key(1)] = run.records[keys.anchor_key(0)]
-    assert run.way(None, 70) == [(Kind.ANCHOR, 0), *patches(1, 70)]
+    assert run.way(None, 70) == [(RecordKind.ANCHOR, 0), *patches(1, 70)]
 
 
 def test_a_version_older_than_the_one_held_is_reached_from_an_anchor() -> None:
     run = Run(80)
     run.anchor(0)
-    assert run.way(70, 10) == [(Kind.ANCHOR, 0), *patches(1, 10)]
+    assert run.way(70, 10) == [(RecordKind.ANCHOR, 0), *patches(1, 10)]
 
 
 # -- roots ---------------------------------------------------------------------------------------------------------
@@ -390,8 +390,8 @@ def test_a_later_root_is_reached_by_its_anchor_alone() -> None:
     run = Run(20, roots=(0, 10))
     run.anchor(0)
     run.anchor(1)
-    assert run.way(3, 15) == [(Kind.ANCHOR, 10), *patches(11, 15)]
-    assert run.way(None, 10) == [(Kind.ANCHOR, 10)]
+    assert run.way(3, 15) == [(RecordKind.ANCHOR, 10), *patches(11, 15)]
+    assert run.way(None, 10) == [(RecordKind.ANCHOR, 10)]
 
 
 def test_a_later_root_without_an_anchor_cannot_be_reached() -> None:
@@ -411,16 +411,16 @@ def test_an_epoch_that_a_root_cut_short_is_never_gone_over_by_patches() -> None:
     run.anchor(0)
     run.anchor(1)
     run.anchor(2)  # the root at 10 began epoch 1; that of epoch 2 is version 42
-    assert run.way(None, 60)[0] == (Kind.ANCHOR, 42)
-    assert run.way(5, 60)[0] == (Kind.ANCHOR, 42)
+    assert run.way(None, 60)[0] == (RecordKind.ANCHOR, 42)
+    assert run.way(5, 60)[0] == (RecordKind.ANCHOR, 42)
 
 
 def test_a_version_that_does_not_follow_is_gone_round_by_an_anchor() -> None:
     run = Run(80)
     run.anchor(2)
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
-    run.records[keys.manifest_key(41)] = replace(run.version(41), base=Base(40, digest(99)))
-    assert run.way(40, 70) == [(Kind.ANCHOR, 64), *patches(65, 70)]
+    run.records[keys.manifest_key(41)] = replace(run.version(41), base=BaseRef(40, digest(99)))
+    assert run.way(40, 70) == [(RecordKind.ANCHOR, 64), *patches(65, 70)]
 
 
 # -- is it still the same run? -------------------------------------------------------------------------------------

@@ -16,17 +16,17 @@ from pulsesync.errors import (
 )
 from pulsesync.format import epochs, signature
 from pulsesync.format import layout as layouts
-from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
-from pulsesync.run.reader import Records, describe
+from pulsesync.run.reader import RunReader, describe
 from pulsesync.store import MemoryStore
 from tests.helpers import RUN
 from tests.runs import Training, Watched, publish_steps, version
 
 
 def made(number: int, **changes: object) -> Manifest:
-    base = Base(number - 1, f"{number - 1:064x}") if number else None
+    base = BaseRef(number - 1, f"{number - 1:064x}") if number else None
     parts = (PartRef(f"{number:064x}", 100),) if number else ()
     manifest = Manifest(RUN, number, 7, 0, number, base, "0" * 64, parts, f"{number:064x}", None, 0)
     return replace(manifest, **changes)  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def store_with(count: int, head: bytes | None = None) -> Watched:
 
 def test_a_record_is_fetched_once() -> None:
     store = store_with(3)
-    known = Records(store, None)
+    known = RunReader(store, None)
     assert known.version(2) is known.version(2)
     assert known.version(7) is known.version(7) is None
     assert len(store.gets) == 2
@@ -55,12 +55,12 @@ def test_a_record_is_fetched_once() -> None:
 
 def test_a_record_that_is_avoided_is_not_there() -> None:
     store = store_with(3)
-    assert Records(store, None, {keys.manifest_key(2)}).look(keys.manifest_key(2)) is None
+    assert RunReader(store, None, {keys.manifest_key(2)}).look(keys.manifest_key(2)) is None
     assert store.gets == []
 
 
 def test_where_a_record_was_found_is_known() -> None:
-    known = Records(store_with(3), None)
+    known = RunReader(store_with(3), None)
     found = known.version(1)
     assert found is not None
     assert known.key_of(found) == keys.manifest_key(1)
@@ -71,7 +71,7 @@ def test_a_record_of_another_kind_than_its_place_is_refused(key: str) -> None:
     store = store_with(2)
     store.store.put(key, made(1).build())
     with pytest.raises(FormatError, match="kind") as caught:
-        Records(store, None).look(key)
+        RunReader(store, None).look(key)
     assert caught.value.key == key
 
 
@@ -79,7 +79,7 @@ def test_a_version_in_the_place_of_another_is_refused() -> None:
     store = store_with(3)
     store.store.put(keys.manifest_key(2), made(1).build())
     with pytest.raises(ChainError, match="version 1") as caught:
-        Records(store, None).version(2)
+        RunReader(store, None).version(2)
     assert caught.value.key == keys.manifest_key(2)
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_record_is_refused_with_its_key(data: bytes) -> None:
     store = store_with(0)
     store.store.put(keys.manifest_key(1), data)
     with pytest.raises(FormatError) as caught:
-        Records(store, None).version(1)
+        RunReader(store, None).version(1)
     assert caught.value.key == keys.manifest_key(1)
 
 
@@ -97,7 +97,7 @@ def test_no_more_of_a_record_is_read_than_one_can_have(monkeypatch: pytest.Monke
     store = store_with(0)
     store.store.put(keys.manifest_key(0), b"x" * 100_000)
     with pytest.raises(LimitError):
-        Records(store, None).version(0)
+        RunReader(store, None).version(0)
     assert store.gets == [(keys.manifest_key(0), 0, 1001)]
 
 
@@ -106,7 +106,7 @@ def test_a_record_by_a_trusted_key_is_taken_and_any_other_is_refused() -> None:
     store = store_with(1)
     for number, key in ((1, mine), (2, other)):
         store.store.put(keys.manifest_key(number), signature.sign(made(number).build(), key))
-    known = Records(store, {mine.public})
+    known = RunReader(store, {mine.public})
     assert known.version(1) == made(1)
     for number in (0, 2):
         with pytest.raises(SignatureError):
@@ -117,7 +117,7 @@ def test_a_record_by_a_trusted_key_is_taken_and_any_other_is_refused() -> None:
 
 
 def newest(store: Watched, after: int = -1) -> int | None:
-    found = Records(store, None).newest(after)
+    found = RunReader(store, None).newest(after)
     return found.version if found else None
 
 
@@ -184,7 +184,7 @@ def start(hint: bytes | None, of: int) -> int | None:
     store = store_with(5)
     if hint is not None:
         store.store.put(keys.start_key(made(of).digest), hint)
-    found = Records(store, None).start(made(of).digest)
+    found = RunReader(store, None).start(made(of).digest)
     return found.version if found else None
 
 
@@ -202,7 +202,7 @@ def test_a_start_at_a_version_with_a_history_leads_nowhere() -> None:
     remembering = made(3, history="5" * 64)
     store.store.put(keys.manifest_key(3), remembering.build())
     store.store.put(keys.start_key(remembering.digest), b"3")
-    assert Records(store, None).start(remembering.digest) is None
+    assert RunReader(store, None).start(remembering.digest) is None
 
 
 def test_at_the_end_of_an_epoch_its_history_is_over_and_a_start_leads_on() -> None:
@@ -210,7 +210,7 @@ def test_at_the_end_of_an_epoch_its_history_is_over_and_a_start_leads_on() -> No
     last = made(epochs.EPOCH_PATCHES, history="5" * 64)
     store.store.put(keys.manifest_key(last.version), last.build())
     store.store.put(keys.start_key(last.digest), str(last.version).encode())
-    assert Records(store, None).start(last.digest) == last
+    assert RunReader(store, None).start(last.digest) == last
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_layout_that_its_id_does_not_name_is_refused_with_its_key() -> None:
     good, other = (layouts.make([TensorSpec(name, "F32", (3,))]) for name in "ab")
     store.store.put(keys.layout_key(good.id), other.data)
     with pytest.raises(ChecksumError) as caught:
-        Records(store, None).layout(good.id)
+        RunReader(store, None).layout(good.id)
     assert caught.value.key == keys.layout_key(good.id)
 
 
@@ -234,9 +234,9 @@ def test_a_record_is_described_as_what_it_is() -> None:
     root, second = describe(version(store, 0)), describe(version(store, 1))
     assert (root["kind"], root["base"], root["bytes"]) == ("root", None, 0)
     assert (second["kind"], second["base"], second["step"]) == ("version", 0, 1)
-    anchor = Records(store, None).look(keys.anchor_key(0))
+    anchor = RunReader(store, None).look(keys.anchor_key(0))
     assert anchor is not None
-    assert (describe(anchor)["kind"], anchor.kind) == ("anchor", Kind.ANCHOR)
+    assert (describe(anchor)["kind"], anchor.kind) == ("anchor", RecordKind.ANCHOR)
 
 
 def test_a_publisher_leaves_a_head_that_is_right() -> None:

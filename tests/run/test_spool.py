@@ -17,7 +17,7 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
-from pulsesync.format.manifest import Kind, Manifest, PartRef
+from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
 from pulsesync.run import keys, spool
@@ -39,7 +39,7 @@ class Anchor:
         sums = count_sums(LAYOUT, state)
         self.parts = [patch.encode_whole(LAYOUT, [tile], state, sums) for tile in LAYOUT.tiles]
         self.refs = tuple(PartRef(part.id, len(part.data)) for part in self.parts)
-        self.record = Manifest(RUN, 0, 0, 0, 0, None, LAYOUT.id, self.refs, "0" * 64, None, 0, Kind.ANCHOR)
+        self.record = Manifest(RUN, 0, 0, 0, 0, None, LAYOUT.id, self.refs, "0" * 64, None, 0, RecordKind.ANCHOR)
         self.store = Watched()
         for part in self.parts:
             self.store.store.put(keys.part_key(part.id), part.data)

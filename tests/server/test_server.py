@@ -33,7 +33,7 @@ from pulsesync.server import make_app, serve
 from pulsesync.server import relay as make_relay
 from pulsesync.server.service import _send_piece, _Service
 from pulsesync.store import CachedStore, LocalStore, MemoryStore, forget
-from pulsesync.store.coalesce import Coalescing
+from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
 
@@ -617,7 +617,7 @@ def test_a_relay_keeps_its_cache_below_a_limit(upstream: Upstream, tmp_path: Pat
 
 def test_without_a_limit_given_a_relay_leaves_half_of_the_free_disk(tmp_path: Path) -> None:
     relayed = make_relay(MemoryStore(), tmp_path / "to" / "come")
-    assert isinstance(relayed, Coalescing)
+    assert isinstance(relayed, CoalescingStore)
     assert isinstance(relayed.store, CachedStore)
     limit = relayed.store._max_bytes
     assert limit is not None
@@ -719,7 +719,7 @@ class Slow(MemoryStore):
 def test_equal_reads_at_the_same_time_are_one() -> None:
     slow = Slow(seconds=1.0)  # on a busy machine threads start late
     slow.put("parts/a", SMALL)
-    shared = Coalescing(slow)
+    shared = CoalescingStore(slow)
     with ThreadPoolExecutor(16) as threads:
         assert set(threads.map(lambda _: shared.get("parts/a", 2, 5), range(16))) == {b"234"}
     assert len(slow.asked) == 1
@@ -730,7 +730,7 @@ def test_equal_reads_at_the_same_time_are_one() -> None:
 def test_ranges_of_a_small_record_are_one_read() -> None:
     slow = Slow()
     slow.put("head", SMALL)
-    shared = Coalescing(slow)
+    shared = CoalescingStore(slow)
     assert [shared.get("head", begin, end) for begin, end in RANGES] == [SMALL[begin:end] for begin, end in RANGES]
     assert len(slow.asked) == 1
 
@@ -738,7 +738,7 @@ def test_ranges_of_a_small_record_are_one_read() -> None:
 def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
     slow = Slow()
     slow.put("manifests/1", LARGE)
-    shared = Coalescing(slow)
+    shared = CoalescingStore(slow)
     for begin, end in RANGES:
         assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
 
@@ -748,7 +748,7 @@ def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
     slow = Slow()
-    shared = Coalescing(slow)
+    shared = CoalescingStore(slow)
     for _ in range(3):
         with pytest.raises(NotFoundError):
             shared.get(key)
@@ -760,7 +760,7 @@ def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch:
 
 def test_what_is_remembered_is_bounded() -> None:
     store = MemoryStore()
-    shared = Coalescing(store)
+    shared = CoalescingStore(store)
     for i in range(3000):
         with pytest.raises(NotFoundError):
             shared.get(f"anchors/{i}")
@@ -772,7 +772,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_relay_refuses_to_write() -> None:
-    shared = Coalescing(MemoryStore())
+    shared = CoalescingStore(MemoryStore())
     for write in (lambda: shared.put("a", b""), lambda: shared.create("a", b""), lambda: shared.delete("a")):
         with pytest.raises(StoreError, match="read-only"):
             write()
@@ -833,7 +833,7 @@ def test_no_other_requests_make_a_relay_pass_a_second_report_on_sooner(monkeypat
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
     store = Reported()
     store.put("parts/a", SMALL)
-    shared = Coalescing(store)
+    shared = CoalescingStore(store)
     for _ in range(3):
         shared.forget("parts/a")
         for i in range(1100):
@@ -850,7 +850,7 @@ def test_reports_are_remembered_within_bounds_and_those_of_absent_objects_not_at
 ) -> None:
     monkeypatch.setattr("pulsesync.store.coalesce._MAX_REPORTED", 16)
     store = Reported()
-    shared = Coalescing(store)
+    shared = CoalescingStore(store)
     for i in range(50):
         shared.forget(f"parts/{i}")
     assert len(shared._reported) == len(store.reports) == 16

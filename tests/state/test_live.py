@@ -17,7 +17,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest, PartRef
+from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.state import live as states
 from pulsesync.state.live import Snapshot, State
 from pulsesync.state.slices import Slice, Slices
@@ -145,9 +145,9 @@ def twice_the_same_tile(version: Version) -> Version:
         (of_another_base, BaseMismatchError),
         (changed_manifest(layout="00" * 32), BaseMismatchError),
         (changed_manifest(base=None), BaseMismatchError),
-        (changed_manifest(base=None, kind=Kind.ANCHOR), BaseMismatchError),
+        (changed_manifest(base=None, kind=RecordKind.ANCHOR), BaseMismatchError),
         (changed_manifest(index=1), FormatError),
-        (changed_manifest(kind=Kind.SQUASH), FormatError),
+        (changed_manifest(kind=RecordKind.SQUASH), FormatError),
         (changed_manifest(index=5), BaseMismatchError),
         (changed_manifest(digest="00" * 32), VerificationError),
         (changed_manifest(history="00" * 32), VerificationError),
@@ -464,7 +464,7 @@ def test_a_squashed_patch_with_a_history_payload_is_refused() -> None:
     record, parts = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     before = remembered(held)
     with pytest.raises(FormatError):
-        held.prepare(replace(record, kind=Kind.SQUASH, history=None), parts)
+        held.prepare(replace(record, kind=RecordKind.SQUASH, history=None), parts)
     assert_untouched(held, before)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec, Tile
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.state.slices import Place, Slice, Slices, Widened, Window, windows
+from pulsesync.state.slices import LocalTile, Slice, Slices, WidenedTile, Window, windows
 from tests.helpers import cuts, seeds
 
 
@@ -160,7 +160,7 @@ def test_every_bf16_number_is_written_as_the_fp32_number_it_is_and_read_back(col
     spec = TensorSpec("t", "BF16", (256, 256), column_cuts=columns)
     flat = np.full(1 << 16, 0x12345678, np.uint32)
     for tile in tiles_of(spec):
-        place = Widened(Place(tile, True))
+        place = WidenedTile(LocalTile(tile, True))
         bits = tile.read_block(EVERY_BF16, 0)
         assert not place.exact(flat, 0)
         place.write_block(flat, 0, bits)
@@ -175,7 +175,7 @@ def test_every_bf16_number_is_written_as_the_fp32_number_it_is_and_read_back(col
 
 def test_a_change_of_some_weights_leaves_the_others_as_they_are() -> None:
     (tile,) = tiles_of(TensorSpec("t", "BF16", (8,)))
-    place, flat = Widened(Place(tile, True)), np.full(8, 0x3F800001, np.uint32)
+    place, flat = WidenedTile(LocalTile(tile, True)), np.full(8, 0x3F800001, np.uint32)
     at, new = np.array([2, 5], np.uint32), np.array([0x8000, 0x7FC1], np.uint16)
     place.write(flat, BlockChange(0, at, new, new))
     assert flat.tolist() == [0x3F800001] * 2 + [0x80000000] + [0x3F800001] * 2 + [0x7FC10000] + [0x3F800001] * 2

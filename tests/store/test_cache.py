@@ -13,7 +13,7 @@ import pytest
 
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.format.container import build
-from pulsesync.store import CachedStore, Entry, LocalStore, MemoryStore, Store
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, Store
 from pulsesync.testing.stores import StoreTests, in_threads
 
 LARGE = bytes(range(256)) * 10_000  # three pieces
@@ -592,7 +592,7 @@ def test_there_is_a_limit_unless_there_is_to_be_none() -> None:
 def test_listings_and_creations_are_the_store_s_own(tmp_path: Path) -> None:
     store: Store = CachedStore(MemoryStore(clock=lambda: 7.0), tmp_path)
     store.create("parts/a", b"1")
-    assert list(store.list("parts/")) == [Entry("parts/a", 1, 7.0)]
+    assert list(store.list("parts/")) == [ObjectEntry("parts/a", 1, 7.0)]
 
 
 def test_a_folder_among_the_entries_does_not_keep_the_cache_from_making_room(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import Entry
+from pulsesync.store.base import ObjectEntry
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
 
@@ -473,7 +473,7 @@ def listing(*lines: object) -> Reply:
 def test_a_listing_is_asked_for_by_its_prefix() -> None:
     lines = [{"key": "parts/a", "size": 3, "modified": 1.5}, {"key": "parts/b/c", "size": 0, "modified": 2}]
     with asking(listing(*lines)) as (store, place):
-        assert list(store.list("parts/")) == [Entry("parts/a", 3, 1.5), Entry("parts/b/c", 0, 2.0)]
+        assert list(store.list("parts/")) == [ObjectEntry("parts/a", 3, 1.5), ObjectEntry("parts/b/c", 0, 2.0)]
     assert place.requests[0].startswith("GET /?list=parts%2F HTTP/1.1")
 
 

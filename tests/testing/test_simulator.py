@@ -17,9 +17,9 @@ from pulsesync.format import epochs
 from pulsesync.format.manifest import Manifest
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import _Span
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.state.live import Snapshot, State, Transition
-from pulsesync.store import Entry, MemoryStore, Store
+from pulsesync.store import MemoryStore, ObjectEntry, Store
 from pulsesync.testing.simulator import InlineExecutor, QueuedExecutor, RunSimulator
 
 SCHEDULES, CHUNK, EVENTS = 200, 10, 24
@@ -137,7 +137,7 @@ class RecordBeforeBody:
         self.store.create(key, data)
         self._send()
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return self.store.list(prefix)
 
     def delete(self, key: str) -> None:
@@ -169,7 +169,7 @@ class ResumesAnything(Subscriber):
     """Believes that the weights are the version that somebody wrote down."""
 
     def resume(self, source: Any, version: int, history: bytes | None) -> bool:
-        record = Records(self.store, self.trust).version(version)
+        record = RunReader(self.store, self.trust).version(version)
         if record is not None and not super().resume(source, version, history):
             self._hold(record)
         return record is not None
@@ -199,12 +199,12 @@ def read_the_live_state(snapshot: Snapshot, tile: Tile, number: int) -> Bits:
     return snapshot._state.block(tile, number)
 
 
-def believe_head(records: Records, after: int = -1) -> Manifest | None:
+def believe_head(records: RunReader, after: int = -1) -> Manifest | None:
     head = records._head()
     return records.version(head) if head > after else None
 
 
-def keep_the_newest_alone(versions: list[tuple[Entry, Manifest]], *_: Any) -> int:
+def keep_the_newest_alone(versions: list[tuple[ObjectEntry, Manifest]], *_: Any) -> int:
     return max((record.version for _, record in versions), default=0)
 
 
@@ -239,7 +239,7 @@ def test_a_subscriber_with_a_mistake_is_caught(subscriber: type[Subscriber]) -> 
         (State, "commit", commit_half),
         (State, "_write", write_one_of_two_tied),
         (Snapshot, "block", read_the_live_state),
-        (Records, "newest", believe_head),
+        (RunReader, "newest", believe_head),
         (pruning, "_first_kept", keep_the_newest_alone),
         (_Span, "then", forget_the_first_half),
     ],

@@ -124,9 +124,9 @@ def demo(
     from pulsesync.cli.demo import find_model, read_link, read_place
     from pulsesync.cli.demo import replay as play
     from pulsesync.cli.demo import run as work
-    from pulsesync.lab.demo.settings import Settings
+    from pulsesync.lab.demo.settings import DemoSettings
 
-    settings = Settings(
+    settings = DemoSettings(
         steps=steps, workers=workers, seed=seed, lr=lr or (6e-5 if trainers == 1 else 1e-5), prompts=prompts,
         group=group, delay=delay,
         publish_every=publish_every, sync=sync, trainers=trainers, sync_every=sync_every, loco=loco,
@@ -191,10 +191,10 @@ def study(
         limit: Look at so many of the newest steps; 0 for all.
         json: Print one JSON object a recording, for machines.
     """
-    from pulsesync.cli.study import Wanted
+    from pulsesync.cli.study import StudyOutputs
     from pulsesync.cli.study import study as work
 
-    wanted = Wanted(out, csv, parquet, html, lr)
+    wanted = StudyOutputs(out, csv, parquet, html, lr)
     return work(
         places, wanted, dtype=dtype, sample=sample, headers=headers, trust=trust, limit=limit, as_json=json
     )  # fmt: skip

@@ -18,29 +18,29 @@ from pulsesync.cli.options import UsageError, open_place, read_rate
 from pulsesync.errors import PulseError
 from pulsesync.lab.charts import draw
 from pulsesync.lab.demo import plots, view
-from pulsesync.lab.demo.run import Run
-from pulsesync.lab.demo.settings import Settings
-from pulsesync.lab.demo.view import Line, Story
+from pulsesync.lab.demo.run import DemoRun
+from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync.lab.demo.view import Line, RunStory
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
 OWN = ("port", "secret")  # of every start of a run anew
 
 
-def run(settings: Settings, out: Path | None, *, as_json: bool) -> int:
+def run(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
     """Train with workers that follow; exit code 0. Raises: PulseError, if anything was not as it was published."""
     need_torch()
-    return _watch(Run, check_trainers(settings), out, as_json)
+    return _watch(DemoRun, check_trainers(settings), out, as_json)
 
 
-def replay(settings: Settings, out: Path | None, *, as_json: bool) -> int:
+def replay(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
     """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
-    from pulsesync.lab.demo.replay import RATE, RECORDED, Recording, ReplayRun
+    from pulsesync.lab.demo.replay import RATE, RECORDED, RecordedRun, ReplayRun
 
     if settings.trainers > 1:
         raise UsageError("--replay plays what one trainer did: leave out --trainers to see it, or --replay to train")
     if settings.sync != "pulse" or settings.model != "demo":
         raise UsageError("--replay plays a recorded run by PULSESync: --sync and --model are for real ones")
-    steps = min(settings.steps, len(Recording.load(RECORDED).changes))
+    steps = min(settings.steps, len(RecordedRun.load(RECORDED).changes))
     return _watch(ReplayRun, replace(settings, model=str(RECORDED), steps=steps, lr=RATE), out, as_json)
 
 
@@ -110,10 +110,10 @@ def find_model(name: str) -> str:
     return str(folder)
 
 
-def check_trainers(settings: Settings) -> Settings:
+def check_trainers(settings: DemoSettings) -> DemoSettings:
     """Settings that make sense for so many trainers, with whole rounds of steps. Raises: UsageError."""
     if settings.trainers == 1:
-        if (settings.sync_every, settings.loco) != (Settings.sync_every, Settings.loco):
+        if (settings.sync_every, settings.loco) != (DemoSettings.sync_every, DemoSettings.loco):
             raise UsageError("--sync-every and --loco are for trainers that meet: give --trainers too, such as 4")
         return settings
     if settings.sync != "pulse":
@@ -130,7 +130,7 @@ def check_trainers(settings: Settings) -> Settings:
     return replace(settings, steps=steps)
 
 
-def open_folder(out: Path | None, settings: Settings) -> tuple[Path, int]:
+def open_folder(out: Path | None, settings: DemoSettings) -> tuple[Path, int]:
     """The folder of a run, and how many lines an earlier start has left there.
 
     Raises:
@@ -144,7 +144,7 @@ def open_folder(out: Path | None, settings: Settings) -> tuple[Path, int]:
     if (folder / "summary.json").exists():
         raise UsageError(f"the run in {folder} has ended: give another folder to --out")
     try:
-        before = asdict(Settings.load(folder))
+        before = asdict(DemoSettings.load(folder))
     except (TypeError, ValueError) as e:
         raise UsageError(f"the settings in {folder} cannot be read: give another folder to --out") from e
     now = {**asdict(settings), "store": settings.store or str(folder / "store")}
@@ -158,9 +158,9 @@ def open_folder(out: Path | None, settings: Settings) -> tuple[Path, int]:
 # What is shown
 
 
-def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool) -> int:
+def _watch(kind: type[DemoRun], settings: DemoSettings, out: Path | None, as_json: bool) -> int:
     folder, told = open_folder(out, settings)
-    story = Story(settings)
+    story = RunStory(settings)
     try:
         with kind(folder, settings) as run, _screen(story, run, as_json) as show:
             for number, line in enumerate(run.lines()):
@@ -188,7 +188,7 @@ def _watch(kind: type[Run], settings: Settings, out: Path | None, as_json: bool)
 
 
 @contextmanager
-def _screen(story: Story, run: Run, as_json: bool) -> Iterator[Callable[[Line], None]]:
+def _screen(story: RunStory, run: DemoRun, as_json: bool) -> Iterator[Callable[[Line], None]]:
     """Yield what shows a step: drawn in place on a terminal, else a line each."""
     workers = f"{run.settings.workers} worker{'s' if run.settings.workers > 1 else ''}"
     trainers = "a trainer" if run.settings.trainers == 1 else f"{run.settings.trainers} trainers"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust, size
 from pulsesync.errors import NothingPublishedError, PulseError
-from pulsesync.integrations.folder import Flip, HuggingFaceFolder
+from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
 
 
 def follow(
@@ -53,7 +53,7 @@ def follow(
     return 0
 
 
-def _report_flip(flip: Flip, printer: Printer) -> None:
+def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     ways = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
     if flip.left_out:
@@ -68,7 +68,7 @@ def _report_flip(flip: Flip, printer: Printer) -> None:
     )  # fmt: skip
 
 
-def _report_missing(flip: Flip, folder: Path, printer: Printer) -> None:
+def _report_missing(flip: FolderUpdate, folder: Path, printer: Printer) -> None:
     """Warn that `from_pretrained` will fail. The trainer has to help: these files travel with a version."""
     if flip.missing:
         printer.note(

@@ -10,10 +10,10 @@ from pulsesync.cli.options import NothingThereError, Printer, open_place, read_t
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
-from pulsesync.format.manifest import Kind
+from pulsesync.format.manifest import RecordKind
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import keys
-from pulsesync.run.reader import Records, describe
+from pulsesync.run.reader import RunReader, describe
 from pulsesync.store import LocalStore
 
 SHOWN = 100  # versions
@@ -28,7 +28,7 @@ def show(place: str, *, version: int | None, trust: str | None, as_json: bool) -
     if Path(place).is_file():
         facts, table = _part(Path(place))
     else:
-        records = Records(open_place(place), read_trust(trust))
+        records = RunReader(open_place(place), read_trust(trust))
         facts, table = _run(records, place) if version is None else _version(records, place, version)
     if as_json:
         print(json.dumps(facts))
@@ -44,14 +44,14 @@ def show(place: str, *, version: int | None, trust: str | None, as_json: bool) -
     return 0
 
 
-def _run(records: Records, place: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _run(records: RunReader, place: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found = find_records(records, SHOWN)
     if not found:
         raise NothingThereError(f"{place} holds no run: there is no version in it", key="manifests/")
     if bad := next((one for one in found if one.fault), None):
         raise FormatError(f"{bad.key}: {bad.fault}", key=bad.key)
     whole = [one.record for one in found if one.record]
-    newest = next(record for record in reversed(whole) if record.kind == Kind.VERSION)
+    newest = next(record for record in reversed(whole) if record.kind == RecordKind.VERSION)
     layout = records.layout(newest.layout)
     facts = {
         "run": newest.run,
@@ -62,14 +62,14 @@ def _run(records: Records, place: str) -> tuple[dict[str, Any], list[dict[str, A
         "bytes": sum(spec.size * spec.kind.itemsize for spec in layout.tensors),
         "ties": len(layout.ties),
         "files": ", ".join(file.name for file in newest.files) or "none",
-        "versions": [describe(record) for record in whole if record.kind == Kind.VERSION],
-        "anchors": [describe(record) for record in whole if record.kind == Kind.ANCHOR],
-        "squashes": [describe(record) for record in whole if record.kind == Kind.SQUASH],
+        "versions": [describe(record) for record in whole if record.kind == RecordKind.VERSION],
+        "anchors": [describe(record) for record in whole if record.kind == RecordKind.ANCHOR],
+        "squashes": [describe(record) for record in whole if record.kind == RecordKind.SQUASH],
     }
     return facts, list(rows(found))
 
 
-def _version(records: Records, place: str, version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _version(records: RunReader, place: str, version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     record = records.version(version)
     if record is None:
         raise NothingThereError(f"version {version} is not published in {place}, or not any more")

@@ -8,7 +8,7 @@ from pathlib import Path
 from pulsesync.cli.options import NothingThereError, Printer, UsageError, open_place, read_key
 from pulsesync.errors import PulseError
 from pulsesync.format.signature import SigningKey
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 
 
 def keygen(file: Path, *, as_json: bool) -> int:
@@ -37,7 +37,7 @@ def delegate(run: str, public: str, *, key: Path | None, out: Path | None) -> in
         raise UsageError(f"{public[:80]!r} is not a public key of 64 hexadecimal digits, as pulse keygen prints it")
     id_ = run
     if not re.fullmatch("[0-9a-f]{32}", run):
-        newest = Records(open_place(run), {signing_key.public}).newest()
+        newest = RunReader(open_place(run), {signing_key.public}).newest()
         if newest is None:
             raise NothingThereError(f"there is no run at {run}, or no version in it yet; a delegation is for one run")
         id_ = newest.run

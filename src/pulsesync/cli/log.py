@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
-from pulsesync.maintain.verify import Found, find_records
-from pulsesync.run.reader import Records, describe
+from pulsesync.maintain.verify import FoundRecord, find_records
+from pulsesync.run.reader import RunReader, describe
 
 
 def log(run: str, *, trust: str | None, limit: int, as_json: bool) -> int:
     """Print the records of a run, newest first; exit code 0. Raises: PulseError, NothingThereError."""
-    found = find_records(Records(open_place(run), read_trust(trust)), limit or None)[::-1]
+    found = find_records(RunReader(open_place(run), read_trust(trust)), limit or None)[::-1]
     if not found:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
     if as_json:
@@ -27,7 +27,7 @@ def log(run: str, *, trust: str | None, limit: int, as_json: bool) -> int:
     return 0
 
 
-def rows(found: list[Found]) -> Iterator[dict[str, Any]]:
+def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
     """Records as rows for people; those that cannot be read are left out."""
     for record in (one.record for one in found):
         if record is not None:

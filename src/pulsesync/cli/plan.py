@@ -11,9 +11,9 @@ from pulsesync.cli.options import NothingThereError, Printer, UsageError, read_r
 from pulsesync.errors import NotFoundError
 from pulsesync.lab.study.predict import evidence, theory
 from pulsesync.lab.study.predict.evidence import Evidence
-from pulsesync.lab.study.predict.forecast import MOST_STEPS, Optimizer, Training
-from pulsesync.lab.study.predict.models import Model, read_model
-from pulsesync.lab.study.predict.plan import CODECS, GOAL, LITTLE, Plan, make_plan
+from pulsesync.lab.study.predict.forecast import MOST_STEPS, Optimizer, TrainingSettings
+from pulsesync.lab.study.predict.models import ModelFacts, read_model
+from pulsesync.lab.study.predict.plan import CODECS, GOAL, LITTLE, SyncPlan, make_plan
 
 NOT_MEASURED = "not measured"
 _NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
@@ -32,7 +32,7 @@ def plan(
 ) -> int:  # fmt: skip
     """Print the plan; exit code 0. Raises: PulseError; UsageError, NothingThereError."""
     known = _known(optimizer)
-    training = Training(
+    training = TrainingSettings(
         _positive(lr, "--lr"), read_betas(betas) if betas else _BETAS[known], warm_up, masters, every, known
     )
     if 2 * every > MOST_STEPS:
@@ -81,7 +81,7 @@ def _positive(number: float, option: str) -> float:
     return number
 
 
-def _look(path: Path, dtype: str) -> Model:
+def _look(path: Path, dtype: str) -> ModelFacts:
     try:
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -91,7 +91,7 @@ def _look(path: Path, dtype: str) -> Model:
         raise NothingThereError(str(e), key=str(path)) from e
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def facts(plan: SyncPlan) -> dict[str, Any]:
     """All that a plan says, for machines: bytes, bits a second, seconds, and shares."""
     told = plan.told
     average, most = plan.joiner_bytes
@@ -111,20 +111,20 @@ def facts(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _error_facts(one: Evidence, plan: Plan) -> dict[str, Any]:
+def _error_facts(one: Evidence, plan: SyncPlan) -> dict[str, Any]:
     return {
         "runs": one.runs, "models": one.models, "weights": one.sizes, "steps": evidence.STEPS[1],
         "bytes": one.bytes_off, "changed": one.density_off, "expected_bytes": [round(n) for n in _expected(one, plan)],
     }  # fmt: skip
 
 
-def _expected(one: Evidence, plan: Plan) -> tuple[float, float]:
+def _expected(one: Evidence, plan: SyncPlan) -> tuple[float, float]:
     """The least and the most bytes of a sync over the first steps, if the forecast is off as it was in these runs."""
     low, high = one.bytes_off
     return plan.early_bytes / (1 + high), plan.early_bytes / (1 + low)
 
 
-def _sentences(plan: Plan) -> list[str]:
+def _sentences(plan: SyncPlan) -> list[str]:
     told, every = plan.told, plan.training.every
     windows = ", ".join(f"{share:.2%} over {k}" for k, share in told.windows.items() if k > 1)
     return [
@@ -137,7 +137,7 @@ def _sentences(plan: Plan) -> list[str]:
     ]
 
 
-def _critical(plan: Plan) -> str:
+def _critical(plan: SyncPlan) -> str:
     sure, never = plan.critical
     below = f"weights below {sure:.2g} change at a step of one learning rate; none" if sure else "no weight"
     above = f"above {never:.2g}" + ("" if sure else " changes at a step of one learning rate")
@@ -146,7 +146,7 @@ def _critical(plan: Plan) -> str:
     )
 
 
-def _rows(plan: Plan) -> list[dict[str, str]]:
+def _rows(plan: SyncPlan) -> list[dict[str, str]]:
     return [
         {
             "send": _NAMES.get(codec, codec),
@@ -160,7 +160,7 @@ def _rows(plan: Plan) -> list[dict[str, str]]:
     ]
 
 
-def _advice(plan: Plan) -> list[str]:
+def _advice(plan: SyncPlan) -> list[str]:
     average, most = plan.joiner_bytes
     lines = [
         f"codec     {_codec(plan)}",
@@ -176,7 +176,7 @@ def _advice(plan: Plan) -> list[str]:
     return lines
 
 
-def _expect(plan: Plan) -> list[str]:
+def _expect(plan: SyncPlan) -> list[str]:
     if not plan.evidence:
         return [f"expect    error {NOT_MEASURED} for {'; '.join(plan.unlike)}"]
     last = evidence.STEPS[1]
@@ -195,7 +195,7 @@ def _expect(plan: Plan) -> list[str]:
     ]
 
 
-def _codec(plan: Plan) -> str:
+def _codec(plan: SyncPlan) -> str:
     took = ", ".join(f"{codec} {seconds:,.2f} s" for codec, seconds in plan.took.items())
     name = "auto, which is history" if plan.best == "history" else plan.best
     return (

@@ -18,14 +18,14 @@ from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.lab.study.recording import Recording
 from pulsesync.lab.study.report import rows, tables
 from pulsesync.lab.study.report.page import write_report
-from pulsesync.lab.study.sources import Measuring, files_at, open_recordings, quietly
+from pulsesync.lab.study.sources import MeasureSettings, files_at, open_recordings, quietly
 from pulsesync.lab.study.sources import Progress as Told
 
 WIDTH = 120  # of tables that do not go to a terminal
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StudyOutputs:
     """What to write, and the learning rate where the recording does not know it."""
 
     out: Path | None = None
@@ -36,7 +36,8 @@ class Wanted:
 
 
 def study(
-    places: Sequence[str], wanted: Wanted, *, dtype: str, sample: int, headers: bool, trust: str | None, limit: int,
+    places: Sequence[str], wanted: StudyOutputs, *, dtype: str, sample: int, headers: bool, trust: str | None,
+    limit: int,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Show recordings and write what is wanted of them; exit code 0.
@@ -47,7 +48,7 @@ def study(
     if (wanted.csv or wanted.parquet) and wanted.out is None:
         raise UsageError("--csv and --parquet write several files: say where, with --out")
     with _progress() as told:
-        how = Measuring(dtype, sample, headers, limit, read_trust(trust), open_place, told)
+        how = MeasureSettings(dtype, sample, headers, limit, read_trust(trust), open_place, told)
         try:
             found = open_recordings(places, how)
         except ValueError as e:
@@ -79,7 +80,7 @@ def _show(found: dict[str, Recording], lr: float | None) -> None:
             console.print(tables.show(recording, name, lr))
 
 
-def _spare_inputs(places: Sequence[str], found: Collection[str], wanted: Wanted) -> None:
+def _spare_inputs(places: Sequence[str], found: Collection[str], wanted: StudyOutputs) -> None:
     """Raises: UsageError, if something would be written over what is looked at."""
     inputs = {file.resolve() for place in places if "://" not in place for file in files_at(place)}
     several = len(found) > 1
@@ -94,7 +95,7 @@ def _folder(out: Path, name: str, *, several: bool) -> Path:
     return out / re.sub(r"[^\w.-]+", "_", name).strip("._") if several else out
 
 
-def _write(name: str, recording: Recording, wanted: Wanted, *, several: bool) -> list[Path]:
+def _write(name: str, recording: Recording, wanted: StudyOutputs, *, several: bool) -> list[Path]:
     """Write what is wanted of one recording: into the folder, or into one of its own there if there are several."""
     files: list[Path] = []
     with _writing():
@@ -111,7 +112,7 @@ def _write(name: str, recording: Recording, wanted: Wanted, *, several: bool) ->
     return files
 
 
-def _make(name: str, recording: Recording, wanted: Wanted, folder: Path) -> list[Path]:
+def _make(name: str, recording: Recording, wanted: StudyOutputs, folder: Path) -> list[Path]:
     files = [folder / "study.jsonl", folder / "study.html"]
     recording.write(files[0])
     write_report(recording, files[1], name, wanted.lr)

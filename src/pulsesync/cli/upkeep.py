@@ -8,7 +8,7 @@ from pulsesync.cli.options import NothingThereError, Printer, open_place, read_k
 from pulsesync.errors import SignatureError, StoreError
 from pulsesync.maintain.prune import prune as prune_run
 from pulsesync.maintain.squash import Squasher
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 
 
 def squash(
@@ -25,7 +25,7 @@ def squash(
     """Write the squashed patches that a run is ready for, once or for ever; exit code 0. Raises: PulseError."""
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     squasher = Squasher(store, signing_key=read_key(key, delegation), trust=keys, cache=cache)
-    if not follow and Records(store, keys).newest() is None:
+    if not follow and RunReader(store, keys).newest() is None:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
     count = 0
     while True:
@@ -56,7 +56,7 @@ def prune(
 ) -> int:
     """Prune a run; exit code 0. Raises: PulseError, NothingThereError."""
     store, keys = open_place(run), read_trust(trust)
-    if Records(store, keys).newest() is None:
+    if RunReader(store, keys).newest() is None:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
     report = prune_run(store, keep_versions=keep_versions, keep_hours=keep_hours, grace_hours=grace_hours, trust=keys)
     Printer(as_json).tell(

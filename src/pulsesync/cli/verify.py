@@ -10,15 +10,15 @@ from rich.progress import track
 from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
 from pulsesync.errors import NotFoundError
 from pulsesync.integrations.folder import identify
-from pulsesync.maintain.verify import Audit
-from pulsesync.run.reader import Records
+from pulsesync.maintain.verify import RunVerifier
+from pulsesync.run.reader import RunReader
 
 
 def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
     """Replay a run; exit code 0 if all of it is good, else 1. Raises: PulseError, NothingThereError."""
     printer, counted, bad = Printer(as_json), Counter[str](), 0
     try:
-        audit = Audit(open_place(run), trust=read_trust(trust))
+        audit = RunVerifier(open_place(run), trust=read_trust(trust))
     except NotFoundError as e:
         raise NothingThereError(f"{run}: {e}") from e
     bar = Console(stderr=True)
@@ -44,7 +44,7 @@ _PLURALS = {"version": "versions", "anchor": "anchors", "squash": "squashes", "r
 
 def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -> int:
     """Recount a folder; exit code 0 if it is a version of the run, and the one it says, else 1. Raises: PulseError."""
-    printer, records = Printer(as_json), Records(open_place(run), read_trust(trust))
+    printer, records = Printer(as_json), RunReader(open_place(run), read_trust(trust))
     if records.newest() is None:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
     found = identify(records, folder)

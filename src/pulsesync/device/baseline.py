@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
-from pulsesync.device.changes import Marks, Run, compose, find_changes, mark, moves, on_whole
+from pulsesync.device.changes import ChangeMarks, PileChanges, compose, find_changes, mark, moves, on_whole
 from pulsesync.device.encode import code_pile
-from pulsesync.device.hot import Hot, Memories
+from pulsesync.device.hot import DeviceHistory, HotWeights
 from pulsesync.device.memory import (
     INTEGERS,
-    Mark,
-    Stream,
-    View,
+    DeviceStream,
+    DeviceView,
+    StreamPoint,
     on,
     on_host,
     pinned,
@@ -36,11 +36,11 @@ from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
 from pulsesync.format import epochs, patch
 from pulsesync.format.container import new_bytes
-from pulsesync.format.index import Table
+from pulsesync.format.index import FrequencyTable
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.format.predict import Coded
+from pulsesync.format.predict import CodedTile
 from pulsesync.state.live import State, Transition
 from pulsesync.state.views import CASTS, find_casts
 
@@ -48,10 +48,10 @@ FEW = 1 << 13  # changes of a tile up to which they are brought to the host toge
 
 
 @dataclass(frozen=True)
-class Shown:
+class DeviceSource:
     """A source on a device as it is published."""
 
-    views: Mapping[str, View]
+    views: Mapping[str, DeviceView]
     dtypes: Mapping[str, str]  # of tensors that are cast
     places: Mapping[int, Tile] | None = None  # where tiles lie in the tensors, if not where they do in the base
 
@@ -68,26 +68,26 @@ class Shown:
         return flat.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
 
 
-class DeviceBases:
+class DeviceBaseline:
     """Source on a device, base there as well (keep "device") or in pinned host memory ("host")."""
 
     def __init__(self, device: torch.device, keep: str) -> None:
         self.device, self.keep = device, keep
-        self._stream = Stream(device)
+        self._stream = DeviceStream(device)
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Shown, Mapping[str, str]]:
+    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
         views, ties = view(source)
         self.check_place(views)
-        return Shown(views, find_casts((v.spec for v in views.values()), cast)), ties
+        return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
-    def check_place(self, views: Mapping[str, View]) -> None:
+    def check_place(self, views: Mapping[str, DeviceView]) -> None:
         """Raises: StateError, if one that has weights is not on this device."""
         if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self.device), None):
             raise StateError(
                 f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self.device}", tensor=away.spec.name
             )
 
-    def tensors(self, layout: Layout, shown: Shown) -> dict[str, Any]:
+    def tensors(self, layout: Layout, shown: DeviceSource) -> dict[str, Any]:
         out = {}
         for spec in layout.tensors:
             dtype = torch_dtype(spec, shown)
@@ -109,12 +109,12 @@ class DeviceBases:
         kept.history = state.history
         return kept
 
-    def copy(self, layout: Layout, shown: Shown) -> State:
+    def copy(self, layout: Layout, shown: DeviceSource) -> State:
         flats = {spec.name: self._own(shown.cast(spec.name)) for spec in layout.tensors}
         return DeviceState(layout, flats, device=self.device)
 
     def compare(
-        self, state: State, shown: Shown, codec: CodecName, last: Manifest, old: Any = None
+        self, state: State, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
         runs, marks = [], {}
@@ -124,20 +124,20 @@ class DeviceBases:
                 if run.count:
                     runs.append(run)
                     marks[pile] = marked
-            launched = Mark(self.device)
+            launched = StreamPoint(self.device)
         state.stream = self._stream
         state.readers.append(launched)
         return DeviceDifference(state, self._stream, runs, marks, launched)
 
 
-def torch_dtype(spec: TensorSpec, shown: Shown) -> torch.dtype:
+def torch_dtype(spec: TensorSpec, shown: DeviceSource) -> torch.dtype:
     if spec.name in shown.dtypes:
         found: torch.dtype = getattr(torch, CASTS[spec.dtype])
         return found
     return shown.views[spec.name].dtype
 
 
-def _compare(pile: Pile, state: DeviceState, shown: Shown) -> tuple[Run, Marks]:
+def _compare(pile: Pile, state: DeviceState, shown: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
     """Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart."""
     masters = [tile.ordinal for tile in pile.tiles if shown.dtypes.get(tile.tensor.name) == "BF16"]
     others = [tile.ordinal for tile in pile.tiles if shown.dtypes.get(tile.tensor.name) != "BF16"]
@@ -151,7 +151,7 @@ def _compare(pile: Pile, state: DeviceState, shown: Shown) -> tuple[Run, Marks]:
     return run, mark(run)
 
 
-def _compare_alike(pile: Pile, state: DeviceState, shown: Shown, cast: bool) -> tuple[Run, Marks]:
+def _compare_alike(pile: Pile, state: DeviceState, shown: DeviceSource, cast: bool) -> tuple[PileChanges, ChangeMarks]:
     names = dict.fromkeys(tile.tensor.name for tile in pile.tiles)
     flats = {name: shown.views[name].flat if cast else shown.cast(name) for name in names}
     there = pile if shown.places is None else pile.elsewhere(shown.places)
@@ -163,10 +163,10 @@ class DeviceDifference:
     """What differs on a device. `marks` are of runs as they were found; others are marked again."""
 
     state: DeviceState
-    stream: Stream
-    runs: Sequence[Run]  # one a pile, in order
-    marks: Mapping[Pile, Marks]
-    found: Mark
+    stream: DeviceStream
+    runs: Sequence[PileChanges]  # one a pile, in order
+    marks: Mapping[Pile, ChangeMarks]
+    found: StreamPoint
 
     def after(self, done: Transition) -> "DeviceDifference":
         assert isinstance(done, DeviceTransition)
@@ -180,11 +180,11 @@ class DeviceDifference:
 
     def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, Transition]:
         state = self.state
-        memories = state.history if goes_on else Memories()
+        memories = state.history if goes_on else DeviceHistory()
         known = memories if codec in ("auto", "history") else None
-        shared: list[Table] = []
-        coded: dict[int, Coded] = {}
-        hot: dict[Pile, Hot] = {}
+        shared: list[FrequencyTable] = []
+        coded: dict[int, CodedTile] = {}
+        hot: dict[Pile, HotWeights] = {}
         for run in self.runs:
             if codec in ("auto", "context", "history") and run.pile.kind.exponent_shift is not None:
                 marks = self.marks.get(run.pile) or mark(run)
@@ -205,7 +205,7 @@ class DeviceDifference:
         return EncodedPart(done.id, done.data, (), after), DeviceTransition(self.runs, sums, later)
 
 
-def _diffs(run: Run, stream: Stream) -> "list[DeviceDiff]":
+def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
     """The changed tiles of a run."""
     (starts,) = to_host(run.starts)
     pile = run.pile
@@ -222,7 +222,7 @@ def _diffs(run: Run, stream: Stream) -> "list[DeviceDiff]":
 class _Fetched:
     """The changes of tiles of a run on the host: of tiles that have few, all at once as soon as one is asked for."""
 
-    def __init__(self, run: Run, borders: NDArray[np.int64], stream: Stream) -> None:
+    def __init__(self, run: PileChanges, borders: NDArray[np.int64], stream: DeviceStream) -> None:
         self._run, self._borders, self._stream, self._lock = run, borders, stream, threading.Lock()
         self._few: tuple[NDArray[np.int64], Sequence[NDArray[Any]]] | None = None
 
@@ -251,7 +251,7 @@ class _Fetched:
 
 @dataclass(frozen=True)
 class DeviceDiff:
-    """What changed in a tile, brought to the host only where something asks for it (see `format.diff.Changed`)."""
+    """What changed in a tile, brought to the host only where something asks for it (see `format.diff.TileChanges`)."""
 
     tile: Tile
     changed: int

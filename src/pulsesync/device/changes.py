@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pulsesync.core.digest import keys
 from pulsesync.core.types import BLOCK, Sum
 from pulsesync.device.memory import INTEGERS, empty, scan, to_device, to_host, to_stream, unsigned
-from pulsesync.device.pile import WORDS, Located, Pile
+from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.kernels import cuda
 
 SPAN = 512  # changes that a program takes at a time
@@ -18,7 +18,7 @@ SPREAD = 4  # programs for a block
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class PileChanges:
     """Changes of a pile: of block b those from starts[b] to starts[b + 1], in any order."""
 
     pile: Pile
@@ -31,8 +31,8 @@ class Run:
     def count(self) -> int:
         return self.positions.numel()
 
-    def inverse(self) -> "Run":
-        return Run(self.pile, self.starts, self.positions, self.new, self.old)
+    def inverse(self) -> "PileChanges":
+        return PileChanges(self.pile, self.starts, self.positions, self.new, self.old)
 
     def flat_keys(self) -> torch.Tensor:
         """Number of the block times 2^20, plus the position."""
@@ -64,11 +64,11 @@ class Run:
             )  # fmt: skip
 
 
-Changes = Sequence[Run]
+Changes = Sequence[PileChanges]
 
 
 @dataclass(frozen=True)
-class Marks:
+class ChangeMarks:
     """What differs, as a bitmap, and where the changes of each chunk begin."""
 
     bitmap: torch.Tensor
@@ -84,7 +84,7 @@ def device_keys(device: torch.device) -> torch.Tensor:
     return _keys[device]
 
 
-def find_changes(pile: Pile, old: Located, new: Located, cast: bool) -> tuple[Run, Marks]:
+def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool) -> tuple[PileChanges, ChangeMarks]:
     """Compare two states of a pile. The caller waits for the number of changes; what follows is only launched."""
     wide, device = pile.kind.itemsize, pile.device
     bitmap = empty(pile.chunks * WORDS, torch.int32, device)
@@ -100,10 +100,10 @@ def find_changes(pile: Pile, old: Located, new: Located, cast: bool) -> tuple[Ru
             old.at, new.at, pile.chunk_block, pile.first_chunk, unsigned(bitmap), offsets, unsigned(positions),
             unsigned(before), unsigned(after), ITEM=wide, CAST=cast,
         )  # fmt: skip
-    return Run(pile, offsets[pile.first_chunk], positions, before, after), Marks(bitmap, offsets)
+    return PileChanges(pile, offsets[pile.first_chunk], positions, before, after), ChangeMarks(bitmap, offsets)
 
 
-def mark(run: Run) -> Marks:
+def mark(run: PileChanges) -> ChangeMarks:
     """Marks of changes that are in order."""
     pile = run.pile
     bitmap = torch.zeros(pile.chunks * WORDS, dtype=torch.int32, device=pile.device)
@@ -112,10 +112,10 @@ def mark(run: Run) -> Marks:
     bitmap.index_put_((word,), torch.ones_like(run.positions) << (run.positions % 32), accumulate=True)
     counts = empty(pile.chunks, torch.int32, pile.device)
     cuda.count_marks[(pile.chunks,)](unsigned(bitmap), counts)
-    return Marks(bitmap, scan(counts))
+    return ChangeMarks(bitmap, scan(counts))
 
 
-def compose(first: Changes, then: Changes) -> list[Run]:
+def compose(first: Changes, then: Changes) -> list[PileChanges]:
     """What two sets of changes do one after the other, in order, without what the second takes back."""
     piles = sorted(dict.fromkeys(run.pile for run in (*first, *then)), key=lambda pile: pile.tiles[0].tensor.dtype)
     out = []
@@ -126,7 +126,7 @@ def compose(first: Changes, then: Changes) -> list[Run]:
     return out
 
 
-def _compose(runs: Sequence[Run]) -> Run | None:
+def _compose(runs: Sequence[PileChanges]) -> PileChanges | None:
     """Changes of a pile, the earlier first: no weight is in more than two of the runs."""
     pile = runs[0].pile
     order_of, order = torch.sort(torch.cat([run.flat_keys() for run in runs]), stable=True)
@@ -142,10 +142,10 @@ def _compose(runs: Sequence[Run]) -> Run | None:
     if not where.numel():
         return None
     borders = torch.arange(pile.blocks + 1, device=pile.device) * BLOCK
-    return Run(pile, torch.searchsorted(where, borders), (where % BLOCK).to(torch.int32), old, new)
+    return PileChanges(pile, torch.searchsorted(where, borders), (where % BLOCK).to(torch.int32), old, new)
 
 
-def moves(changes: Iterable[Run]) -> dict[int, Sum]:
+def moves(changes: Iterable[PileChanges]) -> dict[int, Sum]:
     """How the digests of tiles move, by ordinal, of all tiles of the piles that have changes."""
     sums: dict[Pile, torch.Tensor] = {}
     for run in changes:
@@ -166,10 +166,10 @@ def as_sums(pile: Pile, counted: NDArray[np.int64]) -> Mapping[int, Sum]:
     return {tile.ordinal: Sum(*pair) for tile, pair in zip(pile.tiles, pairs, strict=True)}
 
 
-def on_whole(run: Run, pile: Pile) -> Run:
+def on_whole(run: PileChanges, pile: Pile) -> PileChanges:
     """Changes of a part of a pile as changes of all of it."""
     if run.pile is pile:
         return run
     counts = torch.zeros(pile.blocks, dtype=torch.int64, device=pile.device)
     counts[to_stream(pile.blocks_of(run.pile), pile.device)] = run.starts.diff()
-    return Run(pile, scan(counts), run.positions, run.old, run.new)
+    return PileChanges(pile, scan(counts), run.positions, run.old, run.new)

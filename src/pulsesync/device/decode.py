@@ -9,16 +9,24 @@ from numpy.typing import NDArray
 
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Codec, Tile
-from pulsesync.device.changes import SPREAD, Run, find_changes, on_whole
-from pulsesync.device.hot import Listed, Memories, list_hot, mark_hot
+from pulsesync.device.changes import SPREAD, PileChanges, find_changes, on_whole
+from pulsesync.device.hot import DeviceHistory, HotList, list_hot, mark_hot
 from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned
-from pulsesync.device.pile import Located, Pile
+from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError
 from pulsesync.format import patch
 from pulsesync.format.codecs import dense, gap
 from pulsesync.format.codecs.context import move_cold
-from pulsesync.format.codecs.heads import Begun, Blocks, Colds, begin, parse_blocks_of, parse_cold, streams_of
-from pulsesync.format.index import Table
+from pulsesync.format.codecs.heads import (
+    ColdChanges,
+    OpenedPayload,
+    PayloadBlocks,
+    begin,
+    parse_blocks_of,
+    parse_cold,
+    streams_of,
+)
+from pulsesync.format.index import FrequencyTable
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
 from pulsesync.kernels import cuda, spec
@@ -31,11 +39,11 @@ Plain = tuple[Tile, Codec, memoryview]  # a tile that needs no old weights, and 
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedPayloads:
     """The payloads of a part: those coded against old weights by table, and the others."""
 
-    tables: Sequence[Table]
-    coded: Mapping[int, Sequence[tuple[Tile, Begun]]]
+    tables: Sequence[FrequencyTable]
+    coded: Mapping[int, Sequence[tuple[Tile, OpenedPayload]]]
     plain: Mapping[str, Sequence[Plain]]  # by dtype
     cuts: Mapping[int, int]  # of tiles coded with a history, by ordinal
 
@@ -44,11 +52,11 @@ def open_part(
     opened: OpenedIndex,
     sections: Mapping[int, memoryview],
     layout: Layout,
-    memories: Memories | None,
+    memories: DeviceHistory | None,
     wanted: Collection[int] | None,
-) -> Opened:
+) -> OpenedPayloads:
     """Begin to read the payloads of a part. Raises: FormatError, and its branches, as `format.patch.decode_tiles`."""
-    coded: dict[int, list[tuple[Tile, Begun]]] = {}
+    coded: dict[int, list[tuple[Tile, OpenedPayload]]] = {}
     plain: dict[str, list[Plain]] = {}
     cuts = {}
     for entry, body in patch.payloads(opened, sections, wanted):
@@ -62,10 +70,12 @@ def open_part(
         coded.setdefault(begun.table, []).append((tile, begun))
         if entry.codec == Codec.HISTORY:
             cuts[tile.ordinal] = begun.cut
-    return Opened(opened.tables, coded, plain, cuts)
+    return OpenedPayloads(opened.tables, coded, plain, cuts)
 
 
-def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Located, memories: Memories) -> list[Run]:
+def decode_coded(
+    pile: Pile, begun: Sequence[OpenedPayload], table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
+) -> list[PileChanges]:
     """The changes of a part's tiles that share a table; pile and weights are of these tiles alone.
 
     The device looks for the hot weights and decodes while the host reads on.
@@ -92,8 +102,13 @@ def decode_coded(pile: Pile, begun: Sequence[Begun], table: Table, weights: Loca
 
 
 def _hot(
-    pile: Pile, weights: Located, table: Table, stream: torch.Tensor, listed: Listed, blocks: Blocks
-) -> tuple[Run, torch.Tensor]:
+    pile: Pile,
+    weights: PileAddresses,
+    table: FrequencyTable,
+    stream: torch.Tensor,
+    listed: HotList,
+    blocks: PayloadBlocks,
+) -> tuple[PileChanges, torch.Tensor]:
     """Have the streams decoded; what is found is right if there turn out to be no faults."""
     device = pile.device
     changes, lanes, words = blocks.changes, blocks.lanes, blocks.words
@@ -118,7 +133,7 @@ def _hot(
         weights.at[chosen], first, unsigned(listed.places), out_starts, unsigned(decisions), symbols, unsigned(extras),
         unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
     )  # fmt: skip
-    return Run(pile, to_stream(starts_of(changes), device), positions, old, new), faults
+    return PileChanges(pile, to_stream(starts_of(changes), device), positions, old, new), faults
 
 
 def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor:
@@ -135,17 +150,21 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
     return host.to(device, non_blocking=True).view(torch.int16)
 
 
-def _cold(pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: Colds, weights: Located) -> Run:
+def _cold(
+    pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: ColdChanges, weights: PileAddresses
+) -> PileChanges:
     """The cold changes: few, so that the host can move them; only their old weights are fetched."""
     blocks = np.repeat(pile.first_block[:-1], per_tile) + colds.positions // BLOCK
     positions = (colds.positions % BLOCK).astype(np.int32)
     starts = np.searchsorted(blocks, np.arange(pile.blocks + 1))
     old = fetch(pile, weights, blocks, positions) if blocks.size else np.empty(0, pile.kind.bits)
     new = move_cold(old, colds.steps, np.repeat(cuts, per_tile), pile.kind.exponent_shift or 0)
-    return Run(pile, *(to_stream(array, pile.device) for array in (starts.astype(np.int64), positions, old, new)))
+    return PileChanges(
+        pile, *(to_stream(array, pile.device) for array in (starts.astype(np.int64), positions, old, new))
+    )
 
 
-def fetch(pile: Pile, weights: Located, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Bits:
+def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Bits:
     """Single weights, by block and position."""
     wide = pile.kind.itemsize
     at = weights.at[to_stream(blocks, pile.device)] + to_stream(positions, pile.device).to(torch.int64) * wide
@@ -154,7 +173,7 @@ def fetch(pile: Pile, weights: Located, blocks: NDArray[np.int64], positions: ND
     return to_host(out)[0].view(pile.kind.bits)
 
 
-def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[Run]:
+def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[PileChanges]:
     """Tiles of a dtype that need no old weights: what of them differs from those."""
     runs = []
     for codec, decode in ((Codec.GAP, _gap), (Codec.DENSE, _dense)):
@@ -165,7 +184,7 @@ def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, tor
     return [run for run in runs if run.count]
 
 
-def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Located) -> Run:
+def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: PileAddresses) -> PileChanges:
     decoded = [gap.decode(body, tile.size, tile.tensor.kind.bits) for tile, body in payloads]
     values = np.concatenate([new for _, new in decoded])
     firsts = pile.first_block.tolist()
@@ -175,10 +194,10 @@ def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Locat
     differ = old != values
     starts = np.searchsorted(blocks[differ], np.arange(pile.blocks + 1)).astype(np.int64)
     arrays = (starts, here[differ], old[differ], values[differ])
-    return Run(pile, *(to_stream(array, pile.device) for array in arrays))
+    return PileChanges(pile, *(to_stream(array, pile.device) for array in arrays))
 
 
-def _dense(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: Located) -> Run:
+def _dense(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: PileAddresses) -> PileChanges:
     tiles = []
     for tile, body in payloads:
         blocks = [to_stream(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Codec
-from pulsesync.device.changes import Marks, Run
-from pulsesync.device.hot import Hot, Listed, Memories, list_hot, mark_hot
+from pulsesync.device.changes import ChangeMarks, PileChanges
+from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, list_hot, mark_hot
 from pulsesync.device.memory import empty, scan, starts_of, to_host, to_stream, unsigned
-from pulsesync.device.pile import Located, Pile
+from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.format import index, tables
 from pulsesync.format.codecs.heads import build_cold, build_many
-from pulsesync.format.index import Table
-from pulsesync.format.predict import Coded
+from pulsesync.format.index import FrequencyTable
+from pulsesync.format.predict import CodedTile
 from pulsesync.kernels import cuda, spec
 
 COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
@@ -29,13 +29,13 @@ COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep
 class CodedPile:
     """The payloads of a pile's changed tiles by ordinal, their table, and the hot weights they were coded with."""
 
-    table: Table
-    tiles: dict[int, Coded]
-    hot: Hot
+    table: FrequencyTable
+    tiles: dict[int, CodedTile]
+    hot: HotWeights
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockCounts:
     """Counts of blocks, on the host."""
 
     changes: NDArray[np.int64]
@@ -48,14 +48,16 @@ class _Blocks:
         return np.flatnonzero(self.hot_changes)
 
 
-def code_pile(run: Run, marks: Marks, weights: Located, memories: Memories | None, number_of_table: int) -> CodedPile:
+def code_pile(
+    run: PileChanges, marks: ChangeMarks, weights: PileAddresses, memories: DeviceHistory | None, number_of_table: int
+) -> CodedPile:
     """Code the changes of a pile; with memories as `history`, else as `context`."""
     pile = run.pile
     cuts, changes = _choose_cuts(run, weights, memories)
-    hot = mark_hot(pile, weights, cuts, memories or Memories(), marks.bitmap)
+    hot = mark_hot(pile, weights, cuts, memories or DeviceHistory(), marks.bitmap)
     hot_change_at = scan(hot.hot_changes)
     hot_changes, decisions = to_host(hot_change_at[pile.first_chunk].diff(), scan(hot.counts)[pile.first_chunk].diff())
-    blocks = _Blocks(changes, hot_changes, np.where(hot_changes > 0, decisions, 0))
+    blocks = _BlockCounts(changes, hot_changes, np.where(hot_changes > 0, decisions, 0))
     highest = max(1, int(cuts.max()))
     lo = max(0, highest - index.CLASSES)
     ages = memories.index + 1 if memories is not None else 1
@@ -64,14 +66,16 @@ def code_pile(run: Run, marks: Marks, weights: Located, memories: Memories | Non
     listed = list_hot(hot, weights, coded, contexts, places=False)
     rows = listed.rows
     decided = _decide(run, marks, hot, listed, hot_change_at, blocks)
-    table = Table(pile.tiles[0].tensor.dtype, lo, tables.normalise(_count(rows, decided.symbols, contexts)))
+    table = FrequencyTable(pile.tiles[0].tensor.dtype, lo, tables.normalise(_count(rows, decided.symbols, contexts)))
     codec = Codec.CONTEXT if memories is None else Codec.HISTORY
     bodies = _write(pile, rows, decided, table, blocks, cuts, number_of_table)
-    coded_tiles = {o: Coded(codec, body, cut) for o, cut, body in bodies}
+    coded_tiles = {o: CodedTile(codec, body, cut) for o, cut, body in bodies}
     return CodedPile(table, coded_tiles, hot)
 
 
-def _choose_cuts(run: Run, weights: Located, memories: Memories | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _choose_cuts(
+    run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The cuts of tiles, 0 where nothing changed, and the changes of blocks."""
     pile = run.pile
     by_class, sampled = (torch.zeros(256 * len(pile.tiles), dtype=torch.int64, device=pile.device) for _ in range(2))
@@ -91,7 +95,7 @@ def _choose_cuts(run: Run, weights: Located, memories: Memories | None) -> tuple
 
 
 @dataclass(frozen=True)
-class _Decided:
+class _Decisions:
     symbols: torch.Tensor
     extras: torch.Tensor
     cold: NDArray[np.int64]  # positions in the block
@@ -99,13 +103,13 @@ class _Decided:
 
 
 def _decide(
-    run: Run,
-    marks: Marks,
-    hot: Hot,
-    listed: Listed,
+    run: PileChanges,
+    marks: ChangeMarks,
+    hot: HotWeights,
+    listed: HotList,
     hot_change_at: torch.Tensor,
-    blocks: _Blocks,
-) -> _Decided:
+    blocks: _BlockCounts,
+) -> _Decisions:
     pile, device, rows = run.pile, run.pile.device, listed.rows
     hot_changes = int(blocks.hot_changes.sum())
     cold = run.count - hot_changes
@@ -118,7 +122,7 @@ def _decide(
         cold_at, cold_steps, ITEM=pile.kind.itemsize, HISTORY=hot.remembers,
     )  # fmt: skip
     where, steps = to_host(cold_at, cold_steps)
-    return _Decided(symbols, extras, where, steps)
+    return _Decisions(symbols, extras, where, steps)
 
 
 def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts) -> NDArray[np.int64]:
@@ -145,9 +149,9 @@ def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts)
 def _write(
     pile: Pile,
     rows: torch.Tensor,
-    decided: _Decided,
-    table: Table,
-    blocks: _Blocks,
+    decided: _Decisions,
+    table: FrequencyTable,
+    blocks: _BlockCounts,
     cuts: NDArray[np.int64],
     number: int,
 ) -> list[tuple[int, int, memoryview]]:
@@ -206,8 +210,8 @@ class _Streams:
 def _launch(
     pile: Pile,
     rows: torch.Tensor,
-    decided: _Decided,
-    table: Table,
+    decided: _Decisions,
+    table: FrequencyTable,
     decisions: NDArray[np.int64],
     changes: NDArray[np.int64],
     lanes: NDArray[np.int64],

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pulsesync.device.baseline import DeviceBases, Shown
+from pulsesync.device.baseline import DeviceBaseline, DeviceSource
 from pulsesync.device.memory import to_host
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
@@ -28,7 +28,7 @@ from pulsesync.state.live import State, Transition
 class HookState(DeviceState):
     """The last version without its weights: digests and history, and the source that it was made from."""
 
-    def __init__(self, layout: Layout, shown: Shown, device: torch.device) -> None:
+    def __init__(self, layout: Layout, shown: DeviceSource, device: torch.device) -> None:
         super().__init__(layout, {spec.name: shown.cast(spec.name) for spec in layout.tensors}, device=device)
         self.flats, self.shown = {}, shown
 
@@ -60,25 +60,27 @@ class HookState(DeviceState):
         return State(self.layout, flats, sums=self.sums)
 
 
-class HookBases:
+class HookBaseline:
     """Source on a device, and no base."""
 
     def __init__(self, device: torch.device) -> None:
-        self._found = DeviceBases(device, "device")  # reads and compares
+        self._found = DeviceBaseline(device, "device")  # reads and compares
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Shown, Mapping[str, str]]:
+    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
         return self._found.read(source, cast)
 
-    def tensors(self, layout: Layout, shown: Shown) -> None:
+    def tensors(self, layout: Layout, shown: DeviceSource) -> None:
         """A run is not taken up where it ended: its state would have to be kept for that."""
 
     def adopt(self, state: State) -> State:
         raise AssertionError("there is none")
 
-    def copy(self, layout: Layout, shown: Shown) -> State:
+    def copy(self, layout: Layout, shown: DeviceSource) -> State:
         return HookState(layout, shown, self._found.device)
 
-    def compare(self, state: State, shown: Shown, codec: CodecName, last: Manifest, old: Any = None) -> "Encoded":
+    def compare(
+        self, state: State, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
+    ) -> "EncodedDifference":
         """Compare and encode. Raises: StateError, if what is handed over is not the last version."""
         assert isinstance(state, HookState)
         if old is None:
@@ -93,16 +95,16 @@ class HookBases:
             done = self._found.compare(state, shown, codec, last).encode(last, codec)
         finally:
             state.flats, state.shown = {}, shown
-        return Encoded(done)
+        return EncodedDifference(done)
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDifference:
     """A difference that is encoded already."""
 
     done: tuple[EncodedPart, Transition]
 
-    def after(self, done: Transition) -> "Encoded":
+    def after(self, done: Transition) -> "EncodedDifference":
         raise AssertionError("what was handed over is sent before the next")
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from pulsesync.device.changes import SPAN, SPREAD, Changes, as_sums, device_keys
 from pulsesync.device.memory import empty, scan, to_device, to_host, to_stream, unsigned
-from pulsesync.device.pile import WORDS, Located, Pile
+from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
-from pulsesync.format.history import History, Remembered, TileHistory, digest_of
+from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
 from pulsesync.format.tables import Contexts
 from pulsesync.kernels import cuda, spec
 
@@ -24,7 +24,7 @@ class TileMemory:
     memory: torch.Tensor  # that the tiles of a pile share
     begin: int  # of this one's bytes in it
     sizes: NDArray[np.int64]
-    counted: Remembered
+    counted: TileHistorySummary
 
     @property
     def end(self) -> int:
@@ -36,7 +36,7 @@ class TileMemory:
 
 
 @dataclass(frozen=True)
-class Memories:
+class DeviceHistory:
     """The history of a state on a device: frozen, as `format.history.History` is."""
 
     index: int = 0
@@ -48,7 +48,7 @@ class Memories:
     def cuts(self, pile: Pile) -> NDArray[np.int64]:
         return np.array([self.cut(ordinal) for ordinal in pile.index], np.int64)
 
-    def counts(self, ordinals: Iterable[int]) -> dict[int, Remembered]:
+    def counts(self, ordinals: Iterable[int]) -> dict[int, TileHistorySummary]:
         """What the digest says of these tiles, as far as they are remembered."""
         return {ordinal: self.tiles[ordinal].counted for ordinal in ordinals if ordinal in self.tiles}
 
@@ -66,7 +66,7 @@ class Memories:
         return History(self.index, tiles)
 
     @classmethod
-    def of(cls, history: History, device: torch.device) -> "Memories":
+    def of(cls, history: History, device: torch.device) -> "DeviceHistory":
         """Bring a history from the host."""
         counts = history.counts(history.tiles)
         tiles = {}
@@ -78,7 +78,7 @@ class Memories:
 
 
 @dataclass(frozen=True)
-class Hot:
+class HotWeights:
     """Which weights of a pile are below the cuts of their tiles, and which of them are remembered."""
 
     pile: Pile
@@ -97,11 +97,11 @@ class Hot:
 
 def mark_hot(
     pile: Pile,
-    weights: Located,
+    weights: PileAddresses,
     cuts: NDArray[np.int64],
-    memories: Memories,
+    memories: DeviceHistory,
     changed: torch.Tensor | None = None,
-) -> Hot:
+) -> HotWeights:
     """Find the hot weights; changed: a bitmap, to count how many of them change.
 
     Raises:
@@ -132,7 +132,7 @@ def mark_hot(
         (found,) = to_host(known_at[pile.first_chunk].diff())
         if (found != sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
-    return Hot(pile, cuts, bitmap, hots, known, known_at, last, hot_changes)
+    return HotWeights(pile, cuts, bitmap, hots, known, known_at, last, hot_changes)
 
 
 def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Listed:
+class HotList:
     """The decisions of a pile, one after the other: the hot weights of its coded blocks."""
 
     begins: torch.Tensor  # where those of each chunk begin
@@ -157,7 +157,7 @@ class Listed:
     places: torch.Tensor  # positions in the block, where they are wanted
 
 
-def list_hot(hot: Hot, weights: Located, coded: torch.Tensor, contexts: Contexts, places: bool) -> Listed:
+def list_hot(hot: HotWeights, weights: PileAddresses, coded: torch.Tensor, contexts: Contexts, places: bool) -> HotList:
     """List the hot weights of those blocks that are coded."""
     pile, device = hot.pile, hot.pile.device
     hot_at = scan(hot.counts * coded[pile.chunk_block])
@@ -171,10 +171,10 @@ def list_hot(hot: Hot, weights: Located, coded: torch.Tensor, contexts: Contexts
             hot.known_at, hot.last, to_stream(first_rows.astype(np.int32), device), unsigned(rows), unsigned(where),
             ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=hot.remembers, PLACES=places,
         )  # fmt: skip
-    return Listed(hot_at, borders, rows, where)
+    return HotList(hot_at, borders, rows, where)
 
 
-def advance(memories: Memories, index: int, hot: Sequence[Hot], changes: Changes) -> Memories:
+def advance(memories: DeviceHistory, index: int, hot: Sequence[HotWeights], changes: Changes) -> DeviceHistory:
     """What is remembered after patch `index` of an epoch, of tiles whose cut is above 0, and of all others as before.
 
     The cut of a tile in hot is the one that it is remembered with.
@@ -183,10 +183,10 @@ def advance(memories: Memories, index: int, hot: Sequence[Hot], changes: Changes
     for one in hot:
         if one.cuts.any():
             tiles.update(_advance(one, index, [run for run in changes if run.pile is one.pile]))
-    return Memories(index, tiles)
+    return DeviceHistory(index, tiles)
 
 
-def _advance(hot: Hot, index: int, changes: Changes) -> dict[int, TileMemory]:
+def _advance(hot: HotWeights, index: int, changes: Changes) -> dict[int, TileMemory]:
     pile, device = hot.pile, hot.pile.device
     kind = pile.kind
     later = hot.bitmap.clone()
@@ -213,7 +213,7 @@ def _advance(hot: Hot, index: int, changes: Changes) -> dict[int, TileMemory]:
     return _by_tile(hot, content, later_at[pile.first_chunk])
 
 
-def _by_tile(hot: Hot, content: torch.Tensor, starts: torch.Tensor) -> dict[int, TileMemory]:
+def _by_tile(hot: HotWeights, content: torch.Tensor, starts: torch.Tensor) -> dict[int, TileMemory]:
     """Cut bytes at the borders of tiles, and count their digests."""
     pile = hot.pile
     (borders,) = to_host(starts)
@@ -228,6 +228,6 @@ def _by_tile(hot: Hot, content: torch.Tensor, starts: torch.Tensor) -> dict[int,
     out = {}
     for i in np.flatnonzero(hot.cuts).tolist():
         ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(hot.cuts[i]), of_tiles[i : i + 2]
-        counted = Remembered(cut, end - begin, totals[ordinal])
+        counted = TileHistorySummary(cut, end - begin, totals[ordinal])
         out[ordinal] = TileMemory(cut, content, begin, sizes[firsts[i] : firsts[i + 1]], counted)
     return out

@@ -7,17 +7,17 @@ from typing import Any, Protocol
 import torch
 
 from pulsesync.core.types import Tile
-from pulsesync.device.baseline import DeviceBases, DeviceDifference, Shown, torch_dtype
+from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, DeviceSource, torch_dtype
 from pulsesync.device.pile import rectangle
 from pulsesync.device.state import DeviceState
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName
 from pulsesync.state.live import State
-from pulsesync.state.slices import Place, Window
+from pulsesync.state.slices import LocalTile, Window
 
 
-class Share(Protocol):
+class TileShareLike(Protocol):
     """As `shares.Share`."""
 
     @property
@@ -27,22 +27,22 @@ class Share(Protocol):
     @property
     def windows(self) -> Mapping[str, Window]: ...
     @property
-    def places(self) -> Mapping[int, Place]: ...
+    def places(self) -> Mapping[int, LocalTile]: ...
     @property
-    def held(self) -> Mapping[int, Place]: ...
+    def held(self) -> Mapping[int, LocalTile]: ...
 
 
 @dataclass(frozen=True)
-class DeviceKeeper:
+class DeviceShardBaseline:
     """Keeps the base of a share on a device."""
 
-    bases: DeviceBases
+    bases: DeviceBaseline
 
     @classmethod
-    def on(cls, device: torch.device) -> "DeviceKeeper":
-        return cls(DeviceBases(device, "device"))
+    def on(cls, device: torch.device) -> "DeviceShardBaseline":
+        return cls(DeviceBaseline(device, "device"))
 
-    def copy(self, share: Share, shown: Shown) -> State:
+    def copy(self, share: TileShareLike, shown: DeviceSource) -> State:
         tiles: dict[str, list[Tile]] = {}
         for tile in share.tiles:
             tiles.setdefault(tile.tensor.name, []).append(tile)
@@ -55,22 +55,24 @@ class DeviceKeeper:
                 mine.copy_(rectangle(source, share.places[tile.ordinal].tile).reshape(mine.shape))
         return self._state(share, flats)
 
-    def tensors(self, share: Share, shown: Shown) -> dict[str, Any]:
+    def tensors(self, share: TileShareLike, shown: DeviceSource) -> dict[str, Any]:
         specs = [window.local for window in share.windows.values()]
         return {
             spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec, shown), device=self.bases.device)
             for spec in specs
         }
 
-    def adopt(self, share: Share, state: State) -> State:
+    def adopt(self, share: TileShareLike, state: State) -> State:
         kept = self._state(share, state.flats)  # of a rank that owns nothing, the state is the host's
         kept.history = state.history
         return kept
 
-    def _state(self, share: Share, flats: Mapping[str, Any]) -> DeviceState:
+    def _state(self, share: TileShareLike, flats: Mapping[str, Any]) -> DeviceState:
         return DeviceState(share.layout, flats, places=share.held, device=self.bases.device)
 
-    def compare(self, share: Share, state: State, shown: Shown, codec: CodecName, last: Manifest) -> DeviceDifference:
+    def compare(
+        self, share: TileShareLike, state: State, shown: DeviceSource, codec: CodecName, last: Manifest
+    ) -> DeviceDifference:
         self.bases.check_place(shown.views)
         places = {ordinal: place.tile for ordinal, place in share.places.items()}
         return self.bases.compare(state, replace(shown, places=places), codec, last)

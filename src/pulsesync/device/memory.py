@@ -19,7 +19,7 @@ _UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: 
 
 
 @dataclass(frozen=True)
-class View:
+class DeviceView:
     """A tensor on a device, as integers of its size."""
 
     spec: TensorSpec
@@ -42,13 +42,13 @@ class View:
         return self.tensor.reshape(-1)
 
 
-def view(source: Any) -> tuple[dict[str, View], dict[str, str]]:
+def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
     """View a module, a state dict or a mapping of tensors as bits; return canonical tensors, and aliases by name.
 
     Raises:
         StateError: something that is not a tensor, of a dtype the format does not have, or without plain memory.
     """
-    views: dict[str, View] = {}
+    views: dict[str, DeviceView] = {}
     ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in named(source):
@@ -70,7 +70,7 @@ def view(source: Any) -> tuple[dict[str, View], dict[str, str]]:
             ties[name] = seen[place]
             continue
         seen[place] = name
-        views[name] = View(spec, bits, tensor.dtype)
+        views[name] = DeviceView(spec, bits, tensor.dtype)
     return views, ties
 
 
@@ -149,14 +149,14 @@ def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
     return out
 
 
-class Stream:
+class DeviceStream:
     """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def __call__(self, after: Sequence["Mark"] = ()) -> Iterator[None]:
+    def __call__(self, after: Sequence["StreamPoint"] = ()) -> Iterator[None]:
         """Do what is launched inside in this stream, after some marks, and wait for its end."""
         if self._stream is None:
             yield
@@ -171,7 +171,7 @@ class Stream:
             self._stream.synchronize()
 
 
-class Mark:
+class StreamPoint:
     """A point in the caller's stream: what was launched before it."""
 
     def __init__(self, device: torch.device) -> None:

@@ -153,14 +153,14 @@ class Pile:
         firsts = self.first_block[[self.index[tile.ordinal] for tile in part.tiles]]
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
 
-    def locate(self, flats: Mapping[str, torch.Tensor], itemsize: int | None = None) -> "Located":
+    def locate(self, flats: Mapping[str, torch.Tensor], itemsize: int | None = None) -> "PileAddresses":
         """Find the blocks in tensors; tiles that do not lie in a row, or not at a multiple of 8 bytes, are copied."""
         wide = itemsize or self.kind.itemsize
         names, tensor_of, starts, in_a_row = self._lying
         addresses = np.array([flats[name].data_ptr() for name in names], np.int64)
         memory = tuple(flats[name] for name in names)
         if (known := self._found.get(key := (wide, addresses.tobytes()))) is not None:
-            return Located(shared(known), memory)
+            return PileAddresses(shared(known), memory)
         bases = addresses[tensor_of] + starts * wide
         copies = []
         for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
@@ -170,18 +170,18 @@ class Pile:
         at = to_device(bases[self.tile_of] + self.host_begins * wide, self.device)
         if not copies:
             _keep(self._found, key, at)
-        return Located(at, (*copies, *memory))
+        return PileAddresses(at, (*copies, *memory))
 
     def elsewhere(self, places: Mapping[int, Tile]) -> "Pile":
         """The same tiles as they lie in other tensors."""
         others = [places[tile.ordinal] for tile in self.tiles]
         return self if others == list(self.places) else Pile(self.tiles, others, self.device)
 
-    def located(self, tiles: Sequence[torch.Tensor]) -> "Located":
+    def located(self, tiles: Sequence[torch.Tensor]) -> "PileAddresses":
         """The blocks of tiles that are each in memory of its own."""
         bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
         at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
-        return Located(to_stream(at, self.device), tuple(tiles))
+        return PileAddresses(to_stream(at, self.device), tuple(tiles))
 
     @cached_property
     def _found(self) -> dict[tuple[int, bytes], torch.Tensor]:
@@ -199,7 +199,7 @@ class Pile:
 
 
 @dataclass(frozen=True)
-class Located:
+class PileAddresses:
     """The addresses of a pile's blocks, and the memory they are in."""
 
     at: torch.Tensor

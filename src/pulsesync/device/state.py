@@ -14,18 +14,18 @@ import torch
 
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
 from pulsesync.device import decode, memory
-from pulsesync.device.changes import Run, as_sums, compose, device_keys, moves, on_whole
-from pulsesync.device.hot import Hot, Memories, advance, mark_hot
-from pulsesync.device.memory import Mark, Stream, View, to_host, to_stream
+from pulsesync.device.changes import PileChanges, as_sums, compose, device_keys, moves, on_whole
+from pulsesync.device.hot import DeviceHistory, HotWeights, advance, mark_hot
+from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, to_host, to_stream
 from pulsesync.device.pile import Pile, make_piles
 from pulsesync.errors import FormatError, StateError, VerificationError
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.kernels import cuda
 from pulsesync.state.live import Snapshot, State, Transition, find_places
-from pulsesync.state.slices import Place, Slices
+from pulsesync.state.slices import LocalTile, Slices
 from pulsesync.state.views import named
 
 
@@ -33,8 +33,8 @@ from pulsesync.state.views import named
 class DeviceTransition(Transition):
     """The way from the live state to another, on the device."""
 
-    changes: Sequence[Run]  # type: ignore[assignment]
-    history: Memories  # type: ignore[assignment]
+    changes: Sequence[PileChanges]  # type: ignore[assignment]
+    history: DeviceHistory  # type: ignore[assignment]
 
     @property
     def changed(self) -> int:
@@ -58,7 +58,7 @@ class DeviceState(State):
         flats: Mapping[str, torch.Tensor],
         copies: Mapping[str, Sequence[torch.Tensor]] | None = None,
         slices: Slices | None = None,
-        places: Mapping[int, Place] | None = None,
+        places: Mapping[int, LocalTile] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.device = device or next(iter(flats.values())).device
@@ -71,21 +71,23 @@ class DeviceState(State):
                 tensor=name,
             )
         self.piles = make_piles(layout.tiles, {n: place.tile for n, place in places.items()}, self.device)
-        self._memories = Memories()
-        self.stream: Stream | None = None  # of a publisher's base, which nobody else uses
-        self.readers: list[Mark] = []  # comparisons with it that were launched: nothing is written before they are over
+        self._memories = DeviceHistory()
+        self.stream: DeviceStream | None = None  # of a publisher's base, which nobody else uses
+        self.readers: list[
+            StreamPoint
+        ] = []  # comparisons with it that were launched: nothing is written before they are over
         super().__init__(layout, flats, copies, slices, places)  # type: ignore[arg-type]
 
     @property  # type: ignore[override]
-    def history(self) -> Memories:
+    def history(self) -> DeviceHistory:
         return self._memories
 
     @history.setter
-    def history(self, history: History | Memories) -> None:
-        self._memories = history if isinstance(history, Memories) else Memories.of(history, self.device)
+    def history(self, history: History | DeviceHistory) -> None:
+        self._memories = history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
 
     @staticmethod
-    def views(source: Any) -> Mapping[str, View]:
+    def views(source: Any) -> Mapping[str, DeviceView]:
         views, ties = memory.view(source)
         return {**views, **{alias: views[name] for alias, name in ties.items()}}
 
@@ -158,9 +160,9 @@ class DeviceState(State):
 
     def _prepare(self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]") -> DeviceTransition:
         self._check_base(manifest, DeviceTransition((), self.sums, self.history))
-        version = manifest.kind == Kind.VERSION
-        memories = self.history if version and manifest.index > 1 else Memories()
-        runs: list[Run] = []
+        version = manifest.kind == RecordKind.VERSION
+        memories = self.history if version and manifest.index > 1 else DeviceHistory()
+        runs: list[PileChanges] = []
         promised: dict[int, Sum] = {}
         cuts: dict[int, int] = {}
         for body in self._open(manifest, parts):
@@ -174,12 +176,12 @@ class DeviceState(State):
         sums = {**self.sums, **self._moved(runs, promised)}
         if self.whole and (then := self._digest(sums)) != manifest.digest:
             raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=then)
-        later = self.remember(memories, cuts, runs, set(promised)) if version else Memories()
+        later = self.remember(memories, cuts, runs, set(promised)) if version else DeviceHistory()
         if self.whole and (later.digest() if later.tiles else None) != manifest.history:
             raise VerificationError("the history would not be the publisher's", version=manifest.version)
         return DeviceTransition(runs, sums, later)
 
-    def _decode(self, body: Body, memories: Memories | None) -> tuple[list[Run], Mapping[int, int]]:
+    def _decode(self, body: Body, memories: DeviceHistory | None) -> tuple[list[PileChanges], Mapping[int, int]]:
         wanted = None if self.whole else self.places.keys()
         opened = decode.open_part(body.index, body.sections, self.layout, memories, wanted)
         runs = []
@@ -187,14 +189,14 @@ class DeviceState(State):
             table = opened.tables[number]
             whole = self.piles[table.dtype]
             pile = whole.part([tile.ordinal for tile, _ in coded])
-            known = memories if memories is not None and table.frequencies.shape[1] > 1 else Memories()
+            known = memories if memories is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
             some = decode.decode_coded(pile, [begun for _, begun in coded], table, pile.locate(self.flats), known)
             runs += [on_whole(run, whole) for run in some]
         for dtype, plain in opened.plain.items():
             runs += decode.decode_plain(self.piles[dtype], plain, self.flats)
         return runs, opened.cuts
 
-    def _moved(self, runs: Sequence[Run], promised: Mapping[int, Sum]) -> dict[int, Sum]:
+    def _moved(self, runs: Sequence[PileChanges], promised: Mapping[int, Sum]) -> dict[int, Sum]:
         """The digests that changed tiles will have. Raises: VerificationError, if they are not as promised."""
         by = moves(runs)
         sums = {ordinal: self.sums[ordinal] + by.get(ordinal, Sum(0, 0)) for ordinal in promised}
@@ -206,12 +208,12 @@ class DeviceState(State):
 
     def remember(
         self,
-        memories: Memories,
+        memories: DeviceHistory,
         cuts: Mapping[int, int],
-        runs: Sequence[Run],
+        runs: Sequence[PileChanges],
         touched: set[int],
-        hot: Mapping[Pile, Hot] | None = None,
-    ) -> Memories:
+        hot: Mapping[Pile, HotWeights] | None = None,
+    ) -> DeviceHistory:
         """The history after changes of the tiles that were touched; cuts: of those coded with a history.
 
         hot: what was found on the way; it serves where the cuts are these.
@@ -256,7 +258,7 @@ class DeviceState(State):
         assert isinstance(then, DeviceTransition)
         return DeviceTransition(compose(first.changes, then.changes), then.sums, then.history)
 
-    def _write_all(self, runs: Sequence[Run]) -> None:
+    def _write_all(self, runs: Sequence[PileChanges]) -> None:
         with self._alone():
             for run in runs:
                 most = max(1 + len(self.copies.get(tile.tensor.name, ())) for tile in run.pile.tiles)
@@ -308,7 +310,7 @@ class DeviceState(State):
 class DeviceSnapshot(Snapshot):
     """A state as it was, readable block by block while the live one moves on."""
 
-    changes: Sequence[Run] = ()  # type: ignore[assignment]
+    changes: Sequence[PileChanges] = ()  # type: ignore[assignment]
     _state: DeviceState
 
     def __init__(self, state: DeviceState) -> None:

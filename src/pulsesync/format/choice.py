@@ -10,9 +10,9 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import Codec, Tile
 from pulsesync.format import index
 from pulsesync.format.codecs import dense, gap
-from pulsesync.format.diff import Changed
-from pulsesync.format.index import Table
-from pulsesync.format.predict import Coded
+from pulsesync.format.diff import TileChanges
+from pulsesync.format.index import FrequencyTable
+from pulsesync.format.predict import CodedTile
 from pulsesync.format.weights import Overlay, Weights
 
 POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap`
@@ -21,13 +21,13 @@ MANY = 1 << 18  # changes from which threads are worth beginning: fewer are shor
 
 
 def choose(
-    diffs: Sequence[Changed],
+    diffs: Sequence[TileChanges],
     old: Weights,
-    shared: list[Table],
-    coded: Mapping[int, Coded],
+    shared: list[FrequencyTable],
+    coded: Mapping[int, CodedTile],
     codec: str,
     threads: int | None,
-) -> tuple[list[Table], list[Coded]]:
+) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Choose how each tile is written; return the tables that are still needed, and the choices.
 
     What was coded against old weights is given by ordinal; a tile that is missing there has `gap` or `dense`.
@@ -43,11 +43,11 @@ def choose(
 
 
 def _settle_all(
-    diffs: Sequence[Changed], old: Weights, coded: Mapping[int, Coded], codec: str, threads: int | None
-) -> list[Coded]:
+    diffs: Sequence[TileChanges], old: Weights, coded: Mapping[int, CodedTile], codec: str, threads: int | None
+) -> list[CodedTile]:
     """The choice for each tile; threads are begun only where much is to be tried."""
 
-    def is_settled(diff: Changed) -> bool:
+    def is_settled(diff: TileChanges) -> bool:
         found = coded.get(diff.tile.ordinal)
         return found is not None and (codec != "auto" or not (_is_poor(diff, found) or _is_near_dense(diff, found)))
 
@@ -59,7 +59,7 @@ def _settle_all(
     return [by_tile[diff.tile.ordinal] for diff in diffs]
 
 
-def _settle(diff: Changed, old: Weights, coded: Coded | None, codec: str) -> Coded:
+def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str) -> CodedTile:
     """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
 
     `gap` is tried only where prediction failed (weights set to one value, say), and `dense` only where the others come
@@ -75,30 +75,30 @@ def _settle(diff: Changed, old: Weights, coded: Coded | None, codec: str) -> Cod
     return best
 
 
-def _is_poor(diff: Changed, coded: Coded) -> bool:
+def _is_poor(diff: TileChanges, coded: CodedTile) -> bool:
     return 8 * coded.size > POOR_BITS * diff.changed
 
 
-def _is_near_dense(diff: Changed, coded: Coded) -> bool:
+def _is_near_dense(diff: TileChanges, coded: CodedTile) -> bool:
     return 2 * coded.size > diff.tile.size * diff.tile.tensor.kind.itemsize
 
 
-def _gap(diff: Changed) -> Coded:
-    return Coded(Codec.GAP, gap.encode(diff.positions(), diff.values()))
+def _gap(diff: TileChanges) -> CodedTile:
+    return CodedTile(Codec.GAP, gap.encode(diff.positions(), diff.values()))
 
 
-def _dense_after(diff: Changed, old: Weights) -> Coded:
+def _dense_after(diff: TileChanges, old: Weights) -> CodedTile:
     return dense_of(diff.tile, Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks}))
 
 
-def dense_of(tile: Tile, state: Weights) -> Coded:
+def dense_of(tile: Tile, state: Weights) -> CodedTile:
     """A tile as `dense`."""
-    return Coded(Codec.DENSE, dense.encode(state.block(tile, n) for n in range(tile.block_count)))
+    return CodedTile(Codec.DENSE, dense.encode(state.block(tile, n) for n in range(tile.block_count)))
 
 
 def _without_tables_if_smaller(
-    diffs: Sequence[Changed], shared: list[Table], chosen: list[Coded]
-) -> tuple[list[Table], list[Coded]]:
+    diffs: Sequence[TileChanges], shared: list[FrequencyTable], chosen: list[CodedTile]
+) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Tiny patches do not pay for tables: take `gap` throughout where it is smaller with everything counted."""
     plain = []
     for diff, best in zip(diffs, chosen, strict=True):

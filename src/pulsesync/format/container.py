@@ -31,7 +31,7 @@ Allocate = Callable[[int], NDArray[np.uint8]]  # so many bytes
 
 
 @dataclass(frozen=True)
-class Header:
+class PartHeader:
     """What the fixed part of a file says."""
 
     layout: str  # SHA-256, hexadecimal
@@ -109,7 +109,7 @@ def header_size(data: bytes | memoryview) -> int:
     return HEADER.size + ENTRY.size * int(HEADER.unpack_from(data)[3])
 
 
-def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Header:
+def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> PartHeader:
     """Read the header at the front of a file, or of as much of it as was fetched.
 
     Raises:
@@ -138,12 +138,12 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> He
     sections = tuple(ENTRY.unpack_from(data, HEADER.size + ENTRY.size * i) for i in range(count))
     if any(size > MAX_SECTION_BYTES for size, _ in sections):
         raise LimitError(f"a section of more than {MAX_SECTION_BYTES} bytes")
-    return Header(layout.hex(), sections, digest)
+    return PartHeader(layout.hex(), sections, digest)
 
 
 def open_part(
     data: bytes | memoryview, expected_id: str | None = None, threads: int | None = None
-) -> tuple[Header, list[memoryview]]:
+) -> tuple[PartHeader, list[memoryview]]:
     """Check a whole file and return its sections.
 
     Raises:

@@ -13,7 +13,7 @@ from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.format.weights import Changes, Weights
 
 
-class Steps(NamedTuple):
+class BlockSteps(NamedTuple):
     """A block's changes as `context` sees them."""
 
     symbols: NDArray[np.uint8]
@@ -22,7 +22,7 @@ class Steps(NamedTuple):
     by_class: NDArray[np.int64]
 
 
-class Changed(Protocol):
+class TileChanges(Protocol):
     """What changed in a tile, wherever it lies: bringing its blocks or positions to the host may cost something."""
 
     @property
@@ -47,7 +47,7 @@ class Diff:
 
     tile: Tile
     blocks: tuple[BlockChange, ...]
-    steps: tuple[Steps, ...] = ()
+    steps: tuple[BlockSteps, ...] = ()
     sampled: NDArray[np.int64] | None = None
 
     @property
@@ -65,7 +65,7 @@ def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bo
     """Compare two states tile by tile, as bits; return the tiles that differ."""
     run = kernels.active()
 
-    def block(job: tuple[Tile, int]) -> _Found:
+    def block(job: tuple[Tile, int]) -> _FoundBlock:
         tile, number = job
         before = old.block(tile, number)
         found = run.changed(before, new.block(tile, number))
@@ -79,7 +79,7 @@ def from_changes(
 ) -> list[Diff]:
     """The same from changes that are known already, of a state that is old."""
 
-    def block(job: tuple[Tile, int]) -> _Found:
+    def block(job: tuple[Tile, int]) -> _FoundBlock:
         tile, number = job
         return _describe(tile, changes.get((tile.ordinal, number)), old.block(tile, number), as_steps)
 
@@ -87,21 +87,23 @@ def from_changes(
     return _collect([tile for tile in tiles if tile.ordinal in touched], block, threads)
 
 
-class _Found(NamedTuple):
+class _FoundBlock(NamedTuple):
     change: BlockChange | None
-    steps: Steps | None
+    steps: BlockSteps | None
     sampled: NDArray[np.int64] | None
 
 
-def _describe(tile: Tile, change: BlockChange | None, before: Bits, as_steps: bool) -> _Found:
+def _describe(tile: Tile, change: BlockChange | None, before: Bits, as_steps: bool) -> _FoundBlock:
     run, shift = kernels.active(), tile.tensor.kind.exponent_shift
     if not as_steps or shift is None:
-        return _Found(change, None, None)
-    steps = Steps(*run.steps(change.old, change.new, shift)) if change else None
-    return _Found(change, steps, run.sample_classes(before, shift))
+        return _FoundBlock(change, None, None)
+    steps = BlockSteps(*run.steps(change.old, change.new, shift)) if change else None
+    return _FoundBlock(change, steps, run.sample_classes(before, shift))
 
 
-def _collect(tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _Found], threads: int | None) -> list[Diff]:
+def _collect(
+    tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _FoundBlock], threads: int | None
+) -> list[Diff]:
     jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
     done = iter(spread(block, jobs, threads))
     out = []

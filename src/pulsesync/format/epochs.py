@@ -8,7 +8,7 @@ EPOCH_PATCHES = 32  # patches in which history builds up; docs/format.md says wh
 
 
 @dataclass(frozen=True)
-class Held:
+class Position:
     """The version a subscriber has, as its record said."""
 
     run: str
@@ -18,7 +18,7 @@ class Held:
     index: int
 
     @classmethod
-    def by(cls, manifest: Manifest) -> "Held":
+    def by(cls, manifest: Manifest) -> "Position":
         return cls(manifest.run, manifest.version, manifest.digest, manifest.epoch, manifest.index)
 
     @property

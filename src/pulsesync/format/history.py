@@ -20,7 +20,7 @@ from pulsesync.core.digest import keys
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError
-from pulsesync.format.codecs.context import Memory
+from pulsesync.format.codecs.context import BlockMemory
 from pulsesync.format.weights import Weights, as_weights
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
@@ -34,7 +34,7 @@ class TileHistory:
     blocks: tuple[NDArray[np.uint8], ...]
 
 
-class Remembered(NamedTuple):
+class TileHistorySummary(NamedTuple):
     """What the digest of a history says of a tile."""
 
     cut: int
@@ -53,10 +53,12 @@ class History:
     def size_bytes(self) -> int:
         return sum(block.size for tile in self.tiles.values() for block in tile.blocks)
 
-    def of(self, tile: int, block: int) -> Memory:
+    def of(self, tile: int, block: int) -> BlockMemory:
         """What is remembered of one block."""
         known = self.tiles.get(tile)
-        return Memory(known.cut, known.blocks[block], self.index + 1) if known else Memory(index=self.index + 1)
+        return (
+            BlockMemory(known.cut, known.blocks[block], self.index + 1) if known else BlockMemory(index=self.index + 1)
+        )
 
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
@@ -108,16 +110,16 @@ class History:
         """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
         return digest_of(self.index, self.counts(self.tiles, threads))
 
-    def counts(self, ordinals: Iterable[int], threads: int | None = None) -> dict[int, Remembered]:
+    def counts(self, ordinals: Iterable[int], threads: int | None = None) -> dict[int, TileHistorySummary]:
         """What the digest says of these tiles, as far as they are remembered."""
         known = [ordinal for ordinal in ordinals if ordinal in self.tiles]
         return dict(zip(known, spread(self._count, known, threads), strict=True))
 
-    def _count(self, ordinal: int) -> Remembered:
+    def _count(self, ordinal: int) -> TileHistorySummary:
         tile = self.tiles[ordinal]
         content = tile.blocks[0] if len(tile.blocks) == 1 else np.concatenate(tile.blocks)
         total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
-        return Remembered(tile.cut, content.size, Sum(*map(int, total)))
+        return TileHistorySummary(tile.cut, content.size, Sum(*map(int, total)))
 
     def to_bytes(self) -> bytes:
         """Write it down for a restart of the same machine: a line of JSON, then the bytes of all blocks.
@@ -143,7 +145,7 @@ class History:
             raise FormatError("this is not a history that was written down") from e
 
 
-def digest_of(index: int, counts: Mapping[int, Remembered]) -> str:
+def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:
     """The digest of a history, from what it says of all its tiles: nobody needs to hold them all."""
     h = hashlib.sha256(b"pulse history 1\n" + bytes([index]))
     for ordinal, (cut, size, total) in sorted(counts.items()):

@@ -23,7 +23,7 @@ _BY_CODE = {kind.code: name for name, kind in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Table:
+class FrequencyTable:
     """Frequencies for the tiles of one dtype: [class above lo, patch that last changed the weight, symbol]."""
 
     dtype: str
@@ -48,7 +48,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TileEntry:
     """One tile of a part."""
 
     tile: int  # ordinal in the layout
@@ -58,7 +58,7 @@ class Entry:
     sum: Sum  # digest of the tile after the patch
 
 
-def build(shared: Sequence[Table], entries: Sequence[Entry]) -> bytes:
+def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> bytes:
     """Write the index; entries in the order of their tiles."""
     out = [wire.number(len(shared)), *map(_table, shared), wire.number(len(entries))]
     ordinals = np.array([-1, *(e.tile for e in entries)], np.int64)
@@ -72,14 +72,16 @@ def build(shared: Sequence[Table], entries: Sequence[Entry]) -> bytes:
     return wire.number(len(data)) + wire.plane(data)
 
 
-def parse(section: bytes | memoryview, tiles: int, sections: Sequence[int]) -> tuple[list[Table], list[Entry]]:
+def parse(
+    section: bytes | memoryview, tiles: int, sections: Sequence[int]
+) -> tuple[list[FrequencyTable], list[TileEntry]]:
     """Read the index of a part whose layout has so many tiles and whose sections have these sizes.
 
     Raises:
         FormatError: it is cut short, too long, out of order, or places payloads where none can be; LimitError.
     """
-    outer = wire.Reader(section, "the index")
-    reader = wire.Reader(outer.plane(outer.number(MAX_INDEX_BYTES + 64 * tiles)), "the index")
+    outer = wire.ByteReader(section, "the index")
+    reader = wire.ByteReader(outer.plane(outer.number(MAX_INDEX_BYTES + 64 * tiles)), "the index")
     outer.end()
     shared = [_parse_table(reader) for _ in range(reader.number(MAX_TABLES))]
     count = reader.number(tiles)
@@ -99,14 +101,14 @@ def parse(section: bytes | memoryview, tiles: int, sections: Sequence[int]) -> t
     if any(codec not in _CODECS for codec in codecs):
         raise UnsupportedError("the index names a codec this reader does not know")
     fields = ordinals.tolist(), (_CODECS[c] for c in codecs), places.tolist(), sizes.tolist(), _sums(sums)
-    return shared, [Entry(*of_tile) for of_tile in zip(*fields, strict=True)]
+    return shared, [TileEntry(*of_tile) for of_tile in zip(*fields, strict=True)]
 
 
 def _sums(data: memoryview) -> Iterable[Sum]:
     return map(Sum._make, np.frombuffer(data, "<u8").reshape(-1, 2).tolist())
 
 
-def _table(table: Table) -> bytes:
+def _table(table: FrequencyTable) -> bytes:
     classes, ages, _ = table.frequencies.shape
     out = [bytes([DTYPES[table.dtype].code]), wire.number(table.lo), wire.number(classes), wire.number(ages)]
     rows = table.frequencies.reshape(-1, table.frequencies.shape[2])
@@ -120,7 +122,7 @@ def _table(table: Table) -> bytes:
     return b"".join(out)
 
 
-def _parse_table(reader: wire.Reader) -> Table:
+def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
     dtype = _BY_CODE.get(reader.byte())
     if dtype is None or DTYPES[dtype].exponent_shift is None:
         raise UnsupportedError("a table is for a dtype that has none")
@@ -145,4 +147,4 @@ def _parse_table(reader: wire.Reader) -> Table:
     frequencies[row, symbol] = reader.numbers(used, tables.TOTAL) + 1
     if not np.isin(frequencies.sum(axis=1), (0, tables.TOTAL)).all():
         raise LimitError(f"the frequencies of a context must add up to {tables.TOTAL}")
-    return Table(dtype, lo, frequencies.reshape(classes, ages, symbols))
+    return FrequencyTable(dtype, lo, frequencies.reshape(classes, ages, symbols))

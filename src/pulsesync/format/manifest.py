@@ -28,7 +28,7 @@ _RUN = re.compile("[0-9a-f]{32}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
-class Kind(StrEnum):
+class RecordKind(StrEnum):
     """What a record is for."""
 
     VERSION = "version"
@@ -45,7 +45,7 @@ class PartRef:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseRef:
     """The version a patch is made against, and its state digest."""
 
     version: int
@@ -73,13 +73,13 @@ class Manifest:
     step: int  # the trainer's own count, which may go back
     epoch: int
     index: int  # patches of the epoch up to this version; 0 for a root
-    base: Base | None
+    base: BaseRef | None
     layout: str  # SHA-256 of the layout file
     parts: tuple[PartRef, ...]
     digest: str  # of the state
     history: str | None  # digest of the history after this patch, where it remembers anything
     created: int  # seconds since 1970, by the writer's clock: for people
-    kind: Kind = Kind.VERSION
+    kind: RecordKind = RecordKind.VERSION
     anchor: int | None = None  # epoch of the newest anchor before this record, as far as its writer knew
     files: tuple[FileRef, ...] = ()
 
@@ -136,7 +136,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Manifest:
             step=_whole(table["step"]),
             epoch=_whole(table["epoch"]),
             index=_whole(table["index"], MAX_INDEX),
-            base=None if base is None else Base(_whole(base["version"]), _text(base["digest"], _HASH)),
+            base=None if base is None else BaseRef(_whole(base["version"]), _text(base["digest"], _HASH)),
             layout=_text(table["layout"], _HASH),
             parts=tuple(PartRef(_text(p["id"], _HASH), _whole(p["size"], MAX_SECTION_BYTES)) for p in table["parts"]),
             digest=_text(table["digest"], _HASH),
@@ -158,29 +158,29 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    root = manifest.kind == Kind.VERSION and manifest.base is None
+    root = manifest.kind == RecordKind.VERSION and manifest.base is None
     if len(manifest.parts) > MAX_PARTS or (not manifest.parts) != root:
         raise LimitError(f"{len(manifest.parts)} parts in a record; a root has none, others 1 to {MAX_PARTS}")
     if len({part.id for part in manifest.parts}) != len(manifest.parts):
         raise FormatError("a manifest names a part twice")
     if len(manifest.files) > MAX_FILES or len({file.name for file in manifest.files}) != len(manifest.files):
         raise FormatError(f"a manifest names at most {MAX_FILES} files, each once")
-    if manifest.kind == Kind.VERSION and (manifest.index == 0) != (manifest.base is None):
+    if manifest.kind == RecordKind.VERSION and (manifest.index == 0) != (manifest.base is None):
         raise FormatError("a version has a base and an index in its epoch, or neither")
-    if manifest.kind == Kind.ANCHOR and manifest.base is not None:
+    if manifest.kind == RecordKind.ANCHOR and manifest.base is not None:
         raise FormatError("an anchor has no base")
-    if manifest.kind == Kind.SQUASH and manifest.base is None:
+    if manifest.kind == RecordKind.SQUASH and manifest.base is None:
         raise FormatError("a squashed patch has a base")
-    if manifest.kind != Kind.VERSION and manifest.history is not None:
+    if manifest.kind != RecordKind.VERSION and manifest.history is not None:
         raise FormatError("anchors and squashed patches lead to epoch starts, where nothing is remembered")
     if manifest.base is not None and manifest.base.version >= manifest.version:
         raise FormatError("a version's base must be an earlier one")
 
 
-def _kind(value: Any) -> Kind:
-    if value not in list(Kind):
+def _kind(value: Any) -> RecordKind:
+    if value not in list(RecordKind):
         raise UnsupportedError(f"a record of kind {str(value)[:40]!r}, which this reader does not know")
-    return Kind(value)
+    return RecordKind(value)
 
 
 def _whole(value: Any, limit: int = MAX_VERSION) -> int:

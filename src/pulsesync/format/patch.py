@@ -19,11 +19,11 @@ from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index
 from pulsesync.format.choice import choose, dense_of
 from pulsesync.format.codecs import context, dense, gap
-from pulsesync.format.diff import Changed, Diff, find_changes, from_changes
+from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
-from pulsesync.format.index import Entry, Table
+from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_tiles
-from pulsesync.format.predict import Coded, code_against_old, memory_of
+from pulsesync.format.predict import CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 
 CodecName = Literal["auto", "gap", "context", "history", "dense"]
@@ -106,8 +106,8 @@ def encode_diff(
     if history is not None and history.index >= MAX_INDEX:
         raise ValueError(f"an epoch has at most {MAX_INDEX} patches: begin a new one")
     weights = as_weights(old)
-    shared: list[Table] = []
-    coded: dict[int, Coded] = {}
+    shared: list[FrequencyTable] = []
+    coded: dict[int, CodedTile] = {}
     if _against_old(codec):
         shared, coded = code_against_old(diffs, weights, None if codec == "context" else history, threads)
     moves = spread(lambda d: moved(TilePatch(d.tile, Codec.GAP, d.blocks)), diffs, threads)
@@ -118,32 +118,32 @@ def encode_diff(
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedPart:
     """The bytes of a part, and how each of its tiles was written, in their order."""
 
     id: str
     data: memoryview
-    chosen: list[Coded]
+    chosen: list[CodedTile]
 
 
 def finish(
     layout: Layout,
-    diffs: Sequence[Changed],
+    diffs: Sequence[TileChanges],
     old: Weights,
-    shared: list[Table],
-    coded: Mapping[int, Coded],
+    shared: list[FrequencyTable],
+    coded: Mapping[int, CodedTile],
     sums: Mapping[int, Sum],
     codec: CodecName,
     threads: int | None = None,
     allocate: container.Allocate = container.new_bytes,
-) -> Finished:
+) -> FinishedPart:
     """Make a part of changed tiles, given by ordinal as coded against their old weights, and their digests afterwards.
 
     Blocks and old weights are asked for only where `dense` is tried, positions and values where `gap` is.
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
-    return Finished(*_assemble(layout.id, shared, tiles, chosen, sums, threads, allocate), chosen)
+    return FinishedPart(*_assemble(layout.id, shared, tiles, chosen, sums, threads, allocate), chosen)
 
 
 def encode_whole(
@@ -161,7 +161,7 @@ def encode_whole(
     return EncodedPart(*_assemble(layout.id, [], written, coded, after, threads), (), after)
 
 
-def _patch(diff: Diff, choice: Coded) -> TilePatch:
+def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
     blocks = diff.blocks
     if choice.remembered:
         blocks = tuple(replace(b, remembered=choice.remembered.get(b.number)) for b in blocks)
@@ -170,9 +170,9 @@ def _patch(diff: Diff, choice: Coded) -> TilePatch:
 
 def _assemble(
     layout: str,
-    shared: Sequence[Table],
+    shared: Sequence[FrequencyTable],
     tiles: Sequence[Tile],
-    coded: Sequence[Coded],
+    coded: Sequence[CodedTile],
     sums: Mapping[int, Sum],
     threads: int | None,
     allocate: container.Allocate = container.new_bytes,
@@ -189,7 +189,7 @@ def _assemble(
         size = choice.size
         sections[-1].append(choice.body)
         filled += size
-        entries.append(Entry(tile.ordinal, choice.codec, len(sections), size, sums[tile.ordinal]))
+        entries.append(TileEntry(tile.ordinal, choice.codec, len(sections), size, sums[tile.ordinal]))
     return container.build(layout, [[index.build(shared, entries)], *sections], threads, allocate)
 
 
@@ -216,16 +216,16 @@ def decode(
 class OpenedIndex:
     """What a part's header and index say: which tiles are where."""
 
-    header: container.Header
-    tables: Sequence[Table]
-    entries: Sequence[Entry]
+    header: container.PartHeader
+    tables: Sequence[FrequencyTable]
+    entries: Sequence[TileEntry]
 
     def sections_of(self, tiles: Collection[int]) -> set[int]:
         """The sections in which these tiles are."""
         return {entry.section for entry in self.entries if entry.tile in tiles}
 
 
-def open_index(header: container.Header, section: bytes | memoryview, layout: Layout) -> OpenedIndex:
+def open_index(header: container.PartHeader, section: bytes | memoryview, layout: Layout) -> OpenedIndex:
     """Read the index of a part, section 0, whose hash has been checked. Raises: FormatError, and its branches."""
     if header.layout != layout.id:
         raise FormatError("the part is for another layout", expected=layout.id, actual=header.layout)
@@ -249,7 +249,7 @@ def decode_tiles(
         FormatError: and its branches, for whatever is wrong with the bytes.
     """
     weights = as_weights(old)
-    jobs: list[list[_Job]] = []  # of each tile
+    jobs: list[list[_DecodeTask]] = []  # of each tile
     entries = []
     for entry, body in payloads(opened, sections, wanted):
         jobs.append(_open_tile(entry, layout.tiles[entry.tile], body, opened.tables, history))
@@ -268,7 +268,7 @@ def decode_tiles(
 
 def payloads(
     opened: OpenedIndex, sections: Mapping[int, memoryview], wanted: Collection[int] | None = None
-) -> Iterable[tuple[Entry, memoryview]]:
+) -> Iterable[tuple[TileEntry, memoryview]]:
     """The tiles that are wanted with their payloads, which stand in their section one after the other.
 
     Sections are asked for in order, each once, and only those with wanted tiles: they may be read from a disk.
@@ -285,7 +285,7 @@ def payloads(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _DecodeTask:
     """One block of a tile coded against old weights, or one whole tile of another codec; a tile has at least one."""
 
     codec: Codec
@@ -296,17 +296,17 @@ class _Job:
 
 
 def _open_tile(
-    entry: Entry, tile: Tile, body: memoryview, shared: Sequence[Table], history: History | None
-) -> list[_Job]:
+    entry: TileEntry, tile: Tile, body: memoryview, shared: Sequence[FrequencyTable], history: History | None
+) -> list[_DecodeTask]:
     check_tile(entry, tile)
     if entry.codec in (Codec.DENSE, Codec.GAP):
-        return [_Job(entry.codec, tile, body)]
+        return [_DecodeTask(entry.codec, tile, body)]
     payload = context.parse(body, tile.size, tile.tensor.kind)
     check_heads(entry, tile, payload, shared, history)
-    return [_Job(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
+    return [_DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
-def check_tile(entry: Entry, tile: Tile) -> None:
+def check_tile(entry: TileEntry, tile: Tile) -> None:
     """Raises: FormatError, if a tile that a part names has no weights; UnsupportedError, if none of that codec."""
     if tile.size == 0:
         raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
@@ -314,7 +314,7 @@ def check_tile(entry: Entry, tile: Tile) -> None:
         raise UnsupportedError(f"{tile.tensor.dtype} cannot be coded against old weights", tensor=tile.tensor.name)
 
 
-class Begins(Protocol):
+class PayloadStart(Protocol):
     """What the first bytes of a payload coded against old weights say."""
 
     @property
@@ -323,7 +323,7 @@ class Begins(Protocol):
     def cut(self) -> int: ...
 
 
-class Remembering(Protocol):
+class HistoryLookup(Protocol):
     """A history, wherever it is held."""
 
     @property
@@ -332,11 +332,11 @@ class Remembering(Protocol):
 
 
 def check_heads(
-    entry: Entry,
+    entry: TileEntry,
     tile: Tile,
-    heads: Begins,
-    shared: Sequence[Table],
-    history: Remembering | None,
+    heads: PayloadStart,
+    shared: Sequence[FrequencyTable],
+    history: HistoryLookup | None,
 ) -> None:
     """Raises: FormatError, and its branches, if a payload was made with other tables or another history."""
     if heads.table >= len(shared) or shared[heads.table].dtype != tile.tensor.dtype:
@@ -351,7 +351,9 @@ def check_heads(
         raise FormatError("the part was made with another history", tensor=tile.tensor.name)
 
 
-def _run(job: _Job, old: Weights, history: History | None, shared: Sequence[Table]) -> list[BlockChange]:
+def _run(
+    job: _DecodeTask, old: Weights, history: History | None, shared: Sequence[FrequencyTable]
+) -> list[BlockChange]:
     tile = job.tile
     if job.payload is None:
         return _run_plain(job, old)
@@ -363,7 +365,7 @@ def _run(job: _Job, old: Weights, history: History | None, shared: Sequence[Tabl
     return [change] if change else []
 
 
-def _run_plain(job: _Job, old: Weights) -> list[BlockChange]:
+def _run_plain(job: _DecodeTask, old: Weights) -> list[BlockChange]:
     """Decode a tile that needs no old weights, and compare: only what differs from them is a change."""
     tile, dtype = job.tile, job.tile.tensor.kind.bits
     out: list[BlockChange] = []

@@ -19,11 +19,11 @@ from pulsesync.format import index, tables
 from pulsesync.format.codecs import context
 from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
-from pulsesync.format.index import Table
+from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 
 
-class Coded(NamedTuple):
+class CodedTile(NamedTuple):
     """A tile's payload, and what else its codec found out on the way."""
 
     codec: Codec
@@ -37,7 +37,7 @@ class Coded(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _CodingPlan:
     """A tile that is to be coded against its old weights."""
 
     diff: Diff
@@ -47,7 +47,7 @@ class _Plan:
     steps: NDArray[np.int64]
 
 
-def _plan(diff: Diff, history: History | None) -> _Plan:
+def _plan(diff: Diff, history: History | None) -> _CodingPlan:
     assert diff.sampled is not None
     cut = tables.choose_cut(sum((s.by_class for s in diff.steps), np.zeros(256, np.int64)), diff.sampled)
     if history:
@@ -63,42 +63,42 @@ def _plan(diff: Diff, history: History | None) -> _Plan:
         cold_steps.append(moved_by)
     if len(cold) > 1:
         cold, cold_steps = [np.concatenate(cold)], [np.concatenate(cold_steps)]
-    return _Plan(diff, cut, hot, cold[0], cold_steps[0])
+    return _CodingPlan(diff, cut, hot, cold[0], cold_steps[0])
 
 
 def code_against_old(
     diffs: Sequence[Diff], old: Weights, history: History | None, threads: int | None
-) -> tuple[list[Table], dict[int, Coded]]:
+) -> tuple[list[FrequencyTable], dict[int, CodedTile]]:
     """Code all tiles of float dtypes against their old weights; tables are shared by the tiles of a dtype."""
     plans = [_plan(d, history) for d in diffs if d.steps]  # short steps of Python: threads would only slow them down
     codec = Codec.CONTEXT if history is None else Codec.HISTORY
-    shared: list[Table] = []
-    out: dict[int, Coded] = {}
+    shared: list[FrequencyTable] = []
+    out: dict[int, CodedTile] = {}
     for dtype in sorted({p.diff.tile.tensor.dtype for p in plans}):
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
         table, counted = _count(same, dtype, old, history, threads)
         payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], old, history, threads)
-        remembered: dict[_Plan, dict[int, NDArray[np.uint8]]] = {plan: {} for plan in same}
+        remembered: dict[_CodingPlan, dict[int, NDArray[np.uint8]]] = {plan: {} for plan in same}
         for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
             if history is not None:
                 remembered[plan][number] = after
         for plan, body in zip(same, payloads, strict=True):
-            out[plan.diff.tile.ordinal] = Coded(codec, body, plan.cut, remembered[plan])
+            out[plan.diff.tile.ordinal] = CodedTile(codec, body, plan.cut, remembered[plan])
         shared.append(table)
     return shared, out
 
 
-def _jobs(plans: Sequence[_Plan]) -> list[tuple[_Plan, int]]:
+def _jobs(plans: Sequence[_CodingPlan]) -> list[tuple[_CodingPlan, int]]:
     return [(plan, number) for plan in plans for number in sorted(plan.hot)]
 
 
-def memory_of(history: History | None, tile: Tile, number: int) -> context.Memory:
-    return history.of(tile.ordinal, number) if history is not None else context.Memory()
+def memory_of(history: History | None, tile: Tile, number: int) -> context.BlockMemory:
+    return history.of(tile.ordinal, number) if history is not None else context.BlockMemory()
 
 
 def _count(
-    plans: Sequence[_Plan], dtype: str, old: Weights, history: History | None, threads: int | None
-) -> tuple[Table, list[tuple[int, NDArray[np.uint8]]]]:
+    plans: Sequence[_CodingPlan], dtype: str, old: Weights, history: History | None, threads: int | None
+) -> tuple[FrequencyTable, list[tuple[int, NDArray[np.uint8]]]]:
     """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
     kind = plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
@@ -109,7 +109,7 @@ def _count(
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
 
-    def block(job: tuple[_Plan, int]) -> tuple[int, NDArray[np.uint8]]:
+    def block(job: tuple[_CodingPlan, int]) -> tuple[int, NDArray[np.uint8]]:
         if not hasattr(mine, "counts"):
             mine.counts = contexts.empty()
             everyone.append(mine.counts)
@@ -120,12 +120,12 @@ def _count(
 
     found = spread(block, _jobs(plans), threads)
     by_context = sum(everyone, contexts.empty()).reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
-    return Table(dtype, lo, tables.normalise(by_context)), found
+    return FrequencyTable(dtype, lo, tables.normalise(by_context)), found
 
 
 def _code(
-    plans: Sequence[_Plan],
-    table: Table,
+    plans: Sequence[_CodingPlan],
+    table: FrequencyTable,
     number_of_table: int,
     decisions: Sequence[int],
     old: Weights,
@@ -135,7 +135,7 @@ def _code(
     """Write the payloads of the tiles of one dtype."""
     kind = plans[0].diff.tile.tensor.kind
 
-    def block(job: tuple[tuple[_Plan, int], int]) -> context.BlockStream:
+    def block(job: tuple[tuple[_CodingPlan, int], int]) -> context.BlockStream:
         (plan, number), decided = job
         tile, hot = plan.diff.tile, plan.hot[number]
         before, memory = old.block(tile, number), memory_of(history, tile, number)

@@ -17,7 +17,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Flats:
+class FlatWeights:
     """Tensors in memory, each flat."""
 
     flats: Mapping[str, Bits]
@@ -48,7 +48,7 @@ class Overlay:
 
 def as_weights(state: "Mapping[str, Bits] | Weights") -> Weights:
     """Take plain arrays for what they are."""
-    return Flats(state) if isinstance(state, Mapping) else state
+    return FlatWeights(state) if isinstance(state, Mapping) else state
 
 
 def by_block(patches: Sequence[TilePatch]) -> dict[tuple[int, int], BlockChange]:

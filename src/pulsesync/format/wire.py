@@ -19,7 +19,7 @@ FEW = 64  # numbers up to which numpy's overhead is more than a loop costs
 _mine = threading.local()
 
 
-class Reader:
+class ByteReader:
     """Takes fields off the front of some bytes."""
 
     def __init__(self, data: bytes | memoryview, what: str) -> None:

@@ -29,15 +29,15 @@ from pulsesync.errors import GroupError, StateError, VerificationError
 from pulsesync.format.history import History
 from pulsesync.format.weights import by_block
 from pulsesync.group import bundles, messages
-from pulsesync.group.bundles import Bundle, Held, Wire
+from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
 from pulsesync.group.calibrate import MOST, try_methods
 from pulsesync.group.collective import Collective
-from pulsesync.group.cost_model import METHODS, Costs, Load, Method, Took
-from pulsesync.group.messages import Bucket, Spare
-from pulsesync.group.session import Catch, Job, Point, Stream
+from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
+from pulsesync.group.messages import Bucket, SpareBuffers
+from pulsesync.group.session import FailureCollector, Job, RankVersion, SyncSession
 from pulsesync.state.live import State, Transition, check_apart
 from pulsesync.state.sharding import Placed, Shards, shards_of
-from pulsesync.state.slices import Place
+from pulsesync.state.slices import LocalTile
 
 BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
 NOTE_BYTES = 1024  # of what ranks tell each other at a time, besides a number for each source
@@ -93,17 +93,17 @@ class Broadcast:
         if method != "auto" and method not in METHODS:
             raise ValueError(f"no method {method!r}; there are auto, {', '.join(METHODS)}")
         self.method = method
-        self.costs = Costs(bucket_weights=bucket_weights)
+        self.costs = CostModel(bucket_weights=bucket_weights)
         self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
         self._shards: Shards | None = None
         self._addresses: list[int] = []
-        self._wire: Wire | None = None
-        self._held: Held | None = None  # the live weights, in bundles
+        self._wire: BundlePlan | None = None
+        self._held: LocalBundles | None = None  # the live weights, in bundles
         self._state: State | None = None  # a source's copy of what it last sent, or a receiver's live weights
-        self._at: Point | None = None
-        self._before: tuple[Point, Transition] | None = None  # where the last sync began, and the way back
-        self._spare = Spare()
+        self._at: RankVersion | None = None
+        self._before: tuple[RankVersion, Transition] | None = None  # where the last sync began, and the way back
+        self._spare = SpareBuffers()
         self._messages: list[tuple[Bits, set[int]]] = []  # that a source's copy lies in, and which tiles of it
         self._latency_s = 1.0
         self._version = 0  # the last of any rank
@@ -143,7 +143,7 @@ class Broadcast:
     def _forget(self) -> None:
         """Hold nothing that was sent or received."""
         self._at = self._before = self._state = None
-        self._messages, self._spare = [], Spare()
+        self._messages, self._spare = [], SpareBuffers()
 
     @property
     def version(self) -> int | None:
@@ -179,12 +179,14 @@ class Broadcast:
         assert self._wire is not None
         assert self._held is not None
         assert self._state is not None
-        stream = Stream(team, self._sources, self._wire, self._held, self._state, self._bucket_weights, self._spare)
+        stream = SyncSession(
+            team, self._sources, self._wire, self._held, self._state, self._bucket_weights, self._spare
+        )
         if late and base:
             self._at = stream.bring(late, base)
         started = time.perf_counter()
         jobs, method = list[Job](), ""
-        with Catch(stream.faults):
+        with FailureCollector(stream.faults):
             jobs, method = self._plan() if self._pushes else ([], "")
         stream.run(jobs, self._at.sums if self._at else {})
         point, notes = self._verdict(stream, method)
@@ -216,7 +218,7 @@ class Broadcast:
         kinds = {method for method, _ in jobs}
         return jobs, "mixed" if len(kinds) > 1 else next(iter(kinds), "coded")
 
-    def _sample(self, tiles: Sequence[Tile]) -> list[Load]:
+    def _sample(self, tiles: Sequence[Tile]) -> list[TransferLoad]:
         """How much of each bundle has changed, as far as a piece of it tells."""
         assert self._held is not None
         assert self._state is not None
@@ -228,10 +230,10 @@ class Broadcast:
             end = min(begin + SAMPLE, tile.size)
             old = self._state.flats[tile.tensor.name][begin:end]
             differ = np.count_nonzero(old != self._held.read(tile, begin, end))
-            loads.append(Load(tile.size, bundles.bytes_of([tile]), differ / (end - begin) * tile.size))
+            loads.append(TransferLoad(tile.size, bundles.bytes_of([tile]), differ / (end - begin) * tile.size))
         return loads
 
-    def _verdict(self, stream: Stream, method: str) -> tuple[Point, list[dict[str, Any]]]:
+    def _verdict(self, stream: SyncSession, method: str) -> tuple[RankVersion, list[dict[str, Any]]]:
         """Hear whether every rank is ready, and come to the same version. Raises: on all of them, if not."""
         point = stream.conclude(self._at, self._version + 1)
         clock = stream.clock
@@ -250,7 +252,7 @@ class Broadcast:
             raise VerificationError("the ranks came to different weights, so nobody took them")
         return point, notes
 
-    def _commit(self, stream: Stream, point: Point) -> None:
+    def _commit(self, stream: SyncSession, point: RankVersion) -> None:
         """Write what came into the weights, or what was sent into the copy of it."""
         assert self._state is not None
         state, patches = self._state, [patch for bucket in stream.made for patch in bucket.patches]
@@ -276,7 +278,9 @@ class Broadcast:
         self._spare.replace(message for message, tiles in left if came and not tiles)
         self._messages = [(message, tiles) for message, tiles in left if tiles] + came
 
-    def _learn(self, stream: Stream, jobs: Sequence[Job], notes: Sequence[Mapping[str, Any]], began: float) -> None:
+    def _learn(
+        self, stream: SyncSession, jobs: Sequence[Job], notes: Sequence[Mapping[str, Any]], began: float
+    ) -> None:
         """Take in what this sync took: the link, and the method if it was one."""
         place = self._sources.index(self._team.rank)
         waits = [note["waits_ms"][place] / 1e3 for rank, note in enumerate(notes) if rank not in self._sources]
@@ -291,19 +295,19 @@ class Broadcast:
             return
         tiles = [tile for _, some in jobs for tile in some]
         changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
-        load = Load(sum(tile.size for tile in tiles), bundles.bytes_of(tiles), changed)
-        took = Took(source_s, work_s, time.perf_counter() - began, stream.sent_bytes)
+        load = TransferLoad(sum(tile.size for tile in tiles), bundles.bytes_of(tiles), changed)
+        took = MethodTiming(source_s, work_s, time.perf_counter() - began, stream.sent_bytes)
         self.costs.learn(methods.pop(), load, took)
 
     # Who holds what
 
-    def _meet(self, source: Any) -> tuple[Point | None, list[int]]:
+    def _meet(self, source: Any) -> tuple[RankVersion | None, list[int]]:
         """Come together on bundles and on the version to start from; return it and the receivers that lack it.
 
         If all of them do, there is none, and everything is sent.
         """
         faults: list[Exception] = []
-        with Catch(faults):
+        with FailureCollector(faults):
             self._attach(source)
         notes = self._tell({"fault": _short(faults[0]) if faults else ""})
         if faults:
@@ -323,7 +327,7 @@ class Broadcast:
         if self._team.rank in late:
             self._at = self._before = None
             version, _, digest = name.partition(":")
-            return Point(int(version), digest, {}), late
+            return RankVersion(int(version), digest, {}), late
         if self._at is None or self._at.name != name:
             self._roll_back()
         return self._at, late
@@ -387,22 +391,22 @@ class Broadcast:
         self._bind(wire)
         self._joined = True
 
-    def _mine(self, wire: Wire) -> list[Tile]:
+    def _mine(self, wire: BundlePlan) -> list[Tile]:
         """The bundles that this rank sends, or those that it takes."""
         rank = self._team.rank
         return wire.owned_by(self._sources.index(rank)) if self._pushes else wire.held_by(rank)
 
-    def _bind(self, wire: Wire) -> None:
+    def _bind(self, wire: BundlePlan) -> None:
         """Find the bundles in memory; a receiver's are its state, a source keeps a copy of what it last sent."""
         assert self._shards is not None
         tiles = self._mine(wire)
-        self._wire, self._held = wire, Held(wire, tiles, self._shards)
+        self._wire, self._held = wire, LocalBundles(wire, tiles, self._shards)
         nowhere = {spec.name: _NOWHERE for spec in wire.layout.tensors}
         if not self._pushes:
             known = self._state.sums if self._state is not None and self._at is not None else {}
             self._state = State(wire.layout, nowhere, places=self._held.places, sums=known)
         elif self._state is None:
-            places = {tile.ordinal: Place(tile, True) for tile in tiles}
+            places = {tile.ordinal: LocalTile(tile, True) for tile in tiles}
             self._state = State(wire.layout, nowhere, places=places, sums={})
             self._measure(tiles)
 

@@ -24,7 +24,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights
 from pulsesync.state.sharding import Shards, Windows, layout_of, windows_from, windows_to
 from pulsesync.state.slices import Window
-from pulsesync.state.views import Published
+from pulsesync.state.views import HostSource
 
 SMALL = 1 << 18  # weights below which a piece shares a bundle with others: more are quicker compared where they lie
 DIRECT = 1 << 17  # weights above which a run in a bundle is compared where it lies, not gathered first
@@ -33,7 +33,7 @@ LARGE = 1 << 24  # weights above which a piece is split, by rows
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRegion:
     """A rectangle of a checkpoint's tensor."""
 
     tensor: str
@@ -60,11 +60,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Wire:
+class BundlePlan:
     """What travels: bundles, of what they are made, and who sends each."""
 
     layout: Layout
-    pieces: tuple[tuple[Piece, ...], ...]  # of each tile of the layout
+    pieces: tuple[tuple[TensorRegion, ...], ...]  # of each tile of the layout
     owners: tuple[int, ...]  # of each tile, by place among the sources
     holders: tuple[frozenset[int], ...]  # of each tile, by rank: who holds all of it
     ties: Mapping[str, str]
@@ -88,7 +88,7 @@ def tell(shards: Shards) -> bytes:
     return (b"some" if shards.partial else b"all ") + windows_to(shards)
 
 
-def agree(told: Sequence[bytes], sources: Sequence[int]) -> Wire:
+def agree(told: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
     """Agree on what travels, from what every rank has told of itself; all come to the same.
 
     Raises:
@@ -127,13 +127,13 @@ def _untied(
     return {name: window for name, window in windows.items() if name not in ties}
 
 
-def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[str, str]) -> Wire:
+def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[str, str]) -> BundlePlan:
     """Agree on bundles, from what every rank holds; everybody comes to the same.
 
     Raises:
         StateError: ranks hold different tensors by one name, or something that no source holds.
     """
-    groups: dict[tuple[str, int, frozenset[int]], list[Piece]] = {}
+    groups: dict[tuple[str, int, frozenset[int]], list[TensorRegion]] = {}
     for tile in layout_of(everyones).tiles:
         for piece in _split(tile):
             holders = frozenset(n for n, windows in enumerate(everyones) if piece.inside(windows.get(piece.tensor)))
@@ -150,7 +150,7 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
     for (dtype, owner, holders), pieces in groups.items():
         rows += [(dtype, owner, holders, bundle) for bundle in _bundles(pieces)]
     specs = [TensorSpec(f"{n:08d}", row[0], (sum(p.size for p in row[3]),)) for n, row in enumerate(rows)]
-    return Wire(
+    return BundlePlan(
         layouts.make(specs),
         tuple(tuple(row[3]) for row in rows),
         tuple(row[1] for row in rows),
@@ -159,18 +159,18 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
     )
 
 
-def _split(tile: Tile) -> Iterator[Piece]:
+def _split(tile: Tile) -> Iterator[TensorRegion]:
     if not tile.size:
         return
     step = max(1, LARGE // tile.columns)
     for begin in range(0, tile.rows, step):
         rows = min(step, tile.rows - begin)
-        yield Piece(tile.tensor.name, tile.row + begin, tile.column, rows, tile.columns)
+        yield TensorRegion(tile.tensor.name, tile.row + begin, tile.column, rows, tile.columns)
 
 
-def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _bundles(pieces: Sequence[TensorRegion]) -> Iterator[list[TensorRegion]]:
     """Large pieces alone, small ones together."""
-    open_, size = list[Piece](), 0
+    open_, size = list[TensorRegion](), 0
     for piece in pieces:
         if piece.size >= SMALL:
             yield [piece]
@@ -193,7 +193,7 @@ class Bundle:
     whole = True
     tile: Tile | None = None  # it lies in no one tensor
 
-    def __init__(self, tiles: Sequence[Tile], published: Published, copies: Sequence[Sequence[Bits]]) -> None:
+    def __init__(self, tiles: Sequence[Tile], published: HostSource, copies: Sequence[Sequence[Bits]]) -> None:
         self._tiles, self._published, self._copies = tiles, published, copies
         self._starts: NDArray[np.int64] = np.cumsum([0, *(tile.size for tile in tiles)])
         flats = [published.views[tile.tensor.name].flat for tile in tiles]
@@ -328,10 +328,10 @@ def _scratch(size: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
     return out
 
 
-class Held:
+class LocalBundles:
     """All bundles that a process holds: the memory behind its tiles, to read and, where it may be, to write."""
 
-    def __init__(self, wire: Wire, tiles: Sequence[Tile], shards: Shards) -> None:
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
         aliases: dict[str, list[str]] = {}
         for alias, name in wire.ties.items():
             aliases.setdefault(name, []).append(alias)

@@ -12,13 +12,13 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.weights import by_block
 from pulsesync.group import messages
-from pulsesync.group.bundles import Held, Piece, Wire
-from pulsesync.group.cost_model import METHODS, Costs, Load, Method, Trial
-from pulsesync.group.messages import Bucket, Clock
+from pulsesync.group.bundles import BundlePlan, LocalBundles, TensorRegion
+from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTrial, TransferLoad
+from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.state.live import State, Transition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import Slice
-from pulsesync.state.views import BitView, Published
+from pulsesync.state.views import BitView, HostSource
 
 FEWEST, MOST = 1 << 16, 1 << 21  # weights that are tried on
 DENSITIES = (0.002, 0.02)
@@ -26,15 +26,15 @@ Result = TypeVar("Result")
 HOT = 0.08  # share of the weights, the smallest, on which changes fall
 
 
-def try_methods(costs: Costs, sample: Bits, dtype: str) -> None:
+def try_methods(costs: CostModel, sample: Bits, dtype: str) -> None:
     """Take in what each method takes on these weights; too few of them tell nothing."""
     if sample.size >= FEWEST:
-        found = [_Ends(sample, dtype, density) for density in DENSITIES]
+        found = [_TrialEnds(sample, dtype, density) for density in DENSITIES]
         for method in METHODS:
             costs.tried(method, [ends.try_method(method) for ends in found])
 
 
-class _Ends:
+class _TrialEnds:
     """Both ends of a sync of one tile, of which some weights have changed as training would change them."""
 
     def __init__(self, old: Bits, dtype: str, density: float) -> None:
@@ -49,20 +49,20 @@ class _Ends:
         new = old.copy()
         new[positions] ^= 1
         self.new = _bundle(self.layout, new)
-        self.load = Load(old.size, old.nbytes, positions.size)
+        self.load = TransferLoad(old.size, old.nbytes, positions.size)
 
-    def try_method(self, method: Method) -> Trial:
+    def try_method(self, method: Method) -> MethodTrial:
         sums, tiles = self.base.sums, self.layout.tiles
 
         def encode() -> Bucket:
             if method == "dense":
-                return messages.raw(self.new, tiles, Clock())
-            bucket = messages.encode(self.base, self.new, tiles, method, Clock())
+                return messages.raw(self.new, tiles, SyncTimes())
+            bucket = messages.encode(self.base, self.new, tiles, method, SyncTimes())
             assert bucket is not None
             return bucket
 
         bucket, source_s = _time(encode)
-        got, receiver_s = _time(lambda: messages.read(bucket.message, self.layout, self.receiver, sums, Clock()))
+        got, receiver_s = _time(lambda: messages.read(bucket.message, self.layout, self.receiver, sums, SyncTimes()))
         there = Transition(by_block(got.patches), got.sums, History())
 
         def write() -> Transition:
@@ -72,14 +72,14 @@ class _Ends:
 
         _, apply_s = _time(write)
         self.receiver.load_tiles({0: self.base.flats["sample"]}, sums)
-        return Trial(self.load, (source_s, receiver_s, apply_s), bucket.message.size)
+        return MethodTrial(self.load, (source_s, receiver_s, apply_s), bucket.message.size)
 
 
-def _bundle(layout: Layout, bits: Bits) -> Held:
+def _bundle(layout: Layout, bits: Bits) -> LocalBundles:
     spec = layout.tensors[0]
-    shards = Shards({spec.name: Slice().of(spec)}, Published({spec.name: BitView(spec, bits, True)}, {}), {})
-    whole = Piece(spec.name, 0, 0, spec.rows, spec.columns)
-    return Held(Wire(layout, ((whole,),), (0,), (frozenset(),), {}), layout.tiles, shards)
+    shards = Shards({spec.name: Slice().of(spec)}, HostSource({spec.name: BitView(spec, bits, True)}, {}), {})
+    whole = TensorRegion(spec.name, 0, 0, spec.rows, spec.columns)
+    return LocalBundles(BundlePlan(layout, ((whole,),), (0,), (frozenset(),), {}), layout.tiles, shards)
 
 
 def _time(work: Callable[[], Result]) -> tuple[Result, float]:

@@ -41,7 +41,7 @@ class Team(Protocol):
         ...
 
 
-class Solo:
+class SoloTeam:
     """A team of one."""
 
     rank, size = 0, 1

@@ -23,86 +23,88 @@ FASTEST_S = 1e-11  # a byte, on any link
 
 
 @dataclass(frozen=True)
-class Load:
+class TransferLoad:
     """What there is to be sent: one tile, or all of them."""
 
     weights: int
     size_bytes: int
     changed: float  # as far as a sample tells
 
-    def __add__(self, other: "Load") -> "Load":
-        return Load(self.weights + other.weights, self.size_bytes + other.size_bytes, self.changed + other.changed)
+    def __add__(self, other: "TransferLoad") -> "TransferLoad":
+        return TransferLoad(
+            self.weights + other.weights, self.size_bytes + other.size_bytes, self.changed + other.changed
+        )
 
 
 @dataclass(frozen=True)
-class Work:
+class EndpointTime:
     """What an end does with a load, in seconds."""
 
     per_weight: float
     per_change: float
 
-    def of(self, load: Load) -> float:
+    def of(self, load: TransferLoad) -> float:
         return self.per_weight * load.weights + self.per_change * load.changed
 
-    def learnt(self, load: Load, measured_s: float) -> "Work":
+    def learnt(self, load: TransferLoad, measured_s: float) -> "EndpointTime":
         """The same, scaled towards what a load has really taken."""
         off = measured_s / max(self.of(load), 1e-9)
         by = min(max(1 + NEW * (off - 1), 0.25), 4.0)
-        return Work(self.per_weight * by, self.per_change * by)
+        return EndpointTime(self.per_weight * by, self.per_change * by)
 
 
 @dataclass(frozen=True)
-class Way:
+class MethodCost:
     """What a method takes."""
 
-    source: Work
-    receiver: Work
-    apply: Work  # writing, when all is checked: nothing goes on beside it
+    source: EndpointTime
+    receiver: EndpointTime
+    apply: EndpointTime  # writing, when all is checked: nothing goes on beside it
     change_bytes: float | None  # that travel for each change; None: all weights do
 
-    def wire_bytes(self, load: Load) -> float:
+    def wire_bytes(self, load: TransferLoad) -> float:
         return load.size_bytes if self.change_bytes is None else self.change_bytes * load.changed
 
 
 # Before anything is measured: seconds and bytes of the order that two cores have shown.
-ASSUMED: Mapping[Method, Way] = {
-    "dense": Way(Work(0.4e-9, 0), Work(0.3e-9, 0), Work(0.3e-9, 0), None),
-    "plain": Way(Work(0.4e-9, 20e-9), Work(0.0, 20e-9), Work(0.0, 15e-9), 6.0),
-    "gap": Way(Work(0.4e-9, 40e-9), Work(0.0, 60e-9), Work(0.0, 15e-9), 2.6),
-    "coded": Way(Work(1e-9, 100e-9), Work(0.8e-9, 60e-9), Work(0.0, 15e-9), 0.62),
+ASSUMED: Mapping[Method, MethodCost] = {
+    "dense": MethodCost(EndpointTime(0.4e-9, 0), EndpointTime(0.3e-9, 0), EndpointTime(0.3e-9, 0), None),
+    "plain": MethodCost(EndpointTime(0.4e-9, 20e-9), EndpointTime(0.0, 20e-9), EndpointTime(0.0, 15e-9), 6.0),
+    "gap": MethodCost(EndpointTime(0.4e-9, 40e-9), EndpointTime(0.0, 60e-9), EndpointTime(0.0, 15e-9), 2.6),
+    "coded": MethodCost(EndpointTime(1e-9, 100e-9), EndpointTime(0.8e-9, 60e-9), EndpointTime(0.0, 15e-9), 0.62),
 }
 
 
 @dataclass
-class Costs:
+class CostModel:
     """What is known of methods and link, and what follows for the next sync."""
 
-    ways: dict[Method, Way] = field(default_factory=lambda: dict(ASSUMED))
+    ways: dict[Method, MethodCost] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: int = 1 << 24
     link_known: bool = False
     last: Method | None = None  # that a sync went by as a whole
     off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than their stages say
 
-    def seconds(self, method: Method, load: Load) -> float:
+    def seconds(self, method: Method, load: TransferLoad) -> float:
         """How long a sync would take, corrected by how long others took, of this method or else of any."""
         known = list(self.off.values()) or [1.0]
         return self.off.get(method, sum(known) / len(known)) * self._by_stages(method, load)
 
-    def _by_stages(self, method: Method, load: Load) -> float:
+    def _by_stages(self, method: Method, load: TransferLoad) -> float:
         """Its longest stage, and of the others what the first bucket cannot hide. Ends that share cores take longer."""
         way = self.ways[method]
         stages = [way.source.of(load), way.wire_bytes(load) * self.byte_s, way.receiver.of(load)]
         buckets = max(1.0, load.weights / self.bucket_weights)
         return max(stages) + (sum(stages) - max(stages)) / buckets + way.apply.of(load)
 
-    def choose(self, loads: Sequence[Load]) -> list[Method]:
+    def choose(self, loads: Sequence[TransferLoad]) -> list[Method]:
         """The method for each tile: one for all where that is quickest, else each its own.
 
         Of methods that are as quick as makes no difference, the one with the fewest bytes; and what was last used is
         left only for one that is clearly quicker, because what is known of one that was not used is less sure.
         """
-        total = sum(loads, Load(0, 0, 0.0))
+        total = sum(loads, TransferLoad(0, 0, 0.0))
         took = {method: self.seconds(method, total) for method in METHODS}
         near = [method for method in METHODS if took[method] <= max(1.05 * min(took.values()), SOON_S)]
         best = min(near, key=lambda method: self.ways[method].wire_bytes(total))
@@ -113,12 +115,12 @@ class Costs:
         together = sum(self._sum(best, load) for load in loads)
         return own if mixed < 0.9 * together and together > SOON_S else [best] * len(loads)
 
-    def _sum(self, method: Method, load: Load) -> float:
+    def _sum(self, method: Method, load: TransferLoad) -> float:
         way = self.ways[method]
         work_s = way.source.of(load) + way.receiver.of(load) + way.apply.of(load)
         return work_s + way.wire_bytes(load) * self.byte_s
 
-    def learn(self, method: Method, load: Load, took: "Took") -> None:
+    def learn(self, method: Method, load: TransferLoad, took: "MethodTiming") -> None:
         """Take in what a sync by one method has taken; the load says what really changed.
 
         So few changes that other things decide tell nothing. What is known of methods that were not used moves back to
@@ -131,7 +133,7 @@ class Costs:
         if change_bytes is not None:
             change_bytes += NEW * (took.sent_bytes / load.changed - change_bytes)
         source, receiver = way.source.learnt(load, took.source_s), way.receiver.learnt(load, took.receiver_s)
-        self.ways[method] = Way(source, receiver, way.apply, change_bytes)
+        self.ways[method] = MethodCost(source, receiver, way.apply, change_bytes)
         off = min(max(took.total_s / max(self._by_stages(method, load), 1e-9), 1 / MOST_OFF), MOST_OFF)
         mean = sum(self.off.values(), off) / (1 + len(self.off))
         self.off = {one: value + FORGOTTEN * (mean - value) for one, value in self.off.items()}
@@ -151,18 +153,18 @@ class Costs:
             self.byte_s += (NEW if self.link_known else 1.0) * (took_s - self.byte_s)
             self.link_known = True
 
-    def tried(self, method: Method, trials: Sequence["Trial"]) -> None:
+    def tried(self, method: Method, trials: Sequence["MethodTrial"]) -> None:
         """Take in what a method took on some weights, changed by little and by more."""
         low, high = trials
         source, receiver, apply = (
             _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
         )
         change_bytes = None if self.ways[method].change_bytes is None else high.sent_bytes / high.load.changed
-        self.ways[method] = Way(source, receiver, apply, change_bytes)
+        self.ways[method] = MethodCost(source, receiver, apply, change_bytes)
 
 
 @dataclass(frozen=True)
-class Took:
+class MethodTiming:
     """What a sync by one method took."""
 
     source_s: float
@@ -172,15 +174,15 @@ class Took:
 
 
 @dataclass(frozen=True)
-class Trial:
+class MethodTrial:
     """What a method took on some weights."""
 
-    load: Load
+    load: TransferLoad
     seconds: tuple[float, float, float]  # at the source, at a receiver, and to write
     sent_bytes: int
 
 
-def _line(low: Load, high: Load, low_s: float, high_s: float) -> Work:
+def _line(low: TransferLoad, high: TransferLoad, low_s: float, high_s: float) -> EndpointTime:
     """Through two measurements: so much a weight, so much a change."""
     per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-10)
-    return Work(max((low_s - per_change * low.changed) / low.weights, 1e-11), per_change)
+    return EndpointTime(max((low_s - per_change * low.changed) / low.weights, 1e-11), per_change)

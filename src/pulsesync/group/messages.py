@@ -23,7 +23,7 @@ from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
 from pulsesync.format.weights import Changes, Weights
-from pulsesync.group.bundles import Bundle, Held, Wire
+from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
 from pulsesync.group.cost_model import Method
 from pulsesync.state.live import State
 
@@ -37,7 +37,7 @@ CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
 
 
 @dataclass
-class Clock:
+class SyncTimes:
     """Where the time of a sync went."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Bucket:
     sums: Mapping[int, Sum]
 
 
-class Spare:
+class SpareBuffers:
     """Messages whose memory may be used again: new memory costs as much as what is copied into it."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Spare:
             self._free.setdefault(message.size, []).append(message)
 
 
-def cut(wire: Wire, tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
+def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
     """Group tiles, in order, until each group has so many weights; all of a group are held by the same ranks."""
     some, size = list[Tile](), 0
     for tile in tiles:
@@ -97,7 +97,7 @@ def cut(wire: Wire, tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
         yield some
 
 
-def encode(base: State, new: Held, tiles: Sequence[Tile], method: Method, clock: Clock) -> Bucket | None:
+def encode(base: State, new: LocalBundles, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
     """What takes these tiles of the base to the new weights, by a method that compares; None if nothing changed."""
     with clock.timed("diff"):
         changes = new.changes(tiles, base)
@@ -114,7 +114,7 @@ def encode(base: State, new: Held, tiles: Sequence[Tile], method: Method, clock:
     return Bucket(message, part.patches, {}, part.sums)
 
 
-def _plain(base: State, changes: Changes, clock: Clock) -> Bucket:
+def _plain(base: State, changes: Changes, clock: SyncTimes) -> Bucket:
     blocks: dict[int, list[BlockChange]] = {}
     for (ordinal, _), change in changes.items():
         blocks.setdefault(ordinal, []).append(change)
@@ -143,14 +143,14 @@ def raw_size(tiles: Sequence[Tile]) -> int:
 def raw(
     weights: Weights,
     tiles: Sequence[Tile],
-    clock: Clock,
+    clock: SyncTimes,
     sums: Mapping[int, Sum] | None = None,
-    spare: Spare | None = None,
+    spare: SpareBuffers | None = None,
 ) -> Bucket:
     """These tiles as they are; their digests are counted unless they are known."""
     shape = [(tile, _WHOLE) for tile in tiles]
     with clock.timed("encode"):
-        message = (spare or Spare()).take(_size(shape))
+        message = (spare or SpareBuffers()).take(_size(shape))
         whole = {tile.ordinal: bits for tile, (_, bits) in zip(tiles, _bodies(message, shape), strict=True)}
 
         def copy(job: tuple[Tile, int]) -> None:
@@ -165,7 +165,7 @@ def raw(
     return Bucket(message, (), whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
 
-def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: Clock) -> Bucket:
+def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
     """Check a message and decode what of it is held here, against the digests that tiles had before.
 
     Raises:
@@ -191,7 +191,9 @@ def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int
 Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
 
 
-def _read_table(message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: Clock) -> Bucket:
+def _read_table(
+    message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: SyncTimes
+) -> Bucket:
     shape, promised = _open(message, layout)
     if state is None:
         return Bucket(NOTHING, (), {}, promised)

@@ -20,10 +20,10 @@ from pulsesync.core.threads import finish
 from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.errors import FormatError, GroupError, VerificationError
 from pulsesync.group import messages
-from pulsesync.group.bundles import Held, Wire, bytes_of
+from pulsesync.group.bundles import BundlePlan, LocalBundles, bytes_of
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import Method
-from pulsesync.group.messages import TRAILER, Bucket, Clock, Spare
+from pulsesync.group.messages import TRAILER, Bucket, SpareBuffers, SyncTimes
 from pulsesync.state.live import State
 
 AHEAD = 2  # buckets that are encoded before they are sent
@@ -33,7 +33,7 @@ Job = tuple[Method, Sequence[Tile]]  # a bucket to be encoded
 
 
 @dataclass(frozen=True)
-class Point:
+class RankVersion:
     """A version, as a rank holds it."""
 
     version: int
@@ -46,17 +46,17 @@ class Point:
 
 
 @dataclass
-class Stream:
+class SyncSession:
     """A sync in progress, on one rank."""
 
     team: Collective
     sources: Sequence[int]
-    wire: Wire
-    held: Held  # the live weights of this rank
+    wire: BundlePlan
+    held: LocalBundles  # the live weights of this rank
     state: State  # a source's copy of what it last sent, or a receiver's live weights
     bucket_weights: int
-    spare: Spare = field(default_factory=Spare)
-    clock: Clock = field(default_factory=Clock)
+    spare: SpareBuffers = field(default_factory=SpareBuffers)
+    clock: SyncTimes = field(default_factory=SyncTimes)
     faults: list[Exception] = field(default_factory=list)
     made: list[Bucket] = field(default_factory=list)  # what was sent or received
     waits_s: list[float] = field(default_factory=list)  # for the buckets of each source, as it seemed here
@@ -74,7 +74,7 @@ class Stream:
 
     # Those who are late
 
-    def bring(self, late: Sequence[int], base: Point) -> Point | None:
+    def bring(self, late: Sequence[int], base: RankVersion) -> RankVersion | None:
         """Bring late receivers to the version that the others hold, from the sources' copies of it: to them alone.
 
         Returns that version as this rank now holds it; None if it does not.
@@ -102,7 +102,7 @@ class Stream:
                 raise VerificationError("a bundle is not that of the version", version=base.version)
             whole = {ordinal: bits for bucket in got for ordinal, bits in bucket.whole.items()}
             finish(lambda: self.state.load_tiles(whole, {n: sums[n] for n in whole}))
-            return Point(base.version, base.digest, sums)
+            return RankVersion(base.version, base.digest, sums)
         return None
 
     def _tell_sums(self, tiles: Sequence[Tile], sums: Mapping[int, Sum], rank: int) -> dict[int, Sum]:
@@ -116,7 +116,7 @@ class Stream:
 
     def run(self, jobs: Sequence[Job], before: Mapping[int, Sum]) -> None:
         """Send the buckets of these jobs, and take those of the other sources."""
-        ahead = _Ahead([lambda job=job: self._encode(job) for job in jobs])  # type: ignore[misc]
+        ahead = _Prefetcher([lambda job=job: self._encode(job) for job in jobs])  # type: ignore[misc]
         decoder = ThreadPoolExecutor(1, thread_name_prefix="pulse-decode")
         reading: list[Future[Bucket]] = []
         try:
@@ -146,7 +146,7 @@ class Stream:
             return messages.raw(self.held, tiles, self.clock, spare=self.spare)
         return messages.encode(self.state, self.held, tiles, method, self.clock)
 
-    def _next_length(self, ahead: "_Ahead") -> int:
+    def _next_length(self, ahead: "_Prefetcher") -> int:
         with self._faults():
             bucket = ahead.peek()
             return bucket.message.size if bucket else _END
@@ -158,7 +158,7 @@ class Stream:
         self.team.broadcast_(number.view(np.uint8), rank)
         return int(number[0])
 
-    def _send(self, ahead: "_Ahead", length: int) -> None:
+    def _send(self, ahead: "_Prefetcher", length: int) -> None:
         rank = self.team.rank
         while length > 0:
             bucket = ahead.take()
@@ -204,7 +204,7 @@ class Stream:
             raise VerificationError("what came is not the version it should be", expected=expected, actual=actual)
         return actual
 
-    def conclude(self, base: Point | None, version: int) -> Point:
+    def conclude(self, base: RankVersion | None, version: int) -> RankVersion:
         """The version that this sync leads to, as far as this rank can tell; what it cannot is among the faults."""
         seen: set[int] = set()
         with self._faults():
@@ -213,14 +213,14 @@ class Stream:
                     raise FormatError("two buckets hold the same bundle")
                 seen |= bucket.sums.keys()
             sums = {**(base.sums if base else {}), **self.sums}
-            return Point(version, self.check(sums), sums)
-        return Point(version, "", {})
+            return RankVersion(version, self.check(sums), sums)
+        return RankVersion(version, "", {})
 
-    def _faults(self) -> "Catch":
-        return Catch(self.faults)
+    def _faults(self) -> "FailureCollector":
+        return FailureCollector(self.faults)
 
 
-class Catch:
+class FailureCollector:
     """Keeps what goes wrong at one rank until all can be told of it; a broken group is not for keeping."""
 
     def __init__(self, faults: list[Exception]) -> None:
@@ -236,7 +236,7 @@ class Catch:
         return False
 
 
-class _Ahead:
+class _Prefetcher:
     """Work done in order on a thread, some of it before it is asked for. What comes to nothing is left out."""
 
     def __init__(self, work: Sequence[Callable[[], Bucket | None]]) -> None:

@@ -49,14 +49,14 @@ from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
-from pulsesync.run.reader import Records, forgetting
+from pulsesync.run.reader import RunReader, forgetting
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.checkpoint_files import (
     INDEX,
     SHARD_BYTES,
-    Plan,
     TensorFolder,
+    WeightFiles,
     by_layout,
     is_companion,
     missing_companions,
@@ -74,7 +74,7 @@ LONGEST_WAIT_S = 60.0  # between attempts, while the store does not answer
 
 
 @dataclass(frozen=True)
-class Mark:
+class CopyRecord:
     """What a whole copy says of itself, in `pulse.json`."""
 
     run: str
@@ -84,10 +84,10 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Flip:
+class FolderUpdate:
     """A version that has become current."""
 
-    mark: Mark
+    mark: CopyRecord
     folder: Path
     began: str  # from: "memory", "resume" (after a restart), "copy" (of the other folder), "nothing"
     sync: SyncReport
@@ -142,12 +142,14 @@ class HuggingFaceFolder:
         self.close()
 
     @property
-    def current(self) -> Mark | None:
+    def current(self) -> CopyRecord | None:
         """The version that readers find."""
         name = _current(self.folder)
         return self._sides[name].mark() if name else None
 
-    def follow(self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None) -> Iterator[Flip]:
+    def follow(
+        self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
+    ) -> Iterator[FolderUpdate]:
         """Yield every version that becomes current, without end. An error that may pass is reported, and tried again.
 
         While there is no version that can be synced, this waits, and reports that once, as a NothingPublishedError;
@@ -176,7 +178,7 @@ class HuggingFaceFolder:
             else:
                 time.sleep(wait_s)
 
-    def update(self, version: int | None = None) -> Flip | None:
+    def update(self, version: int | None = None) -> FolderUpdate | None:
         """Bring the folder to the newest version, or to one; None if it is there.
 
         Raises:
@@ -196,13 +198,13 @@ class HuggingFaceFolder:
                 self._check_room(goal)
             source = self._begin(side, plan, goal)
             report = side.sync(goal.version, self.follow_replaced)
-            mark = Mark(goal.run, goal.version, goal.step, goal.digest)
+            mark = CopyRecord(goal.run, goal.version, goal.step, goal.digest)
             side.finish(mark, contents, plan)
             self._turn(side)
         self._tidy()
         left_out = tuple(file.name for file in goal.files if file not in companions)
         missing = missing_companions(contents)
-        return Flip(mark, side.folder, source, report, left_out, missing, time.perf_counter() - began)
+        return FolderUpdate(mark, side.folder, source, report, left_out, missing, time.perf_counter() - began)
 
     def _goal(self, version: int | None) -> Manifest | None:
         """The version to go to; None if it is current.
@@ -210,7 +212,7 @@ class HuggingFaceFolder:
         Raises:
             RunChangedError: the location no longer holds the run of the folder; NothingPublishedError.
         """
-        records, held = Records(self.store, self.trust), self.current
+        records, held = RunReader(self.store, self.trust), self.current
         try:
             if held:
                 records.check_run(held.run, held.version, held.digest)
@@ -231,7 +233,7 @@ class HuggingFaceFolder:
 
     def _layout_of(self, goal: Manifest) -> Layout:
         if self._layout is None or self._layout.id != goal.layout:
-            self._layout = Records(self.store, self.trust).layout(goal.layout)
+            self._layout = RunReader(self.store, self.trust).layout(goal.layout)
         return self._layout
 
     def _check_room(self, goal: Manifest) -> None:
@@ -241,9 +243,9 @@ class HuggingFaceFolder:
             NothingPublishedError: its first anchor is still being written; LimitError: the anchor cannot hold what the
             layout describes; MissingLinkError, FormatError, StoreError.
         """
-        records = Records(self.store, self.trust)
+        records = RunReader(self.store, self.trust)
         try:
-            anchor = planner.find_way(None, goal, records.look)[0]
+            anchor = planner.find_path(None, goal, records.look)[0]
         except MissingLinkError:
             if goal.anchor is None:
                 raise records.no_anchor(goal) from None
@@ -261,7 +263,7 @@ class HuggingFaceFolder:
         with side.alone():
             yield side
 
-    def _begin(self, side: "_Side", plan: Plan, goal: Manifest) -> str:
+    def _begin(self, side: "_Side", plan: WeightFiles, goal: Manifest) -> str:
         """Open a copy for writing, with a reader that holds what can be held; say where from."""
         mark, history = side.mark(), side.history()
         side.unmark()
@@ -323,7 +325,7 @@ class _Side:
         self.weights: TensorFolder | None = None
         self.reader: Subscriber | None = None
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> CopyRecord | None:
         """Which version this is; None for a copy that is not whole."""
         return read_mark(self.folder)
 
@@ -362,7 +364,7 @@ class _Side:
             raise
         return report
 
-    def finish(self, mark: Mark, companions: dict[str, bytes], plan: Plan) -> None:
+    def finish(self, mark: CopyRecord, companions: dict[str, bytes], plan: WeightFiles) -> None:
         """Write what stands beside the weights, see that all of it is on the disk, and then mark the copy as whole."""
         assert self.weights is not None
         assert self.reader is not None
@@ -385,11 +387,11 @@ class _Side:
         _write(self.folder / MARK, json.dumps(asdict(mark)).encode() + b"\n")
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_mark(folder: Path) -> CopyRecord | None:
     """What the `pulse.json` of a copy says; None if there is none, or it is not one."""
     try:
         table: dict[str, Any] = json.loads((folder / MARK).read_bytes())
-        return Mark(str(table["run"]), int(table["version"]), int(table["step"]), str(table["digest"]))
+        return CopyRecord(str(table["run"]), int(table["version"]), int(table["step"]), str(table["digest"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -474,10 +476,10 @@ class Identity:
 
     digest: str
     record: Manifest | None  # None: no version of the run that is still published
-    mark: Mark | None  # what the folder says of itself
+    mark: CopyRecord | None  # what the folder says of itself
 
 
-def identify(records: Records, path: str | Path) -> Identity:
+def identify(records: RunReader, path: str | Path) -> Identity:
     """Recount the weights of a checkpoint, or of a folder that is kept here, and look for them among the versions.
 
     Raises:

@@ -38,7 +38,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not say
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """The numbers of a Llama-like model, and what its checkpoint calls its experts."""
 
     layers: int
@@ -67,7 +67,7 @@ class Model:
             raise ValueError("a checkpoint without lm_head.weight is one of a model with tied weights")
 
     @classmethod
-    def from_config(cls, config: Any, lm_head: bool | None = None) -> "Model":
+    def from_config(cls, config: Any, lm_head: bool | None = None) -> "ModelShape":
         """Read a config.json, as a mapping or as transformers has it.
 
         lm_head: whether the run has a tensor or a tie of that name. Unless it is given, one with tied weights has none,
@@ -114,7 +114,7 @@ Part = tuple[int, int]  # which of how many
 
 
 @dataclass(frozen=True)
-class Rank:
+class EngineRank:
     """Which part of a model a process of an engine holds.
 
     tp: of attention, dense layers, shared experts and the vocabulary. ep: which experts. expert_tp: of each of those
@@ -134,13 +134,15 @@ class Rank:
                 raise ValueError(f"there is no rank {n} of {size}")
 
     @classmethod
-    def vllm(cls, tp: int, tp_size: int, *, dp: int = 0, dp_size: int = 1, expert_parallel: bool = False) -> "Rank":
+    def vllm(
+        cls, tp: int, tp_size: int, *, dp: int = 0, dp_size: int = 1, expert_parallel: bool = False
+    ) -> "EngineRank":
         """As vLLM has it: experts are spread, or else split, over all ranks of all data-parallel replicas."""
         flat = (dp * tp_size + tp, dp_size * tp_size)
         return cls(tp, tp_size, *flat) if expert_parallel else cls(tp, tp_size, expert_tp=flat)
 
     @classmethod
-    def sglang(cls, tp: int, tp_size: int, ep_size: int = 1) -> "Rank":
+    def sglang(cls, tp: int, tp_size: int, ep_size: int = 1) -> "EngineRank":
         """As SGLang has it: experts are spread over ep_size groups of ranks, and split within each."""
         if tp_size % ep_size:
             raise ValueError(f"{tp_size} ranks are not {ep_size} groups of one size")
@@ -153,7 +155,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FusedPiece:
     """A rectangle of a checkpoint's tensor, and where a tensor of the runtime has it."""
 
     name: str
@@ -169,10 +171,10 @@ class Fused:
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FusedPiece, ...]
 
 
-def fused(model: Model, rank: Rank) -> Iterator[Fused]:
+def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     """Every tensor that a rank of an engine holds.
 
     Raises:
@@ -193,7 +195,7 @@ def fused(model: Model, rank: Rank) -> Iterator[Fused]:
         yield _vocabulary(HEAD, model, rank)
 
 
-def _attention(at: str, model: Model, rank: Rank) -> Iterator[Fused]:
+def _attention(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     d, heads, kv_heads = model.head_dim, model.heads, model.kv_heads
     copies = rank.tp_size // kv_heads if rank.tp_size % kv_heads == 0 else 1  # ranks that hold the same KV head
     q = _share(heads, (rank.tp, rank.tp_size), d, f"{at}.q_proj.weight")
@@ -209,7 +211,7 @@ def _attention(at: str, model: Model, rank: Rank) -> Iterator[Fused]:
         yield from (_whole(f"{at}.{name}.weight", d) for name in ("q_norm", "k_norm"))
 
 
-def _mlp(at: str, model: Model, width: int, rank: Rank, bias: bool = False) -> Iterator[Fused]:
+def _mlp(at: str, model: ModelShape, width: int, rank: EngineRank, bias: bool = False) -> Iterator[Fused]:
     span = _share(width, (rank.tp, rank.tp_size), 1, f"{at}.gate_proj.weight")
     parts = (("gate_proj", width, span), ("up_proj", width, span))
     yield _stacked(f"{at}.gate_up_proj.weight", parts, model.hidden)
@@ -219,7 +221,7 @@ def _mlp(at: str, model: Model, width: int, rank: Rank, bias: bool = False) -> I
         yield _whole(f"{at}.down_proj.bias", model.hidden)
 
 
-def _moe(at: str, model: Model, rank: Rank) -> Iterator[Fused]:
+def _moe(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     yield _whole(f"{at}.gate.weight", model.experts, model.hidden)
     yield from _experts(f"{at}.experts", model, rank)
     if model.shared_intermediate:
@@ -228,7 +230,7 @@ def _moe(at: str, model: Model, rank: Rank) -> Iterator[Fused]:
             yield _whole(f"{at}.shared_expert_gate.weight", 1, model.hidden)
 
 
-def _experts(at: str, model: Model, rank: Rank) -> Iterator[Fused]:
+def _experts(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     gate, up, down = model.expert_names
     width, hidden = model.expert_intermediate, model.hidden
     begin, end = span = _share(width, rank.experts_split, 1, f"{at}.0.{gate}.weight")
@@ -238,25 +240,25 @@ def _experts(at: str, model: Model, rank: Rank) -> Iterator[Fused]:
     local = end - begin
     gates, ups = ((slice(0, local), gate), (slice(local, 2 * local), up))
     w13 = tuple(
-        Piece(f"{at}.{n}.{name}.weight", (width, hidden), (n - first, rows), rows=span)
+        FusedPiece(f"{at}.{n}.{name}.weight", (width, hidden), (n - first, rows), rows=span)
         for n in mine
         for rows, name in (gates, ups)
     )
-    w2 = tuple(Piece(f"{at}.{n}.{down}.weight", (hidden, width), (n - first,), columns=span) for n in mine)
+    w2 = tuple(FusedPiece(f"{at}.{n}.{down}.weight", (hidden, width), (n - first,), columns=span) for n in mine)
     yield Fused(f"{at}.w13_weight", (len(mine), 2 * local, hidden), w13)
     yield Fused(f"{at}.w2_weight", (len(mine), hidden, local), w2)
 
 
-def _vocabulary(name: str, model: Model, rank: Rank) -> Fused:
+def _vocabulary(name: str, model: ModelShape, rank: EngineRank) -> Fused:
     padded = -(-model.vocab // rank.vocab_padding) * rank.vocab_padding
     begin, end = _share(padded, (rank.tp, rank.tp_size), 1, name)
     top, bottom = min(begin, model.vocab), min(end, model.vocab)
-    piece = Piece(name, (model.vocab, model.hidden), (slice(0, bottom - top),), rows=(top, bottom))
+    piece = FusedPiece(name, (model.vocab, model.hidden), (slice(0, bottom - top),), rows=(top, bottom))
     return Fused(name, (end - begin, model.hidden), (piece,) if top < bottom else ())
 
 
 def _whole(name: str, *shape: int) -> Fused:
-    return Fused(name, shape, (Piece(name, shape, (slice(None),)),))
+    return Fused(name, shape, (FusedPiece(name, shape, (slice(None),)),))
 
 
 def _stacked(name: str, parts: Sequence[tuple[str, int, Span]], *inner: int) -> Fused:
@@ -265,14 +267,14 @@ def _stacked(name: str, parts: Sequence[tuple[str, int, Span]], *inner: int) -> 
     at = module.rpartition(".")[0]
     borders = [0, *accumulate(end - begin for _, _, (begin, end) in parts)]
     pieces = tuple(
-        Piece(f"{at}.{part}.{kind}", (size, *inner), (slice(*span),), rows=rows)
+        FusedPiece(f"{at}.{part}.{kind}", (size, *inner), (slice(*span),), rows=rows)
         for (part, size, rows), span in zip(parts, pairwise(borders), strict=True)
     )
     return Fused(name, (borders[-1], *inner), pieces)
 
 
 def _columns(name: str, rows: int, columns: int, span: Span) -> Fused:
-    piece = Piece(name, (rows, columns), (slice(None),), columns=span)
+    piece = FusedPiece(name, (rows, columns), (slice(None),), columns=span)
     return Fused(name, (rows, span[1] - span[0]), (piece,))
 
 
@@ -285,7 +287,7 @@ def _share(count: int, part: Part, each: int, name: str) -> Span:
     return n * mine, (n + 1) * mine
 
 
-def place(model: Model, rank: Rank, runtime: Mapping[str, Any]) -> dict[str, Placed]:
+def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> dict[str, Placed]:
     """Say which part of the checkpoint each weight of an engine's tensors is; padding is left out.
 
     Takes torch tensors and numpy arrays; what it returns are views into them. A tensor that the map does not know must
@@ -396,7 +398,7 @@ def for_subscriber(placed: Mapping[str, Placed]) -> tuple[dict[str, Any], Slices
     return tensors, slices | {"*": None}
 
 
-def grid(model: Model, ranks: Iterable[Rank]) -> Grid:
+def grid(model: ModelShape, ranks: Iterable[EngineRank]) -> Grid:
     """Where a `Publisher` should cut tensors so that the part of each of these ranks is whole tiles.
 
         grid(model, [*(Rank.vllm(n, 2) for n in range(2)), *(Rank.vllm(n, 8) for n in range(8))])

@@ -27,7 +27,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartPoint:
     """A point to look at, and what to say about it."""
 
     x: float
@@ -45,7 +45,7 @@ class Panel:
     log_x: bool = False
     x_label: str = ""
     x_ticks: Sequence[float] = ()  # where the round numbers would not be those that people know
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartPoint] = ()
     verticals: Mapping[str, float] = field(default_factory=dict)  # lines from top to bottom
     dots: bool = False  # a dot at every point
 

@@ -26,41 +26,41 @@ import numpy as np
 from pulsesync.core.threads import finish
 from pulsesync.errors import MissingLinkError, StateError
 from pulsesync.loco.exchange import Exchange
-from pulsesync.loco.gate import Everything, Rule, Visible
-from pulsesync.loco.meeting import Held, Meeting, Met, RoundReport
+from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
+from pulsesync.loco.meeting import ExchangedRound, FragmentState, FragmentTrainer, RoundReport
 from pulsesync.loco.outer import SGD, Nesterov, mean_of
-from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, diverges
+from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, SharedState, diverges
 
 logger = logging.getLogger(__name__)
 
 EXIT_S = 60.0  # that a context waits, when it ends, for a round that is on its way
 
 
-class _Flight:
+class _BackgroundRound:
     """A round that is exchanged behind training. A daemon: nobody need wait for it to end the process."""
 
-    def __init__(self, fragment: int, began: float, work: Callable[[], Met]) -> None:
+    def __init__(self, fragment: int, began: float, work: Callable[[], ExchangedRound]) -> None:
         self.fragment, self.began = fragment, began
-        self._future: Future[Met | BaseException] = Future()
+        self._future: Future[ExchangedRound | BaseException] = Future()
         threading.Thread(target=self._run, args=(work,), name="pulse-loco", daemon=True).start()
 
-    def _run(self, work: Callable[[], Met]) -> None:
+    def _run(self, work: Callable[[], ExchangedRound]) -> None:
         try:
             self._future.set_result(work())
         except BaseException as e:  # noqa: BLE001 - raised where it is waited for
             self._future.set_result(e)
 
-    def wait(self, timeout_s: float | None) -> Met | BaseException:
+    def wait(self, timeout_s: float | None) -> ExchangedRound | BaseException:
         """What came of it; an exception too is returned, to tell it from one of the waiting. Raises: TimeoutError."""
         return self._future.result(timeout_s)
 
 
-class _Rounds(Meeting):
+class _PeriodicTrainer(FragmentTrainer):
     """Trainers that meet every so many steps: what DiLoCo and PULSELoCo have in common is all but the rule."""
 
     def __init__(
         self, model: Any, inner_optimizer: Any, exchange: Exchange, outer: SGD | None, sync_every: int, delay: int,
-        blend: float, on_round: Callable[[RoundReport], None] | None, rule: Rule,
+        blend: float, on_round: Callable[[RoundReport], None] | None, rule: GateRule,
     ) -> None:  # fmt: skip
         outer = outer or Nesterov()
         about = f"{type(self).__name__} {outer} {rule} sync_every={sync_every} delay={delay} blend={float(blend)}"
@@ -73,7 +73,7 @@ class _Rounds(Meeting):
             )
         self._period, self._delay, self._blend = sync_every // count, delay, np.float32(blend)
         self._steps = 0  # since the last round of any fragment
-        self._flying: _Flight | None = None
+        self._flying: _BackgroundRound | None = None
 
     @property
     def _turn(self) -> int:
@@ -110,7 +110,7 @@ class _Rounds(Meeting):
                 if not self._delay:
                     self._commit(fragment, self._meet(fragment, proposal), began)
                     return
-                self._flying = _Flight(fragment, began, lambda: self._meet(fragment, proposal))
+                self._flying = _BackgroundRound(fragment, began, lambda: self._meet(fragment, proposal))
             if self._flying is not None and self._steps >= self._period:
                 self._land()
         except MissingLinkError:  # away for so long that the rounds since are gone: only a state leads on
@@ -125,7 +125,7 @@ class _Rounds(Meeting):
             raise met
         self._commit(flight.fragment, met, flight.began)
 
-    def _commit(self, fragment: int, met: Met, began: float) -> None:
+    def _commit(self, fragment: int, met: ExchangedRound, began: float) -> None:
         """Change everything at once, whatever interrupts. After a failure before this the next step tries again."""
 
         def work() -> None:
@@ -136,7 +136,7 @@ class _Rounds(Meeting):
                 weights = weights + self._blend * (self._tensors[fragment].read() - weights)
             residual = self._left(fragment, s, met.outcome, offered=True)
             self._steps, self._flying = 0, None
-            self._set(fragment, Held(met.after, residual), weights)
+            self._set(fragment, FragmentState(met.after, residual), weights)
 
         finish(work)
         if self.exchange.trainer not in met.outcome.members:
@@ -155,7 +155,7 @@ class _Rounds(Meeting):
         return saved
 
 
-class DiLoCo(_Rounds):
+class DiLoCo(_PeriodicTrainer):
     """Trainers that take `sync_every` steps on their own, then move on together by the mean of their updates.
 
     Out of `optimizer.step()` may come RoundError (there was no round; go on, the next step tries again) and StoreError
@@ -182,10 +182,10 @@ class DiLoCo(_Rounds):
         self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 8,
         delay: int = 0, blend: float = 0.0, on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, Everything())
+        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, DenseGate())
 
 
-class PulseLoCo(_Rounds):
+class PulseLoCo(_PeriodicTrainer):
     """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for the next round.
 
     Args:
@@ -208,11 +208,11 @@ class PulseLoCo(_Rounds):
         compact: int | None = None, reach: float = 1.0, delay: int = 0, blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:  # fmt: skip
-        rule = Visible(compact, float(reach))
+        rule = VisibilityGate(compact, float(reach))
         super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, rule)
 
 
-class DDP(Meeting):
+class DDP(FragmentTrainer):
     """Averaging of gradients before every step, dense: what both others are compared with.
 
     Takes the arguments of DiLoCo so that a comparison changes one word; outer, sync_every, delay and blend mean nothing
@@ -223,12 +223,12 @@ class DDP(Meeting):
         self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 1,
         delay: int = 0, blend: float = 0.0, on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, inner_optimizer, SGD(1.0), exchange, Everything(), "DDP", on_round)
+        super().__init__(model, inner_optimizer, SGD(1.0), exchange, DenseGate(), "DDP", on_round)
 
     def _register(self) -> Any:
         return self._inner.register_step_pre_hook(lambda *_: self._before_step())
 
-    def _adopt(self, fragment: int, shared: Shared) -> None:
+    def _adopt(self, fragment: int, shared: SharedState) -> None:
         if shared.round and shared.digest != self._held[fragment].shared.digest:
             raise StateError("averaging at every step cannot be joined or gone on with: optimizers would part")
         super()._adopt(fragment, shared)
@@ -261,4 +261,4 @@ class DDP(Meeting):
             after = replace(shared, round=shared.round + 1)
             self._held[fragment] = replace(held, shared=after)
             passed = exchange.sent_bytes - sent, exchange.received_bytes - received
-            self._report(fragment, Met(proposal, outcome, after, *passed), began)
+            self._report(fragment, ExchangedRound(proposal, outcome, after, *passed), began)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pulsesync.loco.gate import Split
+from pulsesync.loco.gate import SplitUpdate
 from pulsesync.loco.payload import Coder
-from pulsesync.loco.shared import Outcome, Shared
+from pulsesync.loco.shared import Outcome, SharedState
 
 
 @dataclass(frozen=True)
-class Letter:
+class EncodedUpdate:
     """An update as it travels, in one piece or several."""
 
     id: str  # the SHA-256 of all pieces
@@ -27,7 +27,7 @@ class Exchange(Protocol):
     sent_bytes: int  # so far, everything counted
     received_bytes: int
 
-    def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
+    def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
         """Come together: return, of each fragment, the shared state to go on from.
 
         about: what all must have set alike.
@@ -36,10 +36,10 @@ class Exchange(Protocol):
             StateError: the others train something else, or otherwise; VerificationError: they have parted.
         """
 
-    def prepare(self, coder: Coder, split: Split) -> Letter:
+    def prepare(self, coder: Coder, split: SplitUpdate) -> EncodedUpdate:
         """Encode an update. Sends nothing."""
 
-    def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
+    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
         """Send an update to a fragment of this size; return the round as it was decided, with it or without.
 
         Raises:
@@ -49,7 +49,7 @@ class Exchange(Protocol):
     def decline(self, coder: Coder, size: int, why: str) -> None:
         """Say that this trainer has nothing to propose, so that nobody waits for it; never raises."""
 
-    def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
+    def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
         """Tell the others what a round led to, before anything is changed; None: to nothing that is shared.
 
         Raises:

@@ -11,7 +11,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.loco.gate import F32
 
 
-class Tensors:
+class FragmentTensors:
     """The parameters of a fragment as one FP32 vector."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Tensors:
         return next(name for name, _, place in self._places() if entry < place.stop)
 
 
-def fragments_of(model: Any) -> list[Tensors]:
+def fragments_of(model: Any) -> list[FragmentTensors]:
     """One for a module or a mapping of masters, or one for each of several."""
     pieces = model if isinstance(model, Sequence) and not hasattr(model, "named_parameters") else [model]
     found = [
@@ -92,10 +92,10 @@ def fragments_of(model: Any) -> list[Tensors]:
         raise StateError("a parameter is in two fragments, or twice in one")
     if not all(found):
         raise StateError("a fragment has no parameters to train")
-    return [Tensors(tensors) for tensors in found]
+    return [FragmentTensors(tensors) for tensors in found]
 
 
-def check_covered(optimizer: Any, fragments: Sequence[Tensors]) -> None:
+def check_covered(optimizer: Any, fragments: Sequence[FragmentTensors]) -> None:
     """Raises: StateError, if the optimizer moves what no fragment has: replicas would part in it."""
     known = {address for fragment in fragments for address in fragment.addresses()}
     moved = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]

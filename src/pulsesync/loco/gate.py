@@ -42,17 +42,17 @@ def update(theta: F32, local: F32, residual: F32) -> F32:
 
 
 @dataclass(frozen=True, eq=False)
-class Sparse:
+class SparseVector:
     """Some entries of a vector; the others are zero."""
 
     size: int
     positions: NDArray[np.int64]  # ascending
     values: F32
 
-    def part(self, begin: int, end: int) -> "Sparse":
+    def part(self, begin: int, end: int) -> "SparseVector":
         """The entries from begin to end, counted from begin."""
         first, last = np.searchsorted(self.positions, (begin, end))
-        return Sparse(end - begin, self.positions[first:last] - begin, self.values[first:last])
+        return SparseVector(end - begin, self.positions[first:last] - begin, self.values[first:last])
 
     def add_to(self, total: F32) -> None:
         """Add the entries to a whole vector, in place."""
@@ -70,10 +70,10 @@ class Sparse:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class SplitUpdate:
     """An update in two: what is sent, and what is kept for the next round. Their sum is the update, bit for bit."""
 
-    sent: Sparse
+    sent: SparseVector
     s: F32
     unit: int | None = None  # sent values are multiples of 2^unit; None: any FP32
 
@@ -85,19 +85,19 @@ class Split:
         return kept
 
 
-class Rule(Protocol):
+class GateRule(Protocol):
     """What decides which part of an update is sent."""
 
     @property
     def dense(self) -> bool:
         """Whether all of it is, always: then it travels as plain FP32."""
 
-    def split(self, theta: F32, s: F32) -> Split:
+    def split(self, theta: F32, s: F32) -> SplitUpdate:
         """Split an update that is all finite. Neither argument is modified."""
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibilityGate:
     """PULSELoCo's rule: what the BF16 forward pass would see.
 
     With a `reach` above 1, an entry also fires if so many times its update would be seen: an outer step with momentum
@@ -115,7 +115,7 @@ class Visible:
         if self.bits is not None and not 0 <= self.bits <= MOST_BITS:
             raise ValueError(f"compact values keep 0 to {MOST_BITS} bits, not {self.bits}")
 
-    def split(self, theta: F32, s: F32) -> Split:
+    def split(self, theta: F32, s: F32) -> SplitUpdate:
         chunks = [slice(i, i + CHUNK) for i in range(0, s.size, CHUNK)]
         reach = np.float32(self.reach)
         found = spread(lambda c: np.flatnonzero(gate(theta[c], reach * s[c]) & (s[c] != 0)) + c.start, chunks)
@@ -127,17 +127,17 @@ class Visible:
             rounded = np.clip(np.rint(np.ldexp(values.astype(np.float64), -unit)), -most, most)
             positions, rounded = positions[rounded != 0], rounded[rounded != 0]
             values = np.ldexp(rounded, unit).astype(np.float32)
-        return Split(Sparse(s.size, positions, values), s, unit)
+        return SplitUpdate(SparseVector(s.size, positions, values), s, unit)
 
 
 @dataclass(frozen=True)
-class Everything:
+class DenseGate:
     """DiLoCo's rule: all of it, and nothing kept."""
 
     dense = True
 
-    def split(self, theta: F32, s: F32) -> Split:
-        return Split(Sparse(s.size, np.arange(s.size), s.copy()), s)
+    def split(self, theta: F32, s: F32) -> SplitUpdate:
+        return SplitUpdate(SparseVector(s.size, np.arange(s.size), s.copy()), s)
 
 
 def _unit(values: F32, bits: int) -> int:

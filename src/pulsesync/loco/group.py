@@ -18,11 +18,11 @@ import numpy as np
 
 from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, StateError, VerificationError
 from pulsesync.group.collective import Collective
-from pulsesync.loco.exchange import Letter
-from pulsesync.loco.gate import F32, Sparse, Split
+from pulsesync.loco.exchange import EncodedUpdate
+from pulsesync.loco.gate import F32, SparseVector, SplitUpdate
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder, summed_unit
-from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, Shared
+from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, SharedState
 
 MAX_TRAINER = 64  # characters of a name
 NOTE_BYTES = 256  # of what trainers tell each other in a round besides payloads, at a time
@@ -64,7 +64,7 @@ class GroupExchange:
     def received_bytes(self) -> int:
         return self._team.received_bytes
 
-    def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
+    def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
         """Take, of each fragment, the state of whoever has come furthest; before the first round, rank 0's."""
         alike = f"{about} {self._reduce} {[state.layout for state in mine]}"
         same = hashlib.sha256(alike.encode()).hexdigest()
@@ -76,7 +76,7 @@ class GroupExchange:
             raise StateError(f"two trainers of this group have the same name: {', '.join(self._names)}")
         return [self._furthest(state) for state in mine]
 
-    def _furthest(self, state: Shared) -> Shared:
+    def _furthest(self, state: SharedState) -> SharedState:
         told = self._tell({"round": state.round, "digest": state.digest})
         newest = max(note["round"] for note in told)
         digests = [note["digest"] if note["round"] == newest else None for note in told]
@@ -90,26 +90,26 @@ class GroupExchange:
         got = self._swap([data if digest != digests[source] else b"" for digest in digests], most)[source]
         if got:
             try:
-                state = Shared.from_bytes(got, like=state)
+                state = SharedState.from_bytes(got, like=state)
             except FormatError as e:
                 faults.append(_short(str(e)))
         told = self._tell({"fault": faults[0] if faults else ""})
         self._end_together(told, state.round, "the shared state could not be read")
         return state
 
-    def prepare(self, coder: Coder, split: Split) -> Letter:
+    def prepare(self, coder: Coder, split: SplitUpdate) -> EncodedUpdate:
         ranges = self._ranges(split.sent.size) if self._reduce == "owner" else [(0, split.sent.size)]
         pieces = [coder.encode(self.trainer, split.sent.part(a, b), split.unit, a) for a, b in ranges]
-        return Letter(hashlib.sha256(b"".join(pieces)).hexdigest(), tuple(pieces))
+        return EncodedUpdate(hashlib.sha256(b"".join(pieces)).hexdigest(), tuple(pieces))
 
-    def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
+    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
         return self._round(coder, letter, size, [])
 
     def decline(self, coder: Coder, size: int, why: str) -> None:
         with suppress(RoundError):
-            self._round(coder, Letter("", (b"",) * self._size), size, [_short(why)])
+            self._round(coder, EncodedUpdate("", (b"",) * self._size), size, [_short(why)])
 
-    def _round(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> Outcome:
+    def _round(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Outcome:
         """Take part in every collective of a round, to its end, whatever is wrong; then all learn of it."""
         way = self._by_owners if self._reduce == "owner" else self._by_all
         total = way(coder, letter, size, faults)
@@ -126,7 +126,7 @@ class GroupExchange:
         """The ranks, in the order of the trainers' names: that in which updates are added up."""
         return sorted(range(self._size), key=self._names.__getitem__)
 
-    def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
+    def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
         if after is None:
             return
         told = self._tell({"digest": after.digest})
@@ -142,13 +142,13 @@ class GroupExchange:
     def _ranges(self, size: int) -> list[tuple[int, int]]:
         return [(size * i // self._size, size * (i + 1) // self._size) for i in range(self._size)]
 
-    def _by_all(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> F32:
+    def _by_all(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> F32:
         got = self._swap(letter.pieces[:1] * self._size, _most(size))
         got[self._rank] = letter.pieces[0]
         order = self._in_order()
         return aggregate([_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order], size)
 
-    def _by_owners(self, coder: Coder, letter: Letter, size: int, faults: list[str]) -> F32:
+    def _by_owners(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> F32:
         ranges, everyone = self._ranges(size), self._size
         begin, end = ranges[self._rank]
         got = self._swap(letter.pieces, _most(size))
@@ -156,7 +156,7 @@ class GroupExchange:
         read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]
         total = aggregate([part for part, _ in read], end - begin)
         positions = np.arange(total.size) if coder.described is None else np.flatnonzero(total)
-        union = Sparse(total.size, positions, total[positions])
+        union = SparseVector(total.size, positions, total[positions])
         sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
         got = self._swap([b"" if faults else sums] * everyone, _most(size))
         got[self._rank] = sums
@@ -190,14 +190,14 @@ class GroupExchange:
 
 def _read(
     coder: Coder, data: bytes, trainer: str, span: tuple[int, int], terms: int, faults: list[str]
-) -> tuple[Sparse, int | None]:
+) -> tuple[SparseVector, int | None]:
     """Decode a payload: its entries, and their unit. What is wrong with it is noted, to be told when all are done."""
     try:
         head, sent = coder.decode(data, trainer, *span, terms)
         return sent, head.scale if head.mode == "compact" else None
     except (FormatError, ChainError) as e:
         faults.append(_short(f"{type(e).__name__}: {e}"))
-        return Sparse(span[1] - span[0], np.empty(0, np.int64), np.empty(0, np.float32)), None
+        return SparseVector(span[1] - span[0], np.empty(0, np.int64), np.empty(0, np.float32)), None
 
 
 def _short(fault: str) -> str:

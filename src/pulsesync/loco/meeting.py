@@ -12,11 +12,11 @@ import numpy as np
 from pulsesync.core.threads import finish
 from pulsesync.errors import MissingLinkError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
-from pulsesync.loco.fragments import Tensors, check_covered, fragments_of
-from pulsesync.loco.gate import F32, Rule, Sparse, Split, update
+from pulsesync.loco.fragments import FragmentTensors, check_covered, fragments_of
+from pulsesync.loco.gate import F32, GateRule, SparseVector, SplitUpdate, update
 from pulsesync.loco.outer import SGD
 from pulsesync.loco.payload import Coder, describe
-from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, Shared, diverges, read_part
+from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, SharedState, diverges, read_part
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class RoundReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class FragmentState:
     """A fragment's state: shared, and private. Replaced whole, so that both change at once."""
 
-    shared: Shared
+    shared: SharedState
     residual: F32
 
 
@@ -50,32 +50,32 @@ class Held:
 class Proposal:
     """An update that is offered, and the state it was made on."""
 
-    shared: Shared
-    split: Split
+    shared: SharedState
+    split: SplitUpdate
 
 
 @dataclass(frozen=True, eq=False)
-class Met:
+class ExchangedRound:
     """A round that was exchanged and computed, and not committed yet."""
 
     proposal: Proposal
     outcome: Outcome
-    after: Shared
+    after: SharedState
     sent_bytes: int
     received_bytes: int
 
 
-def _begin(tensors: Tensors) -> Held:
+def _begin(tensors: FragmentTensors) -> FragmentState:
     """The state of a fragment in which nothing has been learned yet."""
     zeros = np.zeros(tensors.size, np.float32)
-    return Held(Shared(tensors.layout, tensors.read(), zeros), zeros)
+    return FragmentState(SharedState(tensors.layout, tensors.read(), zeros), zeros)
 
 
-class Meeting:
+class FragmentTrainer:
     """What all three have in common: fragments, hooks, the exchange, and rounds."""
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, outer: SGD, exchange: Exchange, rule: Rule, about: str,
+        self, model: Any, inner_optimizer: Any, outer: SGD, exchange: Exchange, rule: GateRule, about: str,
         on_round: Callable[[RoundReport], None] | None,
     ) -> None:  # fmt: skip
         if not isinstance(outer, SGD):
@@ -89,7 +89,7 @@ class Meeting:
         self._held = [_begin(t) for t in self._tensors]
         self._begun = False  # until then weights that are loaded into the model are where it begins
         # By fragment and payload: what was sent since its last round, and may have been taken without our hearing of it
-        self._pending: list[dict[str, Sparse]] = [{} for _ in self._tensors]
+        self._pending: list[dict[str, SparseVector]] = [{} for _ in self._tensors]
         self._known_as = exchange.trainer  # where it last took part: ranks change with their group
         self._unwritten: dict[int, F32] = {}  # weights that could not be written when their round was committed
         self._hook: Any = None
@@ -149,7 +149,7 @@ class Meeting:
         self._unwritten = {fragment: held.shared.theta for fragment, held in enumerate(self._held)}
         finish(self._mend)
 
-    def _adopt(self, fragment: int, shared: Shared) -> None:
+    def _adopt(self, fragment: int, shared: SharedState) -> None:
         """Go on from a shared state that others came to."""
         held = self._held[fragment]
         if shared.digest == held.shared.digest:
@@ -164,7 +164,7 @@ class Meeting:
             residual[:] = 0  # a payload that this trainer does not remember: what it left of the residual is not known
         else:
             self._drop_diverged(fragment, residual)
-        self._set(fragment, Held(shared, residual), shared.theta)
+        self._set(fragment, FragmentState(shared, residual), shared.theta)
 
     def _catch_up(self, fragment: int) -> None:
         """Take part, as a listener, in rounds that were decided without this trainer."""
@@ -178,12 +178,12 @@ class Meeting:
             if self.exchange.trainer not in outcome.members:
                 self._drop_diverged(fragment, s)
             residual = self._left(fragment, s, outcome, offered=False)
-            self._set(fragment, Held(after, residual), after.theta)
+            self._set(fragment, FragmentState(after, residual), after.theta)
 
-    def _update(self, fragment: int, held: Held) -> F32:
+    def _update(self, fragment: int, held: FragmentState) -> F32:
         return update(held.shared.theta, self._tensors[fragment].read(), held.residual)
 
-    def _coder(self, fragment: int, shared: Shared) -> Coder:
+    def _coder(self, fragment: int, shared: SharedState) -> Coder:
         described = None if self._rule.dense else describe(shared.theta, shared.momentum)
         return Coder(fragment, shared.round + 1, shared.digest, described)
 
@@ -198,7 +198,7 @@ class Meeting:
             )
         return Proposal(held.shared, self._rule.split(held.shared.theta, s))
 
-    def _meet(self, fragment: int, proposal: Proposal) -> Met:
+    def _meet(self, fragment: int, proposal: Proposal) -> ExchangedRound:
         """Exchange and compute; changes nothing but what is pending."""
         shared, split, exchange = proposal.shared, proposal.split, self.exchange
         sent, received = exchange.sent_bytes, exchange.received_bytes
@@ -208,9 +208,9 @@ class Meeting:
         decided = exchange.propose(coder, letter, split.s.size)
         outcome, after = self._resolve(fragment, shared, decided)
         exchange.confirm(coder, decided, after)
-        return Met(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
+        return ExchangedRound(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
 
-    def _resolve(self, fragment: int, shared: Shared, decided: Outcome) -> tuple[Outcome, Shared]:
+    def _resolve(self, fragment: int, shared: SharedState, decided: Outcome) -> tuple[Outcome, SharedState]:
         outcome, after = shared.resolve(decided, self._outer)
         if not outcome.members:
             momentum = "does, too" if after.momentum is shared.momentum else "is reset to zero"
@@ -254,7 +254,7 @@ class Meeting:
         s[:] = 0
         return True
 
-    def _set(self, fragment: int, held: Held, weights: F32) -> None:
+    def _set(self, fragment: int, held: FragmentState, weights: F32) -> None:
         """Replace a fragment's state and weights, whatever interrupts."""
 
         def work() -> None:
@@ -269,7 +269,7 @@ class Meeting:
             self._tensors[fragment].write(self._unwritten[fragment])
             del self._unwritten[fragment]
 
-    def _report(self, fragment: int, met: Met, began: float) -> None:
+    def _report(self, fragment: int, met: ExchangedRound, began: float) -> None:
         outcome, shared = met.outcome, self._held[fragment].shared  # of one that was late, further than the round
         self.last_report = RoundReport(
             fragment, shared.round, self.exchange.trainer in outcome.members, tuple(outcome.members),
@@ -316,9 +316,9 @@ class Meeting:
         for i, (tensors, saved) in enumerate(zip(self._tensors, state["shared"], strict=True)):
             parts = {name: read_part(part) for name, part in saved["parts"].items()}
             theta, momentum = tensors.vector(saved["theta"]), tensors.vector(saved["momentum"])
-            shared = Shared(saved["layout"], theta, momentum, int(saved["round"]), parts)
+            shared = SharedState(saved["layout"], theta, momentum, int(saved["round"]), parts)
             zeros = np.zeros(tensors.size, np.float32)
-            read.append(Held(shared, tensors.vector(private["residuals"][i]) if own else zeros))
+            read.append(FragmentState(shared, tensors.vector(private["residuals"][i]) if own else zeros))
             weights.append(tensors.vector(private["weights"][i]) if own else theta)
         self._held, self._pending = read, [{} for _ in read]
         self._unwritten = dict(enumerate(weights))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pulsesync.core.threads import spread
-from pulsesync.loco.gate import CHUNK, F32, Sparse
+from pulsesync.loco.gate import CHUNK, F32, SparseVector
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it 
     return SGD(lr, momentum, nesterov=True)
 
 
-def aggregate(parts: Iterable[Sparse], size: int) -> F32:
+def aggregate(parts: Iterable[SparseVector], size: int) -> F32:
     """Add up the trainers' updates, in the order given: FP32 sums depend on it."""
     total = np.zeros(size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite

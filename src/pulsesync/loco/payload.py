@@ -24,7 +24,7 @@ from pulsesync.format import patch
 from pulsesync.format.layout import Layout, load_json
 from pulsesync.format.tables import apply_steps
 from pulsesync.format.weights import as_weights
-from pulsesync.loco.gate import CHUNK, F32, LARGEST, LOWEST_UNIT, Sparse, bf16
+from pulsesync.loco.gate import CHUNK, F32, LARGEST, LOWEST_UNIT, SparseVector, bf16
 
 FORMAT = "pulse-loco/1-draft"
 MAX_HEAD_BYTES = 1 << 12
@@ -34,7 +34,7 @@ DENSE, EXACT, COMPACT = "dense", "exact", "compact"
 
 
 @dataclass(frozen=True)
-class Head:
+class PayloadHeader:
     """What a payload says of itself. Its base is the digest of the shared state that it goes on from."""
 
     trainer: str
@@ -89,7 +89,7 @@ class Coder:
     base: str
     described: Bits | None  # None where payloads are dense
 
-    def encode(self, trainer: str, sent: Sparse, unit: int | None, begin: int = 0, terms: int = 1) -> bytes:
+    def encode(self, trainer: str, sent: SparseVector, unit: int | None, begin: int = 0, terms: int = 1) -> bytes:
         """Write entries, those of the fragment from begin on. unit: values are multiples of 2^unit, else exact."""
         mode, scale, coded = DENSE, 0, b""
         if self.described is None:
@@ -107,7 +107,7 @@ class Coder:
         if self.described is not None:
             negative = (sent.values.view(np.uint32) >> np.uint32(31)).astype(np.uint16)
             coded = _encode_steps(self.described[begin : begin + sent.size], sent.positions, sizes, negative)
-        head = _sealed(Head(
+        head = _sealed(PayloadHeader(
             trainer, terms, self.fragment, self.round, self.base, begin, begin + sent.size, mode, sent.values.size,
             scale, len(coded), "",
         ), coded, rest)  # fmt: skip
@@ -115,7 +115,7 @@ class Coder:
 
     def decode(
         self, data: bytes | memoryview, trainer: str, begin: int, end: int, terms: int = 1
-    ) -> tuple[Head, Sparse]:
+    ) -> tuple[PayloadHeader, SparseVector]:
         """Check a payload that a trainer sent for these entries, and read it.
 
         Raises:
@@ -140,12 +140,12 @@ class Coder:
             raise FormatError("a payload holds what is no number")
         return head, sent
 
-    def _read(self, head: Head, body: memoryview) -> Sparse:
+    def _read(self, head: PayloadHeader, body: memoryview) -> SparseVector:
         size = head.end - head.begin
         if self.described is None:
             if head.count != size or head.coded or len(body) != 4 * size:
                 raise FormatError("a dense payload has another length than its entries")
-            return Sparse(size, np.arange(size), np.frombuffer(body, "<f4").astype(np.float32))
+            return SparseVector(size, np.arange(size), np.frombuffer(body, "<f4").astype(np.float32))
         described = self.described[head.begin : head.end]
         positions, sizes, negative = _decode_steps(described, body[: head.coded], head.count)
         rest, signs = body[head.coded :], negative.astype(np.uint32) << np.uint32(31)
@@ -154,18 +154,18 @@ class Coder:
                 raise FormatError("a compact payload has a scale or values that none has")
             with np.errstate(over="ignore"):  # what is not finite is refused
                 values = np.ldexp(sizes.astype(np.float64), head.scale).astype(np.float32)
-            return Sparse(size, positions, (values.view(np.uint32) | signs).view(np.float32))
+            return SparseVector(size, positions, (values.view(np.uint32) | signs).view(np.float32))
         off = sizes - 1
         octaves = ((off >> 1) ^ -(off & 1)) + head.scale
         if ((octaves < 0) | (octaves > 255)).any():
             raise FormatError("an exact payload has an exponent that FP32 has not")
         mantissas = _unpack(rest, head.count)
-        return Sparse(
+        return SparseVector(
             size, positions, (signs | octaves.astype(np.uint32) << np.uint32(23) | mantissas).view(np.float32)
         )
 
 
-def read_head(data: bytes | memoryview) -> tuple[Head, memoryview]:
+def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
     """Read what a payload says of itself, and check its hash.
 
     Raises:
@@ -192,7 +192,7 @@ def read_head(data: bytes | memoryview) -> tuple[Head, memoryview]:
     return head, body
 
 
-def _sealed(head: Head, *body: bytes | memoryview) -> Head:
+def _sealed(head: PayloadHeader, *body: bytes | memoryview) -> PayloadHeader:
     """A head with the hash of all that it says, and of what follows it."""
     h = hashlib.sha256(_line(replace(head, sha256="")))
     for piece in body:
@@ -200,15 +200,15 @@ def _sealed(head: Head, *body: bytes | memoryview) -> Head:
     return replace(head, sha256=h.hexdigest())
 
 
-def _line(head: Head) -> bytes:
+def _line(head: PayloadHeader) -> bytes:
     return json.dumps({"format": FORMAT, **asdict(head)}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-def _head(table: dict[str, Any]) -> Head:
-    kinds = Head.__annotations__
+def _head(table: dict[str, Any]) -> PayloadHeader:
+    kinds = PayloadHeader.__annotations__
     if set(table) != set(kinds) or any(type(table[name]) is not kind for name, kind in kinds.items()):
         raise FormatError("the head of a payload holds other fields than it should")
-    head = Head(**table)
+    head = PayloadHeader(**table)
     if any(value < 0 for name, value in table.items() if isinstance(value, int) and name != "scale"):
         raise FormatError("the head of a payload holds a number below zero")
     if not 0 < len(head.trainer) <= MAX_NAME or abs(head.scale) > 255:
@@ -288,7 +288,7 @@ def _unpack(data: memoryview, count: int) -> NDArray[np.uint32]:
     return lower | upper.astype(np.uint32) << np.uint32(16)
 
 
-def summed_unit(total: Sparse, units: list[int | None]) -> int | None:
+def summed_unit(total: SparseVector, units: list[int | None]) -> int | None:
     """The unit in which a sum of updates with these units can be written; None if it has to be exact."""
     if any(unit is None for unit in units):
         return None

@@ -14,7 +14,7 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
-from pulsesync.loco.gate import F32, Sparse
+from pulsesync.loco.gate import F32, SparseVector
 from pulsesync.loco.outer import SGD, mean_of
 
 FORMAT = "pulse-loco-state/1-draft"
@@ -26,7 +26,7 @@ MAX_TRAINERS = 1 << 12  # of a round
 LARGEST_UPDATE = np.float32(2**40)
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """That a trainer took part in a round, and with which payload."""
 
     round: int
@@ -39,18 +39,18 @@ class Outcome:
 
     members: Mapping[str, str]  # trainer -> id of its payload, in the order in which they were added up
     total: F32
-    taken: Sparse | None = None  # what was taken from a trainer of this one's name, if it is at hand
+    taken: SparseVector | None = None  # what was taken from a trainer of this one's name, if it is at hand
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class SharedState:
     """A fragment's shared state. A joiner copies it from a peer or a store; never written, only replaced."""
 
     layout: str  # id of the fragment's tensors
     theta: F32
     momentum: F32
     round: int = 0  # rounds that led here
-    parts: Mapping[str, Part] = field(default_factory=dict)  # of each trainer, the last
+    parts: Mapping[str, Contribution] = field(default_factory=dict)  # of each trainer, the last
 
     @cached_property
     def digest(self) -> str:
@@ -61,7 +61,7 @@ class Shared:
             h.update(count_tile(tile, values.view(np.uint32)).to_bytes())
         return h.hexdigest()
 
-    def resolve(self, decided: Outcome, outer: SGD) -> tuple[Outcome, "Shared"]:
+    def resolve(self, decided: Outcome, outer: SGD) -> tuple[Outcome, "SharedState"]:
         """Return a decided round as it counts, and the state that it leads to.
 
         A round is empty, which means that it has no members and the weights stay as they are, in two cases. If the
@@ -76,8 +76,8 @@ class Shared:
         theta, momentum = outer.step(self.theta, self.momentum, decided.total, trainers)
         if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
             return empty, replace(self, round=self.round + 1, momentum=np.zeros_like(self.momentum))
-        took_part = {trainer: Part(self.round + 1, payload) for trainer, payload in decided.members.items()}
-        return decided, Shared(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
+        took_part = {trainer: Contribution(self.round + 1, payload) for trainer, payload in decided.members.items()}
+        return decided, SharedState(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
 
     def to_bytes(self) -> bytes:
         """All of it: a line that describes it, then weights and momentum, FP32, little-endian."""
@@ -89,7 +89,7 @@ class Shared:
         return _line({**head, "sha256": _seal(head, body)}) + body
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview, like: "Shared") -> "Shared":
+    def from_bytes(cls, data: bytes | memoryview, like: "SharedState") -> "SharedState":
         """Read what `to_bytes` wrote, of a state with the same tensors as another.
 
         Raises:
@@ -134,8 +134,8 @@ def _seal(head: Mapping[str, object], body: bytes | memoryview) -> str:
     return h.hexdigest()
 
 
-def read_part(value: object) -> Part:
+def read_part(value: object) -> Contribution:
     """Raises: FormatError, for what is none."""
     if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, str] or value[0] < 0:
         raise FormatError("who took part in a round is told by its number and the payload's id")
-    return Part(*value)
+    return Contribution(*value)

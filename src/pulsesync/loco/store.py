@@ -37,11 +37,11 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.format.layout import load_json
-from pulsesync.loco.exchange import Letter
-from pulsesync.loco.gate import Sparse, Split
+from pulsesync.loco.exchange import EncodedUpdate
+from pulsesync.loco.gate import SparseVector, SplitUpdate
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder
-from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Outcome, Shared, diverges
+from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Outcome, SharedState, diverges
 from pulsesync.store import Store, forget, open_store
 
 FORMAT = "pulse-loco-round/1-draft"
@@ -89,7 +89,7 @@ class StoreExchange:
 
     # Joining
 
-    def join(self, mine: Sequence[Shared], about: str) -> list[Shared]:
+    def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
         """Take up this trainer's own states, or, where rounds since then are gone or they are others, the store's."""
         begun = self._begin(mine, about)
         out = []
@@ -103,7 +103,7 @@ class StoreExchange:
             out.append(state)
         return out
 
-    def _begin(self, mine: Sequence[Shared], about: str) -> list[str]:
+    def _begin(self, mine: Sequence[SharedState], about: str) -> list[str]:
         """Begin the run, or read how it was begun; return the digests of its first states."""
         begun = {
             "format": FORMAT, "about": about, "layouts": [state.layout for state in mine],
@@ -144,11 +144,11 @@ class StoreExchange:
         """Whether a shared state of this round or a later one is saved."""
         return any(_number(entry.key) >= round_ for entry in self._store.list(f"states/{fragment:04d}/"))
 
-    def _newest_state(self, fragment: int, like: Shared) -> Shared | None:
+    def _newest_state(self, fragment: int, like: SharedState) -> SharedState | None:
         """The newest state that can be read and is further than one; None if there is none."""
         for key in sorted((entry.key for entry in self._store.list(f"states/{fragment:04d}/")), reverse=True):
             try:
-                state = Shared.from_bytes(self._get(key, 8 * like.theta.size + (1 << 21)), like)
+                state = SharedState.from_bytes(self._get(key, 8 * like.theta.size + (1 << 21)), like)
                 if state.round == _number(key) and state.round > like.round:
                     return state
             except (NotFoundError, FormatError):
@@ -157,11 +157,11 @@ class StoreExchange:
 
     # A round
 
-    def prepare(self, coder: Coder, split: Split) -> Letter:
+    def prepare(self, coder: Coder, split: SplitUpdate) -> EncodedUpdate:
         data = coder.encode(self.trainer, split.sent, split.unit)
-        return Letter(hashlib.sha256(data).hexdigest(), (data,))
+        return EncodedUpdate(hashlib.sha256(data).hexdigest(), (data,))
 
-    def propose(self, coder: Coder, letter: Letter, size: int) -> Outcome:
+    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
         own = _place(coder, f"sent/{self.trainer}.{letter.id}")
         self._check_alone(coder)
         if self._decided_bytes(coder) is None:
@@ -199,7 +199,7 @@ class StoreExchange:
             raise MissingLinkError(f"round {coder.round} is long past: join again", round=coder.round)
 
     def _look(
-        self, coder: Coder, size: int, read: dict[str, Sparse], refused: dict[str, list[str]]
+        self, coder: Coder, size: int, read: dict[str, SparseVector], refused: dict[str, list[str]]
     ) -> tuple[dict[str, str], set[str]]:
         """Who has sent a good payload, and which; and who is expected to."""
         keys = [entry.key for entry in self._store.list(_place(coder, ""))]
@@ -232,7 +232,7 @@ class StoreExchange:
         in_time = len(found) >= enough and expected <= found
         return in_time or (waited_s >= self._deadline_s and len(found) >= self._quorum)
 
-    def _without_diverged(self, coder: Coder, found: dict[str, str], read: dict[str, Sparse]) -> dict[str, str]:
+    def _without_diverged(self, coder: Coder, found: dict[str, str], read: dict[str, SparseVector]) -> dict[str, str]:
         """Leave out the trainers whose updates diverge, if the others make a quorum; otherwise return all of them.
 
         A round of all is empty if their mean diverges.
@@ -253,7 +253,7 @@ class StoreExchange:
             self._store.create(_place(coder, "decided"), record)
             self.sent_bytes += len(record)
 
-    def _fetch(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> Sparse:
+    def _fetch(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> SparseVector:
         data = self._get(key, 5 * size + (1 << 20))  # no payload is longer
         if hashlib.sha256(data).hexdigest() != id_:
             forget(self._store, key)
@@ -261,9 +261,9 @@ class StoreExchange:
         return coder.decode(data, trainer, 0, size)[1]
 
     def _add_up(
-        self, coder: Coder, members: dict[str, str], size: int, read: dict[str, Sparse]
-    ) -> tuple[Any, Sparse | None]:
-        parts: dict[str, Sparse] = {}
+        self, coder: Coder, members: dict[str, str], size: int, read: dict[str, SparseVector]
+    ) -> tuple[Any, SparseVector | None]:
+        parts: dict[str, SparseVector] = {}
         for trainer, id_ in members.items():
             key = _place(coder, f"sent/{trainer}.{id_}")
             if key not in read:
@@ -271,7 +271,7 @@ class StoreExchange:
             parts[trainer] = read[key]
         return aggregate(parts.values(), size), parts.get(self.trainer)
 
-    def _fetch_decided(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> Sparse:
+    def _fetch_decided(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> SparseVector:
         """Fetch a payload that a decision names: without it, only a later state leads on.
 
         Raises:
@@ -321,7 +321,7 @@ class StoreExchange:
         except NotFoundError:
             return None
 
-    def confirm(self, coder: Coder, outcome: Outcome, after: Shared | None) -> None:
+    def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
         """Say that this trainer goes on; now and then leave the shared state, and clear what lies before the last."""
         fragment, round_ = coder.fragment, coder.round
         self._known[fragment] = set(outcome.members)
@@ -402,7 +402,7 @@ def _refuse_start() -> NoReturn:
     )
 
 
-def _refuse_gap(state: Shared) -> NoReturn:
+def _refuse_gap(state: SharedState) -> NoReturn:
     raise StateError(
         f"the rounds after {state.round} were cleared away or lost, and no later state can be read: begin anew"
     )

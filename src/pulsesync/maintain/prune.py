@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pulsesync.errors import FormatError, NotFoundError
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys
-from pulsesync.run.reader import Records
-from pulsesync.store import Entry, LocalStore, Store
+from pulsesync.run.reader import RunReader
+from pulsesync.store import LocalStore, ObjectEntry, Store
 
 PRUNED = "pruned/"
 CLOCK = "pruned/clock"  # put to read the store's own time
@@ -61,7 +61,7 @@ def prune(
     if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
         raise ValueError("at least one version is kept, and times are not negative")
     now_s = _now(store)
-    records = Records(store, trust)
+    records = RunReader(store, trust)
     versions = list(_read(store, records, "manifests/"))
     others = [*_read(store, records, "anchors/"), *_read(store, records, "squashes/")]
     first = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR)
@@ -79,7 +79,7 @@ def prune(
     if isinstance(store, LocalStore):
         store.sweep()
     newest = max((record.version for _, record in versions), default=None)
-    taken = sum(record.kind == Kind.VERSION for _, record in gone)
+    taken = sum(record.kind == RecordKind.VERSION for _, record in gone)
     return PruneReport(None if newest is None else first, newest, taken, len(gone) - taken, bodies, freed)
 
 
@@ -89,7 +89,7 @@ def _now(store: Store) -> float:
     return next(entry.modified_s for entry in store.list(PRUNED) if entry.key == CLOCK)
 
 
-def _read(store: Store, records: Records, prefix: str) -> Iterator[tuple[Entry, Manifest]]:
+def _read(store: Store, records: RunReader, prefix: str) -> Iterator[tuple[ObjectEntry, Manifest]]:
     for entry in store.list(prefix):
         record = records.look(entry.key)
         if record is not None:  # else somebody else deleted it just now
@@ -97,14 +97,14 @@ def _read(store: Store, records: Records, prefix: str) -> Iterator[tuple[Entry, 
 
 
 def _first_kept(
-    versions: list[tuple[Entry, Manifest]], others: list[tuple[Entry, Manifest]], keep: int, since_s: float
+    versions: list[tuple[ObjectEntry, Manifest]], others: list[tuple[ObjectEntry, Manifest]], keep: int, since_s: float
 ) -> int:
     """The oldest version that must stay: that of the newest anchor from which all that are kept can be reached."""
     if not versions:
         return 0
     wanted = [record.version for entry, record in versions if entry.modified_s >= since_s]
     wanted += [record.version for _, record in versions][-keep:]
-    anchors = [record.version for _, record in others if record.kind == Kind.ANCHOR]
+    anchors = [record.version for _, record in others if record.kind == RecordKind.ANCHOR]
     return max((version for version in anchors if version <= min(wanted)), default=0)
 
 
@@ -140,7 +140,7 @@ def _bodies(record: Manifest) -> Iterator[str]:
 
 
 def _delete_bodies(
-    store: Store, left: list[Manifest], now_s: float, grace_s: float, records: Records, seen: Collection[str]
+    store: Store, left: list[Manifest], now_s: float, grace_s: float, records: RunReader, seen: Collection[str]
 ) -> tuple[int, int]:
     """Delete bodies that were taken out of use long enough ago, or never were in use; return how many, and bytes."""
     named = {key for record in left for key in _bodies(record)}
@@ -158,7 +158,7 @@ def _delete_bodies(
         key for key, entry in stored.items() if entry.modified_s < now_s - ORPHAN_HOURS * HOUR and key not in waiting
     }
     doomed = [stored[key] for key in sorted(((due - waiting) | orphans) & (stored.keys() - named))]
-    deleted: list[Entry] = []
+    deleted: list[ObjectEntry] = []
     some = max(LOOK_EVERY, len(stored) // LISTED_A_CALL)  # so that looking takes no longer than deleting
     for first in range(0, len(doomed), some):
         going = _still_unused(store, doomed[first : first + some], records, seen)
@@ -171,7 +171,9 @@ def _delete_bodies(
     return len(deleted), sum(entry.size_bytes for entry in deleted)
 
 
-def _still_unused(store: Store, doomed: list[Entry], records: Records, seen: Collection[str]) -> list[Entry]:
+def _still_unused(
+    store: Store, doomed: list[ObjectEntry], records: RunReader, seen: Collection[str]
+) -> list[ObjectEntry]:
     """Of these bodies, those that no publisher has put again since, and that no new record names.
 
     The bytes of a patch can recur. Its publisher puts the body again before it creates the record.

@@ -13,13 +13,13 @@ from pathlib import Path
 from pulsesync.core.types import Sum
 from pulsesync.errors import ConflictError, MissingLinkError
 from pulsesync.format import epochs, patch, signature
-from pulsesync.format.epochs import Held
-from pulsesync.format.manifest import Base, Kind, Manifest, PartRef
+from pulsesync.format.epochs import Position
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, keep_body
-from pulsesync.run.reader import CACHE_BYTES, Records
+from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State, Transition
 from pulsesync.state.views import new_tensors
@@ -29,7 +29,7 @@ HIGHEST = 10  # a span of 2^10 epochs is 32,768 versions
 
 
 @dataclass(frozen=True)
-class Squashed:
+class SquashReport:
     """A squashed patch that was written."""
 
     level: int
@@ -81,7 +81,7 @@ class Squasher:
         self._at: Manifest | None = None  # the epoch start that the state is at
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
 
-    def run(self) -> list[Squashed]:
+    def run(self) -> list[SquashReport]:
         """Write every squashed patch that is possible now and not there yet.
 
         Raises:
@@ -90,10 +90,10 @@ class Squasher:
         """
         return list(self.steps())
 
-    def steps(self) -> Iterator[Squashed]:
+    def steps(self) -> Iterator[SquashReport]:
         """The same, one at a time: for a progress bar."""
         try:
-            while self._ready(records := Records(self.store, self.trust)):
+            while self._ready(records := RunReader(self.store, self.trust)):
                 assert self._at is not None
                 epoch = self._epoch(self._at, records)
                 if epoch is None:
@@ -103,7 +103,7 @@ class Squasher:
             self._state, self._at, self._spans = None, None, {}  # what was not written is come by again
             raise
 
-    def _ready(self, records: Records) -> bool:
+    def _ready(self, records: RunReader) -> bool:
         """Stand at an epoch start: the one after the last epoch taken, or that of the newest anchor.
 
         Raises:
@@ -118,7 +118,7 @@ class Squasher:
             return True
         self._state, self._at, self._spans = None, None, {}
         try:
-            anchor = planner.find_way(None, newest, records.look)[0]
+            anchor = planner.find_path(None, newest, records.look)[0]
         except MissingLinkError:
             return False  # no anchor yet
         layout = records.layout(anchor.layout)
@@ -128,7 +128,7 @@ class Squasher:
         self._state, self._at = reader.state, records.version(anchor.version)
         return self._at is not None
 
-    def _cut_off(self, records: Records) -> bool:
+    def _cut_off(self, records: RunReader) -> bool:
         """Whether the epoch that begins here was ended by a root, so that nothing leads on."""
         assert self._at is not None
         version = self._at.version
@@ -140,18 +140,18 @@ class Squasher:
             version += 1
         return False
 
-    def _epoch(self, at: Manifest, records: Records) -> list[Manifest] | None:
+    def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest] | None:
         """The patches of the epoch that begins at a version, if it is complete."""
         found: list[Manifest] = []
         while len(found) < epochs.EPOCH_PATCHES:
             record = records.version(at.version + 1 + len(found))
             if record is None:
                 return None
-            planner.accept(Held.by(found[-1] if found else at), record)
+            planner.accept(Position.by(found[-1] if found else at), record)
             found.append(record)
         return found
 
-    def _take(self, at: Manifest, epoch: list[Manifest], records: Records) -> Iterator[Squashed]:
+    def _take(self, at: Manifest, epoch: list[Manifest], records: RunReader) -> Iterator[SquashReport]:
         """Go through an epoch, and write the spans that end with it."""
         state = self._state
         assert state is not None
@@ -164,7 +164,7 @@ class Squasher:
         state.commit(transition)
         self._at = epoch[-1]
         size = sum(record.size_bytes for record in epoch)
-        span = _Span(Held.by(at).starts, at, epoch[-1], before, transition.changes, size)
+        span = _Span(Position.by(at).starts, at, epoch[-1], before, transition.changes, size)
         for level in range(HIGHEST + 1):
             if written := self._write(level, span, records):
                 yield written
@@ -176,7 +176,7 @@ class Squasher:
                 return
             span = first.then(span)
 
-    def _write(self, level: int, span: _Span, records: Records) -> Squashed | None:
+    def _write(self, level: int, span: _Span, records: RunReader) -> SquashReport | None:
         key = keys.squash_key(level, span.number)
         if records.look(key) is not None:
             return None
@@ -186,7 +186,7 @@ class Squasher:
         diffs = patch.diff_of(state.layout.tiles, old, span.changes, "context")
         part = patch.encode_diff(state.layout, diffs, old, span.before, codec="auto")
         record = replace(
-            span.end, kind=Kind.SQUASH, base=Base(span.base.version, span.base.digest), history=None,
+            span.end, kind=RecordKind.SQUASH, base=BaseRef(span.base.version, span.base.digest), history=None,
             parts=(PartRef(part.id, len(part.data)),),
         )  # fmt: skip
         line = record.build()
@@ -196,4 +196,4 @@ class Squasher:
         except ConflictError:
             return None
         keep_body(self.store, part)
-        return Squashed(level, span.number, span.base.version, span.end.version, len(part.data), span.patch_bytes)
+        return SquashReport(level, span.number, span.base.version, span.end.version, len(part.data), span.patch_bytes)

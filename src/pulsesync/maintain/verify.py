@@ -18,12 +18,12 @@ from pathlib import Path
 
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
-from pulsesync.format.epochs import Held
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.epochs import Position
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State
 from pulsesync.store import Store, open_store
@@ -33,7 +33,7 @@ _KEY = re.compile(r"(manifests|anchors|squashes/\d\d)/\d{16}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRecord:
     """A record and where it is; None for one that cannot be read, with the reason."""
 
     key: str
@@ -41,7 +41,7 @@ class Found:
     fault: str | None = None
 
 
-def find_records(records: Records, limit: int | None = None) -> list[Found]:
+def find_records(records: RunReader, limit: int | None = None) -> list[FoundRecord]:
     """The newest versions of a run, or all, oldest first, and the anchors and squashed patches that belong to them.
 
     A record that is bad, or that nobody who is trusted signed, is among them with its fault.
@@ -70,19 +70,19 @@ def find_records(records: Records, limit: int | None = None) -> list[Found]:
     return sorted([*versions, *others], key=_order)
 
 
-def _look(records: Records, key: str) -> Found:
+def _look(records: RunReader, key: str) -> FoundRecord:
     try:
-        return Found(key, records.look(key))
+        return FoundRecord(key, records.look(key))
     except StoreError:
         raise
     except PulseError as e:
-        return Found(key, None, str(e))
+        return FoundRecord(key, None, str(e))
 
 
-def _order(found: Found) -> tuple[int, bool, str]:
+def _order(found: FoundRecord) -> tuple[int, bool, str]:
     """By version; and what leads there, or would, behind it."""
     if found.record is not None:
-        return found.record.version, found.record.kind != Kind.VERSION, found.key
+        return found.record.version, found.record.kind != RecordKind.VERSION, found.key
     return int(found.key[-16:]) if found.key.startswith("manifests/") else -1, True, found.key
 
 
@@ -95,7 +95,7 @@ def _listed(store: Store) -> list[str] | None:
     return [entry.key for entry in entries if _KEY.fullmatch(entry.key)]
 
 
-def _walk_back(records: Records, newest: Manifest, limit: int | None) -> Iterator[Found]:
+def _walk_back(records: RunReader, newest: Manifest, limit: int | None) -> Iterator[FoundRecord]:
     last = max(newest.version - limit, -1) if limit else -1
     for version in range(newest.version, last, -1):
         found = _look(records, keys.manifest_key(version))
@@ -104,9 +104,9 @@ def _walk_back(records: Records, newest: Manifest, limit: int | None) -> Iterato
         yield found
 
 
-def _guessed(records: Records, versions: list[Manifest]) -> Iterator[Found]:
+def _guessed(records: RunReader, versions: list[Manifest]) -> Iterator[FoundRecord]:
     """Anchors and squashed patches of these versions, from every place in which there could be one."""
-    starts = sorted({held.starts for record in versions if (held := Held.by(record)).at_start})
+    starts = sorted({held.starts for record in versions if (held := Position.by(record)).at_start})
     named = {record.anchor for record in versions if record.anchor is not None}
     for epoch in sorted(named.union(starts)):
         yield _look(records, keys.anchor_key(epoch))
@@ -127,7 +127,7 @@ def _ends(key: str) -> int:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRecord:
     """A record that was looked at, with all that it names."""
 
     key: str
@@ -135,7 +135,7 @@ class Checked:
     fault: str | None
 
 
-class Audit:
+class RunVerifier:
     """Replays a run into memory: every version from the one before it, every anchor and squashed patch beside that.
 
     Takes memory for one state, and room for one anchor in the temporary folder. trust: as for a Subscriber.
@@ -147,39 +147,43 @@ class Audit:
     def __init__(self, location: str | Store, *, trust: str | Collection[str] | None = None) -> None:
         self.store = open_store(location) if isinstance(location, str) else location
         self.trust = trusted(trust)
-        self._records = Records(self.store, self.trust)
+        self._records = RunReader(self.store, self.trust)
         self.found = find_records(self._records)  # all that will be looked at
         if not self.found:
             raise NotFoundError("there is no run here: no version is published", key="manifests/")
         self._state: State | None = None
-        self._held: Held | None = None
+        self._held: Position | None = None
         self._files: dict[str, str | None] = {}  # id -> fault
         self._spool = Path()
 
-    def run(self) -> Iterator[Checked]:
+    def run(self) -> Iterator[CheckedRecord]:
         """Look at every record, versions in order; a fault in one is told and does not end it.
 
         Raises:
             StoreError: the store does not answer, which says nothing about the run.
         """
-        anchors: defaultdict[int, list[Found]] = defaultdict(list)
-        squashes: defaultdict[int, list[Found]] = defaultdict(list)
+        anchors: defaultdict[int, list[FoundRecord]] = defaultdict(list)
+        squashes: defaultdict[int, list[FoundRecord]] = defaultdict(list)
         for found in self.found:
-            if found.record and found.record.kind == Kind.ANCHOR:
+            if found.record and found.record.kind == RecordKind.ANCHOR:
                 anchors[found.record.version].append(found)
-            elif found.record and found.record.base and found.record.kind == Kind.SQUASH:
+            elif found.record and found.record.base and found.record.kind == RecordKind.SQUASH:
                 squashes[found.record.base.version].append(found)
         with ScratchFolder("audit") as self._spool:
             for found in self.found:
                 if found.record is None:
-                    yield Checked(found.key, None, found.fault)
-                elif found.record.kind == Kind.VERSION:
+                    yield CheckedRecord(found.key, None, found.fault)
+                elif found.record.kind == RecordKind.VERSION:
                     version = found.record.version
                     yield from self._version(found, anchors.pop(version, []), squashes.pop(version, []))
         for found in (one for group in (*anchors.values(), *squashes.values()) for one in group):
-            yield Checked(found.key, found.record, "it belongs to a version that is not published, or not any more")
+            yield CheckedRecord(
+                found.key, found.record, "it belongs to a version that is not published, or not any more"
+            )
 
-    def _version(self, found: Found, anchors: list[Found], squashes: list[Found]) -> Iterator[Checked]:
+    def _version(
+        self, found: FoundRecord, anchors: list[FoundRecord], squashes: list[FoundRecord]
+    ) -> Iterator[CheckedRecord]:
         record = found.record
         assert record is not None
         onward = self._held is not None and record.base is not None and self._held.version == record.base.version
@@ -195,18 +199,18 @@ class Audit:
             else:
                 self._held = None
             self._check_files(record)
-        checked = [Checked(found.key, record, faults[0] if faults else None)]
+        checked = [CheckedRecord(found.key, record, faults[0] if faults else None)]
         for one in anchors:
             with _told() as faults:
                 self._check_anchor(one.record, record)
-            checked.append(Checked(one.key, one.record, faults[0] if faults else None))
+            checked.append(CheckedRecord(one.key, one.record, faults[0] if faults else None))
         if self._held is None and anchors and not checked[0].fault:
-            checked[0] = Checked(found.key, record, "it can be reached by its anchor alone, which is bad")
+            checked[0] = CheckedRecord(found.key, record, "it can be reached by its anchor alone, which is bad")
         yield from checked
         for one in squashes:
             with _told() as faults:
                 self._check_squash(one.record)
-            yield Checked(one.key, one.record, faults[0] if faults else None)
+            yield CheckedRecord(one.key, one.record, faults[0] if faults else None)
 
     def _replay(self, record: Manifest) -> None:
         assert self._state is not None
@@ -214,7 +218,7 @@ class Audit:
         planner.accept(held, record)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in record.parts]
         self._state.commit(self._state.prepare(record, bodies))
-        self._held = Held.by(record)
+        self._held = Position.by(record)
 
     def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
         """Check an anchor against its version; and if no patch has led to that, go on from here."""
@@ -231,7 +235,7 @@ class Audit:
             sums = self._state.check_whole(anchor, bodies)
             if self._held is None:
                 self._state.load_whole(bodies, sums)
-                self._held = Held.by(record)
+                self._held = Position.by(record)
         finally:
             spool.keep_only(None)
 

@@ -14,7 +14,7 @@ from pulsesync.core.types import Tile
 from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
-from pulsesync.format.manifest import Kind, Manifest, PartRef
+from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look
@@ -176,16 +176,16 @@ def encode_parts(tiles: Iterable[Tile], state: Snapshot | State) -> Iterator[Enc
 
 def anchor_record(version: Manifest, parts: tuple[PartRef, ...], newest: int | None) -> Manifest:
     """The record of a version's whole state, at an epoch's start; newest: the epoch of the anchor before it."""
-    return replace(version, kind=Kind.ANCHOR, base=None, history=None, parts=parts, anchor=newest)
+    return replace(version, kind=RecordKind.ANCHOR, base=None, history=None, parts=parts, anchor=newest)
 
 
-def way_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
+def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
     """The epoch of the newest anchor that leads to a version, and the bytes that a joiner fetches beside it.
 
     Without an anchor, infinitely many. Raises: StoreError.
     """
     try:
-        way = planner.find_way(None, last, look)
+        way = planner.find_path(None, last, look)
     except (ChainError, FormatError):
         return None, math.inf
-    return way[0].starts, sum(record.size_bytes for record in way if record.kind != Kind.ANCHOR)
+    return way[0].starts, sum(record.size_bytes for record in way if record.kind != RecordKind.ANCHOR)

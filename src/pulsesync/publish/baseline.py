@@ -19,12 +19,12 @@ from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import Changes, Weights, rebase
 from pulsesync.publish.commit import encode_next
 from pulsesync.state.live import State, Transition, copy_weights
-from pulsesync.state.views import Published, new_tensors, read_published
+from pulsesync.state.views import HostSource, new_tensors, read_published
 
 Keep = Literal["device", "host", "hook"]
 
 
-class Shown(Protocol):
+class SourceView(Protocol):
     """A source as it is published."""
 
     @property
@@ -44,10 +44,10 @@ class Difference(Protocol):
         ...
 
 
-class Bases(Protocol):
+class Baseline(Protocol):
     """One way of keeping the base."""
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Shown, Mapping[str, str]]:
+    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[SourceView, Mapping[str, str]]:
         """A source as it is published, and its ties. Raises: StateError."""
         ...
 
@@ -74,7 +74,7 @@ class Bases(Protocol):
         ...
 
 
-def bases_for(source: Any, keep: Keep | None) -> Bases:
+def baseline_for(source: Any, keep: Keep | None) -> Baseline:
     """How the base of a source is kept: on its device, if it is on one, unless something else is asked for.
 
     Raises:
@@ -84,8 +84,8 @@ def bases_for(source: Any, keep: Keep | None) -> Bases:
     if where is None:
         if keep not in (None, "host"):
             raise ValueError(f"keep={keep!r} is for tensors on a GPU; these are in host memory, and so is their base")
-        return HostBases()
-    bases: Bases
+        return HostBaseline()
+    bases: Baseline
     if keep == "hook":
         bases = device.load("hook").HookBases(where)
     else:
@@ -93,18 +93,18 @@ def bases_for(source: Any, keep: Keep | None) -> Bases:
     return bases
 
 
-class HostBases:
+class HostBaseline:
     """Source and base in host memory."""
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[Published, Mapping[str, str]]:
+    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Mapping[str, str]]:
         return read_published(source, cast)
 
-    def copy(self, layout: Layout, shown: Published) -> State:
+    def copy(self, layout: Layout, shown: HostSource) -> State:
         flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
         copy_weights(layout, shown, flats)
         return State(layout, flats)
 
-    def tensors(self, layout: Layout, shown: Published) -> dict[str, Any]:
+    def tensors(self, layout: Layout, shown: HostSource) -> dict[str, Any]:
         tensors = new_tensors(layout.tensors)
         flats = {spec.name: tensors[spec.name].reshape(-1).view(spec.kind.bits) for spec in layout.tensors}
         copy_weights(layout, shown, flats)
@@ -114,7 +114,7 @@ class HostBases:
         return state
 
     def compare(
-        self, state: State, shown: Published, codec: CodecName, last: Manifest, old: Any = None
+        self, state: State, shown: HostSource, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
         return compare_tiles(state.layout.tiles, state, shown, codec)
 

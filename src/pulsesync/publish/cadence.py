@@ -18,14 +18,14 @@ GROWTH = (
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentVersion:
     """A version that was sent: steps in it, and how long encoding and sending took."""
 
     steps: int
     seconds: float
 
 
-class Pace:
+class Cadence:
     """Decides, step by step, whether to publish now. Not safe for two threads.
 
     every: a fixed number of steps, or "auto". longest: steps that a version may be behind the trainer at most.
@@ -38,7 +38,7 @@ class Pace:
             raise ValueError(f"a version must be allowed to be at least 1 step behind, not {longest!r}")
         self.every, self.longest = every, longest
         self.waiting = 0  # steps since the last version
-        self._sent: deque[Sent] = deque(maxlen=WINDOW)
+        self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
 
@@ -55,7 +55,7 @@ class Pace:
         folded, self.waiting = max(0, self.waiting - 1), 0
         return folded
 
-    def sent(self, sent: Sent) -> None:
+    def sent(self, sent: SentVersion) -> None:
         """Take note of a version that was committed."""
         self._sent.append(sent)
 

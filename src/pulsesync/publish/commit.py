@@ -14,9 +14,9 @@ from pulsesync.errors import AnotherPublisherError, ConflictError, FormatError, 
 from pulsesync.format import epochs, patch
 from pulsesync.format import manifest as manifests
 from pulsesync.format.diff import Diff
-from pulsesync.format.epochs import Held
+from pulsesync.format.epochs import Position
 from pulsesync.format.history import History
-from pulsesync.format.manifest import Base, FileRef, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
@@ -38,7 +38,7 @@ class Draft:
     transition: Transition
 
 
-class Tip:
+class RunTip:
     """The last version of a run and its state. One thread at a time drafts, commits and advances."""
 
     def __init__(self, store: Store, sign: Sign, last: Manifest, state: State) -> None:
@@ -129,7 +129,7 @@ def next_record(
         step=step,
         epoch=epoch,
         index=index,
-        base=Base(last.version, last.digest),
+        base=BaseRef(last.version, last.digest),
         layout=last.layout,
         parts=parts,
         digest=state_digest,
@@ -187,7 +187,7 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
         long that it was pruned. StoreError.
     """
     key = keys.manifest_key(manifest.version)
-    if Held.by(manifest).at_start or manifest.history is None:
+    if Position.by(manifest).at_start or manifest.history is None:
         store.put(keys.start_key(manifest.digest), str(manifest.version).encode())
     try:
         if after is not None:

@@ -1,7 +1,7 @@
 """What is whose where several ranks publish one model, and what they tell each other of it.
 
 Each tile is the share of one rank, the first that holds all of it. From what all tell of the tiles in their shares,
-`Tables` make the digests of a record; nobody needs the weights or the memory of another for them.
+`VersionTables` make the digests of a record; nobody needs the weights or the memory of another for them.
 """
 
 import glob
@@ -18,27 +18,27 @@ from pulsesync.core import digest
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import FormatError, StateError
-from pulsesync.format.history import Remembered, digest_of
+from pulsesync.format.history import TileHistorySummary, digest_of
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import Difference, HostDifference, compare_tiles
 from pulsesync.state.live import State
 from pulsesync.state.sharding import Shards, ShardWeights, Windows
-from pulsesync.state.slices import Place, Slice, Slices, Window
-from pulsesync.state.views import Published, new_tensors
+from pulsesync.state.slices import LocalTile, Slice, Slices, Window
+from pulsesync.state.views import HostSource, new_tensors
 
 
 @dataclass(frozen=True)
-class Share:
+class TileShare:
     """The tiles that are a rank's own."""
 
     layout: Layout
     tiles: tuple[Tile, ...]
     windows: Mapping[str, Window]  # of each tensor, the rectangle around them
     shards: Shards  # in which they lie
-    places: Mapping[int, Place]  # where
-    keeper: "Keeper"  # of the base
+    places: Mapping[int, LocalTile]  # where
+    keeper: "ShardBaseline"  # of the base
 
     @property
     def slices(self) -> Slices:
@@ -59,36 +59,36 @@ class Share:
             )
 
     @cached_property
-    def held(self) -> dict[int, Place]:
+    def held(self) -> dict[int, LocalTile]:
         """Where they lie in tensors of their windows."""
         found = ((tile, self.windows[tile.tensor.name].place(tile)) for tile in self.tiles)
         return {tile.ordinal: place for tile, place in found if place}
 
 
-class Keeper(Protocol):
+class ShardBaseline(Protocol):
     """Where a rank keeps its tiles of the last version, to compare with."""
 
-    def copy(self, share: Share, shown: Any) -> State:
+    def copy(self, share: TileShare, shown: Any) -> State:
         """A state of them as they are in shards, in memory of its own."""
         ...
 
-    def tensors(self, share: Share, shown: Any) -> dict[str, Any]:
+    def tensors(self, share: TileShare, shown: Any) -> dict[str, Any]:
         """Zeros for a subscriber to bring to a version."""
         ...
 
-    def adopt(self, share: Share, state: State) -> State:
+    def adopt(self, share: TileShare, state: State) -> State:
         """The state of such tensors, to compare with."""
         ...
 
-    def compare(self, share: Share, state: State, shown: Any, codec: CodecName, last: Manifest) -> Difference:
+    def compare(self, share: TileShare, state: State, shown: Any, codec: CodecName, last: Manifest) -> Difference:
         """How they differ in shards from the state, which is at the version last. Then the shards may change."""
         ...
 
 
-class HostKeeper:
+class HostShardBaseline:
     """Shards and base in host memory."""
 
-    def copy(self, share: Share, shown: Published) -> State:
+    def copy(self, share: TileShare, shown: HostSource) -> State:
         specs = {name: window.local for name, window in share.windows.items()}
         flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
         source, held = ShardWeights(shown, share.places), share.held
@@ -100,26 +100,28 @@ class HostKeeper:
         spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
         return State(share.layout, flats, places=held)
 
-    def tensors(self, share: Share, shown: Published) -> dict[str, Any]:
+    def tensors(self, share: TileShare, shown: HostSource) -> dict[str, Any]:
         return new_tensors(window.local for window in share.windows.values())
 
-    def adopt(self, share: Share, state: State) -> State:
+    def adopt(self, share: TileShare, state: State) -> State:
         return state
 
-    def compare(self, share: Share, state: State, shown: Published, codec: CodecName, last: Manifest) -> HostDifference:
+    def compare(
+        self, share: TileShare, state: State, shown: HostSource, codec: CodecName, last: Manifest
+    ) -> HostDifference:
         return compare_tiles(share.tiles, state, ShardWeights(shown, share.places), codec)
 
 
-def keeper_for(shards: Shards) -> Keeper:
+def shard_baseline_for(shards: Shards) -> ShardBaseline:
     """How the base of shards is kept: where they are."""
-    if isinstance(shards.published, Published):
-        return HostKeeper()
+    if isinstance(shards.published, HostSource):
+        return HostShardBaseline()
     where = device.find({name: view.tensor for name, view in shards.published.views.items()})
-    keeper: Keeper = device.load("keeper").DeviceKeeper.on(where)
+    keeper: ShardBaseline = device.load("keeper").DeviceKeeper.on(where)
     return keeper
 
 
-def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> Share:
+def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
     """The tiles of a layout that a rank owns, and where they lie in its shards."""
     tiles = tuple(layout.tiles[ordinal] for ordinal, owner in owners.items() if owner == rank)
     windows: dict[str, Window] = {}
@@ -134,7 +136,7 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
         assert place is not None
         places[tile.ordinal] = place
     kept = replace(shards, published=replace(shards.published, views={}))
-    return Share(layout, tiles, windows, kept, places, keeper_for(shards))
+    return TileShare(layout, tiles, windows, kept, places, shard_baseline_for(shards))
 
 
 def agreed(told: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:
@@ -161,16 +163,16 @@ _REMEMBERED = np.dtype([("tile", "<u4"), ("cut", "<u8"), ("size", "<u8"), ("firs
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """What a rank tells of its tiles: parts it has put, and what a record's digests need of those that changed."""
 
     parts: tuple[PartRef, ...] = ()
     changed: int = 0  # weights
     sums: Mapping[int, Sum] = field(default_factory=dict)
-    remembered: Mapping[int, Remembered] = field(default_factory=dict)
+    remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: State, share: Share) -> "Told":
+    def of(cls, state: State, share: TileShare) -> "RankReport":
         """Of all its tiles, as they are."""
         owned = [tile.ordinal for tile in share.tiles]
         return cls(sums={n: state.sums[n] for n in owned}, remembered=state.history.counts(owned))
@@ -183,7 +185,7 @@ class Told:
         return json.dumps(head).encode() + b"\n" + sums.tobytes() + remembered.tobytes()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Told":
+    def from_bytes(cls, data: bytes) -> "RankReport":
         """Raises: FormatError, if it is not what `to_bytes` wrote."""
         try:
             head = json.loads(data[: (at := data.index(b"\n") + 1)])
@@ -194,26 +196,26 @@ class Told:
                 tuple(PartRef(str(id_), int(size)) for id_, size in head["parts"]),
                 int(head["changed"]),
                 {n: Sum(*total) for n, *total in sums.tolist()},
-                {n: Remembered(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},
+                {n: TileHistorySummary(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},
             )
         except (ValueError, KeyError, TypeError) as e:
             raise FormatError(f"a rank tells something else than it was asked: {e}") from e
 
 
 @dataclass(frozen=True)
-class Tables:
+class VersionTables:
     """Of all tiles of a version, whoever's they are, what the digests of its record are made of."""
 
     sums: Mapping[int, Sum] = field(default_factory=dict)
-    remembered: Mapping[int, Remembered] = field(default_factory=dict)
+    remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)
 
-    def after(self, told: Iterable[Told], forget: bool = False) -> "Tables":
+    def after(self, told: Iterable[RankReport], forget: bool = False) -> "VersionTables":
         """The same when ranks have told what changed. forget: an epoch has begun."""
         sums, remembered = dict(self.sums), {} if forget else dict(self.remembered)
         for one in told:
             sums |= one.sums
             remembered |= one.remembered
-        return Tables(sums, remembered)
+        return VersionTables(sums, remembered)
 
     def digest(self, layout: Layout) -> str:
         empty = {tile.ordinal: Sum(0, 0) for tile in layout.tiles if not tile.size}

@@ -45,17 +45,17 @@ from pulsesync.errors import (
 )
 from pulsesync.format import epochs, patch, signature
 from pulsesync.format import layout as layouts
-from pulsesync.format.epochs import Held
+from pulsesync.format.epochs import Position
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, FileRef, Manifest
 from pulsesync.format.signature import SigningKey
-from pulsesync.publish.anchors import AnchorWriter, way_since_anchor
-from pulsesync.publish.baseline import Bases, Difference, Keep, Shown, bases_for
-from pulsesync.publish.cadence import Every, Pace, Sent
-from pulsesync.publish.commit import Draft, Tip, create, root_record
+from pulsesync.publish.anchors import AnchorWriter, path_since_anchor
+from pulsesync.publish.baseline import Baseline, Difference, Keep, SourceView, baseline_for
+from pulsesync.publish.cadence import Cadence, Every, SentVersion
+from pulsesync.publish.commit import Draft, RunTip, create, root_record
 from pulsesync.publish.companions import Files, put_companions
 from pulsesync.run import keys
-from pulsesync.run.reader import CACHE_BYTES, Records
+from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.spool import Outbox
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State
@@ -86,7 +86,7 @@ class PublishReport:
         return self.changed / self.total if self.total else 0.0
 
 
-class _Answer(Future[PublishReport]):
+class _PublishFuture(Future[PublishReport]):
     """A future that knows whether its caller has read how the publish ended."""
 
     def __init__(self, awaited: bool) -> None:
@@ -106,7 +106,7 @@ class _Answer(Future[PublishReport]):
 
 
 @dataclass
-class _Job:
+class _PendingVersion:
     """A state that is to become a version: how it differs from the base it was compared with."""
 
     step: int
@@ -115,7 +115,7 @@ class _Job:
     folded: int
     alone: bool  # no later step is coalesced with it
     blocked_s: float = 0.0
-    futures: list[_Answer] = field(default_factory=list)
+    futures: list[_PublishFuture] = field(default_factory=list)
     fault: BaseException | None = None  # what kept it from being sent
     record: Manifest | None = None  # once it was sent
 
@@ -125,7 +125,7 @@ class _Failure:
     """A version that was not committed, until a later one is. Keeps none of the memory that the version took."""
 
     record: Manifest | None
-    futures: list[_Answer]
+    futures: list[_PublishFuture]
     error: BaseException
     traceback: TracebackType | None
     raised_by: set[_Raiser] = field(default_factory=set)
@@ -189,7 +189,7 @@ class Publisher:
         self.grid, self.min_tile = dict(grid or {}), min_tile
         self.signing_key, self.anchor_every = signing_key, anchor_every
         self._files = dict(files or {})
-        self._pace = Pace(publish_every, max_behind)
+        self._pace = Cadence(publish_every, max_behind)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
         self._spool = Path(spool) if spool else None
         if self._spool:
@@ -207,12 +207,12 @@ class Publisher:
         self._lock = threading.RLock()  # over all that follows
         self._taken = threading.Condition(self._lock)  # the sender took what was pending, or has nothing more to do
         self.keep: Keep | None = keep
-        self._bases: Bases | None = None  # how the base is kept, once a source was seen
-        self._tip: Tip | None = None  # the end of the run, once it is known
+        self._bases: Baseline | None = None  # how the base is kept, once a source was seen
+        self._tip: RunTip | None = None  # the end of the run, once it is known
         self._refs: tuple[FileRef, ...] = ()
         self._way_bytes = 0.0  # patches since the newest anchor
-        self._pending: _Job | None = None
-        self._latest: _Answer | None = None
+        self._pending: _PendingVersion | None = None
+        self._latest: _PublishFuture | None = None
         self._sending = False
         self._sender_thread: int | None = None
         self._failures: list[_Failure] = []  # since the last commit
@@ -312,7 +312,7 @@ class Publisher:
             due = self._pace.step(time.monotonic()) or now
             if self._tip is not None and not due:
                 return self._skipped(self._tip, step, wait, began)
-            bases = self._bases or bases_for(source, self.keep)
+            bases = self._bases or baseline_for(source, self.keep)
             shown, ties = bases.read(source, self.cast)
             specs = [shown.spec(name) for name in shown.views]
             if self._tip is None:
@@ -323,7 +323,7 @@ class Publisher:
             same_tensors(self._tip.state.layout, specs, ties)
             tip = self._tip
             difference = self._compare(bases, tip, shown, old)
-            job = _Job(step, tip.last.version, difference, self._pace.published(), alone=not coalesce)
+            job = _PendingVersion(step, tip.last.version, difference, self._pace.published(), alone=not coalesce)
             future = self._enqueue(tip, job, wait, began)
             at_start = epochs.position(tip.last)[1] == epochs.EPOCH_PATCHES
         if self.keep == "hook" and at_start:
@@ -386,7 +386,7 @@ class Publisher:
     def _is_forked(self) -> bool:
         return self._process not in (None, os.getpid())
 
-    def _compare(self, bases: Bases, tip: Tip, shown: Shown, old: Any) -> Difference:
+    def _compare(self, bases: Baseline, tip: RunTip, shown: SourceView, old: Any) -> Difference:
         try:
             return bases.compare(tip.state, shown, self.codec, tip.last, old)
         except BaseException as e:
@@ -501,7 +501,7 @@ class Publisher:
     # Taking up a run
 
     def _open(
-        self, source: Any, bases: Bases, shown: Shown, specs: list[TensorSpec], ties: Mapping[str, str]
+        self, source: Any, bases: Baseline, shown: SourceView, specs: list[TensorSpec], ties: Mapping[str, str]
     ) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
         last = find_last(self.store, self.signing_key)
@@ -522,12 +522,12 @@ class Publisher:
                 with suppress(StoreError):
                     state = self._rebuild(last, layout, bases, shown)
         if state is not None:
-            self._tip = Tip(self.store, self._sign, last, state)
+            self._tip = RunTip(self.store, self._sign, last, state)
             self._way_bytes = self._way_since_anchor(last)
             self._maybe_anchor(self._tip)
         return last
 
-    def _rebuild(self, last: Manifest, layout: Layout, bases: Bases, shown: Shown) -> State | None:
+    def _rebuild(self, last: Manifest, layout: Layout, bases: Baseline, shown: SourceView) -> State | None:
         """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
         tensors = bases.tensors(layout, shown)
         if tensors is None:
@@ -543,7 +543,7 @@ class Publisher:
 
     def _way_since_anchor(self, last: Manifest) -> float:
         """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
-        newest, way_bytes = way_since_anchor(last, self._records().look)
+        newest, way_bytes = path_since_anchor(last, self._records().look)
         if newest is not None:
             self._anchors.newest = max(newest, self._anchors.newest or 0)
         return way_bytes
@@ -553,7 +553,7 @@ class Publisher:
     def _publish_root(
         self,
         after: Manifest | None,
-        shown: Shown,
+        shown: SourceView,
         specs: list[TensorSpec],
         ties: Mapping[str, str],
         step: int,
@@ -572,7 +572,7 @@ class Publisher:
         except AnotherPublisherError as e:
             self._lost = e
             raise
-        self._tip, self._way_bytes = Tip(self.store, self._sign, manifest, state), math.inf
+        self._tip, self._way_bytes = RunTip(self.store, self._sign, manifest, state), math.inf
         self._failures.clear()
         self._pace.published()
         blocked_s = time.perf_counter() - began
@@ -587,18 +587,18 @@ class Publisher:
 
     # Patches
 
-    def _skipped(self, tip: Tip, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
+    def _skipped(self, tip: RunTip, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
         """Nothing to do: the step is in the state, and the next version covers it."""
         layout, blocked_s = tip.state.layout, time.perf_counter() - began
         report = PublishReport(None, step, 0, layout.size, 0, layout.size_bytes, 0, blocked_s, 0.0, 0.0)
         return _answer(report, wait=wait)
 
-    def _enqueue(self, tip: Tip, job: _Job, wait: bool, began: float) -> _Answer:
+    def _enqueue(self, tip: RunTip, job: _PendingVersion, wait: bool, began: float) -> _PublishFuture:
         """Have a difference from the base sent; it takes the place of one that has not been begun."""
         if self._pending:
             job.folded += 1 + self._pending.folded
             job.futures += self._pending.futures
-        future = _Answer(awaited=wait)
+        future = _PublishFuture(awaited=wait)
         job.futures.append(future)
         job.blocked_s = time.perf_counter() - began
         self._pending, self._latest = job, future
@@ -610,13 +610,13 @@ class Publisher:
                 self._drain(tip)
         return future
 
-    def _drain(self, tip: Tip) -> None:
+    def _drain(self, tip: RunTip) -> None:
         """Send what is pending until nothing is: the sender's whole life. Raises nothing: nobody would see it."""
         self._sender_thread = threading.get_ident()
         while (job := self._take(tip)) is not None:
             self._attempt(tip, job)
 
-    def _revive(self, tip: Tip, sender: "Future[None]") -> None:
+    def _revive(self, tip: RunTip, sender: "Future[None]") -> None:
         """If an executor was shut down with cancel_futures=True before it ran the sender, run it in a new thread.
 
         Without one, what is pending fails, and the next publish tries again.
@@ -632,7 +632,7 @@ class Publisher:
             if job is not None:
                 self._fail(job, e)
 
-    def _take(self, tip: Tip) -> _Job | None:
+    def _take(self, tip: RunTip) -> _PendingVersion | None:
         """The pending job, once it is known what it is a change of; None ends the sender."""
         with self._lock:
             fault = None
@@ -652,7 +652,7 @@ class Publisher:
             self._taken.notify_all()
             return job
 
-    def _attempt(self, tip: Tip, job: _Job) -> None:
+    def _attempt(self, tip: RunTip, job: _PendingVersion) -> None:
         """Send a job, and report to those who wait for it."""
         try:
             if job.fault:
@@ -669,7 +669,7 @@ class Publisher:
                 _complete(future, job.step, report)
         del job  # an exception's traceback refers to this frame, for as long as the future is kept
 
-    def _fail(self, job: _Job, error: BaseException) -> None:
+    def _fail(self, job: _PendingVersion, error: BaseException) -> None:
         """Keep what stopped a version until a later one is committed, and report it."""
         if isinstance(error, AnotherPublisherError):
             self._lost = error
@@ -692,7 +692,7 @@ class Publisher:
                 del self._failures[: number + 1]
                 return
 
-    def _send(self, tip: Tip, job: _Job) -> PublishReport:
+    def _send(self, tip: RunTip, job: _PendingVersion) -> PublishReport:
         """Encode a job against the base, commit it, and move the base."""
         began = time.perf_counter()
         encoded_next = job.difference.encode(tip.last, self.codec)
@@ -704,13 +704,13 @@ class Publisher:
             self._advance(tip, draft)
             self._failures.clear()
             stored = time.perf_counter()
-            self._pace.sent(Sent(job.folded + 1, stored - began))
+            self._pace.sent(SentVersion(job.folded + 1, stored - began))
         return report_of(
             tip.state.layout, draft.manifest, draft.transition.changed, written, job.folded, job.blocked_s,
             encoded - began, stored - encoded,
         )  # fmt: skip
 
-    def _advance(self, tip: Tip, draft: Draft) -> None:
+    def _advance(self, tip: RunTip, draft: Draft) -> None:
         """Move the base to a version that was committed; what is pending was compared with the base before."""
         pending = self._pending
         if pending is not None and pending.base == tip.last.version:
@@ -720,18 +720,18 @@ class Publisher:
 
     # Anchors
 
-    def _try_anchor(self, tip: Tip) -> None:
+    def _try_anchor(self, tip: RunTip) -> None:
         """Begin an anchor if one is due, or leave it to a later epoch: an anchor can wait, versions cannot."""
         try:
             self._maybe_anchor(tip)
         except BaseException as e:  # noqa: BLE001 - in the sender's thread nobody else would report it
             logger.warning("An anchor that may be due was not begun: %s: %s", type(e).__name__, e)
 
-    def _maybe_anchor(self, tip: Tip) -> None:
+    def _maybe_anchor(self, tip: RunTip) -> None:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
         if tip is not self._tip or self._anchors.busy:
             return
-        if not Held.by(tip.last).at_start:
+        if not Position.by(tip.last).at_start:
             if self._anchors.owed:
                 self._anchors.finish(tip.last.run)  # it may be on the disk already
             return
@@ -745,16 +745,16 @@ class Publisher:
             self._anchors.begin(tip.state.snapshot(), tip.last)
             self._way_bytes = 0
 
-    def _records(self) -> Records:
-        return records_of(self.store, self.signing_key)
+    def _records(self) -> RunReader:
+        return reader_of(self.store, self.signing_key)
 
     def _sign(self, record: Manifest) -> bytes:
         return signed(record, self.signing_key)
 
 
-def records_of(store: Store, key: SigningKey | None) -> Records:
+def reader_of(store: Store, key: SigningKey | None) -> RunReader:
     """The records of a run that its publisher goes on from: its own."""
-    return Records(store, {key.public} if key else None)
+    return RunReader(store, {key.public} if key else None)
 
 
 def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
@@ -763,7 +763,7 @@ def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
     Raises:
         SignatureError: the run is signed, and not with this key; StoreError.
     """
-    last = records_of(store, key).newest()
+    last = reader_of(store, key).newest()
     if last is not None and key is None and signature.split(store.get(keys.manifest_key(last.version)))[1]:
         raise SignatureError("the run is signed: take it up with its key", version=last.version)
     return last
@@ -815,7 +815,7 @@ def _waits_for_itself(call: str) -> RuntimeError:
     )
 
 
-def _complete(future: _Answer, step: int, outcome: PublishReport | BaseException) -> None:
+def _complete(future: _PublishFuture, step: int, outcome: PublishReport | BaseException) -> None:
     """Complete a future. What ends a callback of it does not end the sender, which has other versions to send."""
     try:
         if isinstance(outcome, PublishReport):

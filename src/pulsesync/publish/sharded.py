@@ -35,22 +35,22 @@ from pulsesync.errors import (
 from pulsesync.format import epochs, patch
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
-from pulsesync.format.epochs import Held
+from pulsesync.format.epochs import Position
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.format.signature import SigningKey
 from pulsesync.group.collective import Team
-from pulsesync.publish.anchors import anchor_record, encode_parts, way_since_anchor
-from pulsesync.publish.baseline import bases_for
+from pulsesync.publish.anchors import anchor_record, encode_parts, path_since_anchor
+from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
-from pulsesync.publish.ownership import Share, Tables, Told, agreed, share_of
+from pulsesync.publish.ownership import RankReport, TileShare, VersionTables, agreed, share_of
 from pulsesync.publish.publisher import (
     PublishReport,
     checked_step,
     find_last,
-    records_of,
+    reader_of,
     report_of,
     same_tensors,
     signed,
@@ -70,17 +70,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Base:
+class _RankBase:
     """What a rank compares its tiles with: the last version committed, as far as it is this rank's."""
 
     last: Manifest
     record: bytes  # of last, as stored
-    share: Share
+    share: TileShare
     state: State
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _RankDraft:
     """A rank's part of a version that was told to the others, and is perhaps committed."""
 
     version: int
@@ -88,7 +88,7 @@ class _Draft:
     transition: Transition
     spare: EncodedPart | None = None  # where nothing changed: it says so, if a version needs a part
     record: bytes = b""  # the lead's, once it is signed
-    tables: Tables | None = None  # the lead's, of the version
+    tables: VersionTables | None = None  # the lead's, of the version
 
     def is_of(self, record: Manifest) -> bool:
         return record.version == self.version and (self.part is None or self.part in record.parts)
@@ -134,10 +134,10 @@ class ShardedPublisher:
         self._files = dict(files or {})
         self._gathers = 0  # in this publish
         self._lost: AnotherPublisherError | None = None
-        self._base: _Base | None = None
-        self._draft: _Draft | None = None  # until it is known what became of it
+        self._base: _RankBase | None = None
+        self._draft: _RankDraft | None = None  # until it is known what became of it
         # What follows is the lead's alone
-        self._tables = Tables()
+        self._tables = VersionTables()
         self._refs: tuple[FileRef, ...] = ()
         self._newest: int | None = None  # epoch of the newest anchor
         self._way_bytes = 0.0  # patches since then
@@ -159,7 +159,7 @@ class ShardedPublisher:
         """
         if self._lost:
             raise self._lost
-        clock, self._gathers = _Clock(), 0
+        clock, self._gathers = _PublishTimes(), 0
         try:
             shards, step = self._begin(source, step)
             if self._base is None:
@@ -215,10 +215,10 @@ class ShardedPublisher:
                 raise _fault_from(one[2:], rank, self.team.rank)
         return value, [one[2:] for one in told]
 
-    def _hear(self, work: "Callable[[], _Word]") -> "_Word":
+    def _hear(self, work: "Callable[[], _CoordinatorMessage]") -> "_CoordinatorMessage":
         """Let the lead do something, and return what it says of it."""
         _, told = self._together(lambda: (None, work().to_bytes() if self._leads else b""))
-        return _Word.from_bytes(told[LEAD])
+        return _CoordinatorMessage.from_bytes(told[LEAD])
 
     @property
     def _leads(self) -> bool:
@@ -251,18 +251,18 @@ class ShardedPublisher:
     def _settle(self) -> None:
         """Find out what became of a version whose end somebody did not hear of; advance to it if it was committed."""
 
-        def look() -> _Word:
+        def look() -> _CoordinatorMessage:
             draft = self._draft
             if draft and draft.record and is_committed(self.store, draft.version, draft.record):
                 self._advance(draft, draft.record)
-            return _Word(self._base.record if self._base else b"")
+            return _CoordinatorMessage(self._base.record if self._base else b"")
 
         word = self._hear(look)
         if self._draft and word.record and self._draft.is_of(manifests.parse(word.record)):
             self._advance(self._draft, word.record)
         self._draft = None
 
-    def _advance(self, draft: _Draft, record: bytes) -> None:
+    def _advance(self, draft: _RankDraft, record: bytes) -> None:
         """Move the base to a version that was committed."""
         base, last = self._base, manifests.parse(record)
         assert base is not None
@@ -275,30 +275,30 @@ class ShardedPublisher:
 
     # Taking up a run
 
-    def _open(self, source: Any, shards: Shards) -> "_Plan":
+    def _open(self, source: Any, shards: Shards) -> "_TeamPlan":
         """Agree on a layout, and look for a run; if there is one that can be taken up, that is where the base is."""
         _, told = self._together(lambda: (None, windows_to(shards)))
         everyones, ties = agreed([windows_from(note) for note in told])
         layout = layout_of(everyones, ties, self.grid, self.min_tile)
         word = self._hear(lambda: self._find_last(source))
-        plan = _Plan(layout, everyones, word.record, manifests.parse(word.record) if word.record else None)
+        plan = _TeamPlan(layout, everyones, word.record, manifests.parse(word.record) if word.record else None)
         if plan.last is not None:
             self._take_up(plan, plan.last, shards)
         return plan
 
-    def _find_last(self, source: Any) -> "_Word":
+    def _find_last(self, source: Any) -> "_CoordinatorMessage":
         last = find_last(self.store, self.signing_key)
         self._refs = put_companions(self.store, self._files, source, last)
         if last is None:
-            return _Word()
+            return _CoordinatorMessage()
         self._newest = last.anchor
-        return _Word(signed(last, self.signing_key))
+        return _CoordinatorMessage(signed(last, self.signing_key))
 
-    def _take_up(self, plan: "_Plan", last: Manifest, shards: Shards) -> None:
+    def _take_up(self, plan: "_TeamPlan", last: Manifest, shards: Shards) -> None:
         """Rebuild the last version, each rank its own tiles; leave the base alone if that cannot be done."""
 
-        def rebuild() -> tuple[tuple[Share, State] | None, bytes]:
-            layout = records_of(self.store, self.signing_key).layout(last.layout)
+        def rebuild() -> tuple[tuple[TileShare, State] | None, bytes]:
+            layout = reader_of(self.store, self.signing_key).layout(last.layout)
             same_tensors(layout, plan.layout.tensors, plan.layout.ties)
             try:
                 owners = owner_of(layout, plan.everyones)
@@ -306,18 +306,18 @@ class ShardedPublisher:
                 return None, b""  # the run's tiles lie across the shards of this team
             share = share_of(layout, owners, self.team.rank, shards)
             state = self._rebuild(last, share, shards)
-            return ((share, state), Told.of(state, share).to_bytes()) if state else (None, b"")
+            return ((share, state), RankReport.of(state, share).to_bytes()) if state else (None, b"")
 
         found, told = self._together(rebuild)
         if found is None or not all(told):
             return
         word = self._hear(lambda: self._judge(plan, last, found[0].layout, told))
         if word.record:
-            self._base = _Base(last, plan.record, *found)
+            self._base = _RankBase(last, plan.record, *found)
             if word.anchor:
                 self._try_anchor()
 
-    def _rebuild(self, last: Manifest, share: Share, shards: Shards) -> State | None:
+    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> State | None:
         """This rank's tiles of the last version, or None if no published way leads there."""
         tensors = share.keeper.tensors(share, shards.published)
         trust = self.signing_key.public if self.signing_key else None
@@ -332,45 +332,45 @@ class ShardedPublisher:
             return None
         return share.keeper.adopt(share, reader.state)
 
-    def _judge(self, plan: "_Plan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_Word":
+    def _judge(self, plan: "_TeamPlan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_CoordinatorMessage":
         """Say whether what all ranks have rebuilt is, together, the last version."""
-        tables = Tables().after(map(Told.from_bytes, told))
-        start = Held.by(last).at_start  # there nothing that was remembered is needed any more
+        tables = VersionTables().after(map(RankReport.from_bytes, told))
+        start = Position.by(last).at_start  # there nothing that was remembered is needed any more
         if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
-            return _Word()
+            return _CoordinatorMessage()
         self._tables = tables
         self._way_bytes = self._way_since_anchor(last)
-        return _Word(plan.record, anchor=self._due(last, layout))
+        return _CoordinatorMessage(plan.record, anchor=self._due(last, layout))
 
     # Roots
 
-    def _publish_root(self, plan: "_Plan", shards: Shards, step: int, clock: "_Clock") -> PublishReport:
+    def _publish_root(self, plan: "_TeamPlan", shards: Shards, step: int, clock: "_PublishTimes") -> PublishReport:
         """Publish a state that has no base, and its anchor."""
 
-        def copy() -> tuple[tuple[Share, State], bytes]:
+        def copy() -> tuple[tuple[TileShare, State], bytes]:
             share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.team.rank, shards)
             state = share.keeper.copy(share, shards.published)
             clock.encoded()
-            return (share, state), Told.of(state, share).to_bytes()
+            return (share, state), RankReport.of(state, share).to_bytes()
 
         found, told = self._together(copy)
         word = self._hear(lambda: self._create_root(plan, told, step))
-        self._base = _Base(manifests.parse(word.record), word.record, *found)
+        self._base = _RankBase(manifests.parse(word.record), word.record, *found)
         written = word.written + self._write_anchor(self._base)
         return clock.report(plan.layout, self._base.last, None, written)
 
-    def _create_root(self, plan: "_Plan", told: Sequence[bytes], step: int) -> "_Word":
-        tables = Tables().after(map(Told.from_bytes, told))
+    def _create_root(self, plan: "_TeamPlan", told: Sequence[bytes], step: int) -> "_CoordinatorMessage":
+        tables = VersionTables().after(map(RankReport.from_bytes, told))
         record = root_record(plan.last, step, plan.layout.id, tables.digest(plan.layout), self._newest, self._refs)
         data = signed(record, self.signing_key)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
         written = len(plan.layout.data) + create(self.store, record, data, plan.last)
         self._tables, self._way_bytes = tables, math.inf
-        return _Word(data, written=written)
+        return _CoordinatorMessage(data, written=written)
 
     # Patches
 
-    def _publish_patch(self, base: _Base, shards: Shards, step: int, clock: "_Clock") -> PublishReport:
+    def _publish_patch(self, base: _RankBase, shards: Shards, step: int, clock: "_PublishTimes") -> PublishReport:
         """Find and put what changed, each rank in its own tiles; commit it as one version; move the bases."""
         _, told = self._together(lambda: (None, self._offer(base, shards, clock).to_bytes()))
         word = self._hear(lambda: self._create(base, told, step))
@@ -381,20 +381,20 @@ class ShardedPublisher:
             self._try_anchor()
         return report
 
-    def _offer(self, base: _Base, shards: Shards, clock: "_Clock") -> Told:
+    def _offer(self, base: _RankBase, shards: Shards, clock: "_PublishTimes") -> RankReport:
         """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
         share = base.share
         difference = share.keeper.compare(share, base.state, shards.published, self.codec, base.last)
         part, transition = difference.encode(base.last, self.codec)
         clock.encoded()
         ref, spare = (self._put(part), None) if part.sums else (None, part)
-        self._draft = _Draft(base.last.version + 1, ref, transition, spare)
+        self._draft = _RankDraft(base.last.version + 1, ref, transition, spare)
         remembered = transition.history.counts(part.sums)
-        return Told((ref,) if ref else (), transition.changed, part.sums, remembered)
+        return RankReport((ref,) if ref else (), transition.changed, part.sums, remembered)
 
-    def _create(self, base: _Base, told: Sequence[bytes], step: int) -> "_Word":
+    def _create(self, base: _RankBase, told: Sequence[bytes], step: int) -> "_CoordinatorMessage":
         """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
-        offers = [Told.from_bytes(note) for note in told]
+        offers = [RankReport.from_bytes(note) for note in told]
         parts = tuple(part for offer in offers for part in offer.parts)
         assert self._draft is not None
         if not parts:
@@ -409,7 +409,7 @@ class ShardedPublisher:
         written = record.size_bytes + create(self.store, record, data, base.last)
         self._advance(self._draft, data)
         due = self._due(record, base.state.layout)
-        return _Word(data, due, sum(offer.changed for offer in offers), written)
+        return _CoordinatorMessage(data, due, sum(offer.changed for offer in offers), written)
 
     def _put(self, part: EncodedPart) -> PartRef:
         self.store.put(keys.part_key(part.id), part.data)
@@ -419,7 +419,7 @@ class ShardedPublisher:
 
     def _due(self, last: Manifest, layout: Layout) -> bool:
         """Whether an anchor of the last version is to be written: at an epoch's start, if the way has grown long."""
-        if not Held.by(last).at_start or self._newest == last.starts:
+        if not Position.by(last).at_start or self._newest == last.starts:
             return False
         longest = self.anchor_every * layout.size_bytes
         if longest <= self._way_bytes < math.inf:
@@ -430,7 +430,7 @@ class ShardedPublisher:
         return self._way_bytes >= longest
 
     def _way_since_anchor(self, last: Manifest) -> float:
-        newest, way_bytes = way_since_anchor(last, records_of(self.store, self.signing_key).look)
+        newest, way_bytes = path_since_anchor(last, reader_of(self.store, self.signing_key).look)
         if newest is not None:
             self._newest = max(newest, self._newest or 0)
         return way_bytes
@@ -446,18 +446,18 @@ class ShardedPublisher:
                 self._base.last.starts, e,
             )  # fmt: skip
 
-    def _write_anchor(self, base: _Base) -> int:
+    def _write_anchor(self, base: _RankBase) -> int:
         """Write the whole state of the last version, each rank its own tiles; return the bytes of all."""
 
         def put() -> tuple[None, bytes]:
             parts = encode_parts(base.share.tiles, base.state) if base.share.tiles else ()
-            return None, Told(tuple(self._put(part) for part in parts)).to_bytes()
+            return None, RankReport(tuple(self._put(part) for part in parts)).to_bytes()
 
         _, told = self._together(put)
         return self._hear(lambda: self._create_anchor(base, told)).written
 
-    def _create_anchor(self, base: _Base, told: Sequence[bytes]) -> "_Word":
-        parts = tuple(part for note in told for part in Told.from_bytes(note).parts)
+    def _create_anchor(self, base: _RankBase, told: Sequence[bytes]) -> "_CoordinatorMessage":
+        parts = tuple(part for note in told for part in RankReport.from_bytes(note).parts)
         if not parts:
             parts = tuple(self._put(part) for part in encode_parts((), base.state))
         record = anchor_record(base.last, parts, self._newest)
@@ -465,15 +465,15 @@ class ShardedPublisher:
         with suppress(ConflictError):  # somebody was quicker: the run has its anchor
             self.store.create(keys.anchor_key(base.last.starts), data)
         self._newest, self._way_bytes = base.last.starts, 0.0
-        return _Word(data, written=record.size_bytes)
+        return _CoordinatorMessage(data, written=record.size_bytes)
 
 
 def _read(tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[Any, Mapping[str, str]]:
     """Shards as plain tensors, in host memory or on a GPU."""
-    return bases_for(tensors, None).read(tensors, cast)
+    return baseline_for(tensors, None).read(tensors, cast)
 
 
-class _Clock:
+class _PublishTimes:
     """Times of one rank in one publish."""
 
     def __init__(self) -> None:
@@ -489,7 +489,7 @@ class _Clock:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TeamPlan:
     """What a team needs to begin: how its tensors would be cut, who holds what, and the last version of the run."""
 
     layout: Layout
@@ -520,7 +520,7 @@ def _fault_from(data: bytes, failed: int, rank: int) -> PulseError:
 
 
 @dataclass(frozen=True)
-class _Word:
+class _CoordinatorMessage:
     """What the lead tells the others."""
 
     record: bytes = b""  # of the last version, as stored
@@ -533,7 +533,7 @@ class _Word:
         return head + self.record
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "_Word":
+    def from_bytes(cls, data: bytes) -> "_CoordinatorMessage":
         head, _, record = data.partition(b"\n")
         anchor, changed, written = json.loads(head)
         return cls(record, anchor, changed, written)

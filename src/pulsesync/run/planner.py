@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
-from pulsesync.format.epochs import Held
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.epochs import Position
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.keys import anchor_key, manifest_key, squash_key
 
 SEARCH = 64  # epochs looked through for an anchor, if the one that records name is gone or bad
 MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
 
 
-def accept(held: Held | None, record: Manifest) -> None:
+def accept(held: Position | None, record: Manifest) -> None:
     """Check that a record may come next after what is held.
 
     Raises:
@@ -20,7 +20,7 @@ def accept(held: Held | None, record: Manifest) -> None:
     """
     if held is not None and record.run != held.run:
         raise ChainError("the version belongs to another run", expected=held.run, actual=record.run)
-    if record.kind == Kind.ANCHOR:
+    if record.kind == RecordKind.ANCHOR:
         return
     if record.base is None or held is None:
         raise MissingLinkError(f"version {record.version} cannot be reached from here", version=record.version)
@@ -28,8 +28,8 @@ def accept(held: Held | None, record: Manifest) -> None:
         raise MissingLinkError(
             f"version {record.version} follows {record.base.version}; {held.version} is held", version=record.version
         )
-    if record.kind == Kind.SQUASH:
-        in_place = held.at_start and Held.by(record).at_start and record.starts > held.starts
+    if record.kind == RecordKind.SQUASH:
+        in_place = held.at_start and Position.by(record).at_start and record.starts > held.starts
     elif record.index == 1:
         in_place = held.at_start and record.epoch == held.starts
     else:
@@ -75,7 +75,7 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
 Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says
 
 
-def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
+def find_path(held: Position | None, goal: Manifest, look: Look) -> list[Manifest]:
     """The records that lead from what is held to a version, in order: whichever way has fewer bytes.
 
     Raises:
@@ -97,7 +97,7 @@ def find_way(held: Held | None, goal: Manifest, look: Look) -> list[Manifest]:
                 return ways[0]  # an anchor would only be further back
     for anchor in _anchors(goal, look):
         with suppress(ChainError):
-            ways.append([anchor, *_onward(Held.by(anchor), goal, look)])
+            ways.append([anchor, *_onward(Position.by(anchor), goal, look)])
             break
     if not ways:
         raise fault
@@ -110,7 +110,7 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
     Records name the newest that their writer knew of. There may be one since, whose writer died before it could say so;
     and the one that is named may be gone.
     """
-    last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
+    last = Position.by(goal).starts if Position.by(goal).at_start else goal.epoch
     known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
     since = range(last, max(known, last - SEARCH), -1)
     to_try = [*since, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
@@ -119,7 +119,7 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
         epoch = to_try.pop(0)
         anchor = look(anchor_key(epoch)) if epoch not in tried else None
         tried.add(epoch)
-        if anchor is None or not Held.by(anchor).at_start or anchor.starts != epoch or anchor.run != goal.run:
+        if anchor is None or not Position.by(anchor).at_start or anchor.starts != epoch or anchor.run != goal.run:
             continue
         if anchor.version <= goal.version:
             yield anchor
@@ -127,7 +127,7 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
             to_try.insert(0, anchor.anchor)
 
 
-def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest]:
+def _onward(held: Position, goal: Manifest, look: Look) -> list[Manifest]:
     """Patches, and squashed patches where there are some that lead there, from one version to a later one.
 
     Raises:
@@ -139,22 +139,22 @@ def _onward(held: Held, goal: Manifest, look: Look) -> list[Manifest]:
         return _walk(held, goal, look, squashed=False)
 
 
-def _walk(held: Held, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
+def _walk(held: Position, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
     at, way = held, []
-    last = Held.by(goal).starts if Held.by(goal).at_start else goal.epoch
+    last = Position.by(goal).starts if Position.by(goal).at_start else goal.epoch
     while at.version < goal.version:
         record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
             raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
         accept(at, record)
         way.append(record)
-        at = Held.by(record)
+        at = Position.by(record)
     if (at.version, at.digest) != (goal.version, goal.digest):
         raise ChainError(f"the way to version {goal.version} leads elsewhere", version=goal.version)
     return way
 
 
-def _squash(at: Held, last: int, look: Look) -> Manifest | None:
+def _squash(at: Position, last: int, look: Look) -> Manifest | None:
     """The largest squashed patch that begins here and does not lead past an epoch's start."""
     if not at.at_start:
         return None

@@ -23,7 +23,7 @@ from pulsesync.format import epochs
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
 
@@ -34,10 +34,10 @@ MAX_PROBES = 1 << 16  # versions that a head may lag behind
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_KINDS = {"manifests": Kind.VERSION, "anchors": Kind.ANCHOR, "squashes": Kind.SQUASH}
+_KINDS = {"manifests": RecordKind.VERSION, "anchors": RecordKind.ANCHOR, "squashes": RecordKind.SQUASH}
 
 
-class Records:
+class RunReader:
     """The records of a run, as its store has them. Make a new one to see what changed in the meantime."""
 
     def __init__(self, store: Store, trust: Collection[str] | None, avoid: Collection[str] = ()) -> None:
@@ -69,7 +69,7 @@ class Records:
             record = manifests.parse(data, self.trust)
             if record.kind != _KINDS[key.partition("/")[0]]:
                 raise FormatError(f"{key} holds a record of kind {record.kind}")
-            if record.kind == Kind.VERSION and keys.manifest_key(record.version) != key:
+            if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
                 raise ChainError(f"{key} holds version {record.version}", version=record.version)
         except PulseError as e:
             raise located(e, key) from None
@@ -119,7 +119,7 @@ class Records:
             self._check_run(run, version, digest)
         except (RunChangedError, NothingPublishedError):
             time.sleep(LOOK_AGAIN_S)
-            Records(self.store, self.trust, self.avoid)._check_run(run, version, digest)
+            RunReader(self.store, self.trust, self.avoid)._check_run(run, version, digest)
 
     def _check_run(self, run: str, version: int, digest: str) -> None:
         try:
@@ -140,7 +140,7 @@ class Records:
 
     def nothing_published(self, more: str = "") -> NothingPublishedError:
         """The error for a location at which there is no version."""
-        place = place_of(self.store)
+        place = location_of(self.store)
         return NothingPublishedError(
             f"there is no run at {place}: neither {keys.HEAD} nor anything below manifests/ was found{more}. Check "
             "the location; if the first version is still to come, pass wait_s= to wait for it",
@@ -149,7 +149,7 @@ class Records:
 
     def no_anchor(self, goal: Manifest) -> NothingPublishedError:
         """The error for a version that is published before the first anchor of its run."""
-        place = place_of(self.store)
+        place = location_of(self.store)
         return NothingPublishedError(
             f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the first "
             "anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
@@ -182,7 +182,7 @@ class Records:
         found = self.version(version) if version >= 0 else None
         if found is None or found.digest != digest:
             return None
-        return found if found.history is None or epochs.Held.by(found).at_start else None
+        return found if found.history is None or epochs.Position.by(found).at_start else None
 
     def layout(self, id_: str) -> Layout:
         """Raises: NotFoundError; FormatError, if it is not the layout the id names."""
@@ -199,7 +199,7 @@ def _number(text: bytes) -> int:
     return value
 
 
-def place_of(store: Store) -> str:
+def location_of(store: Store) -> str:
     """Where a store is, as a person would name it: its address or folder, whatever wraps it."""
     inner: Any = store
     while (under := getattr(inner, "store", None)) is not None:
@@ -228,7 +228,7 @@ def describe(record: Manifest) -> dict[str, Any]:
     """A record as a row of a table: for people and for --json."""
     return {
         "version": record.version,
-        "kind": "root" if record.kind == Kind.VERSION and record.base is None else record.kind.value,
+        "kind": "root" if record.kind == RecordKind.VERSION and record.base is None else record.kind.value,
         "step": record.step,
         "base": None if record.base is None else record.base.version,
         "epoch": record.epoch,

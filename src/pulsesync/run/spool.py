@@ -14,7 +14,7 @@ from pulsesync.core.threads import spread
 from pulsesync.errors import ChecksumError, FormatError, NotFoundError, StoreError
 from pulsesync.format import container, patch
 from pulsesync.format.body import Body
-from pulsesync.format.container import Header
+from pulsesync.format.container import PartHeader
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
@@ -167,7 +167,7 @@ class _FileSections(Mapping[int, memoryview]):
         self._replacement: memoryview | None = None  # the part from the store, checked, in memory
         with path.open("rb", buffering=0) as file:
             size = container.header_size(_read(file.fileno(), 0, container.HEADER.size))
-            self.header: Header = container.parse_header(_read(file.fileno(), 0, size), ref.id)
+            self.header: PartHeader = container.parse_header(_read(file.fileno(), 0, size), ref.id)
             if not self.header.file_size == ref.size == os.fstat(file.fileno()).st_size:
                 raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
 

@@ -40,14 +40,14 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.format.body import Body
-from pulsesync.format.epochs import Held
+from pulsesync.format.epochs import Position
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body
-from pulsesync.run.reader import CACHE_BYTES, Records, located, place_of
+from pulsesync.run.reader import CACHE_BYTES, RunReader, located, location_of
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State, Transition
 from pulsesync.state.slices import Slices
@@ -170,9 +170,9 @@ class Subscriber:
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
         self._state: State | None = None
-        self._held: Held | None = None
+        self._held: Position | None = None
         self._step: int | None = None
-        self._undo: deque[tuple[Held, int, Transition]] = deque(maxlen=max(undo, 0))
+        self._undo: deque[tuple[Position, int, Transition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
@@ -245,7 +245,7 @@ class Subscriber:
         return self._state
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> Position | None:
         return self._held
 
     # Syncing
@@ -294,7 +294,7 @@ class Subscriber:
                     if not awaited or left_s <= 0:
                         raise
                     if not waiting:
-                        logger.info("Waiting up to %.0f s for a version at %s.", wait_s, place_of(self.store))
+                        logger.info("Waiting up to %.0f s for a version at %s.", wait_s, location_of(self.store))
                     waiting = True
                 self._closed.wait(min(pause_s, left_s))
                 self._check_open()
@@ -378,7 +378,7 @@ class Subscriber:
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
-            records = Records(self.store, self.trust, avoid)
+            records = RunReader(self.store, self.trust, avoid)
             try:
                 with progress.timed("fetch"):
                     goal = self._find_goal(version, records, follow_replaced)
@@ -417,7 +417,7 @@ class Subscriber:
     def _damaged(self) -> bool:
         return self._state is not None and self._state.find_damage() is not None
 
-    def _report(self, progress: _Progress, records: Records) -> SyncReport:
+    def _report(self, progress: _Progress, records: RunReader) -> SyncReport:
         assert self._held is not None
         assert self._step is not None
         repaired, self._to_repair = self._to_repair, ()
@@ -435,7 +435,7 @@ class Subscriber:
             repaired=repaired,
         )
 
-    def _go(self, goal: Manifest, source: Any, records: Records, progress: _Progress) -> None:
+    def _go(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
         if self._state is None or self._state.layout.id != goal.layout:
             with progress.timed("fetch"):
                 layout = records.layout(goal.layout)
@@ -447,7 +447,7 @@ class Subscriber:
             way = self._way(goal, records, progress)
         self._walk(way, records, progress)
 
-    def _find_goal(self, version: int | None, records: Records, follow_replaced: bool) -> Manifest | None:
+    def _find_goal(self, version: int | None, records: RunReader, follow_replaced: bool) -> Manifest | None:
         """The version to go to, None if it is the local one; checked to be of the run that was followed so far."""
         try:
             try:
@@ -463,7 +463,7 @@ class Subscriber:
                 raise records.nothing_published(": the bucket does not exist") from e
             raise
 
-    def _goal(self, version: int | None, records: Records) -> Manifest | None:
+    def _goal(self, version: int | None, records: RunReader) -> Manifest | None:
         local = self._held
         if local:
             records.check_run(local.run, local.version, local.digest)
@@ -481,7 +481,7 @@ class Subscriber:
             )  # fmt: skip
         return goal if not local or goal.version != local.version else None
 
-    def _attach(self, state: State, records: Records, progress: _Progress) -> None:
+    def _attach(self, state: State, records: RunReader, progress: _Progress) -> None:
         """Take hold of a state; if its weights are those of a published version, that is where it starts."""
         self._forget()
         self._state = state
@@ -490,15 +490,15 @@ class Subscriber:
             self._hold(start)
             progress.path.append("start")
 
-    def _way(self, goal: Manifest, records: Records, progress: _Progress) -> list[Manifest]:
+    def _way(self, goal: Manifest, records: RunReader, progress: _Progress) -> list[Manifest]:
         held = self._held
         if held and held.version > goal.version:
             held = None  # backwards: from an anchor
         if records.avoid:
             with suppress(ChainError):  # what was bad is avoided if there is another way
-                return planner.find_way(held, goal, records.look)
+                return planner.find_path(held, goal, records.look)
         try:
-            way = planner.find_way(held, goal, records.fetched)
+            way = planner.find_path(held, goal, records.fetched)
         except MissingLinkError:
             if self._held is not None or goal.anchor is not None or records.avoid:
                 raise
@@ -508,10 +508,10 @@ class Subscriber:
                 raise error  # before anything else on this path is fetched again
         return way
 
-    def _walk(self, way: Sequence[Manifest], records: Records, progress: _Progress) -> None:
+    def _walk(self, way: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
         """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
         assert self._state is not None
-        if way and way[0].kind == Kind.ANCHOR:
+        if way and way[0].kind == RecordKind.ANCHOR:
             with _about(records, way[0]):
                 self._load(way[0], progress)
             way = way[1:]
@@ -526,7 +526,7 @@ class Subscriber:
             if n == len(way) or not self._state.stacks:
                 self._commit(transition, record, progress, goes_on=n > 1 and not self._state.stacks)
                 transition = None
-            progress.path.append("squash" if record.kind == Kind.SQUASH else "patch")
+            progress.path.append("squash" if record.kind == RecordKind.SQUASH else "patch")
 
     def _ahead(self, way: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
         """Yield records with their bodies under way, some of them further along than the one that is wanted."""
@@ -607,7 +607,7 @@ class Subscriber:
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
         """Undo kept syncs down to a version, in one commit, if one of them began there."""
-        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Held.by(goal)), None)
+        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Position.by(goal)), None)
         if self._state is None or depth is None:
             return False
         taken = [self._undo[-1 - n] for n in range(depth)]
@@ -624,7 +624,7 @@ class Subscriber:
         return True
 
     def _hold(self, record: Manifest) -> None:
-        self._held, self._step = Held.by(record), record.step
+        self._held, self._step = Position.by(record), record.step
 
     def _forget(self) -> None:
         self._state, self._held, self._step = None, None, None
@@ -641,7 +641,7 @@ class Subscriber:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
         self._check_open()
-        records = Records(self.store, self.trust)
+        records = RunReader(self.store, self.trust)
         record = records.version(version)
         if record is None:
             return False
@@ -649,7 +649,7 @@ class Subscriber:
         if not state.whole or state.untied or state.digest != record.digest:
             return False
         known = History(record.index)
-        if not Held.by(record).at_start:  # there nothing that was remembered is needed any more
+        if not Position.by(record).at_start:  # there nothing that was remembered is needed any more
             try:
                 known = History.from_bytes(history) if history else known
             except FormatError:
@@ -729,7 +729,7 @@ def _pauses(first_s: float, longest_s: float) -> Iterator[float]:
 
 
 @contextmanager
-def _about(records: Records, record: Manifest) -> Iterator[None]:
+def _about(records: RunReader, record: Manifest) -> Iterator[None]:
     """Mark an error with the record that led to it, so that the next plan goes round it."""
     try:
         yield

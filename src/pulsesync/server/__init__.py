@@ -19,7 +19,7 @@ from pulsesync.server.service import make_app
 from pulsesync.server.serving import serve
 from pulsesync.store.base import Store
 from pulsesync.store.cache import MAX_BYTES, CachedStore, folder_bytes
-from pulsesync.store.coalesce import Coalescing
+from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.local import ServedFolder
 
 __all__ = ["ServedFolder", "make_app", "relay", "serve"]
@@ -37,7 +37,7 @@ def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None
         max_bytes: The folder is kept below this size by removing what was not used for longest. If it is not given, the
             limit is half of the disk space that is free, so that clients cannot fill the disk.
     """
-    return Coalescing(
+    return CoalescingStore(
         CachedStore(upstream, folder, _half_of_the_disk(Path(folder)) if max_bytes is None else max_bytes)
     )
 

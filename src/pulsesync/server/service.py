@@ -92,7 +92,7 @@ class _Service:
             places, ahead = self._bodies, _AHEAD
         async with places:
             answer = await self._answer(request)
-            if isinstance(answer, _Answer):
+            if isinstance(answer, _RangeResponse):
                 await answer.send(receive, send, ahead)
             else:
                 await answer(scope, receive, send)
@@ -108,7 +108,7 @@ class _Service:
         async with self._looks:
             return await _in_thread(partial(is_near, self._store, key, begin, end))
 
-    async def _answer(self, request: "Request") -> "_Answer | Response":
+    async def _answer(self, request: "Request") -> "_RangeResponse | Response":
         key, prefix = request.path_params["key"], request.query_params.get("list")
         try:
             if key == "" and prefix is not None:
@@ -140,7 +140,7 @@ class _Service:
         ]
         return Response("".join(lines), media_type=LISTING_TYPE, headers={"Cache-Control": "no-store"})
 
-    def _object(self, key: str, head: bool, asks: "Headers") -> "_Answer | Response":
+    def _object(self, key: str, head: bool, asks: "Headers") -> "_RangeResponse | Response":
         """Decide what to answer, and read the first piece of it. Raises: NotFoundError, StoreError."""
         try:
             check_key(key)
@@ -150,10 +150,10 @@ class _Service:
         tag = headers.get("ETag")
         if tag is not None and _names(asks.get("if-none-match", ""), tag):
             size()  # raises NotFoundError; the tag of what is content-addressed says nothing about that
-            return _Answer(304, headers, read, 0, 0, b"")
+            return _RangeResponse(304, headers, read, 0, 0, b"")
         if head:
             headers["Content-Length"] = str(size())
-            return _Answer(200, headers, read, 0, 0, b"")
+            return _RangeResponse(200, headers, read, 0, 0, b"")
         if key.startswith(CONTENT_ADDRESSED) and "no-cache" in asks.get("cache-control", ""):
             forget(self._store, key)  # a reader found it bad
         asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
@@ -162,10 +162,10 @@ class _Service:
             return _words(416, "the object ends before that", {"Content-Range": f"bytes */{found.size}"})
         headers["Content-Length"] = str(found.end - found.begin)
         if asked is None:
-            return _Answer(200, headers, read, found.begin, found.end, found.piece)
+            return _RangeResponse(200, headers, read, found.begin, found.end, found.piece)
         stated = "*" if found.size is None else found.size
         headers["Content-Range"] = f"bytes {found.begin}-{found.end - 1}/{stated}"
-        return _Answer(206, headers, read, found.begin, found.end, found.piece)
+        return _RangeResponse(206, headers, read, found.begin, found.end, found.piece)
 
     def _source(self, key: str) -> tuple["_Read", "_Size", dict[str, str]]:
         """Return how to read an object, how to measure it, and the headers that do not depend on the range."""
@@ -191,7 +191,7 @@ _Size = Callable[[], int]
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _RangeResponse:
     """An answer with bytes begin..end of an object in it, and the first piece of them."""
 
     status: int
@@ -242,7 +242,7 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _ObjectRange:
     """Bytes begin..end of an object, and the first piece of them."""
 
     begin: int
@@ -251,7 +251,7 @@ class _Found:
     piece: bytes
 
 
-def _find(read: _Read, size: _Size, asked: tuple[int | None, int | None]) -> _Found:
+def _find(read: _Read, size: _Size, asked: tuple[int | None, int | None]) -> _ObjectRange:
     """Read the first piece of what is asked for, and find out where it ends.
 
     Raises:
@@ -265,16 +265,16 @@ def _find(read: _Read, size: _Size, asked: tuple[int | None, int | None]) -> _Fo
     piece = read(begin, limit)
     read_to = begin + len(piece)
     if read_to < limit and (piece or not begin):
-        return _Found(begin, read_to, read_to, piece)
+        return _ObjectRange(begin, read_to, read_to, piece)
     try:
         stated = size()
     except StoreError:
         if read_to != end:
             raise
-        return _Found(begin, end, None, piece)
+        return _ObjectRange(begin, end, None, piece)
     if piece and stated < read_to:
         raise StoreError("the object was replaced while it was read", retryable=True)
-    return _Found(begin, max(begin, stated if end is None else min(end, stated)), stated, piece)
+    return _ObjectRange(begin, max(begin, stated if end is None else min(end, stated)), stated, piece)
 
 
 def _bounded(begin: int, end: int | None) -> int:

@@ -201,7 +201,7 @@ def _array(mapped: mmap.mmap, spec: TensorSpec, offset: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightFile:
     """One weight file of a layout, down to the byte, but for the weights."""
 
     name: str
@@ -211,10 +211,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WeightFiles:
     """The weight files of a layout, as transformers would cut and name them, and their index if there are several."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[WeightFile, ...]
     index: bytes | None
 
     @property
@@ -222,7 +222,7 @@ class Plan:
         return frozenset([*(shard.name for shard in self.shards), *([INDEX] if self.index else [])])
 
 
-def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES) -> Plan:
+def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES) -> WeightFiles:
     """Say which files hold a layout. Of tied tensors one is in them, under the name that loaders look for."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -235,14 +235,14 @@ def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES) -> Plan:
         filled += size
     stored = _stored_names(layout)
     if len(groups) == 1:
-        return Plan((_shard("model.safetensors", groups[0], stored),), None)
+        return WeightFiles((_shard("model.safetensors", groups[0], stored),), None)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     shards = tuple(_shard(name, group, stored) for name, group in zip(names, groups, strict=True))
     table = {
         "metadata": {"total_size": sum(spec.size * spec.kind.itemsize for spec in layout.tensors)},
         "weight_map": {stored[spec.name]: shard.name for shard in shards for spec, _ in shard.places},
     }
-    return Plan(shards, json.dumps(table, indent=2, sort_keys=True).encode() + b"\n")
+    return WeightFiles(shards, json.dumps(table, indent=2, sort_keys=True).encode() + b"\n")
 
 
 def _stored_names(layout: Layout) -> dict[str, str]:
@@ -271,7 +271,7 @@ def by_layout(layout: Layout, tensors: Mapping[str, Array]) -> dict[str, Array]:
     return out
 
 
-def _shard(name: str, specs: Iterable[TensorSpec], stored: Mapping[str, str]) -> Shard:
+def _shard(name: str, specs: Iterable[TensorSpec], stored: Mapping[str, str]) -> WeightFile:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, at = [], 0
     for spec in sorted(specs, key=lambda s: (-s.kind.itemsize, s.name.encode())):  # so that each is aligned
@@ -282,7 +282,7 @@ def _shard(name: str, specs: Iterable[TensorSpec], stored: Mapping[str, str]) ->
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(8, "little") + header
-    return Shard(name, head, len(head) + at, tuple((spec, len(head) + start) for spec, start in places))
+    return WeightFile(name, head, len(head) + at, tuple((spec, len(head) + start) for spec, start in places))
 
 
 class TensorFolder:
@@ -291,10 +291,10 @@ class TensorFolder:
     The files must be there: `fits` says whether they are, `create` makes them, with zeros for weights.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: WeightFiles) -> None:
         self.folder, self.plan = folder, plan
         self.arrays: dict[str, Array] = {}  # by the layout's names
-        self._maps: list[tuple[Shard, mmap.mmap]] = []
+        self._maps: list[tuple[WeightFile, mmap.mmap]] = []
         self._opened: list[os.stat_result] = []
         for shard in plan.shards:
             with writing(folder / shard.name) as path, path.open("r+b") as file:
@@ -304,7 +304,7 @@ class TensorFolder:
             self.arrays |= {spec.name: _array(mapped, spec, at) for spec, at in shard.places}
 
     @staticmethod
-    def fits(folder: Path, plan: Plan) -> bool:
+    def fits(folder: Path, plan: WeightFiles) -> bool:
         """Whether the files of a plan are in a folder; of what size and with which headers, not with which weights."""
         try:
             for shard in plan.shards:
@@ -316,7 +316,7 @@ class TensorFolder:
         return True
 
     @staticmethod
-    def create(folder: Path, plan: Plan) -> None:
+    def create(folder: Path, plan: WeightFiles) -> None:
         """Make the files of a plan, with room on the disk for all of their weights. Raises: StoreError.
 
         Files that are there are replaced and not changed: somebody may have mapped them.

@@ -23,10 +23,10 @@ from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import DecodedPart
 from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
-from pulsesync.state.slices import Memory, Place, Slices, Widened, windows
+from pulsesync.state.slices import LocalTile, Slices, TileStorage, WidenedTile, windows
 from pulsesync.state.views import view_bits, zeros
 
 
@@ -59,13 +59,13 @@ class State:
         flats: Mapping[str, Bits],
         copies: Mapping[str, Sequence[Bits]] | None = None,
         slices: Slices | None = None,
-        places: Mapping[int, Memory] | None = None,
+        places: Mapping[int, TileStorage] | None = None,
         sums: Mapping[int, Sum] | None = None,
     ) -> None:
         self.layout = layout
         self.flats = dict(flats)  # canonical name -> weights
         self.copies = dict(copies or {})  # canonical name -> tied tensors that have memory of their own
-        self.places: Mapping[int, Memory] = find_places(layout, slices or {}) if places is None else places
+        self.places: Mapping[int, TileStorage] = find_places(layout, slices or {}) if places is None else places
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )
@@ -110,8 +110,8 @@ class State:
             if alias in everything and all(everything[alias].address != cls.span(flat)[0] for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
         check_apart(flats, copies, cls.span)
-        places: dict[int, Memory] = {
-            ordinal: Widened(place) if place.tile.tensor.name in wide else place
+        places: dict[int, TileStorage] = {
+            ordinal: WidenedTile(place) if place.tile.tensor.name in wide else place
             for ordinal, place in find_places(layout, slices or {}).items()
         }
         state = cls(layout, flats, copies, slices, places)
@@ -205,9 +205,9 @@ class State:
         )
         return total if self._exact(tile, place) else total + Sum(1, 1)  # which is then no published state's
 
-    def _exact(self, tile: Tile, place: Memory) -> bool:
+    def _exact(self, tile: Tile, place: TileStorage) -> bool:
         """Whether all weights of a tile are numbers that the dtype of the run has."""
-        if not isinstance(place, Widened):
+        if not isinstance(place, WidenedTile):
             return True
         flat = self.flats[tile.tensor.name]
         return all(spread(lambda n: place.exact(flat, n), range(tile.block_count)))
@@ -238,7 +238,7 @@ class State:
         patches: list[TilePatch] = []
         promised: dict[int, Sum] = {}
         for body in bodies:
-            part = self.decode(body, weights, history if manifest.kind == Kind.VERSION else None)
+            part = self.decode(body, weights, history if manifest.kind == RecordKind.VERSION else None)
             if not promised.keys().isdisjoint(part.sums):
                 raise FormatError("two parts of a version change the same tile", version=manifest.version)
             patches += part.patches
@@ -246,7 +246,7 @@ class State:
         sums = {**base.sums, **self.move(patches, promised, base.sums)}
         if self.whole and (then := self._digest(sums)) != manifest.digest:
             raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=then)
-        later = history.after(patches, weights) if manifest.kind == Kind.VERSION else History()
+        later = history.after(patches, weights) if manifest.kind == RecordKind.VERSION else History()
         if self.whole and (later.digest() if later.tiles else None) != manifest.history:
             raise VerificationError("the history would not be the publisher's", version=manifest.version)
         return Transition(_composed(base.changes, patches), sums, later)
@@ -278,7 +278,7 @@ class State:
             raise BaseMismatchError(
                 f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=held
             )
-        if manifest.kind == Kind.SQUASH or manifest.index == 1:
+        if manifest.kind == RecordKind.SQUASH or manifest.index == 1:
             return History()
         if manifest.index != base.history.index + 1:
             raise BaseMismatchError(
@@ -482,10 +482,10 @@ def _composed(changes: Changes, patches: Iterable[TilePatch]) -> dict[tuple[int,
     return _compose_all(changes, later) if changes else later
 
 
-def find_places(layout: Layout, slices: Slices) -> dict[int, Place]:
+def find_places(layout: Layout, slices: Slices) -> dict[int, LocalTile]:
     """Where the tiles of a run lie in what is held of its tensors, by ordinal."""
     if not slices:
-        return {tile.ordinal: Place(tile, True) for tile in layout.tiles if tile.size}
+        return {tile.ordinal: LocalTile(tile, True) for tile in layout.tiles if tile.size}
     held = windows(layout.tensors, slices)
     found = {tile.ordinal: held[tile.tensor.name].place(tile) for tile in layout.tiles if tile.tensor.name in held}
     return {ordinal: place for ordinal, place in found.items() if place}

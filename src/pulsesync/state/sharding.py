@@ -23,8 +23,8 @@ from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Grid, Layout
-from pulsesync.state.slices import Place, Slice, Span, Window
-from pulsesync.state.views import Published, read_published
+from pulsesync.state.slices import LocalTile, Slice, Span, Window
+from pulsesync.state.views import HostSource, read_published
 
 Read = Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Mapping[str, str]]]
 MAX_NOTE_BYTES = 1 << 28  # of a process's windows, unpacked
@@ -73,7 +73,7 @@ class Shards:
     """The parts of tensors that a process holds."""
 
     windows: Mapping[str, Window]  # by name; the tensor as the checkpoint has it, in the dtype that is published
-    published: Any  # the weights, by the same names: `Published`, or the same on a device
+    published: Any  # the weights, by the same names: `HostSource`, or the same on a device
     ties: Mapping[str, str]  # alias -> name
     partial: bool = False  # whether it said of any tensor which part it is
 
@@ -96,8 +96,8 @@ class Shards:
 class ShardWeights:
     """Shards as weights to encode from: block by block, cast on the way."""
 
-    published: Published
-    places: Mapping[int, Place]
+    published: HostSource
+    places: Mapping[int, LocalTile]
 
     def block(self, tile: Tile, number: int) -> Bits:
         return self.published.block(self.places[tile.ordinal].tile, number)

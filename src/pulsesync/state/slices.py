@@ -74,17 +74,17 @@ class Window:
             shape = ()
         return replace(self.tensor, shape=shape, row_cuts=(), column_cuts=())
 
-    def place(self, tile: Tile) -> "Place | None":
+    def place(self, tile: Tile) -> "LocalTile | None":
         """Where a tile of the tensor lies here; None if no weight of it does."""
         top, bottom = max(tile.row, self.rows[0]), min(tile.row + tile.rows, self.rows[1])
         left, right = max(tile.column, self.columns[0]), min(tile.column + tile.columns, self.columns[1])
         if top >= bottom or left >= right:
             return None
         here = replace(tile, tensor=self.local, row=tile.row - self.rows[0], column=tile.column - self.columns[0])
-        return Place(here, (bottom - top) * (right - left) == tile.size)
+        return LocalTile(here, (bottom - top) * (right - left) == tile.size)
 
 
-class Memory(Protocol):
+class TileStorage(Protocol):
     """Where a tile lies in a process."""
 
     @property
@@ -101,7 +101,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalTile:
     """A tile in the worker's own coordinates. If it sticks out of what is held, it begins or ends outside."""
 
     tile: Tile
@@ -149,14 +149,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Widened:
+class WidenedTile:
     """A tile of a BF16 tensor in FP32 memory: each value is there as the FP32 number that it is.
 
     The upper half of an FP32 number is a BF16 number, and they are equal where the lower half is zero. Flat arrays are
     those of the FP32 tensor, blocks and changes are in BF16.
     """
 
-    place: Place
+    place: LocalTile
 
     @property
     def tile(self) -> Tile:

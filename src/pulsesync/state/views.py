@@ -89,7 +89,7 @@ def dtype_name(name: str, tensor: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Published:
+class HostSource:
     """A source as it is published: master weights in FP32 as the dtype that inference uses, the rest as it is.
 
     Read block by block and cast on the way, so that no second copy is ever made. The cast is that of the library which
@@ -114,10 +114,10 @@ class Published:
         return bits if dtype is None else _cast(bits, dtype, view.of_torch)
 
 
-def read_published(source: Any, cast: Mapping[str, str]) -> tuple[Published, Mapping[str, str]]:
+def read_published(source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Mapping[str, str]]:
     """A source in host memory as it is published, and its ties. Raises: as `view_bits` and `find_casts`."""
     views, ties = view_bits(source)
-    return Published(views, find_casts((view.spec for view in views.values()), cast)), ties
+    return HostSource(views, find_casts((view.spec for view in views.values()), cast)), ties
 
 
 def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pulsesync.store.base import Entry, Store, forget, size_of
+from pulsesync.store.base import ObjectEntry, Store, forget, size_of
 from pulsesync.store.cache import CachedStore, origin_of
 from pulsesync.store.local import LocalStore
 from pulsesync.store.memory import MemoryStore, named
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CachedStore",
-    "Entry",
     "HttpStore",
     "LocalStore",
     "MemoryStore",
+    "ObjectEntry",
     "ObjectStore",
     "RetryStore",
     "Store",

@@ -12,7 +12,7 @@ WINDOW_BYTES = 1 << 22  # what a server, and whatever measures an object by read
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectEntry:
     """An object as a listing shows it."""
 
     key: str
@@ -35,14 +35,14 @@ class Store(Protocol):
     def create(self, key: str, data: bytes) -> None:
         """Write an object that must not exist; of several at once, one succeeds. Raises: ConflictError."""
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         """Yield the objects whose keys begin with a prefix ending in `/`, sorted by key."""
 
     def delete(self, key: str) -> None:
         """Remove an object; none is no error."""
 
 
-class ReadOnly:
+class ReadOnlyStore:
     """The verbs that write, for a store that is read only: each raises what `_read_only` returns."""
 
     def put(self, key: str, data: bytes | memoryview) -> None:

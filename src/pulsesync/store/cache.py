@@ -24,7 +24,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from pulsesync.errors import FormatError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Entry, Store, forget, size_of
+from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, ObjectEntry, Store, forget, size_of
 from pulsesync.store.turns import PATIENCE_S, locked
 
 MAX_BYTES = 1 << 34  # of what a cache keeps unless it is given another limit
@@ -118,7 +118,7 @@ class CachedStore:
     def create(self, key: str, data: bytes) -> None:
         self.store.create(key, data)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return self.store.list(prefix)
 
     def delete(self, key: str) -> None:

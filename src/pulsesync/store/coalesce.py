@@ -1,7 +1,7 @@
 """Many readers of one store, at the cost of one: what several ask for at the same time is asked for once.
 
-For a relay, which hundreds of workers poll. `Coalescing(CachedStore(upstream, folder))` asks the upstream at most once
-a second for each object that may change or appear, and once for each that may not.
+For a relay, which hundreds of workers poll. `CoalescingStore(CachedStore(upstream, folder))` asks the upstream at most
+once a second for each object that may change or appear, and once for each that may not.
 """
 
 import threading
@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry, ReadOnly, Store, forget, is_near, size_of
+from pulsesync.store.base import CONTENT_ADDRESSED, ObjectEntry, ReadOnlyStore, Store, forget, is_near, size_of
 from pulsesync.store.keys import check_key, check_prefix
 
 _REMEMBER_S = 1.0
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _Call = tuple[str | int | None, ...]
 
 
-class Coalescing(ReadOnly):
+class CoalescingStore(ReadOnlyStore):
     """A store for reading, for many threads. Equal calls at the same time are one call with one outcome.
 
     What is content-addressed is passed on. Of everything else, of listings, and of whatever failed (there is no such
@@ -38,7 +38,7 @@ class Coalescing(ReadOnly):
         self.store = store
         self._lock = threading.Lock()
         self._under_way: dict[_Call, Future[Any]] = {}
-        self._remembered: dict[_Call, _Held] = {}  # oldest first
+        self._remembered: dict[_Call, _HeldAnswer] = {}  # oldest first
         self._reported: dict[str, float] = {}  # by key, when its last report was passed on; oldest first
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -62,7 +62,7 @@ class Coalescing(ReadOnly):
     def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
         return is_near(self.store, key, begin, end)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
         return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix)), _REMEMBER_S))
 
@@ -115,7 +115,7 @@ class Coalescing(ReadOnly):
     def _remember(self, name: _Call, began: float, until: float, future: Future[Any]) -> None:
         """Keep an outcome for a while from when its call began; drop what is older, and the oldest of too much."""
         self._remembered.pop(name, None)
-        self._remembered[name] = _Held(until, _weigh(future), future)
+        self._remembered[name] = _HeldAnswer(until, _weigh(future), future)
         weight = sum(held.weight for held in self._remembered.values())
         for old, held in list(self._remembered.items()):
             too_much = len(self._remembered) > _MAX_REMEMBERED or weight > _MAX_REMEMBERED_BYTES
@@ -125,7 +125,7 @@ class Coalescing(ReadOnly):
             weight -= held.weight
 
 
-class _Held(NamedTuple):
+class _HeldAnswer(NamedTuple):
     until: float
     weight: int
     future: Future[Any]

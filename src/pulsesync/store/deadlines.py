@@ -15,7 +15,7 @@ from typing import Any
 PIECE_BYTES = 1 << 18  # asked of a connection at once
 
 
-class Clock:
+class Deadline:
     """When a request has to end unless more of it arrives."""
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float) -> None:
@@ -59,7 +59,7 @@ class Clock:
 class Connection(http.client.HTTPConnection):
     """A connection, with TLS if there is a context for it, whose reads and writes end by a clock."""
 
-    def __init__(self, host: str, port: int | None, clock: Clock, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, host: str, port: int | None, clock: Deadline, tls: ssl.SSLContext | None) -> None:
         if tls is not None:
             self.default_port = http.client.HTTPS_PORT
         super().__init__(host, port, timeout=clock.timeout_s)
@@ -101,7 +101,7 @@ class Response(http.client.HTTPResponse):
 class _ClockedSocket:
     """As much of a socket as http.client uses."""
 
-    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+    def __init__(self, sock: socket.socket, clock: Deadline) -> None:
         self.sock, self.clock = sock, clock
 
     def sendall(self, data: bytes) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, Entry, ReadOnly
-from pulsesync.store.deadlines import PIECE_BYTES, Clock, Connection, Response
+from pulsesync.store.base import CONTENT_ADDRESSED, ObjectEntry, ReadOnlyStore
+from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 from pulsesync.store.keys import check_key, check_prefix
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
@@ -57,7 +57,7 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-class HttpStore(ReadOnly):
+class HttpStore(ReadOnlyStore):
     """Objects below an address. Writing is refused. Connections are kept open and shared by all threads.
 
     Every request ends. Connecting, the TLS handshake and the response's headers may take `timeout_s` each. Of the body,
@@ -174,7 +174,7 @@ class HttpStore(ReadOnly):
             self._sizes[key] = size
         return size
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         """Give the objects below a prefix; the whole listing is fetched and checked before the first.
 
         Raises:
@@ -256,7 +256,7 @@ class HttpStore(ReadOnly):
         if keep:
             with suppress(IndexError):
                 return True, self._idle.pop()
-        clock = Clock(self._timeout_s, self._min_bytes_per_s)
+        clock = Deadline(self._timeout_s, self._min_bytes_per_s)
         return False, Connection(self._host, self._port, clock, self._tls)
 
     def _check(self, response: http.client.HTTPResponse, key: str) -> None:
@@ -371,10 +371,10 @@ def _piece(response: http.client.HTTPResponse, limit: int, key: str) -> bytes:
     return piece[:limit]
 
 
-def _parse_listing(data: bytes, prefix: str) -> list[Entry]:
+def _parse_listing(data: bytes, prefix: str) -> list[ObjectEntry]:
     if len(data) > _MAX_LISTING:
         raise StoreError(f"the listing of {prefix} is beyond {_MAX_LISTING} bytes", key=prefix)
-    entries: list[Entry] = []
+    entries: list[ObjectEntry] = []
     for line in data.splitlines():
         entry = _entry(line, prefix)
         if entry is None or (entries and entry.key <= entries[-1].key):
@@ -383,7 +383,7 @@ def _parse_listing(data: bytes, prefix: str) -> list[Entry]:
     return entries
 
 
-def _entry(line: bytes, prefix: str) -> Entry | None:
+def _entry(line: bytes, prefix: str) -> ObjectEntry | None:
     """Return the object a line of a listing names, None if it does not name one below the prefix."""
     try:
         fields: Any = json.loads(line)
@@ -395,5 +395,5 @@ def _entry(line: bytes, prefix: str) -> Entry | None:
         return None
     numbers = type(size) is int and type(modified) in (int, float)
     if numbers and key.startswith(prefix) and 0 <= size <= _MAX_NUMBER and 0 <= modified <= _MAX_NUMBER:
-        return Entry(key, size, float(modified))
+        return ObjectEntry(key, size, float(modified))
     return None

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import Entry, ReadOnly
+from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 from pulsesync.store.keys import check_key, check_prefix
 
 _SPOOL = ".spool-"
@@ -59,11 +59,11 @@ class LocalStore:
             os.link(spool, path)
             _sync_folder(path.parent)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
         with self._translated(prefix, "list"):
             found = [
-                Entry(path.relative_to(self.folder).as_posix(), status.st_size, status.st_mtime)
+                ObjectEntry(path.relative_to(self.folder).as_posix(), status.st_size, status.st_mtime)
                 for path, status in self._listed(self.folder / prefix)
                 if not path.name.startswith(_SPOOL)
             ]
@@ -158,7 +158,7 @@ class LocalStore:
             raise StoreError(f"cannot {verb} {key} in {self.folder}: {e}", key=key) from e
 
 
-class ServedFolder(ReadOnly, LocalStore):
+class ServedFolder(ReadOnlyStore, LocalStore):
     """A folder for others to read: no symbolic link is followed out of it. The folder itself may be one.
 
     A LocalStore follows every link, because the owner of a run may have put its bodies on another disk. A server would

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from pulsesync.errors import ConflictError, NotFoundError
-from pulsesync.store.base import Entry
+from pulsesync.store.base import ObjectEntry
 from pulsesync.store.keys import check_key, check_prefix
 
 
@@ -37,11 +37,11 @@ class MemoryStore:
                 raise ConflictError(f"{key} exists already in memory", key=key)
             self._objects[key] = held, self._clock()
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
         with self._lock:
             found = sorted((key, *of) for key, of in self._objects.items() if key.startswith(prefix))
-        return (Entry(key, len(data), modified) for key, data, modified in found)
+        return (ObjectEntry(key, len(data), modified) for key, data, modified in found)
 
     def delete(self, key: str) -> None:
         check_key(key)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.aws import ENDPOINT_VARIABLES, Credentials, find_credentials
-from pulsesync.store.base import Entry
+from pulsesync.store.base import ObjectEntry
 from pulsesync.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class ObjectStore:
         with self._translated(key, "create"):
             self._store.put(key, data, mode="create")
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
         with self._translated(prefix, "list"):
             found = [
-                Entry(one["path"], one["size"], one["last_modified"].timestamp())
+                ObjectEntry(one["path"], one["size"], one["last_modified"].timestamp())
                 for some in self._store.list(prefix)
                 for one in some
             ]

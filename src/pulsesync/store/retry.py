@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import Entry, Store, forget, size_of
+from pulsesync.store.base import ObjectEntry, Store, forget, size_of
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class RetryStore:
 
         self._retried(attempt)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return iter(self._retried(lambda: tuple(self.store.list(prefix))))
 
     def delete(self, key: str) -> None:

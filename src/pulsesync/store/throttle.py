@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from pulsesync.store.base import Entry, Store, forget, size_of
+from pulsesync.store.base import ObjectEntry, Store, forget, size_of
 
 
 class ThrottledStore:
@@ -49,7 +49,7 @@ class ThrottledStore:
         self._carry(len(data))
         self.store.create(key, data)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         self._carry(0)
         return self.store.list(prefix)
 

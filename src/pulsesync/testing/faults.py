@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from pulsesync.errors import StoreError
-from pulsesync.store import Entry, Store
+from pulsesync.store import ObjectEntry, Store
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class FaultyStore:
     def create(self, key: str, data: bytes) -> None:
         self._call(key, lambda: self.store.create(key, data))
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return iter(self._call(prefix, lambda: tuple(self.store.list(prefix))))
 
     def delete(self, key: str) -> None:

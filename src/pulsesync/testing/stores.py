@@ -19,7 +19,7 @@ from typing import TypeVar
 import pytest
 
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store import Entry, Store, size_of
+from pulsesync.store import ObjectEntry, Store, size_of
 
 NOT_KEYS = ["", "/", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a//b", "a/", "..\\x", "a\\..\\x", "a\0b"]
 NOT_PREFIXES = ["", "/", "../", "a/../../", "//", "a//", "parts"]
@@ -160,7 +160,7 @@ class StoreTests:
         first, second = store.list("parts/")
         assert (first.key, first.size_bytes, second.key, second.size_bytes) == ("parts/a", 10, "parts/b", 0)
         for entry in (first, second):
-            assert isinstance(entry, Entry)
+            assert isinstance(entry, ObjectEntry)
             assert abs(entry.modified_s - time.time()) < self.clock_slack_s
 
     def test_a_listing_is_complete(self, store: Store) -> None:

@@ -9,8 +9,8 @@ from pulsesync.core.types import BLOCK, DTYPES, Bits
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.codecs import context
-from pulsesync.format.codecs.context import BlockStream, Memory, Payload
-from pulsesync.format.index import Table
+from pulsesync.format.codecs.context import BlockMemory, BlockStream, Payload
+from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import cpu
 from tests.helpers import classes, near, nudge, seeds
 
@@ -132,7 +132,7 @@ def test_steps_of_half_the_circle_are_taken_both_ways() -> None:
     assert found.steps.tolist() == [1 << 15, -(1 << 15)]
 
 
-def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, Table]:
+def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, FrequencyTable]:
     """One block coded by hand: what patch.encode does over many."""
     shift = BF16.exponent_shift or 0
     positions, before, after = cpu.changed(old, new)
@@ -143,10 +143,10 @@ def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, Table]:
     top = max(1, cut)
     contexts = tables.Contexts(max(0, top - 24), min(24, top), 1, 41)
     counts = contexts.empty()
-    decisions, _ = context.count(old, BF16, cut, Memory(), changes, contexts, counts)
+    decisions, _ = context.count(old, BF16, cut, BlockMemory(), changes, contexts, counts)
     by_context = counts.reshape(contexts.classes, 1, -1)[..., :41]
-    table = Table("BF16", contexts.lo, tables.normalise(by_context))
-    words = context.encode_block(old, BF16, cut, Memory(), changes, table, decisions)
+    table = FrequencyTable("BF16", contexts.lo, tables.normalise(by_context))
+    words = context.encode_block(old, BF16, cut, BlockMemory(), changes, table, decisions)
     lanes = tables.lanes_for(decisions)
     return Payload(0, cut, (BlockStream(changes.positions.size, lanes, words),), cold, moved), table
 
@@ -157,7 +157,7 @@ def test_a_block_comes_back(seed: int, cut: int, density: float) -> None:
     old = near(rng, "BF16", (700,), cut)
     new = nudge(rng, old, density)
     found, table = coded(old, new, cut)
-    change = context.decode_block(found, 0, old, BF16, table, Memory())
+    change = context.decode_block(found, 0, old, BF16, table, BlockMemory())
     out = old.copy()
     if change is not None:
         out[change.positions] = change.new
@@ -174,7 +174,7 @@ def test_a_cold_change_on_a_hot_weight_is_refused() -> None:
     hot = int(np.flatnonzero(classes(OLD, 7) < 120)[0])
     spoilt = replace(found, cold=np.array([hot]), steps=np.array([1]))
     with pytest.raises(FormatError, match="hot weight among the cold"):
-        context.decode_block(spoilt, 0, OLD, BF16, table, Memory())
+        context.decode_block(spoilt, 0, OLD, BF16, table, BlockMemory())
 
 
 @pytest.mark.parametrize("more", [-1, 1])
@@ -182,13 +182,13 @@ def test_another_number_of_changes_is_refused(more: int) -> None:
     found, table = coded(OLD, nudge(np.random.default_rng(1), OLD, 0.3), 120)
     block = replace(found.blocks[0], changes=found.blocks[0].changes + more)
     with pytest.raises(FormatError, match="another number of changes"):
-        context.decode_block(replace(found, blocks=(block,)), 0, OLD, BF16, table, Memory())
+        context.decode_block(replace(found, blocks=(block,)), 0, OLD, BF16, table, BlockMemory())
 
 
 def test_a_history_of_other_weights_is_a_verification_error() -> None:
     found, table = coded(OLD, nudge(np.random.default_rng(1), OLD, 0.3), 120)
     with pytest.raises(VerificationError):
-        context.decode_block(found, 0, OLD, BF16, table, Memory(120, np.zeros(3, np.uint8), 1))
+        context.decode_block(found, 0, OLD, BF16, table, BlockMemory(120, np.zeros(3, np.uint8), 1))
 
 
 def test_the_magnitude_class_is_the_exponent() -> None:

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from pulsesync.errors import PulseError, VerificationError
-from pulsesync.lab.demo.run import Run, _free_ports
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.run import DemoRun, _free_ports
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.loco import PulseLoCo
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore
 
 torch = pytest.importorskip("torch")
 
 from pulsesync.lab.demo.rounds import Peer  # noqa: E402 - needs torch
-from pulsesync.lab.demo.trainer import Book  # noqa: E402
+from pulsesync.lab.demo.trainer import WorkQueue  # noqa: E402
 
-SMALL = Settings(trainers=2, workers=2, sync_every=2, prompts=4, group=4, shards=2, checkpoint_every=2)
+SMALL = DemoSettings(trainers=2, workers=2, sync_every=2, prompts=4, group=4, shards=2, checkpoint_every=2)
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256", "loco")
 
 
@@ -41,7 +41,7 @@ def versions_of(folder: Path) -> list[dict[str, Any]]:
 def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(tmp_path: Path) -> None:
     runs = []
     for name in ("one", "two"):
-        with Run(tmp_path / name, replace(SMALL, steps=6, delay=0, seed=3)) as run:
+        with DemoRun(tmp_path / name, replace(SMALL, steps=6, delay=0, seed=3)) as run:
             runs.append(list(run.lines()))
     for first, second in zip(*runs, strict=True):
         for line in (first, second):
@@ -61,7 +61,7 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(tmp_path:
     assert {name: state["digest"] for name, state in final["workers"].items()} == {
         "worker 0": final["digest"], "worker 1": final["digest"]
     }  # fmt: skip
-    newest = Records(LocalStore(one / "store"), None).newest()
+    newest = RunReader(LocalStore(one / "store"), None).newest()
     assert newest is not None
     assert (newest.version, newest.step) == (3, 6)
 
@@ -71,7 +71,7 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(tmp_path:
 def test_a_run_goes_on_when_a_trainer_the_first_trainer_and_a_worker_are_killed(tmp_path: Path) -> None:
     killed: set[str] = set()
     settings = replace(SMALL, steps=14, loco="compact")
-    with Run(tmp_path, settings) as run:
+    with DemoRun(tmp_path, settings) as run:
         for line in run.lines():
             for name, when in (("trainer-1", 2), ("trainer", 6), ("0", 10)):
                 if line["step"] >= when and name not in killed:
@@ -120,7 +120,7 @@ def test_what_trainers_tell_each_other_is_chosen_in_the_settings(folder: Path, s
 
 def test_a_round_is_worked_on_as_a_whole_and_the_next_ones_as_far_as_they_may_be_ahead() -> None:
     def open_steps(delay: int, step: int) -> list[int]:
-        book = Book(replace(SMALL, steps=10, sync_every=4, shards=1, delay=delay))
+        book = WorkQueue(replace(SMALL, steps=10, sync_every=4, shards=1, delay=delay))
         book.open(0)
         book.open(step)
         return [piece.step for piece in book._pieces]
@@ -134,10 +134,10 @@ def test_a_new_run_does_not_go_on_with_the_rounds_of_another(tmp_path: Path) -> 
     (tmp_path / "store-trainers" / "rounds" / "0000").mkdir(parents=True)
     (tmp_path / "store-trainers" / "rounds" / "0000" / "here").write_bytes(b"")
     with pytest.raises(PulseError, match="a store of their own"):
-        Run(tmp_path / "run", settings)
-    assert Run(tmp_path / "run", replace(settings, trainers=1)).trainers == ["trainer"]
+        DemoRun(tmp_path / "run", settings)
+    assert DemoRun(tmp_path / "run", replace(settings, trainers=1)).trainers == ["trainer"]
 
 
 def test_a_run_of_several_trainers_is_whole_rounds(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="whole rounds"):
-        Run(tmp_path, replace(SMALL, steps=5))
+        DemoRun(tmp_path, replace(SMALL, steps=5))

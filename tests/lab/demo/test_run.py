@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pulsesync.lab.demo.run import PORTS, Run, _free_ports
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.run import PORTS, DemoRun, _free_ports
+from pulsesync.lab.demo.settings import DemoSettings
 
 pytest.importorskip("torch")
 SMALL = {"prompts": 8, "group": 4, "shards": 2, "checkpoint_every": 2}
@@ -19,7 +19,7 @@ SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256")
 
 
 def steps_of(folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    with Run(folder, Settings(**SMALL, **settings)) as run:
+    with DemoRun(folder, DemoSettings(**SMALL, **settings)) as run:
         return list(run.lines())
 
 
@@ -38,7 +38,7 @@ def test_in_lock_step_patches_and_full_weights_give_the_same_run_bit_for_bit(tmp
 def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(tmp_path: Path) -> None:
     killed: set[str] = set()
     steps = []
-    with Run(tmp_path, Settings(**SMALL, steps=9, workers=2)) as run:
+    with DemoRun(tmp_path, DemoSettings(**SMALL, steps=9, workers=2)) as run:
         for line in run.lines():
             steps.append(line["step"])
             for name, when in (("0", 2), ("trainer", 5)):

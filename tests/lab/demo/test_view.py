@@ -8,8 +8,8 @@ from rich.console import Console
 
 from pulsesync.lab.charts import draw
 from pulsesync.lab.demo import plots, view
-from pulsesync.lab.demo.settings import Settings
-from pulsesync.lab.demo.view import Story
+from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync.lab.demo.view import RunStory
 
 
 def state(version: int | None, synced: int, **more: Any) -> dict[str, Any]:
@@ -27,14 +27,14 @@ def line(step: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def told(*lines: dict[str, Any], **settings: Any) -> Story:
-    story = Story(Settings(**{"workers": 1, **settings}))
+def told(*lines: dict[str, Any], **settings: Any) -> RunStory:
+    story = RunStory(DemoSettings(**{"workers": 1, **settings}))
     for one in lines:
         story.add(one)
     return story
 
 
-def drawn(story: Story, restarts: dict[str, int] | None = None) -> str:
+def drawn(story: RunStory, restarts: dict[str, int] | None = None) -> str:
     console = Console(width=120, record=True, force_terminal=False)
     with console.capture() as capture:
         console.print(view.show(story, restarts or {}, "runs/x"))

@@ -360,7 +360,7 @@ def test_a_fault_in_a_hook_is_a_warning_and_training_goes_on(tmp_path: Path, mon
     def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("pulsesync.lab.study.measure.writing.Lines.add", full)
+    monkeypatch.setattr("pulsesync.lab.study.measure.writing.RecordingWriter.add", full)
     before = net.up.weight.detach().clone()
     net(torch.arange(9)).backward()
     with pytest.warns(RuntimeWarning, match="nothing more is recorded: OSError: no space left"):

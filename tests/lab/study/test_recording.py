@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 
 from pulsesync.errors import FormatError
-from pulsesync.lab.study.recording import Bytes, Header, Recording, Seen, Step, step_line
+from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor, step_line
 
-HEADER = Header("BF16", (Seen("a", (4, 5), 20, 10), Seen("b", (), 1, 1)), (1, 2), ("F16",), {"optimizer": "AdamW"})
+HEADER = RecordingHeader(
+    "BF16", (WatchedTensor("a", (4, 5), 20, 10), WatchedTensor("b", (), 1, 1)), (1, 2), ("F16",), {"optimizer": "AdamW"}
+)
 
 
 def step(number: int, a: int = 3) -> Step:
     return Step(
         number, (a, 1), again=2, same_way=1, up=3, units={1: a, 16: 1}, by_class={118: a + 1},
         weights_by_class={118: 10, 120: 11}, windows={1: (2, 1)}, contrast={"F16": (5, 1)}, gradients=(10, 0),
-        moved={-3: 7}, hot=0.5, sizes={"gap": Bytes(100, 90), "context": Bytes(50)}, lr=1e-6, seconds=0.25,
+        moved={-3: 7}, hot=0.5, sizes={"gap": PatchBytes(100, 90), "context": PatchBytes(50)}, lr=1e-6, seconds=0.25,
         facts={"reward": 0.5},
     )  # fmt: skip
 
@@ -73,13 +75,19 @@ def test_a_damaged_line_in_the_middle_is_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_add_up_and_steps_that_one_did_not_reach_are_left_out() -> None:
-    other = Header("BF16", (Seen("c", (7,), 7, 7), Seen("a", (4, 5), 2, 2)), (1, 2), ("F16",), {})
+    other = RecordingHeader(
+        "BF16", (WatchedTensor("c", (7,), 7, 7), WatchedTensor("a", (4, 5), 2, 2)), (1, 2), ("F16",), {}
+    )
     theirs = Step(
         1, (5, 2), again=1, up=1, units={1: 7}, by_class={118: 7}, weights_by_class={118: 9}, windows={1: (4, 2)},
-        contrast={"F16": (0, 1)}, gradients=(7, 2), hot=1.0, sizes={"gap": Bytes(10)}, seconds=0.5,
+        contrast={"F16": (0, 1)}, gradients=(7, 2), hot=1.0, sizes={"gap": PatchBytes(10)}, seconds=0.5,
     )  # fmt: skip
     joined = Recording.join([Recording(HEADER, (step(0), step(1))), Recording(other, (theirs,))])
-    assert joined.header.tensors == (Seen("a", (4, 5), 22, 12), Seen("b", (), 1, 1), Seen("c", (7,), 7, 7))
+    assert joined.header.tensors == (
+        WatchedTensor("a", (4, 5), 22, 12),
+        WatchedTensor("b", (), 1, 1),
+        WatchedTensor("c", (7,), 7, 7),
+    )
     (found,) = joined.steps
     assert (found.step, found.changed, found.again, found.up) == (1, (5, 1, 5), 3, 4)
     assert found.units == {1: 10, 16: 1}
@@ -87,5 +95,5 @@ def test_ranks_add_up_and_steps_that_one_did_not_reach_are_left_out() -> None:
     assert found.contrast == {"F16": (6, 1, 0)}
     assert found.gradients == (12, 0, 7)
     assert found.hot == (0.5 * 21 + 9) / 30
-    assert found.sizes == {"gap": Bytes(110)}
+    assert found.sizes == {"gap": PatchBytes(110)}
     assert (found.lr, found.seconds, found.facts) == (1e-6, 0.5, {"reward": 0.5})

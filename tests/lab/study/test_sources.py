@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from pulsesync.errors import FormatError, LimitError, MissingLinkError, NotFoundError, StateError
-from pulsesync.lab.study.recording import Header, Recording, Seen
+from pulsesync.lab.study.recording import Recording, RecordingHeader, WatchedTensor
 from pulsesync.lab.study.report.findings import full_bytes
-from pulsesync.lab.study.sources import Measuring, kind_of, open_recording, open_recordings
+from pulsesync.lab.study.sources import MeasureSettings, kind_of, open_recording, open_recordings
 from pulsesync.lab.study.versions import Versions
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run import keys
@@ -45,7 +45,7 @@ def store() -> MemoryStore:
 
 
 def measure(store: MemoryStore, **more: Any) -> Recording:
-    return open_recordings(["memory://x"], Measuring(open=lambda _: store, **more))["memory://x"]
+    return open_recordings(["memory://x"], MeasureSettings(open=lambda _: store, **more))["memory://x"]
 
 
 # Runs
@@ -202,7 +202,7 @@ def test_checkpoints_in_fp32_are_cast(tmp_path: Path) -> None:
     assert recording.header.dtype == "BF16"
     assert [step.all_changed for step in recording.steps] == [0, 500]
     assert sum(recording.steps[0].contrast["F32"]) == 500
-    (half,) = open_recordings([str(tmp_path)], Measuring("F16")).values()
+    (half,) = open_recordings([str(tmp_path)], MeasureSettings("F16")).values()
     assert (half.header.dtype, half.header.contrast) == ("F16", ("BF16", "F8_E4M3", "F32"))
     assert half.steps[0].all_changed > 400
 
@@ -300,7 +300,7 @@ def test_files_of_different_runs_stay_apart(tmp_path: Path) -> None:
 
 def test_of_a_recording_only_the_newest_steps_are_taken(tmp_path: Path) -> None:
     made().write(tmp_path / "study.jsonl")
-    (found,) = open_recordings([str(tmp_path / "study.jsonl")], Measuring(limit=1)).values()
+    (found,) = open_recordings([str(tmp_path / "study.jsonl")], MeasureSettings(limit=1)).values()
     assert [step.step for step in found.steps] == [2]
 
 
@@ -322,7 +322,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
 
 def test_kinds_are_told_by_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "run" / "manifests").mkdir(parents=True)
-    Recording(Header("BF16", (Seen("w", (1,), 1, 1),)), ()).write(tmp_path / "a.jsonl")
+    Recording(RecordingHeader("BF16", (WatchedTensor("w", (1,), 1, 1),)), ()).write(tmp_path / "a.jsonl")
     told = {str(tmp_path / "run"): "runs", "https://host/run": "runs", str(tmp_path / "a.jsonl"): "recorded files"}
     assert {place: kind_of(place) for place in told} == told
     assert kind_of(str(tmp_path)) == "recorded files"

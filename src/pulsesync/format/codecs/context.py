@@ -16,7 +16,7 @@ from pulsesync import kernels
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Dtype
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
-from pulsesync.format.index import Table
+from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import spec
 
 NO_HISTORY = np.empty(0, np.uint8)
@@ -24,7 +24,7 @@ NO_COLD = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Memory:
+class BlockMemory:
     """What a block remembers of its epoch: bytes of the weights whose class is below the cut (see `history`)."""
 
     cut: int = 0
@@ -53,7 +53,7 @@ def count(
     old: Bits,
     kind: Dtype,
     cut: int,
-    memory: Memory,
+    memory: BlockMemory,
     hot: HotChanges,
     contexts: tables.Contexts,
     counts: NDArray[np.int64],
@@ -68,7 +68,7 @@ def count(
 
 
 def encode_block(
-    old: Bits, kind: Dtype, cut: int, memory: Memory, hot: HotChanges, table: Table, decisions: int
+    old: Bits, kind: Dtype, cut: int, memory: BlockMemory, hot: HotChanges, table: FrequencyTable, decisions: int
 ) -> NDArray[np.uint16]:
     """Return a block's stream."""
     stream: NDArray[np.uint16] = kernels.active().encode_block(
@@ -166,7 +166,7 @@ def parse_heads(data: memoryview, size: int, kind: Dtype) -> tuple[Heads, int]:
     Raises:
         as `parse`.
     """
-    reader = wire.Reader(data, "a context payload")
+    reader = wire.ByteReader(data, "a context payload")
     table = reader.byte()
     width = 8 * kind.itemsize
     cut = reader.number(1 << (width - 1 - (kind.exponent_shift or 0)))
@@ -179,7 +179,7 @@ def parse_heads(data: memoryview, size: int, kind: Dtype) -> tuple[Heads, int]:
     return Heads(table, cut, by_block[:, 0], by_block[:, 1], by_block[:, 2], cold, steps), begin
 
 
-def parse_blocks(reader: wire.Reader, size: int) -> list[int]:
+def parse_blocks(reader: wire.ByteReader, size: int) -> list[int]:
     """Changes, lanes and words of each block, one after the other."""
     out: list[int] = []
     number, most_lanes = reader.number, spec.MAX_LANES_LOG2
@@ -197,7 +197,7 @@ def parse_blocks(reader: wire.Reader, size: int) -> list[int]:
     return out
 
 
-def _parse_cold(reader: wire.Reader, size: int, circle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _parse_cold(reader: wire.ByteReader, size: int, circle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions and steps of the cold changes; the circle is as long as its dtype has bit patterns."""
     count = reader.number(size)
     if 2 * count <= wire.FEW:
@@ -209,7 +209,7 @@ def _parse_cold(reader: wire.Reader, size: int, circle: int) -> tuple[NDArray[np
 
 
 def _parse_few_cold(
-    reader: wire.Reader, count: int, size: int, circle: int
+    reader: wire.ByteReader, count: int, size: int, circle: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The same without numpy, whose overhead is more than so few cost."""
     if not count:
@@ -245,7 +245,7 @@ def move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64],
 
 
 def decode_block(
-    payload: Payload, number: int, old: Bits, kind: Dtype, table: Table, memory: Memory
+    payload: Payload, number: int, old: Bits, kind: Dtype, table: FrequencyTable, memory: BlockMemory
 ) -> BlockChange | None:
     """Return the changes of one block of a tile; None if there are none.
 

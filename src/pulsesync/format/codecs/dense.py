@@ -30,7 +30,7 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     Raises:
         FormatError: the payload is not one of this codec, or of another length.
     """
-    reader = wire.Reader(payload, "a dense payload")
+    reader = wire.ByteReader(payload, "a dense payload")
     for begin in range(0, size, BLOCK):
         count = min(BLOCK, size - begin)
         run = np.empty((count, dtype.itemsize), np.uint8)

@@ -28,7 +28,7 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     Raises:
         FormatError: positions leave the tile, or the payload is not one of this codec.
     """
-    reader = wire.Reader(payload, "a gap payload")
+    reader = wire.ByteReader(payload, "a gap payload")
     count, width = reader.number(size), reader.byte()
     if not 1 <= width <= 6:
         raise FormatError(f"gaps of {width} bytes; 1 to 6 are allowed")
@@ -43,7 +43,7 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     return positions, values
 
 
-def _from_planes(reader: wire.Reader, count: int, width: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
+def _from_planes(reader: wire.ByteReader, count: int, width: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
     """Put planes together, lowest byte first, to integers that have room for them."""
     columns = np.zeros((count, dtype.itemsize), np.uint8)
     for k in range(width):

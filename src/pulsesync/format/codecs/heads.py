@@ -53,26 +53,26 @@ def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray
 
 
 @dataclass(frozen=True)
-class Begun:
+class OpenedPayload:
     """A payload of which the table and the cut are read: what a reader must know to look for the hot weights."""
 
     table: int
     cut: int
-    reader: wire.Reader
+    reader: wire.ByteReader
     size: int  # weights
     kind: Dtype
 
 
-def begin(data: memoryview, size: int, kind: Dtype) -> Begun:
+def begin(data: memoryview, size: int, kind: Dtype) -> OpenedPayload:
     """Begin to read a payload. Raises: FormatError, LimitError."""
-    reader = wire.Reader(data, "a context payload")
+    reader = wire.ByteReader(data, "a context payload")
     table = reader.byte()
     cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    return Begun(table, cut, reader, size, kind)
+    return OpenedPayload(table, cut, reader, size, kind)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class PayloadBlocks:
     """What payloads say of their blocks, those of all of them one after the other."""
 
     first: NDArray[np.int64]  # where the blocks of each payload begin, and where those of the last end
@@ -83,14 +83,14 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Colds:
+class ColdChanges:
     """The cold changes of payloads, those of all of them one after the other."""
 
     positions: NDArray[np.int64]  # in the tile
     steps: NDArray[np.int64]
 
 
-def parse_blocks_of(payloads: Sequence[Begun]) -> Blocks:
+def parse_blocks_of(payloads: Sequence[OpenedPayload]) -> PayloadBlocks:
     """Read what payloads say of their blocks. Raises: FormatError, LimitError.
 
     Those whose blocks all have changes are read at once; the others, and those that are wrong, one by one.
@@ -106,10 +106,10 @@ def parse_blocks_of(payloads: Sequence[Begun]) -> Blocks:
         some = np.array(parse_blocks(payloads[i].reader, payloads[i].size), np.int64).reshape(-1, 3)
         changes[first[i] : first[i + 1]], lanes[first[i] : first[i + 1]], words[first[i] : first[i + 1]] = some.T
         colds[i] = payloads[i].reader.number(payloads[i].size)
-    return Blocks(first, changes, lanes, words, colds)
+    return PayloadBlocks(first, changes, lanes, words, colds)
 
 
-def streams_of(payloads: Sequence[Begun], blocks: Blocks) -> list[memoryview]:
+def streams_of(payloads: Sequence[OpenedPayload], blocks: PayloadBlocks) -> list[memoryview]:
     """The streams of each payload, which are its end. Raises: FormatError."""
     streams = 2 * np.diff(np.r_[0, np.cumsum(blocks.words)][blocks.first])
     ends = (np.array([len(one.reader.data) for one in payloads], np.int64) - streams).tolist()
@@ -118,7 +118,7 @@ def streams_of(payloads: Sequence[Begun], blocks: Blocks) -> list[memoryview]:
     return [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
 
 
-def parse_cold(payloads: Sequence[Begun], blocks: Blocks, streams: Sequence[memoryview]) -> Colds:
+def parse_cold(payloads: Sequence[OpenedPayload], blocks: PayloadBlocks, streams: Sequence[memoryview]) -> ColdChanges:
     """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
     both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams, strict=True)]
     written = [reader.data[reader.at : len(reader.data) - end] for reader, end in both]
@@ -128,7 +128,7 @@ def parse_cold(payloads: Sequence[Begun], blocks: Blocks, streams: Sequence[memo
 
 
 def _at_once(
-    payloads: Sequence[Begun], sizes: NDArray[np.int64], counts: NDArray[np.int64]
+    payloads: Sequence[OpenedPayload], sizes: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], list[int]]:
     """Two numbers a block and one more of each payload, which payloads are right so, and the bytes that this takes."""
     wanted = 2 * counts + 1
@@ -159,7 +159,7 @@ def _at_once(
 
 def _cold(
     runs: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], circles: NDArray[np.int64]
-) -> Colds:
+) -> ColdChanges:
     """The cold changes of payloads: so many each, in bytes of their own, which they fill."""
     values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
@@ -172,7 +172,7 @@ def _cold(
         if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles[some]).any():
             raise LimitError("a cold change is no step, or longer than its dtype has")
     ends = np.cumsum(gaps + 1)
-    return Colds(ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1))
+    return ColdChanges(ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1))
 
 
 def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:

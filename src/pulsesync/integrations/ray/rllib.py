@@ -22,7 +22,7 @@ from pulsesync.integrations.ray.cluster import ray
 from pulsesync.integrations.ray.link import Link
 from pulsesync.maintain.prune import prune
 from pulsesync.publish.publisher import Publisher, PublishReport
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber, SyncReport
 
 KEEP_VERSIONS = 16  # of a run in Ray's object store, at least: env-runners are a version behind, or begin anew
@@ -144,7 +144,7 @@ class Push:
 
 # In an env-runner's process
 
-_RECEIVERS: WeakKeyDictionary[Any, "Receiver"] = WeakKeyDictionary()  # by env-runner
+_RECEIVERS: WeakKeyDictionary[Any, "ModuleReceiver"] = WeakKeyDictionary()  # by env-runner
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Pull:
 
     def __call__(self, env_runner: Any) -> SyncReport:
         if (receiver := _RECEIVERS.get(env_runner)) is None:
-            receiver = _RECEIVERS[env_runner] = Receiver(self.link)
+            receiver = _RECEIVERS[env_runner] = ModuleReceiver(self.link)
         report = receiver.pull(env_runner.module, self.version)
         env_runner._weights_seq_no = self.seq_no  # what its set_state would have done
         return report
@@ -169,7 +169,7 @@ def last_sync(env_runner: Any) -> SyncReport | None:
     return receiver.report if receiver else None
 
 
-class Receiver:
+class ModuleReceiver:
     """A subscriber on a module's weights. If somebody else has written to them, it begins anew."""
 
     def __init__(self, link: Link) -> None:
@@ -211,7 +211,7 @@ def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, An
     """The tensors themselves where they have the dtype of the run; else copies in that dtype."""
     import torch
 
-    records = Records(subscriber.store, subscriber.trust)
+    records = RunReader(subscriber.store, subscriber.trust)
     manifest = records.version(version)
     if manifest is None:
         raise StateError(f"version {version} is not published, or not any more", version=version)

@@ -19,7 +19,7 @@ import numpy as np
 from pulsesync.core.types import Bits
 from pulsesync.errors import ConflictError, NotFoundError, PulseError, StoreError
 from pulsesync.integrations.ray.cluster import find_actor, kill_actor, named_actor, ray
-from pulsesync.store.base import Entry
+from pulsesync.store.base import ObjectEntry
 from pulsesync.store.keys import check_key, check_prefix
 
 INLINE_BYTES = 64 << 10  # up to here an object is kept by the directory itself: Ray would answer with it in any case
@@ -33,7 +33,7 @@ class _Object:
     modified_s: float
 
 
-class Directory:
+class ObjectDirectory:
     """The actor: what there is, by key. Its methods are called through Ray, by several threads."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class RayStore:
 
     def __init__(self, name: str, timeout_s: float = 60.0) -> None:
         self.name, self.timeout_s = name, timeout_s
-        self._actor: Any = named_actor(Directory, self._actor_name, _THREADS)
+        self._actor: Any = named_actor(ObjectDirectory, self._actor_name, _THREADS)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
@@ -103,9 +103,9 @@ class RayStore:
         if not self._call("write", key, _sendable(data), True):
             raise ConflictError(f"{key} exists already in {self.name} of Ray", key=key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
-        return (Entry(*found) for found in self._call("list", prefix))
+        return (ObjectEntry(*found) for found in self._call("list", prefix))
 
     def delete(self, key: str) -> None:
         check_key(key)

@@ -11,7 +11,7 @@ from pulsesync.integrations.ray.cluster import SLACK_S, kill_actor, named_actor,
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Reply:
     """What a call to the meeting came to: a problem, or something."""
 
     problem: str = ""
@@ -25,12 +25,12 @@ class _Generation:
     """All ranks, from when they have come together until one is missed. One round is open at a time."""
 
     id: str
-    open: "asyncio.Future[_Answer]"
+    open: "asyncio.Future[_Reply]"
     number: int = 0  # of the open round
     notes: dict[int, bytes] = field(default_factory=dict)
 
 
-class Meeting:
+class Rendezvous:
     """The actor: brings ranks together, and their notes. A round is complete for all of them or for none.
 
     Whoever joins ends the generation there was: a rank that was restarted joins, and the others find out at once.
@@ -38,18 +38,18 @@ class Meeting:
 
     def __init__(self) -> None:
         self._size: int | None = None
-        self._coming: dict[int, asyncio.Future[_Answer]] = {}
+        self._coming: dict[int, asyncio.Future[_Reply]] = {}
         self._live: _Generation | None = None
         self._ended = "this rank has not joined"
 
-    async def join(self, rank: int, size: int, timeout_s: float) -> _Answer:
+    async def join(self, rank: int, size: int, timeout_s: float) -> _Reply:
         """Wait until every rank has come; the answer names the generation."""
         self._size = self._size or size
         if size != self._size or not 0 <= rank < size:
-            return _Answer(f"rank {rank} of {size} does not belong to this team of {self._size}")
-        self._end(_Answer(f"rank {rank} came anew", anew=True))
+            return _Reply(f"rank {rank} of {size} does not belong to this team of {self._size}")
+        self._end(_Reply(f"rank {rank} came anew", anew=True))
         if rank in self._coming:
-            self._coming.pop(rank).set_result(_Answer(f"another process came as rank {rank}"))
+            self._coming.pop(rank).set_result(_Reply(f"another process came as rank {rank}"))
         mine = self._coming[rank] = asyncio.get_running_loop().create_future()
         if len(self._coming) == size:
             self._begin()
@@ -57,37 +57,37 @@ class Meeting:
         if not done:
             del self._coming[rank]
             missing = sorted(set(range(size)) - self._coming.keys() - {rank})
-            mine.set_result(_Answer(f"waited {timeout_s:g} s for ranks {missing}, which did not come"))
-        answer: _Answer = mine.result()
+            mine.set_result(_Reply(f"waited {timeout_s:g} s for ranks {missing}, which did not come"))
+        answer: _Reply = mine.result()
         return answer
 
-    async def gather(self, generation: str, rank: int, number: int, note: bytes, timeout_s: float) -> _Answer:
+    async def gather(self, generation: str, rank: int, number: int, note: bytes, timeout_s: float) -> _Reply:
         """Give a note to a round, and wait for those of the others."""
         live = self._live
         if live is None or live.id != generation:
-            return _Answer(f"the team has ended: {self._ended}", anew=bool(self._coming))
+            return _Reply(f"the team has ended: {self._ended}", anew=bool(self._coming))
         if number != live.number or rank in live.notes:
-            return self._end(_Answer(f"rank {rank} came to round {number}, the others are in round {live.number}"))
+            return self._end(_Reply(f"rank {rank} came to round {number}, the others are in round {live.number}"))
         live.notes[rank] = note
         mine = live.open
         if len(live.notes) == self._size:
-            mine.set_result(_Answer(notes=tuple(live.notes[r] for r in range(self._size))))
+            mine.set_result(_Reply(notes=tuple(live.notes[r] for r in range(self._size))))
             live.open, live.number, live.notes = asyncio.get_running_loop().create_future(), number + 1, {}
         done, _ = await asyncio.wait([mine], timeout=timeout_s)
         if not done:
             missing = sorted(set(range(self._size or 0)) - live.notes.keys())
-            self._end(_Answer(f"rank {rank} waited {timeout_s:g} s for ranks {missing}"))
-        answer: _Answer = mine.result()
+            self._end(_Reply(f"rank {rank} waited {timeout_s:g} s for ranks {missing}"))
+        answer: _Reply = mine.result()
         return answer
 
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()
         self._live = _Generation(secrets.token_hex(8), loop.create_future())
         for waiting in self._coming.values():
-            waiting.set_result(_Answer(generation=self._live.id))
+            waiting.set_result(_Reply(generation=self._live.id))
         self._coming = {}
 
-    def _end(self, answer: _Answer) -> _Answer:
+    def _end(self, answer: _Reply) -> _Reply:
         """Give this answer to all who wait in the open round, and have no rounds after it."""
         if self._live is not None:
             self._live.open.set_result(answer)
@@ -138,11 +138,11 @@ class ActorTeam:
     def _actor_name(self) -> str:
         return f"team/{self.name}"
 
-    def _ask(self, call: Callable[[Any], Any]) -> _Answer:
+    def _ask(self, call: Callable[[Any], Any]) -> _Reply:
         try:
             if self._meeting is None:
-                self._meeting = named_actor(Meeting, self._actor_name)
-            answer: _Answer = ray().get(call(self._meeting), timeout=self.timeout_s + SLACK_S)
+                self._meeting = named_actor(Rendezvous, self._actor_name)
+            answer: _Reply = ray().get(call(self._meeting), timeout=self.timeout_s + SLACK_S)
         except ray("exceptions").RayError as e:
             self._meeting = None
             said = str(e).splitlines()[0][:200]

@@ -31,7 +31,7 @@ def unpack(data: bytes) -> Message:
     return json.loads(line), load(rest)
 
 
-class Office:
+class TrainerEndpoint:
     """The trainer's end: takes connections, hears what is said, and answers."""
 
     def __init__(self, secret: bytes, port: int = 0) -> None:
@@ -53,7 +53,7 @@ class Office:
         self._listener.close()
 
 
-class Desk:
+class WorkerEndpoint:
     """A worker's end: says something, and waits for the answer; connects as often as it must."""
 
     def __init__(self, port: int, secret: bytes, patience_s: float) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pulsesync.lab.demo import grpo, task
 from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.lab.demo.policy import Policy, complete, pretrained
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 
 
 class Game(Protocol):
@@ -25,15 +25,15 @@ class Game(Protocol):
         """Take one step; return the loss."""
 
 
-def open_game(settings: Settings) -> Game:
+def open_game(settings: DemoSettings) -> Game:
     if settings.model == "demo":
-        return Sums(settings.group)
+        return AdditionGame(settings.group)
     from pulsesync.lab.demo.language import LanguageModel
 
     return LanguageModel(settings.model, settings.group, settings.device)
 
 
-class Sums:
+class AdditionGame:
     """Adding numbers of three digits with the policy that the package ships, or another."""
 
     def __init__(self, group: int, device: str = "cpu", begin: Callable[[], Policy] = pretrained) -> None:

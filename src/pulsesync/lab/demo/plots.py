@@ -1,12 +1,12 @@
 """What is drawn of a run: reward, sparsity, bytes per sync, staleness."""
 
 from pulsesync.lab.charts import Panel
-from pulsesync.lab.demo.view import Story
+from pulsesync.lab.demo.view import RunStory
 
 SIZES = {"sent": "size_bytes", "full": "full_bytes"}
 
 
-def panels(story: Story) -> list[Panel]:
+def panels(story: RunStory) -> list[Panel]:
     """The plots of a run; what it did not measure is empty."""
     lines = [line for _, line in sorted(story.lines.items())]
     syncs = sorted(story.syncs, key=lambda line: int(line["step"]))

@@ -18,7 +18,7 @@ CHECKPOINT = "policy.safetensors"
 
 
 @dataclass(frozen=True)
-class Shape:
+class PolicyShape:
     """How large a policy is. With experts, each token of each layer goes to `chosen` of them."""
 
     width: int = 160
@@ -36,13 +36,13 @@ class Shape:
         return told
 
 
-SHIPPED = Shape()
+SHIPPED = PolicyShape()
 
 
 class Policy(nn.Module):
     """Causal transformer over the task's symbols; positions are learned."""
 
-    def __init__(self, shape: Shape = SHIPPED) -> None:
+    def __init__(self, shape: PolicyShape = SHIPPED) -> None:
         super().__init__()
         self.shape = shape
         self.symbols = nn.Embedding(len(task.SYMBOLS), shape.width)
@@ -51,12 +51,12 @@ class Policy(nn.Module):
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, len(task.SYMBOLS), bias=False)
 
-    def forward(self, tokens: Tensor, seen: "Seen | None" = None) -> Tensor:
+    def forward(self, tokens: Tensor, seen: "KeyValueCache | None" = None) -> Tensor:
         """Logits for the token after each: (batch, length, symbols). With `seen`, tokens go on from what is in it."""
         logits: Tensor = self.head(self.thoughts(tokens, seen))
         return logits
 
-    def thoughts(self, tokens: Tensor, seen: "Seen | None" = None) -> Tensor:
+    def thoughts(self, tokens: Tensor, seen: "KeyValueCache | None" = None) -> Tensor:
         """What the logits are read from: (batch, length, width)."""
         begin = seen.length if seen else 0
         x = self.symbols(tokens) + self.places.weight[begin : begin + tokens.shape[1]]
@@ -66,7 +66,7 @@ class Policy(nn.Module):
         return normed
 
 
-class Seen:
+class KeyValueCache:
     """What the layers have made of the tokens so far, so that the next one costs one token's work."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Seen:
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PolicyShape) -> None:
         super().__init__()
         width, self.heads = shape.width, shape.heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -102,7 +102,7 @@ class _Layer(nn.Module):
             self.up = nn.Linear(width, 4 * width, bias=False)
             self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor, seen: Seen | None, number: int) -> Tensor:
+    def forward(self, x: Tensor, seen: KeyValueCache | None, number: int) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if seen is not None:
@@ -136,7 +136,7 @@ class _Expert(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
 
-def fresh(seed: int, shape: Shape = SHIPPED) -> Policy:
+def fresh(seed: int, shape: PolicyShape = SHIPPED) -> Policy:
     """A policy that knows nothing yet."""
     torch.manual_seed(seed)
     policy = Policy(shape)
@@ -146,7 +146,7 @@ def fresh(seed: int, shape: Shape = SHIPPED) -> Policy:
     return policy
 
 
-def pretrained(path: Path | None = None, shape: Shape = SHIPPED) -> Policy:
+def pretrained(path: Path | None = None, shape: PolicyShape = SHIPPED) -> Policy:
     """The policy that the package ships, or one that was saved: it gets about one sum in four right."""
     from safetensors.torch import load_file
 
@@ -169,7 +169,7 @@ def complete(policy: Policy, asked: Tensor, answer: int, generator: torch.Genera
 
     Prompts, policy and generator are on one device.
     """
-    seen, tokens = Seen(), asked
+    seen, tokens = KeyValueCache(), asked
     chosen, likely = [], []
     for _ in range(answer):
         scores = policy(tokens, seen)[:, -1].float().log_softmax(dim=-1)

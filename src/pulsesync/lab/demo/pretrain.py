@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from pulsesync.lab.demo import task
-from pulsesync.lab.demo.game import Sums
-from pulsesync.lab.demo.policy import SHIPPED, Policy, Shape, fresh
+from pulsesync.lab.demo.game import AdditionGame
+from pulsesync.lab.demo.policy import SHIPPED, Policy, PolicyShape, fresh
 
 BATCH = 256
 RATE, WARM_UP = 1e-3, 100
@@ -22,7 +22,7 @@ def pretrain(
     until: float = 0.25,
     tell: Callable[[int, float, float], None] = lambda *_: None,
     *,
-    shape: Shape = SHIPPED,
+    shape: PolicyShape = SHIPPED,
     device: str = "cpu",
     most_steps: int = MOST_STEPS,
 ) -> Policy:
@@ -32,7 +32,7 @@ def pretrain(
     """
     policy, generator = fresh(seed, shape).to(device), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    sums = Sums(1, device)
+    sums = AdditionGame(1, device)
     for step in range(1, most_steps + 1):
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, step / WARM_UP)
         asked = task.prompts(BATCH, generator)

@@ -11,9 +11,9 @@ import torch
 
 from pulsesync.errors import PulseError, StoreError
 from pulsesync.lab.demo.rounds import Peer
-from pulsesync.lab.demo.settings import Settings
-from pulsesync.lab.demo.trainer import Trainer
-from pulsesync.lab.demo.worker import Worker
+from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync.lab.demo.trainer import DemoTrainer
+from pulsesync.lab.demo.worker import DemoWorker
 from pulsesync.run.warmup import warm_up
 
 WRONG = 3  # exit code: a check failed, and the run must stop
@@ -26,11 +26,11 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _process(folder: Path, role: str) -> Trainer | Peer | Worker:
+def _process(folder: Path, role: str) -> DemoTrainer | Peer | DemoWorker:
     name, _, number = role.partition("-")
     if name != "trainer":
-        return Worker(folder, int(name))
-    return Trainer(folder) if Settings.load(folder).trainers == 1 else Peer(folder, int(number or 0))
+        return DemoWorker(folder, int(name))
+    return DemoTrainer(folder) if DemoSettings.load(folder).trainers == 1 else Peer(folder, int(number or 0))
 
 
 def main() -> int:

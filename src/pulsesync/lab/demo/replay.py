@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.errors import ChecksumError, PulseError
-from pulsesync.lab.demo.run import WRONG, Run
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.run import WRONG, DemoRun
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.publish.publisher import Publisher, PublishReport
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.run.warmup import warm_up
 from pulsesync.store import Store, ThrottledStore, open_store
@@ -39,7 +39,7 @@ POLL_S = 0.02
 State = dict[str, NDArray[Any]]
 
 
-class ReplayRun(Run):
+class ReplayRun(DemoRun):
     """The processes of a replay; settings.model is the recording."""
 
     def _start(self, name: str) -> None:
@@ -51,7 +51,7 @@ class ReplayRun(Run):
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedRun:
     """The states of a run: where it began, and what changed in each step."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -59,7 +59,7 @@ class Recording:
     changes: list[tuple[NDArray[np.int64], NDArray[np.uint16]]]  # positions, old XOR new
 
     @classmethod
-    def load(cls, path: Path) -> "Recording":
+    def load(cls, path: Path) -> "RecordedRun":
         """Read a recording. Raises: ChecksumError, if its steps do not lead to the state that it says."""
         with np.load(path, allow_pickle=False) as file:
             starts = {str(name): file[f"start/{name}"] for name in file["names"]}
@@ -93,15 +93,15 @@ class Recording:
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
-def publish(folder: Path, settings: Settings) -> None:
+def publish(folder: Path, settings: DemoSettings) -> None:
     """The trainer's process: publish each state, and write down what it took and where the workers are."""
     store, written = open_store(settings.store), folder / "steps.jsonl"
-    newest = Records(store, None).newest()
+    newest = RunReader(store, None).newest()
     if newest is not None and not (folder / "spool").exists():
         raise PulseError(f"there is a run at {settings.store} already: a replay needs a place of its own")
     done = newest.step if newest is not None else -1
     with Publisher(store, spool=folder / "spool") as publisher:
-        for step, state in enumerate(Recording.load(Path(settings.model)).states()):
+        for step, state in enumerate(RecordedRun.load(Path(settings.model)).states()):
             if done < step <= settings.steps:
                 began = time.perf_counter()
                 report = publisher.publish(state, step=step)
@@ -113,7 +113,7 @@ def publish(folder: Path, settings: Settings) -> None:
                         out.write(json.dumps(line) + "\n")
 
 
-def _wait_for(folder: Path, settings: Settings, version: int) -> dict[str, Any]:
+def _wait_for(folder: Path, settings: DemoSettings, version: int) -> dict[str, Any]:
     """The workers' states, once all of them hold a version."""
     while True:
         states = {}
@@ -136,9 +136,9 @@ def _line(
     }  # fmt: skip
 
 
-def follow(folder: Path, settings: Settings, number: int) -> None:
+def follow(folder: Path, settings: DemoSettings, number: int) -> None:
     """A worker's process: knows names and shapes; everything else it has from the store. Verifies every version."""
-    recording = Recording.load(Path(settings.model))
+    recording = RecordedRun.load(Path(settings.model))
     held = recording.split(np.zeros_like(recording.start))
     store: Store = open_store(settings.read or settings.store)
     if settings.link is not None:
@@ -169,7 +169,7 @@ def follow(folder: Path, settings: Settings, number: int) -> None:
 def main() -> int:
     """Run one process of a replay: `python -m pulsesync.lab.demo.replay FOLDER trainer`, or a worker's number."""
     folder, role = Path(sys.argv[1]), sys.argv[2]
-    settings = Settings.load(folder)
+    settings = DemoSettings.load(folder)
     try:
         warm_up()
         publish(folder, settings) if role == "trainer" else follow(folder, settings, int(role))

@@ -13,7 +13,7 @@ from typing import Any
 
 from pulsesync.errors import VerificationError
 from pulsesync.lab.demo.sync import sender
-from pulsesync.lab.demo.trainer import Learner, Taken, append, end_line
+from pulsesync.lab.demo.trainer import DemoLearner, TrainedStep, append, end_line
 from pulsesync.loco import DiLoCo, PulseLoCo, StoreExchange
 
 POLL_S = 0.05
@@ -24,7 +24,7 @@ COMPACT_BITS = 3
 Line = dict[str, Any]  # of versions.jsonl
 
 
-class Peer(Learner):
+class Peer(DemoLearner):
     """One of several trainers. Number 0 leads: it publishes, and writes down every round."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -78,9 +78,9 @@ class Peer(Learner):
             self.sender.close()
         self.office.close()
 
-    def _take_round(self) -> list[Taken]:
+    def _take_round(self) -> list[TrainedStep]:
         """Learn until the trainers have met: after the last of the round's steps, inside the optimizer's step."""
-        begun, steps = self.round, list[Taken]()
+        begun, steps = self.round, list[TrainedStep]()
         while self.round == begun:
             steps.append(self.take(self.step + min(len(steps), self.settings.sync_every - 1)))
         return steps
@@ -122,7 +122,7 @@ class Peer(Learner):
     def _newest(versions: list[Line]) -> int:
         return versions[-1]["round"] if versions else -1
 
-    def _tell(self, steps: list[Taken], versions: list[Line]) -> None:
+    def _tell(self, steps: list[TrainedStep], versions: list[Line]) -> None:
         report = self.loco.last_report
         assert report is not None
         seconds = {

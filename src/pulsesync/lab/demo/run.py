@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.store import open_store
 
 POLL_S = 0.05
@@ -25,7 +25,7 @@ PORTS = 12_000, 29_000  # that trainers listen on
 WRONG = 3  # the exit code of a process that found something wrong
 
 
-class Run:
+class DemoRun:
     """The processes of a run. Use it as a context: they are gone when it ends.
 
     with Run(folder, settings) as run:
@@ -35,7 +35,7 @@ class Run:
 
     entry = "pulsesync.lab.demo.process"  # the module that is each process
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: Path, settings: DemoSettings) -> None:
         if settings.steps % settings.span:
             raise ValueError(f"{settings.steps} steps are not whole rounds of {settings.span}")
         self.folder = folder
@@ -54,7 +54,7 @@ class Run:
         self._in_a_row: Counter[str] = Counter()
         self._finished: set[str] = set()
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "DemoRun":
         try:
             for name in (*self.trainers, *map(str, range(self.settings.workers))):
                 self._start(name)

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """All that a run depends on. Two runs with equal settings in lock-step give equal weights, rewards and rollouts."""
 
     steps: int = 100
@@ -47,5 +47,5 @@ class Settings:
         (folder / "settings.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> "Settings":
+    def load(cls, folder: Path) -> "DemoSettings":
         return cls(**json.loads((folder / "settings.json").read_text()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsesync.errors import ChecksumError, NotFoundError, NothingPublishedError, VerificationError
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, ThrottledStore, open_store
@@ -21,7 +21,7 @@ HEAD = "full/head"
 
 
 @dataclass(frozen=True)
-class Sent:
+class PublishedVersion:
     """A version that was published."""
 
     version: int
@@ -37,7 +37,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Got:
+class ReceivedVersion:
     """A version that a worker now has."""
 
     version: int
@@ -47,31 +47,31 @@ class Got:
     pause_s: float  # in which the weights were being written
 
 
-class Sender(Protocol):
+class WeightSender(Protocol):
     """The trainer's end."""
 
-    def publish(self, policy: nn.Module, step: int, last: bool) -> Sent:
+    def publish(self, policy: nn.Module, step: int, last: bool) -> PublishedVersion:
         """Make a version, or, unless it is the last, leave the step for a later one."""
 
     def close(self) -> None: ...
 
 
-class Receiver(Protocol):
+class WeightReceiver(Protocol):
     """A worker's end. It holds the BF16 values; the policy gets them in the dtype it computes in."""
 
-    def fetch(self, policy: nn.Module, version: int | None) -> Got | None:
+    def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
         """Bring a policy to a version, or to the newest; None if there is none yet."""
 
     def recount(self) -> str:
         """Count the digest of what is held. Raises: VerificationError, if it is not the version's."""
 
 
-def sender(settings: Settings, spool: str) -> Sender:
+def sender(settings: DemoSettings, spool: str) -> WeightSender:
     store = open_store(settings.store)
     return PulseSender(store, spool, settings.publish_every) if settings.sync == "pulse" else FullSender(store)
 
 
-def receiver(settings: Settings, cache: str) -> Receiver:
+def receiver(settings: DemoSettings, cache: str) -> WeightReceiver:
     store = open_store(settings.read or settings.store)
     if settings.link is not None:
         store = ThrottledStore(store, settings.link)
@@ -94,15 +94,15 @@ class PulseSender:
 
     def __init__(self, store: Store, spool: str, publish_every: int) -> None:
         self._publisher = Publisher(store, spool=spool, cast="BF16", publish_every=publish_every)
-        self._last: Sent | None = None
+        self._last: PublishedVersion | None = None
 
-    def publish(self, policy: nn.Module, step: int, last: bool) -> Sent:
+    def publish(self, policy: nn.Module, step: int, last: bool) -> PublishedVersion:
         began = time.perf_counter()
         report = self._publisher.publish({k: v.cpu() for k, v in policy.state_dict().items()}, step=step, now=last)
         if report.version is None:  # it goes into a later version
             assert self._last is not None
             return self._last
-        self._last = Sent(
+        self._last = PublishedVersion(
             report.version, self._publisher.digest or "", report.changed, report.total, report.payload_bytes,
             report.full_bytes, time.perf_counter() - began,
         )  # fmt: skip
@@ -119,7 +119,7 @@ class PulseReceiver:
         self._subscriber = Subscriber(store, cache=cache)
         self._held: dict[str, Tensor] = {}
 
-    def fetch(self, policy: nn.Module, version: int | None) -> Got | None:
+    def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
         began = time.perf_counter()
         if not self._held:
             self._held = values(policy)  # if these are a published start, as the base checkpoint is, it starts there
@@ -130,7 +130,7 @@ class PulseReceiver:
         if report.path:
             _give(policy, self._held)
         pause = report.apply_s
-        return Got(report.version, report.digest, report.fetched_bytes, time.perf_counter() - began, pause)
+        return ReceivedVersion(report.version, report.digest, report.fetched_bytes, time.perf_counter() - began, pause)
 
     def recount(self) -> str:
         return self._subscriber.verify(self._held)
@@ -143,14 +143,14 @@ class FullSender:
         self._store = store
         self._version = _newest(store)
 
-    def publish(self, policy: nn.Module, step: int, last: bool) -> Sent:
+    def publish(self, policy: nn.Module, step: int, last: bool) -> PublishedVersion:
         began = time.perf_counter()
         data = _bytes(values(policy))
         self._version += 1
         self._store.put(_key(self._version), data)
         self._store.put(HEAD, str(self._version).encode())
         total = len(data) // 2
-        return Sent(
+        return PublishedVersion(
             self._version, hashlib.sha256(data).hexdigest(), None, total, len(data), len(data),
             time.perf_counter() - began,
         )  # fmt: skip
@@ -165,9 +165,9 @@ class FullReceiver:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._held: dict[str, Tensor] = {}
-        self._got: Got | None = None
+        self._got: ReceivedVersion | None = None
 
-    def fetch(self, policy: nn.Module, version: int | None) -> Got | None:
+    def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
         began = time.perf_counter()
         wanted = _newest(self._store) if version is None else version
         if wanted < 0:
@@ -187,7 +187,7 @@ class FullReceiver:
         _give(policy, held)
         self._held = held
         ended = time.perf_counter()
-        self._got = Got(wanted, hashlib.sha256(data).hexdigest(), len(data), ended - began, ended - fetched)
+        self._got = ReceivedVersion(wanted, hashlib.sha256(data).hexdigest(), len(data), ended - began, ended - fetched)
         return self._got
 
     def recount(self) -> str:

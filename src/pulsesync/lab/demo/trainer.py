@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from pulsesync.errors import VerificationError
-from pulsesync.lab.demo.channel import LARGEST, Office, pack, unpack
+from pulsesync.lab.demo.channel import LARGEST, TrainerEndpoint, pack, unpack
 from pulsesync.lab.demo.game import Game, open_game
 from pulsesync.lab.demo.grpo import Rollouts
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.sync import sender, values
 
 POLL_S = 0.5  # that a worker without work is kept waiting
@@ -31,7 +31,7 @@ FAREWELL_S = 20.0  # for workers to come to the last version
 
 
 @dataclass
-class _Piece:
+class _WorkShard:
     """A shard of a step's work: who has it, and what came back."""
 
     step: int
@@ -43,15 +43,15 @@ class _Piece:
 
 
 @dataclass
-class Book:
+class WorkQueue:
     """Which work is open, who does it, what came back. Every method may be called by any thread."""
 
-    settings: Settings
+    settings: DemoSettings
     version: int = -1  # the newest that was published
     digests: dict[int, str] = field(default_factory=dict)
     workers: dict[str, dict[str, Any]] = field(default_factory=dict)
     fault: Exception | None = None
-    _pieces: deque[_Piece] = field(default_factory=deque)
+    _pieces: deque[_WorkShard] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _ended: bool = False
     _gone: dict[str, dict[str, Any]] = field(default_factory=dict)  # who has said goodbye, and with what
@@ -74,10 +74,10 @@ class Book:
             for ahead in range(step, end):
                 for shard in range(self.settings.shards):
                     if (ahead, shard) not in known:
-                        self._pieces.append(_Piece(ahead, shard))
+                        self._pieces.append(_WorkShard(ahead, shard))
             self._changed.notify_all()
 
-    def collect(self, step: int) -> list[_Piece]:
+    def collect(self, step: int) -> list[_WorkShard]:
         """Wait for a step's work to be done, and take it."""
         with self._changed:
             while True:
@@ -112,7 +112,7 @@ class Book:
                 self._changed.wait(left)
             return {"do": "stop", "version": self.version}
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> _WorkShard | None:
         if self.version < 0 or self.fault:
             return None
         late = time.monotonic() - LEASE_S
@@ -162,7 +162,7 @@ class Book:
             return {name: dict(state) for name, state in self.workers.items()}
 
 
-def serve(office: Office, book: Book) -> None:
+def serve(office: TrainerEndpoint, book: WorkQueue) -> None:
     """Answer whoever connects, each in a thread of its own, until the office closes."""
 
     def talk(connection: Connection) -> None:
@@ -180,17 +180,17 @@ def serve(office: Office, book: Book) -> None:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TrainedStep:
     """A step that was taken."""
 
-    pieces: list[_Piece]
+    pieces: list[_WorkShard]
     rollouts: Rollouts
     loss: float
     wait_s: float
     train_s: float
 
 
-class Learner:
+class DemoLearner:
     """What every trainer has: a policy, its optimizer, workers that ask for work, a checkpoint.
 
     Args:
@@ -199,14 +199,14 @@ class Learner:
     """
 
     def __init__(self, folder: Path, number: int = 0) -> None:
-        self.folder, self.number, self.settings = folder, number, Settings.load(folder)
+        self.folder, self.number, self.settings = folder, number, DemoSettings.load(folder)
         self.game: Game = open_game(self.settings)
         self.policy = self.game.policy()
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=self.settings.lr, weight_decay=0.0)
         self.step = 0
         self._then = 0.0
-        self.book = Book(self.settings)
-        self.office = Office(self.settings.secret.encode(), self.settings.port + number)
+        self.book = WorkQueue(self.settings)
+        self.office = TrainerEndpoint(self.settings.secret.encode(), self.settings.port + number)
 
     def serve(self) -> None:
         threading.Thread(target=serve, args=(self.office, self.book), daemon=True).start()
@@ -216,16 +216,16 @@ class Learner:
         before, self._then = self._then, time.perf_counter()
         return self._then - before
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> TrainedStep:
         """Wait for a step's work, and learn from it."""
         self.book.open(step)
         pieces = self.book.collect(step)
         wait_s = self.lap()
         rollouts = Rollouts.join([piece.rollouts for piece in pieces if piece.rollouts])
         loss = self.game.learn(self.policy, self.optimizer, rollouts)
-        return Taken(pieces, rollouts, loss, wait_s, self.lap())
+        return TrainedStep(pieces, rollouts, loss, wait_s, self.lap())
 
-    def write_down(self, steps: list[Taken], steps_of: dict[int, int], facts: dict[str, Any]) -> None:
+    def write_down(self, steps: list[TrainedStep], steps_of: dict[int, int], facts: dict[str, Any]) -> None:
         """Add a line to steps.jsonl. steps_of: after how many steps each version was made."""
         pieces = [piece for taken in steps for piece in taken.pieces]
         rollouts = Rollouts.join([taken.rollouts for taken in steps])
@@ -257,7 +257,7 @@ class Learner:
         return self.folder / (f"checkpoint-{self.number}.pt" if self.number else "checkpoint.pt")
 
 
-class Trainer(Learner):
+class DemoTrainer(DemoLearner):
     """Learns alone, publishes, and writes down every step."""
 
     def __init__(self, folder: Path) -> None:

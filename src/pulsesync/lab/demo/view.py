@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pulsesync.lab.demo.settings import Settings
+from pulsesync.lab.demo.settings import DemoSettings
 
 Line = dict[str, Any]  # of steps.jsonl
 
@@ -20,10 +20,10 @@ ENDS = 10  # steps, at either end of a run, whose mean reward is compared
 COUNTERS = ("synced", "fetched_bytes", "generate_s", "sync_s", "pause_s", "wait_s")
 
 
-class Story:
+class RunStory:
     """A run so far. Feed it every line; one about a step that was taken again replaces the earlier one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DemoSettings) -> None:
         self.settings = settings
         self.lines: dict[int, Line] = {}
         self.syncs: list[Line] = []  # the lines with which a version came
@@ -110,7 +110,7 @@ class Story:
         }
 
 
-def show(story: Story, restarts: Mapping[str, int], title: str) -> RenderableType:
+def show(story: RunStory, restarts: Mapping[str, int], title: str) -> RenderableType:
     """The run as it stands, for a terminal that is drawn again and again."""
     line, steps = story.last, story.settings.steps
     if line is None:
@@ -136,7 +136,7 @@ def show(story: Story, restarts: Mapping[str, int], title: str) -> RenderableTyp
     return Group(facts, table, Text(paper(story) + _again(restarts), style="dim"))
 
 
-def plain(story: Story, line: Line) -> str:
+def plain(story: RunStory, line: Line) -> str:
     """A step in one line, for logs and pipes; a round of several trainers has one more."""
     reward = "" if line["reward"] is None else f"  reward {line['reward']:.3f}"
     workers = _in_order(line["workers"])
@@ -176,7 +176,7 @@ def trend(values: Sequence[float]) -> str:
     return "".join(BARS[int((len(BARS) - 1) * (value - low) / ((high - low) or 1))] for value in values)
 
 
-def paper(story: Story) -> str:
+def paper(story: RunStory) -> str:
     """The run's own sparsity, whatever it is, beside what was published."""
     share = _mean([line["changed"] / line["total"] for line in story.syncs if line["changed"] is not None])
     if share is None:
@@ -187,7 +187,7 @@ def paper(story: Story) -> str:
     return f"{mine}. {theirs}{small}."
 
 
-def tell(story: Story, summary: Line) -> str:
+def tell(story: RunStory, summary: Line) -> str:
     """The summary in sentences."""
     versions, span, out = summary["versions"], story.settings.span, list[str]()
     out.append(f"{summary['steps']} steps and {versions} versions in {summary['seconds']:.0f} s.")
@@ -223,7 +223,7 @@ def title(name: str) -> str:
     return f"worker {name}"
 
 
-def _meetings(rounds: Line, settings: Settings) -> str:
+def _meetings(rounds: Line, settings: DemoSettings) -> str:
     if not rounds["payload_times_smaller"] or not rounds["wire_times_smaller"]:
         return f"Trainers: {rounds['trainers']}, and the first was in no round."
     return (
@@ -266,7 +266,7 @@ def _counted(state: Line) -> str:
     return "–" if state["counted"] < 0 else str(state["counted"])
 
 
-def _pause(story: Story, name: str) -> str:
+def _pause(story: RunStory, name: str) -> str:
     return f"{1000 * story.pauses[name]:.1f}ms" if name in story.pauses else "–"
 
 

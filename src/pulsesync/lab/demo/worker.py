@@ -4,20 +4,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pulsesync.lab.demo.channel import Desk, Message
+from pulsesync.lab.demo.channel import Message, WorkerEndpoint
 from pulsesync.lab.demo.game import open_game
-from pulsesync.lab.demo.settings import Settings
-from pulsesync.lab.demo.sync import Got, receiver
+from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync.lab.demo.sync import ReceivedVersion, receiver
 
 PATIENCE_S = 60.0  # for a trainer that is being started again
 TURN_S = 0.1  # in which all of several trainers without work were asked
 
 
-class Worker:
+class DemoWorker:
     """Holds a policy at some version, and what it did with it."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.settings = Settings.load(folder)
+        self.settings = DemoSettings.load(folder)
         self.name = f"worker {number}"
         self.game = open_game(self.settings)
         self.policy = self.game.policy()
@@ -25,11 +25,11 @@ class Worker:
         count, secret = self.settings.trainers, self.settings.secret.encode()
         self.one_trainer = count == 1  # one trainer is waited for; of several, those that do not answer are passed over
         self.desks = {
-            trainer: Desk(self.settings.port + trainer, secret, PATIENCE_S if self.one_trainer else 0.0)
+            trainer: WorkerEndpoint(self.settings.port + trainer, secret, PATIENCE_S if self.one_trainer else 0.0)
             for trainer in ((number + i) % count for i in range(count))
         }
         self.made: dict[int, Message] = {}  # for each trainer, until it is asked again
-        self.got: Got | None = None
+        self.got: ReceivedVersion | None = None
         self.counted = -1  # the version of the last recount
         self.synced = 0
         self.seconds = {"generate_s": 0.0, "sync_s": 0.0, "pause_s": 0.0, "wait_s": 0.0}

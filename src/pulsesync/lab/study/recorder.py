@@ -31,10 +31,10 @@ from pulsesync.errors import PulseError, StateError
 from pulsesync.lab.study.measure import holdings
 from pulsesync.lab.study.measure.buffers import LARGEST
 from pulsesync.lab.study.measure.encoded import Encoder
-from pulsesync.lab.study.measure.holdings import FLOATS, MANTISSAS, Holding
-from pulsesync.lab.study.measure.meter import Meter, Plan, Sight
-from pulsesync.lab.study.measure.writing import Lines
-from pulsesync.lab.study.recording import WINDOWS, Header, Recording, Seen, Step
+from pulsesync.lab.study.measure.holdings import FLOATS, MANTISSAS, LocalTensors
+from pulsesync.lab.study.measure.meter import Meter, MeterReading, MeterSettings
+from pulsesync.lab.study.measure.writing import RecordingWriter
+from pulsesync.lab.study.recording import WINDOWS, Recording, RecordingHeader, Step, WatchedTensor
 from pulsesync.lab.study.steps import make_step, plain
 
 _DTYPES = tuple(name for name in FLOATS if name != "F64")
@@ -84,13 +84,13 @@ class Recorder:
                 raise ValueError(f"weights are compared in one of {', '.join(_DTYPES)}, not {one!r}")
         if min((every, sample, *windows)) < 1 or encode_every < 0 or (encode_every and not whole):
             raise ValueError("every, sample and windows are 1 or more; real patches are made of whole states alone")
-        self._plan = Plan(dtype, tuple(contrast), tuple(sorted(set(windows))), sample, whole)
+        self._plan = MeterSettings(dtype, tuple(contrast), tuple(sorted(set(windows))), sample, whole)
         self._every, self._encode_every, self._facts = every, encode_every, plain(facts)
-        self._lines = Lines(out)
+        self._lines = RecordingWriter(out)
         self._hooks: list[Any] = []
         self._notes: dict[str, Any] = {}
         self._meters: list[Meter] = []
-        self._holding: Holding | None = None
+        self._holding: LocalTensors | None = None
         self._encoder: Encoder | None = None
         self._number, self._since, self._looks = -1, 0, 0
         self._closed = self._attached = False
@@ -230,7 +230,7 @@ class Recorder:
         self._plan = replace(self._plan, contrast=contrast)
         return tensors
 
-    def _look(self, tensors: Sequence[Any], given: Mapping[str, Any]) -> list[Sight]:
+    def _look(self, tensors: Sequence[Any], given: Mapping[str, Any]) -> list[MeterReading]:
         """Look with every meter; none but the first time has nothing to tell."""
         assert self._holding is not None
         if not self._meters:
@@ -283,15 +283,15 @@ class Recorder:
             self._encoder = Encoder(specs, all_of_them=self._encode_every == 1)
         return self._encoder.sizes(old, self._bits())
 
-    def _describe(self) -> Header:
+    def _describe(self) -> RecordingHeader:
         assert self._holding is not None
         sampled = [stride.count for meter in self._meters for stride in meter.strides]
         compared = [size for meter in self._meters for size in meter.sizes]
         seen = tuple(
-            Seen(tensor.name, tensor.shape, size, some)
+            WatchedTensor(tensor.name, tensor.shape, size, some)
             for tensor, size, some in zip(self._holding.tensors, compared, sampled, strict=True)
         )
-        return Header(self._plan.dtype, seen, self._plan.windows, self._plan.contrast, self._facts)
+        return RecordingHeader(self._plan.dtype, seen, self._plan.windows, self._plan.contrast, self._facts)
 
 
 def _trained(optimizer: Any, model: Any) -> list[tuple[str, Any]]:
@@ -325,7 +325,7 @@ def _rates(optimizer: Any, tensors: Sequence[Any]) -> list[float] | None:
     return None if None in by_group else [own.get(id(tensor), 0.0) for tensor in tensors]
 
 
-def _check_fp8(holding: Holding, dtype: str) -> None:
+def _check_fp8(holding: LocalTensors, dtype: str) -> None:
     """A few wider tensors among those of FP8, such as norms, are let pass."""
     wider = [tensor for tensor in holding.tensors if tensor.dtype not in LARGEST]
     if dtype in LARGEST and 2 * sum(t.size for t in wider) > sum(t.size for t in holding.tensors):
@@ -341,7 +341,7 @@ def _ranks() -> dict[str, int]:
     return {"rank": rank, "ranks": ranks} if ranks > 1 else {}
 
 
-def _meters(holding: Holding, plan: Plan) -> list[Meter]:
+def _meters(holding: LocalTensors, plan: MeterSettings) -> list[Meter]:
     """One for each device, each with its share of the sample."""
     from pulsesync.lab.study.measure.choosing import buffers_and_counting
 
@@ -355,7 +355,7 @@ def _meters(holding: Holding, plan: Plan) -> list[Meter]:
     return out
 
 
-def _torch_version(holding: Holding) -> dict[str, str]:
+def _torch_version(holding: LocalTensors) -> dict[str, str]:
     if all(tensor.device == "" for tensor in holding.tensors):
         return {}
     import torch

@@ -24,7 +24,7 @@ Counts = Mapping[int, int]
 
 
 @dataclass(frozen=True)
-class Seen:
+class WatchedTensor:
     """A tensor, and how much of it is looked at."""
 
     name: str
@@ -34,11 +34,11 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Header:
+class RecordingHeader:
     """What a recording looks at. The sample is a fixed choice of weights, the same at every step."""
 
     dtype: str  # the one that inference uses
-    tensors: tuple[Seen, ...]
+    tensors: tuple[WatchedTensor, ...]
     windows: tuple[int, ...] = WINDOWS
     contrast: tuple[str, ...] = ()  # other dtypes, on the sample
     facts: Mapping[str, Any] = field(default_factory=dict)  # optimizer, betas, seed, and whatever else its writer knows
@@ -53,7 +53,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class PatchBytes:
     """How long a patch is under one codec: by theory, where there are counts enough; in truth, where it was made."""
 
     predicted: int | None
@@ -86,7 +86,7 @@ class Step:
     # is no update at all. They add up to the sample, but for weights that became infinite or NaN or whose rate is 0.
     moved: Counts = field(default_factory=dict)
     hot: float | None = None  # share of the weights that `context` would look at one by one
-    sizes: Mapping[str, Bytes] = field(default_factory=dict)  # by codec
+    sizes: Mapping[str, PatchBytes] = field(default_factory=dict)  # by codec
     lr: float | None = None
     seconds: float | None = None  # that recording this took
     facts: Mapping[str, Any] = field(default_factory=dict)  # reward, loss, ...
@@ -100,7 +100,7 @@ class Step:
 class Recording:
     """A header and the steps in order."""
 
-    header: Header
+    header: RecordingHeader
     steps: tuple[Step, ...]
 
     @property
@@ -144,15 +144,15 @@ class Recording:
         _check_ranks([part.header.facts for part in parts])
         parts = [part for part in parts if part.header.tensors] or parts  # others hold nothing but copies
         first = parts[0].header
-        seen: dict[str, Seen] = {}
+        seen: dict[str, WatchedTensor] = {}
         for tensor in (tensor for part in parts for tensor in part.header.tensors):
-            known = seen.get(tensor.name, Seen(tensor.name, tensor.shape, 0, 0))
-            seen[tensor.name] = Seen(
+            known = seen.get(tensor.name, WatchedTensor(tensor.name, tensor.shape, 0, 0))
+            seen[tensor.name] = WatchedTensor(
                 tensor.name, known.shape, known.size + tensor.size, known.sampled + tensor.sampled
             )  # fmt: skip
         contrast = tuple(d for d in first.contrast if all(d in part.header.contrast for part in parts))
         facts = {name: fact for name, fact in first.facts.items() if name != "rank" or "ranks" not in first.facts}
-        header = Header(first.dtype, tuple(seen.values()), first.windows, contrast, facts)
+        header = RecordingHeader(first.dtype, tuple(seen.values()), first.windows, contrast, facts)
         by_step = [{step.step: step for step in part.steps} for part in parts]
         common = sorted(set.intersection(*(set(steps) for steps in by_step)))
         names = [[tensor.name for tensor in part.header.tensors] for part in parts]
@@ -168,7 +168,7 @@ def _check_ranks(facts: Sequence[Mapping[str, Any]]) -> None:
         raise FormatError(f"the recording of rank {', '.join(map(str, missing))} of {told[0][1]} ranks is missing")
 
 
-def header_line(header: Header) -> str:
+def header_line(header: RecordingHeader) -> str:
     tensors = [[tensor.name, list(tensor.shape), tensor.size, tensor.sampled] for tensor in header.tensors]
     return json.dumps(
         {
@@ -191,9 +191,9 @@ def _parse(path: str | Path, line: str) -> Any:
         raise FormatError(f"{path} is not a recording: {e}") from e
 
 
-def _header(told: Mapping[str, Any]) -> Header:
-    tensors = tuple(Seen(name, tuple(shape), size, sampled) for name, shape, size, sampled in told["tensors"])
-    return Header(told["dtype"], tensors, tuple(told["windows"]), tuple(told["contrast"]), told["facts"])
+def _header(told: Mapping[str, Any]) -> RecordingHeader:
+    tensors = tuple(WatchedTensor(name, tuple(shape), size, sampled) for name, shape, size, sampled in told["tensors"])
+    return RecordingHeader(told["dtype"], tensors, tuple(told["windows"]), tuple(told["contrast"]), told["facts"])
 
 
 def _step(told: dict[str, Any]) -> Step:
@@ -203,11 +203,11 @@ def _step(told: dict[str, Any]) -> Step:
     told["gradients"] = tuple(told.get("gradients", ()))
     told["windows"] = {int(k): tuple(counts) for k, counts in told.get("windows", {}).items()}
     told["contrast"] = {dtype: tuple(counts) for dtype, counts in told.get("contrast", {}).items()}
-    told["sizes"] = {codec: Bytes(*size) for codec, size in told.get("sizes", {}).items()}
+    told["sizes"] = {codec: PatchBytes(*size) for codec, size in told.get("sizes", {}).items()}
     return Step(**told)
 
 
-def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[Step], header: Header) -> Step:
+def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[Step], header: RecordingHeader) -> Step:
     """One step as all ranks saw it."""
 
     def by_tensor(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -247,8 +247,8 @@ def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[
     )
 
 
-def _total(sizes: Sequence[Bytes]) -> Bytes:
-    return Bytes(_all_of([size.predicted for size in sizes]), _all_of([size.real for size in sizes]))
+def _total(sizes: Sequence[PatchBytes]) -> PatchBytes:
+    return PatchBytes(_all_of([size.predicted for size in sizes]), _all_of([size.real for size in sizes]))
 
 
 def _all_of(numbers: Sequence[int | None]) -> int | None:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from pulsesync.errors import NotFoundError, StateError
 from pulsesync.lab.study.checkpoints import find_checkpoints
 from pulsesync.lab.study.recorder import Recorder
-from pulsesync.lab.study.recording import FORMAT, Bytes, Recording, Step
-from pulsesync.lab.study.versions import Reached, Versions, main_dtype, other_dtypes
+from pulsesync.lab.study.recording import FORMAT, PatchBytes, Recording, Step
+from pulsesync.lab.study.versions import ReplayedVersion, Versions, main_dtype, other_dtypes
 from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.state.views import view_bits
 from pulsesync.store import Store, open_store
@@ -33,7 +33,7 @@ def quietly(done: int, of: int, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasureSettings:
     """How a run or checkpoints are measured."""
 
     dtype: str = "BF16"  # that inference uses, if checkpoints are in FP32
@@ -53,20 +53,20 @@ def open_recording(
     Raises:
         ValueError: the places are of several runs, or of different kinds; NotFoundError, FormatError, StateError, …
     """
-    found = open_recordings(places, Measuring(trust=trust, progress=progress))
+    found = open_recordings(places, MeasureSettings(trust=trust, progress=progress))
     if len(found) != 1:
         raise ValueError(f"these are {len(found)} runs, not one: {', '.join(found)}")
     return next(iter(found.values()))
 
 
-def open_recordings(places: Sequence[str], how: Measuring | None = None) -> dict[str, Recording]:
+def open_recordings(places: Sequence[str], how: MeasureSettings | None = None) -> dict[str, Recording]:
     """Recordings by name: one of each run, however many files its ranks wrote; checkpoints are all of one.
 
     Raises:
         ValueError: no place, or places of different kinds; NotFoundError: there is nothing; FormatError: a file is bad;
         StateError: checkpoints do not have the same tensors; StoreError, MissingLinkError: a run cannot be read.
     """
-    how = how or Measuring()
+    how = how or MeasureSettings()
     kinds = {kind_of(place) for place in places}
     if len(kinds) != 1:
         said = "nothing to look at" if not kinds else f"{' and '.join(sorted(kinds))} at once"
@@ -143,7 +143,7 @@ def _newest(recording: Recording, limit: int) -> Recording:
 # Runs and checkpoints
 
 
-def _measure_run(store: Store, how: Measuring) -> Recording:
+def _measure_run(store: Store, how: MeasureSettings) -> Recording:
     versions = Versions(store, how.trust, how.limit)
     if how.headers:
         return versions.counted()
@@ -152,21 +152,21 @@ def _measure_run(store: Store, how: Measuring) -> Recording:
     return _recorded(recorder, steps, versions.others)
 
 
-def _look(recorder: Recorder, reached: Reached, progress: Progress) -> Step | None:
+def _look(recorder: Recorder, reached: ReplayedVersion, progress: Progress) -> Step | None:
     step = recorder.feed(reached.tensors, reached.step, **reached.facts)
     progress(reached.number, reached.of, f"version {reached.facts['version']}")
     return None if step is None else replace(step, sizes=_with_real(step, reached.real))
 
 
-def _with_real(step: Step, real: Mapping[str, int]) -> dict[str, Bytes]:
+def _with_real(step: Step, real: Mapping[str, int]) -> dict[str, PatchBytes]:
     """Predicted sizes beside those of the patch that was published."""
     known = dict(step.sizes)
     for codec, size in real.items():
-        known[codec] = Bytes(known[codec].predicted if codec in known else None, size)
+        known[codec] = PatchBytes(known[codec].predicted if codec in known else None, size)
     return known
 
 
-def _measure_checkpoints(places: Sequence[str], how: Measuring) -> Recording:
+def _measure_checkpoints(places: Sequence[str], how: MeasureSettings) -> Recording:
     found = find_checkpoints(places)
     found = found[-how.limit - 1 :] if how.limit else found  # and the one before the first
     if len(found) < 2:

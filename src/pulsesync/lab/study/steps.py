@@ -10,13 +10,13 @@ import numpy as np
 from pulsesync.format.tables import choose_cut
 from pulsesync.kernels.spec import SAMPLE_SCALE
 from pulsesync.lab.study.measure.counting import RATIOS, UNITS, Numbers
-from pulsesync.lab.study.measure.meter import Sight
+from pulsesync.lab.study.measure.meter import MeterReading
 from pulsesync.lab.study.predict.sizes import predict_sizes
-from pulsesync.lab.study.recording import Bytes, Counts, Step
+from pulsesync.lab.study.recording import Counts, PatchBytes, Step
 
 
 def make_step(
-    sights: Sequence[Sight],
+    sights: Sequence[MeterReading],
     number: int,
     dtype: str,
     real: Mapping[str, int],
@@ -88,7 +88,7 @@ def _hot(leaving: Numbers, weights: Numbers) -> float | None:
     return float(weights[:cut].sum() / weights.sum())
 
 
-def _sizes(step: Step, dtype: str, real: Mapping[str, int]) -> dict[str, Bytes]:
+def _sizes(step: Step, dtype: str, real: Mapping[str, int]) -> dict[str, PatchBytes]:
     predicted = predict_sizes(
         sum(step.weights_by_class.values()),
         len(step.changed),
@@ -100,4 +100,4 @@ def _sizes(step: Step, dtype: str, real: Mapping[str, int]) -> dict[str, Bytes]:
         again=step.again,
         same_way=step.same_way,
     )
-    return {codec: Bytes(size, real.get(codec)) for codec, size in predicted.items()}
+    return {codec: PatchBytes(size, real.get(codec)) for codec, size in predicted.items()}

@@ -14,21 +14,21 @@ from pulsesync.errors import MissingLinkError, NotFoundError, NothingPublishedEr
 from pulsesync.format import patch, wire
 from pulsesync.format.body import Body
 from pulsesync.format.codecs import context
-from pulsesync.format.index import Entry
+from pulsesync.format.index import TileEntry
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Kind, Manifest
-from pulsesync.lab.study.recording import Bytes, Header, Recording, Seen, Step
+from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import planner
 from pulsesync.run.bodies import check_room, fetch_body
-from pulsesync.run.reader import Records
+from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReplayedVersion:
     """A version that was replayed. The tensors are the same arrays every time: whoever keeps them copies them."""
 
     number: int  # of versions that were looked at so far
@@ -48,9 +48,9 @@ class Versions:
 
     def __init__(self, store: Store, trust: Collection[str] | None, limit: int = 0) -> None:
         self.store, self.trust = store, trust
-        self._records = Records(store, trust)
+        self._records = RunReader(store, trust)
         found = find_records(self._records, limit + 1 if limit else None)  # and the one before the first
-        versions = [one.record for one in found if one.record and one.record.kind == Kind.VERSION]
+        versions = [one.record for one in found if one.record and one.record.kind == RecordKind.VERSION]
         if not versions:
             raise NotFoundError("there is no run here: no version is published", key="manifests/")
         self.layout = self._records.layout(versions[-1].layout)
@@ -66,7 +66,7 @@ class Versions:
         """By name, the dtypes of the tensors that have another one."""
         return other_dtypes(self.layout.tensors, self.dtype)
 
-    def replay(self) -> Iterator[Reached]:
+    def replay(self) -> Iterator[ReplayedVersion]:
         """Bring weights from the oldest version that can be reached to the newest, and yield them at each.
 
         Raises:
@@ -78,7 +78,7 @@ class Versions:
         for number, record in enumerate(self.records, 1):
             try:
                 if not tensors:
-                    anchor = planner.find_way(None, record, self._records.look)[0]
+                    anchor = planner.find_path(None, record, self._records.look)[0]
                     check_room(self.store, anchor, self.layout)
                     tensors = new_tensors(self.layout.tensors)
                 report = follower.sync(tensors, version=record.version)
@@ -87,7 +87,7 @@ class Versions:
                     continue  # what led here was pruned: an anchor comes later
                 raise
             real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
-            yield Reached(number, len(self.records), record.step, tensors, {"version": record.version}, real)
+            yield ReplayedVersion(number, len(self.records), record.step, tensors, {"version": record.version}, real)
         if follower.version is None:
             raise MissingLinkError("no version of this run can be reached: there is no anchor")
 
@@ -108,7 +108,7 @@ class Versions:
                     tile = self.layout.tiles[entry.tile]
                     changed[numbers[tile.tensor.name]] += changes(entry, payload, self.layout)
                     dense += tile.size if entry.codec == Codec.DENSE else 0
-            sizes = {codec: Bytes(None, size) for codec, size in _real(record, bodies).items()}
+            sizes = {codec: PatchBytes(None, size) for codec, size in _real(record, bodies).items()}
             facts = {"version": record.version, **({"dense": dense} if dense else {})}
             yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
 
@@ -118,9 +118,9 @@ class Versions:
 
     def counted(self) -> Recording:
         """All of that as a recording without a sample."""
-        seen = tuple(Seen(spec.name, spec.shape, spec.size, 0) for spec in self.layout.tensors)
+        seen = tuple(WatchedTensor(spec.name, spec.shape, spec.size, 0) for spec in self.layout.tensors)
         facts = {"source": "headers", **({"dtypes": self.others} if self.others else {})}
-        return Recording(Header(self.dtype, seen, (), (), facts), tuple(self.count()))
+        return Recording(RecordingHeader(self.dtype, seen, (), (), facts), tuple(self.count()))
 
 
 def main_dtype(tensors: Iterable[TensorSpec], where: object) -> str:
@@ -138,7 +138,7 @@ def other_dtypes(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, str]:
     return {spec.name: spec.dtype for spec in tensors if spec.dtype != dtype}
 
 
-def changes(entry: Entry, payload: memoryview, layout: Layout) -> int:
+def changes(entry: TileEntry, payload: memoryview, layout: Layout) -> int:
     """How many weights of a tile its payload changes; for one that is written whole, all of them.
 
     Raises:
@@ -148,7 +148,7 @@ def changes(entry: Entry, payload: memoryview, layout: Layout) -> int:
     if entry.codec == Codec.DENSE:
         return tile.size
     if entry.codec == Codec.GAP:
-        return wire.Reader(payload, "a gap payload").number(tile.size)
+        return wire.ByteReader(payload, "a gap payload").number(tile.size)
     if entry.codec in (Codec.CONTEXT, Codec.HISTORY):
         parsed = context.parse(payload, tile.size, tile.tensor.kind)
         return sum(block.changes for block in parsed.blocks) + parsed.cold.size

@@ -29,20 +29,48 @@ from dataclasses import dataclass
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import MemoryStore, Store
-from pulsesync.testing.simulator.actors import Arrays, Content, Model, Process, Trainer, Worker, bits
+from pulsesync.testing.simulator.actors import (
+    Arrays,
+    Content,
+    SimulatedProcess,
+    SimulatedTrainer,
+    SimulatedWorker,
+    TensorSet,
+    bits,
+)
 from pulsesync.testing.simulator.checks import check
 from pulsesync.testing.simulator.ending import finish
 from pulsesync.testing.simulator.events import EVENTS, MEANWHILE
 from pulsesync.testing.simulator.executors import InlineExecutor, QueuedExecutor
-from pulsesync.testing.simulator.line import BODIES, RECORDS, Clock, Crash, Ledger, Line
+from pulsesync.testing.simulator.line import BODIES, RECORDS, Crash, Ledger, SimulatedClock, StoreLink
 from pulsesync.testing.simulator.trainers import new_trainer
 from pulsesync.testing.simulator.workers import WORKERS
 from pulsesync.testing.simulator.world import PART_BYTES, Interrupted, World
 
 __all__ = [
-    "BODIES", "EVENTS", "MEANWHILE", "PART_BYTES", "RECORDS", "WORKERS",
-    "Arrays", "Clock", "Content", "Crash", "InlineExecutor", "Interrupted", "Ledger", "Line", "Model", "Process",
-    "QueuedExecutor", "RunSimulator", "SimulationReport", "Trainer", "Worker", "World", "bits",
+    "BODIES",
+    "EVENTS",
+    "MEANWHILE",
+    "PART_BYTES",
+    "RECORDS",
+    "WORKERS",
+    "Arrays",
+    "Content",
+    "Crash",
+    "InlineExecutor",
+    "Interrupted",
+    "Ledger",
+    "QueuedExecutor",
+    "RunSimulator",
+    "SimulatedClock",
+    "SimulatedProcess",
+    "SimulatedTrainer",
+    "SimulatedWorker",
+    "SimulationReport",
+    "StoreLink",
+    "TensorSet",
+    "World",
+    "bits",
 ]  # fmt: skip
 
 
@@ -71,7 +99,7 @@ class RunSimulator:
         trouble: float = 1.0,
         publisher: Callable[..., Publisher] = Publisher,
         subscriber: Callable[..., Subscriber] = Subscriber,
-        store: Callable[[Clock], Store] = MemoryStore,
+        store: Callable[[SimulatedClock], Store] = MemoryStore,
     ) -> None:
         self.seed, self.events, self.trouble = seed, events, trouble
         self.world = world = World(seed, trouble, publisher, subscriber, store, MEANWHILE, self._happen)

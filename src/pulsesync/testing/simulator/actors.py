@@ -16,7 +16,7 @@ from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State
 from pulsesync.state.views import view_bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
-from pulsesync.testing.simulator.line import Line
+from pulsesync.testing.simulator.line import StoreLink
 from pulsesync.testing.updates import random_bits
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -24,7 +24,7 @@ Content = dict[str, bytes]  # of every tensor, by canonical name
 
 
 @dataclass
-class Model:
+class TensorSet:
     """Which tensors the run has."""
 
     arrays: dict[str, tuple[Any, tuple[int, ...]]]  # dtype and shape
@@ -32,7 +32,7 @@ class Model:
     layout: Layout  # uncut: digests are the same for every grid
 
     @classmethod
-    def draw(cls, rng: random.Random) -> "Model":
+    def draw(cls, rng: random.Random) -> "TensorSet":
         dtypes = [ml_dtypes.bfloat16, ml_dtypes.bfloat16, np.float32, np.uint8]
         sizes = [(rng.randint(4, 20), rng.randint(4, 40)) for _ in range(rng.randint(1, 3))]
         names = ["embed", "layers.0.weight", "layers.1.weight"]
@@ -78,15 +78,15 @@ def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @dataclass(eq=False)
-class Process:
+class SimulatedProcess:
     """Somebody who uses the store."""
 
     name: str
-    line: Line
+    line: StoreLink
 
 
 @dataclass(eq=False)
-class Trainer(Process):
+class SimulatedTrainer(SimulatedProcess):
     """Weights that change, and the publisher that publishes them, if it lives."""
 
     weights: Arrays
@@ -101,7 +101,7 @@ class Trainer(Process):
 
 
 @dataclass(eq=False)
-class Worker(Process):
+class SimulatedWorker(SimulatedProcess):
     """Weights that follow, and the subscriber that lets them, if it lives."""
 
     weights: Arrays

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 
 from pulsesync.format import epochs
 from pulsesync.format import manifest as manifests
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.store import Store
 from pulsesync.testing.simulator.actors import Content
 from pulsesync.testing.simulator.line import RECORDS
 
 
-class Book:
+class PublishLog:
     """Every call to publish, and every version. Sees that each follows from the one before, and that it was called for.
 
     store: the store as it is. trust: the key that records are signed with, if they are. note: told of each version.
@@ -64,7 +64,7 @@ class Book:
     def joinable(self) -> bool:
         """Whether a way leads to the newest version from nothing, by all records that are there."""
         records = [record for _, record in self.stored()]
-        reached = {record.version for record in records if record.kind == Kind.ANCHOR}
+        reached = {record.version for record in records if record.kind == RecordKind.ANCHOR}
         for record in sorted(records, key=lambda record: record.version):
             if record.base is not None and record.base.version in reached:
                 reached.add(record.version)

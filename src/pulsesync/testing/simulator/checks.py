@@ -7,11 +7,11 @@ follow from each other.
 from pulsesync.errors import PulseError
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
-from pulsesync.format.manifest import Kind
+from pulsesync.format.manifest import RecordKind
 from pulsesync.run import keys
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.live import State
-from pulsesync.testing.simulator.actors import Trainer, Worker
+from pulsesync.testing.simulator.actors import SimulatedTrainer, SimulatedWorker
 from pulsesync.testing.simulator.line import BODIES, Crash
 from pulsesync.testing.simulator.world import World
 
@@ -29,7 +29,7 @@ def check(world: World) -> None:
         assert not lacking, f"{key} is there without {lacking[0]}"
 
 
-def check_worker(world: World, worker: Worker) -> None:
+def check_worker(world: World, worker: SimulatedWorker) -> None:
     if worker.damaged:
         return
     version = worker.subscriber.version if worker.subscriber else None
@@ -45,7 +45,7 @@ def check_worker(world: World, worker: Worker) -> None:
     worker.last = now
 
 
-def check_trainer(world: World, trainer: Trainer) -> None:
+def check_trainer(world: World, trainer: SimulatedTrainer) -> None:
     version = trainer.publisher.version if trainer.publisher else None
     if version is not None:
         assert version < len(world.book.records), f"{trainer.name} says it published {version}, which was never made"
@@ -70,7 +70,7 @@ def check_synced(world: World, end: Subscriber, report: SyncReport, version: int
 def audit(world: World) -> None:
     """See that anchors and squashed patches lead to their versions, whether somebody went that way or not."""
     for key, record in world.book.stored():
-        if record.kind == Kind.VERSION:
+        if record.kind == RecordKind.VERSION:
             continue
         layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)))
         parts = [Body.of(world.truth.get(keys.part_key(part.id)), layout, part.id) for part in record.parts]

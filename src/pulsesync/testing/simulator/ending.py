@@ -6,7 +6,7 @@ from contextlib import suppress
 from pulsesync.errors import AnotherPublisherError, StoreError
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys
-from pulsesync.testing.simulator.actors import Process, Trainer, Worker
+from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker
 from pulsesync.testing.simulator.checks import audit, check, check_synced, check_worker
 from pulsesync.testing.simulator.events import describe_prune, prune_with
 from pulsesync.testing.simulator.trainers import publish, train
@@ -31,7 +31,7 @@ def finish(world: World) -> None:
             _publish_for_sure(world, trainer)
     assert world.book.joinable(), "an epoch later there still is no way to join"
     check(world)
-    process = Process("squasher", world.new_line())
+    process = SimulatedProcess("squasher", world.new_line())
     if world.squasher:
         process, squasher = world.squasher
     else:
@@ -58,7 +58,7 @@ def finish(world: World) -> None:
         _arrive(world, worker)
 
 
-def _publish_for_sure(world: World, trainer: Trainer) -> None:
+def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
     """Publish; a publisher that finds another's version gives way to a new one, and that must succeed."""
     try:
         outcome = publish(world, trainer, now=True)
@@ -71,7 +71,7 @@ def _publish_for_sure(world: World, trainer: Trainer) -> None:
     world.log.append(f"{trainer.name} {outcome}")
 
 
-def _arrive(world: World, worker: Worker) -> None:
+def _arrive(world: World, worker: SimulatedWorker) -> None:
     open_subscriber(world, worker)
     world.log.append(f"{worker.name} {sync(world, worker)}")
     assert worker.subscriber is not None

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pulsesync.errors import ConflictError, StoreError
 from pulsesync.run import keys
-from pulsesync.store import Entry, Store
+from pulsesync.store import ObjectEntry, Store
 
 RECORDS = ("manifests/", "anchors/", "squashes/")
 BODIES = ("parts/", "layouts/", "files/")
@@ -20,7 +20,7 @@ class Crash(BaseException):
     """The process in which this is raised is no more."""
 
 
-class Clock:
+class SimulatedClock:
     """Seconds, that pass when somebody says so."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Ledger:
         if key.startswith("manifests/"):
             self._on_version(data)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return self.store.list(prefix)
 
     def delete(self, key: str) -> None:
@@ -70,7 +70,7 @@ class Ledger:
                 write()
 
 
-class Line:
+class StoreLink:
     """The way of one process to the store: it goes through `weather`, and ends with the process."""
 
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
@@ -112,7 +112,7 @@ class Line:
     def create(self, key: str, data: bytes) -> None:
         self._write(lambda store: store.create(key, data), key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return self._call(lambda: self.weather.list(prefix))
 
     def delete(self, key: str) -> None:

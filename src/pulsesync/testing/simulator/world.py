@@ -27,10 +27,10 @@ from pulsesync.run import spool, subscriber
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store
 from pulsesync.testing.faults import FaultyStore
-from pulsesync.testing.simulator.actors import Model, Process, Trainer, Worker
-from pulsesync.testing.simulator.book import Book
+from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
+from pulsesync.testing.simulator.book import PublishLog
 from pulsesync.testing.simulator.executors import InlineExecutor, QueuedExecutor
-from pulsesync.testing.simulator.line import Clock, Crash, Ledger, Line
+from pulsesync.testing.simulator.line import Crash, Ledger, SimulatedClock, StoreLink
 
 PART_BYTES = 900  # of weights in one part of an anchor, so that one has several
 
@@ -53,7 +53,7 @@ class World:
         trouble: float,
         make_publisher: Callable[..., Publisher],
         make_subscriber: Callable[..., Subscriber],
-        make_store: Callable[[Clock], Store],
+        make_store: Callable[[SimulatedClock], Store],
         meanwhile: Sequence[str],
         happen: Callable[[str], None],
     ) -> None:
@@ -63,19 +63,19 @@ class World:
         self.counts: Counter[str] = Counter()  # of events
         self.faults: Counter[str] = Counter()
         self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
-        self.clock = Clock()
+        self.clock = SimulatedClock()
         self.truth = make_store(self.clock)
-        self.model = Model.draw(self.rng)
+        self.model = TensorSet.draw(self.rng)
         self.base = self.model.content(self.model.arbitrary(self.noise))
         self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
         self.epoch_patches = self.rng.choice([2, 3, 4])
-        self.book = Book(self.truth, self.trust, self.note)
+        self.book = PublishLog(self.truth, self.trust, self.note)
         self.ledger = Ledger(self.truth, self.book.add_version)
-        self.trainers: list[Trainer] = []
-        self.workers: list[Worker] = []
-        self.squasher: tuple[Process, Squasher] | None = None
-        self.busy: list[Process] = []  # those in the middle of something
-        self.lines: list[Line] = []
+        self.trainers: list[SimulatedTrainer] = []
+        self.workers: list[SimulatedWorker] = []
+        self.squasher: tuple[SimulatedProcess, Squasher] | None = None
+        self.busy: list[SimulatedProcess] = []  # those in the middle of something
+        self.lines: list[StoreLink] = []
         self._meanwhile, self._happen = meanwhile, happen
         self._names: Counter[str] = Counter()
         self._folder = Path()
@@ -117,8 +117,8 @@ class World:
         """Log something that happens inside an event."""
         self.log.append(f"{self.indent}({text})")
 
-    def new_line(self) -> Line:
-        line = Line(self.ledger, random.Random(self.rng.getrandbits(32)))
+    def new_line(self) -> StoreLink:
+        line = StoreLink(self.ledger, random.Random(self.rng.getrandbits(32)))
         self.lines.append(line)
         return line
 
@@ -134,7 +134,7 @@ class World:
         idle = [one for one in of if one not in self.busy]
         return self.rng.choice(idle) if idle else None
 
-    def act(self, process: Process, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
+    def act(self, process: SimulatedProcess, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
         """Let somebody do something over a line on which things may go wrong."""
         self._stir(process.line)
         self.busy.append(process)
@@ -160,7 +160,7 @@ class World:
             self.bury(process)
         return f"{process.name} {outcome}"
 
-    def _stir(self, line: Line) -> None:
+    def _stir(self, line: StoreLink) -> None:
         """Draw what goes wrong until the process is done."""
         line.calm()
         if self.rng.random() < 0.4 * self.trouble:
@@ -178,19 +178,19 @@ class World:
             event = self.rng.choice(self._meanwhile)
             line.interrupt(self.rng.randint(1, self.rng.choice([6, 40])), lambda: self._happen(event))
 
-    def _settle_faults(self, line: Line) -> None:
+    def _settle_faults(self, line: StoreLink) -> None:
         for store in (line.weather, line.bodies):
             if isinstance(store, FaultyStore):
                 self.faults += store.faults
         line.calm()
 
-    def bury(self, process: Process) -> None:
+    def bury(self, process: SimulatedProcess) -> None:
         """Let go of the publisher, subscriber or squasher of a process that is no more."""
-        if isinstance(process, Trainer):
+        if isinstance(process, SimulatedTrainer):
             process.publisher = None
             process.executor = QueuedExecutor()
             process.futures.clear()
-        elif isinstance(process, Worker):
+        elif isinstance(process, SimulatedWorker):
             process.subscriber = None
         elif self.squasher and self.squasher[0] is process:
             self.squasher = None

@@ -1,9 +1,9 @@
 """Arms small enough for tests: a policy of some thousand weights, two prompts, a few steps."""
 
-from pulsesync.lab.demo.policy import Shape
+from pulsesync.lab.demo.policy import PolicyShape
 from pulsesync.lab.study.experiments.arm import Arm
 
-TINY = Shape(16, 1, 2)
+TINY = PolicyShape(16, 1, 2)
 
 
 def tiny(name: str = "an arm", **changes) -> Arm:

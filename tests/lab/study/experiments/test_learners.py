@@ -5,7 +5,7 @@ import torch
 
 from pulsesync.errors import PulseError
 from pulsesync.lab.demo import task
-from pulsesync.lab.demo.game import Sums
+from pulsesync.lab.demo.game import AdditionGame
 from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.lab.demo.policy import fresh
 from pulsesync.lab.study.experiments import learners
@@ -17,7 +17,7 @@ def learner_of(algorithm, lr=1e-3, prompts=4):
     arm = tiny(algorithm=algorithm, lr=lr, prompts=prompts)
     policy = fresh(0, TINY)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
-    return make_learner(arm, Sums(arm.group), policy, optimizer)
+    return make_learner(arm, AdditionGame(arm.group), policy, optimizer)
 
 
 def first_digit_is_one(rollouts):
@@ -71,7 +71,7 @@ def test_ppo_reads_the_same_log_probabilities_as_grpo():
 
 def test_ppo_needs_the_demo_policy():
     with pytest.raises(PulseError, match="value head"):
-        PPO(tiny(algorithm="ppo"), Sums(4), torch.nn.Linear(2, 2), None)
+        PPO(tiny(algorithm="ppo"), AdditionGame(4), torch.nn.Linear(2, 2), None)
 
 
 def test_supervised_loss_is_the_cross_entropy_of_the_answers():
@@ -85,7 +85,7 @@ def test_supervised_loss_is_the_cross_entropy_of_the_answers():
 
 
 def test_what_is_shown_is_right_and_no_prompt_comes_twice_for_a_group():
-    rollouts = Sums(4).show(8, 0)
+    rollouts = AdditionGame(4).show(8, 0)
     asked = rollouts.tokens[:, : task.PROMPT]
     assert task.rewards(asked, rollouts.tokens[:, task.PROMPT :]).all()
     assert len(asked.unique(dim=0)) == 32
@@ -93,7 +93,7 @@ def test_what_is_shown_is_right_and_no_prompt_comes_twice_for_a_group():
 
 def test_reinforce_compares_with_a_running_mean():
     learner = learner_of("reinforce")
-    tokens, likely = Sums(4).show(1, 0).tokens, torch.zeros(4, task.ANSWER)
+    tokens, likely = AdditionGame(4).show(1, 0).tokens, torch.zeros(4, task.ANSWER)
     learner.prepare(Rollouts(tokens, likely, torch.ones(4)))
     assert learner.baseline.item() == 1.0
     step = learner.prepare(Rollouts(tokens, likely, torch.zeros(4)))

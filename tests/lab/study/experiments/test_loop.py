@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from pulsesync.lab.demo.policy import Policy, Shape, fresh
+from pulsesync.lab.demo.policy import Policy, PolicyShape, fresh
 from pulsesync.lab.study.experiments import loop
 from pulsesync.lab.study.experiments.follower import Follower
 from pulsesync.lab.study.recording import Recording
 from tests.lab.study.experiments.arms import TINY, tiny
 
-EXPERTS = Shape(16, 1, 2, experts=4)
+EXPERTS = PolicyShape(16, 1, 2, experts=4)
 
 
 def record(arm, tmp_path, seed=0):
@@ -20,13 +20,13 @@ def record(arm, tmp_path, seed=0):
 
 def reward_some(monkeypatch):
     """As if every other completion were right: a policy so small gets none."""
-    real = loop.Sums.play
+    real = loop.AdditionGame.play
 
     def play(*args):
         rollouts = real(*args)
         return loop.Rollouts(rollouts.tokens, rollouts.log_probabilities, torch.arange(len(rollouts.tokens)) % 2.0)
 
-    monkeypatch.setattr(loop.Sums, "play", play)
+    monkeypatch.setattr(loop.AdditionGame, "play", play)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_follower_has_the_bf16_values_of_so_many_calls_ago():
 @pytest.mark.parametrize(("delay", "behind"), [(0, 0), (2, 2)])
 def test_what_plays_is_as_old_as_the_delay_says(delay, behind, tmp_path, monkeypatch):
     played, learned = [], []
-    real_play, real_climb = loop.Sums.play, loop.Sums.climb
+    real_play, real_climb = loop.AdditionGame.play, loop.AdditionGame.climb
 
     def play(game, policy, prompts, seed):
         played.append(policy.head.weight.clone())
@@ -137,8 +137,8 @@ def test_what_plays_is_as_old_as_the_delay_says(delay, behind, tmp_path, monkeyp
         learned.append(policy.head.weight.detach().bfloat16().float())
         return real_climb(game, policy, *rest)
 
-    monkeypatch.setattr(loop.Sums, "play", play)
-    monkeypatch.setattr(loop.Sums, "climb", climb)
+    monkeypatch.setattr(loop.AdditionGame, "play", play)
+    monkeypatch.setattr(loop.AdditionGame, "climb", climb)
     record(tiny(algorithm="grpo", delay=delay, steps=5), tmp_path)
     assert len(played) == 5
     assert all(torch.equal(played[n], learned[max(0, n - behind)]) for n in range(5))
@@ -147,8 +147,8 @@ def test_what_plays_is_as_old_as_the_delay_says(delay, behind, tmp_path, monkeyp
 
 def test_updates_of_a_batch_share_what_was_played(tmp_path, monkeypatch):
     batches = []
-    real = loop.Sums.play
-    monkeypatch.setattr(loop.Sums, "play", lambda game, *rest: batches.append(rest[2]) or real(game, *rest))
+    real = loop.AdditionGame.play
+    monkeypatch.setattr(loop.AdditionGame, "play", lambda game, *rest: batches.append(rest[2]) or real(game, *rest))
     recording = record(tiny(algorithm="grpo", updates=2, steps=5), tmp_path)
     assert len(recording.steps) == 5
     assert len(batches) == 3
@@ -184,7 +184,13 @@ def test_the_share_that_pretraining_came_to_is_told(tmp_path):
 
 
 def test_no_two_shapes_share_a_name():
-    shapes = [Shape(), Shape(heads=2), Shape(experts=8), Shape(experts=8, chosen=4), Shape(experts=8, heads=2)]
+    shapes = [
+        PolicyShape(),
+        PolicyShape(heads=2),
+        PolicyShape(experts=8),
+        PolicyShape(experts=8, chosen=4),
+        PolicyShape(experts=8, heads=2),
+    ]
     assert [shape.name for shape in shapes] == ["160x4", "160x4x2h", "160x4x8e", "160x4x8ex4c", "160x4x2hx8e"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from pulsesync.lab.study.experiments import results
 from pulsesync.lab.study.experiments.arm import Arm, Experiment, Row
 from pulsesync.lab.study.experiments.measures import measure
-from pulsesync.lab.study.recording import Bytes, Header, Recording, Seen, Step
+from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor
 
 NAMES = ("layers.0.experts.0.up.weight", "layers.0.experts.1.up.weight", "head.weight")
 
@@ -16,13 +16,15 @@ def recording_of(*changed, windows=(1, 2), lr=None, moved=(), arm=None, **facts)
     """Three tensors of 100 weights, half of them in the sample; so many of each change in each step."""
     if arm is not None:
         facts["arm"] = arm.to_json()
-    header = Header("BF16", tuple(Seen(name, (100,), 100, 50) for name in NAMES), windows, ("F32", "F8_E4M3"), facts)
+    header = RecordingHeader(
+        "BF16", tuple(WatchedTensor(name, (100,), 100, 50) for name in NAMES), windows, ("F32", "F8_E4M3"), facts
+    )
     steps = [
         Step(
             number, counts, again=sum(counts) // 2, same_way=sum(counts) // 4, units={1: 3, 2: 1},
             windows={1: (3, 0, 0)} | ({2: (5, 5, 5)} if number else {}),
             contrast={"F32": (50, 50, 20), "F8_E4M3": (1, 1, 1)}, gradients=(50, 25, 0),
-            sizes={"gap": Bytes(100), "context": Bytes(90, 30)}, facts={"reward": number / 10},
+            sizes={"gap": PatchBytes(100), "context": PatchBytes(90, 30)}, facts={"reward": number / 10},
             lr=lr, moved=dict(moved),
         )
         for number, counts in enumerate(changed)
@@ -71,8 +73,8 @@ def test_without_masters_nothing_is_told_of_what_only_masters_hold(masters):
 
 
 def test_two_digits_count_and_the_deviation_has_as_many_places():
-    cells = [results.Line("", {"x": values}).cell("x", results.TWO_DIGITS) for values in ((123.4, 123.4), (3.0,))]
-    cells += [results.Line("", {"x": values}).cell("x", results.TWO_DIGITS) for values in ((0.0123,), (0.0,))]
+    cells = [results.ResultRow("", {"x": values}).cell("x", results.TWO_DIGITS) for values in ((123.4, 123.4), (3.0,))]
+    cells += [results.ResultRow("", {"x": values}).cell("x", results.TWO_DIGITS) for values in ((0.0123,), (0.0,))]
     assert cells == ["123 ± 0", "3.0", "0.012", "0.0"]
 
 

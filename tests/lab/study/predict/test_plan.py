@@ -5,15 +5,15 @@ import pytest
 
 from pulsesync.core.threads import default_threads
 from pulsesync.lab.study.predict import evidence, theory
-from pulsesync.lab.study.predict.forecast import Training
-from pulsesync.lab.study.predict.models import Model, largest_normal, normal_classes, scale_of
-from pulsesync.lab.study.predict.plan import ENOUGH, Plan, make_plan
+from pulsesync.lab.study.predict.forecast import TrainingSettings
+from pulsesync.lab.study.predict.models import ModelFacts, largest_normal, normal_classes, scale_of
+from pulsesync.lab.study.predict.plan import ENOUGH, SyncPlan, make_plan
 
-SEVEN = Model("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
+SEVEN = ModelFacts("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
 
 
-def plan(bandwidth: float = 200e6, step_s: float = 50.0, *, cores: int = 16, **training: object) -> Plan:
-    return make_plan(SEVEN, Training(1e-6, **training), bandwidth, step_s, cores=cores)  # type: ignore[arg-type]
+def plan(bandwidth: float = 200e6, step_s: float = 50.0, *, cores: int = 16, **training: object) -> SyncPlan:
+    return make_plan(SEVEN, TrainingSettings(1e-6, **training), bandwidth, step_s, cores=cores)  # type: ignore[arg-type]
 
 
 def test_full_weights_need_what_the_paper_says_for_90_per_cent() -> None:
@@ -75,14 +75,14 @@ def test_more_cores_shorten_the_work_and_change_nothing_else() -> None:
 
 
 def test_without_a_number_the_cores_are_those_of_this_machine() -> None:
-    assert make_plan(SEVEN, Training(1e-6), 200e6, 50.0).cores == default_threads()
+    assert make_plan(SEVEN, TrainingSettings(1e-6), 200e6, 50.0).cores == default_threads()
 
 
-SEEN = Model("seen", 1, normal_classes(0.02, 300_000), "")
+SEEN = ModelFacts("seen", 1, normal_classes(0.02, 300_000), "")
 
 
-@pytest.mark.parametrize("training", [Training(1e-6), Training(3e-6, theory.LION, optimizer="lion")])
-def test_for_runs_like_those_measured_the_error_is_the_one_of_the_table(training: Training) -> None:
+@pytest.mark.parametrize("training", [TrainingSettings(1e-6), TrainingSettings(3e-6, theory.LION, optimizer="lion")])
+def test_for_runs_like_those_measured_the_error_is_the_one_of_the_table(training: TrainingSettings) -> None:
     told = make_plan(SEEN, training, 200e6, 50.0)
     assert told.unlike == ()
     assert told.evidence == evidence.find(training) != ()
@@ -100,36 +100,36 @@ def test_for_runs_like_those_measured_the_error_is_the_one_of_the_table(training
     ],
 )
 def test_nothing_is_claimed_of_runs_unlike_those_that_were_measured(changed: dict[str, object], saying: str) -> None:
-    told = make_plan(SEEN, Training(**{"lr": 1e-6, **changed}), 200e6, 50.0)  # type: ignore[arg-type]
+    told = make_plan(SEEN, TrainingSettings(**{"lr": 1e-6, **changed}), 200e6, 50.0)  # type: ignore[arg-type]
     assert told.unlike == (saying,)
     assert told.evidence == ()
 
 
 @pytest.mark.parametrize("weights", [100_000, 200_000_000, 7_600_000_000])
 def test_nothing_is_claimed_of_models_smaller_or_larger_than_those_that_were_measured(weights: int) -> None:
-    told = make_plan(Model("model", 1, normal_classes(0.02, weights), ""), Training(1e-6), 200e6, 50.0)
+    told = make_plan(ModelFacts("model", 1, normal_classes(0.02, weights), ""), TrainingSettings(1e-6), 200e6, 50.0)
     assert told.unlike == (f"a model of {told.model.size:,} weights",)
     assert told.evidence == ()
 
 
 def test_a_size_that_was_measured_for_one_kind_of_model_supports_a_claim_for_that_kind_alone() -> None:
-    told = make_plan(Model("model", 1, normal_classes(0.02, 100_000_000), ""), Training(1e-6), 200e6, 50.0)
+    told = make_plan(ModelFacts("model", 1, normal_classes(0.02, 100_000_000), ""), TrainingSettings(1e-6), 200e6, 50.0)
     assert told.unlike == ()
     assert [one.kind for one in told.evidence] == ["trained"]  # up to 135 million; random ones up to 4 million
 
 
 def test_other_dtypes_finer_starts_and_assumed_magnitudes_are_unlike_them_too() -> None:
-    asked = Training(1e-6), 200e6, 50.0
-    assert make_plan(Model("half", 1, normal_classes(0.02, 300_000, "F16"), ""), *asked, "F16").unlike == ("F16",)
-    fine = Model("fine", 1, SEEN.weights_by_class, "", rounded=False)
+    asked = TrainingSettings(1e-6), 200e6, 50.0
+    assert make_plan(ModelFacts("half", 1, normal_classes(0.02, 300_000, "F16"), ""), *asked, "F16").unlike == ("F16",)
+    fine = ModelFacts("fine", 1, SEEN.weights_by_class, "", rounded=False)
     assert make_plan(fine, *asked).unlike == ("start weights finer than the dtype",)
-    assumed = Model("assumed", 1, SEEN.weights_by_class, "", assumed=True)
+    assumed = ModelFacts("assumed", 1, SEEN.weights_by_class, "", assumed=True)
     assert make_plan(assumed, *asked).unlike == ("assumed magnitudes",)
 
 
 def test_the_most_is_the_largest_sync_of_each_codec_and_not_that_of_the_highest_density() -> None:
     counted = normal_classes(0.02, 50_000_000)  # at this rate the highest density comes early and is predictable
-    told = make_plan(Model("skewed", 300, counted, ""), Training(1e-5), 200e6, 50.0)
+    told = make_plan(ModelFacts("skewed", 300, counted, ""), TrainingSettings(1e-5), 200e6, 50.0)
     for codec in ("history", "context", "gap", "plain"):
         assert told.ways[codec].most_bytes == max(sync.sizes[codec] for sync in told.told.syncs)
     assert told.ways["history"].most_bytes > told.told.highest.sizes["history"]
@@ -140,5 +140,5 @@ def test_the_critical_magnitude_is_for_the_rate_and_the_dtype() -> None:
     scale = scale_of(np.array([0.02 * largest_normal(1_000_000)]), "F8_E4M3")
     counts = normal_classes(0.02 * scale, 1_000_000, "F8_E4M3")
     for lr, sure in ((1e-6, 16e-6), (1e-7, 0)):  # half of the least FP8 value is 2.3e-7 under this scale
-        model = Model("eight", 1, counts, "", rounded=False, by_scale={scale: counts})
-        assert make_plan(model, Training(lr), 200e6, 50.0, "F8_E4M3").critical == pytest.approx((sure, 32 * lr))
+        model = ModelFacts("eight", 1, counts, "", rounded=False, by_scale={scale: counts})
+        assert make_plan(model, TrainingSettings(lr), 200e6, 50.0, "F8_E4M3").critical == pytest.approx((sure, 32 * lr))

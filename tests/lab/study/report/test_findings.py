@@ -2,24 +2,24 @@
 
 import pytest
 
-from pulsesync.lab.study.recording import Bytes, Recording
+from pulsesync.lab.study.recording import PatchBytes, Recording
 from pulsesync.lab.study.report import findings
-from pulsesync.lab.study.report.findings import Place, Size, Spread, place
+from pulsesync.lab.study.report.findings import ModelPart, Size, Spread, place
 from tests.recordings import NAMES, header, made, step
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("model.layers.3.mlp.experts.7.up_proj.weight", Place("3", "mlp.experts.up_proj", 7)),
-        ("transformer.h.11.attn.c_attn.bias", Place("11", "attn.c_attn.bias")),
-        ("model.embed_tokens.weight", Place("–", "embed_tokens")),
-        ("experts.2.weight", Place("–", "experts", 2)),
-        ("layers.0", Place("0", "layers.0")),
-        ("lm_head.weight", Place("–", "lm_head")),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", ModelPart("3", "mlp.experts.up_proj", 7)),
+        ("transformer.h.11.attn.c_attn.bias", ModelPart("11", "attn.c_attn.bias")),
+        ("model.embed_tokens.weight", ModelPart("–", "embed_tokens")),
+        ("experts.2.weight", ModelPart("–", "experts", 2)),
+        ("layers.0", ModelPart("0", "layers.0")),
+        ("lm_head.weight", ModelPart("–", "lm_head")),
     ],
 )
-def test_a_name_says_where_a_tensor_is(name: str, where: Place) -> None:
+def test_a_name_says_where_a_tensor_is(name: str, where: ModelPart) -> None:
     assert place(name) == where
 
 
@@ -57,7 +57,9 @@ def test_a_plateau_takes_ten_steps() -> None:
 
 
 def test_sizes_are_means_and_what_was_not_predicted_is_not_zero() -> None:
-    one, other = (step(n, 1, 1, 1, 1, sizes={"gap": Bytes(100 * n, 300), "plain": Bytes(None, 700)}) for n in (1, 3))
+    one, other = (
+        step(n, 1, 1, 1, 1, sizes={"gap": PatchBytes(100 * n, 300), "plain": PatchBytes(None, 700)}) for n in (1, 3)
+    )
     found = findings.sizes(Recording(header(), (one, other)))
     assert (found["gap"].predicted, found["gap"].real) == (200, 300)
     assert (found["plain"].predicted, found["plain"].real) == (None, 700)
@@ -95,33 +97,33 @@ def test_a_spread_of_nothing_is_none() -> None:
     assert Spread.of([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 1.0)
 
 
-def with_sizes(*sizes: dict[str, Bytes]) -> Recording:
+def with_sizes(*sizes: dict[str, PatchBytes]) -> Recording:
     return Recording(header(), tuple(step(n, 1, 1, 1, 1, sizes=some) for n, some in enumerate(sizes)))
 
 
 def test_predicted_and_real_bytes_are_of_the_same_steps() -> None:
-    sizes = (Bytes(100, 90), Bytes(1000), Bytes(1000))
-    found = findings.sizes(with_sizes(*({"gap": size, "plain": Bytes(7 + n)} for n, size in enumerate(sizes))))
+    sizes = (PatchBytes(100, 90), PatchBytes(1000), PatchBytes(1000))
+    found = findings.sizes(with_sizes(*({"gap": size, "plain": PatchBytes(7 + n)} for n, size in enumerate(sizes))))
     assert found == {"gap": Size(100, 90, 1), "plain": Size(7, None, 1)}
 
 
 def test_codecs_are_compared_over_the_same_steps() -> None:
     """A run's first patch is long and by another codec; it must not count for one codec and not for the other."""
-    first = {"context": Bytes(9000, 9000), "history": Bytes(9000)}
-    later = [{"context": Bytes(110 + n), "history": Bytes(60 + n, 50 + n)} for n in (1, 2, 3)]
+    first = {"context": PatchBytes(9000, 9000), "history": PatchBytes(9000)}
+    later = [{"context": PatchBytes(110 + n), "history": PatchBytes(60 + n, 50 + n)} for n in (1, 2, 3)]
     found = findings.sizes(with_sizes(first, *later))
     assert found == {"context": Size(112, None, 3), "history": Size(62, 52, 3)}
     assert [size.smaller(5600) for size in found.values()] == [50, pytest.approx(5600 / 52)]
 
 
 def test_a_step_that_one_codec_was_not_looked_at_in_counts_for_none() -> None:
-    found = findings.sizes(with_sizes({"gap": Bytes(9000)}, {"gap": Bytes(20), "context": Bytes(10)}))
+    found = findings.sizes(with_sizes({"gap": PatchBytes(9000)}, {"gap": PatchBytes(20), "context": PatchBytes(10)}))
     assert found == {"gap": Size(20, None, 1), "context": Size(10, None, 1)}
 
 
 def test_codecs_without_a_step_in_common_are_not_compared() -> None:
     """Counted by headers, a step has the codec that it was published with, and no other."""
-    found = findings.sizes(with_sizes({"gap": Bytes(None, 900)}, *2 * [{"history": Bytes(None, 50)}]))
+    found = findings.sizes(with_sizes({"gap": PatchBytes(None, 900)}, *2 * [{"history": PatchBytes(None, 50)}]))
     assert found == {"gap": Size(None, 900, 1, comparable=False), "history": Size(None, 50, 2)}
     assert [size.smaller(5000) for size in found.values()] == [None, 100]
 

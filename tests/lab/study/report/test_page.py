@@ -5,7 +5,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from pulsesync.lab.study.recording import Recording, Seen
+from pulsesync.lab.study.recording import Recording, WatchedTensor
 from pulsesync.lab.study.report.page import page, write_report
 from pulsesync.lab.study.report.panels import plots
 from tests.recordings import header, made, step
@@ -46,7 +46,7 @@ class Tree(HTMLParser):
 
 def test_every_plot_that_has_something_to_show_is_there() -> None:
     kinds = replace(
-        header(), tensors=(*header().tensors[:3], Seen("model.layers.1.mlp.up_proj.weight", (1,), 1000, 100))
+        header(), tensors=(*header().tensors[:3], WatchedTensor("model.layers.1.mlp.up_proj.weight", (1,), 1000, 100))
     )
     assert {plot.anchor for plot in plots(Recording(kinds, made().steps))} == ALL
 
@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_else() -> None:
 
 def test_names_and_facts_are_not_believed() -> None:
     evil = "<script>alert(1)</script>"
-    tensors = (Seen(f"layers.0.{evil}", (1,), 1000, 100), *header().tensors[1:])
+    tensors = (WatchedTensor(f"layers.0.{evil}", (1,), 1000, 100), *header().tensors[1:])
     told = replace(header(), tensors=tensors, facts={evil: evil, "betas": evil})
     text = page(Recording(told, made().steps), evil)
     assert "<script" not in text

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pulsesync.lab.demo.policy import SHIPPED, Shape
+from pulsesync.lab.demo.policy import SHIPPED, PolicyShape
 
 CONFIG = "config.json"
 
@@ -30,7 +30,7 @@ class Arm:
     warm_up: int = 20  # steps
     delay: int = 0  # batches that the weights which play are behind
     updates: int = 1  # optimizer steps on a batch
-    shape: Shape = SHIPPED
+    shape: PolicyShape = SHIPPED
     prompts: int = 32  # a batch
     group: int = 16  # completions of each
     steps: int = 200  # of the optimizer
@@ -83,7 +83,8 @@ class Experiment:
         """What `save` wrote."""
         told = json.loads((folder / CONFIG).read_text())
         arms = tuple(
-            Arm(**{**arm, "betas": tuple(arm["betas"]), "shape": Shape(**arm["shape"])}) for arm in told.pop("arms")
+            Arm(**{**arm, "betas": tuple(arm["betas"]), "shape": PolicyShape(**arm["shape"])})
+            for arm in told.pop("arms")
         )
         published = tuple(Row(**row) for row in told.pop("published"))
         seeds, tables = tuple(told.pop("seeds")), tuple(told.pop("tables"))

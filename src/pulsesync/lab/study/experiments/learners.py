@@ -21,7 +21,7 @@ VALUE_RATE = 1e-3  # of the value head, which begins at zero; the policy's own r
 MEMORY = 0.9  # of REINFORCE's baseline
 
 
-class Game(Protocol):
+class TrainingGame(Protocol):
     """What the loop needs of rl's games beyond what the demo does."""
 
     group: int
@@ -43,7 +43,7 @@ Step = Callable[[], Tensor]  # takes one optimizer step, returns the loss before
 class Learner:
     """GRPO, and what others share with it."""
 
-    def __init__(self, arm: Arm, game: Game, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, arm: Arm, game: TrainingGame, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.arm, self.game, self.policy, self.optimizer = arm, game, policy, optimizer
 
     def prepare(self, rollouts: Rollouts) -> Step:
@@ -75,7 +75,7 @@ class Supervised(Learner):
 class PPO(Learner):
     """Advantages by token, from a value that is read off the policy's own thoughts; clipped as in GRPO."""
 
-    def __init__(self, arm: Arm, game: Game, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, arm: Arm, game: TrainingGame, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(arm, game, policy, optimizer)
         if not isinstance(policy, Policy):
             raise PulseError("PPO is for the demo's policy: a language model has no value head here")
@@ -132,6 +132,6 @@ def advantages(values: Tensor, rewards: Tensor) -> Tensor:
     return better
 
 
-def make_learner(arm: Arm, game: Game, policy: nn.Module, optimizer: torch.optim.Optimizer) -> Learner:
+def make_learner(arm: Arm, game: TrainingGame, policy: nn.Module, optimizer: torch.optim.Optimizer) -> Learner:
     kinds: dict[str, type[Learner]] = {"grpo": Learner, "reinforce": Reinforce, "ppo": PPO, "sft": Supervised}
     return kinds[arm.algorithm](arm, game, policy, optimizer)

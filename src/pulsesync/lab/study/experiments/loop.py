@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from pulsesync.errors import PulseError
-from pulsesync.lab.demo.game import Sums
+from pulsesync.lab.demo.game import AdditionGame
 from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.lab.demo.policy import SHIPPED, Policy, pretrained
 from pulsesync.lab.demo.pretrain import pretrain, save, share_of
 from pulsesync.lab.study.experiments import control
 from pulsesync.lab.study.experiments.arm import Arm
 from pulsesync.lab.study.experiments.follower import Follower
-from pulsesync.lab.study.experiments.learners import Game, make_learner
+from pulsesync.lab.study.experiments.learners import TrainingGame, make_learner
 from pulsesync.lab.study.experiments.optimizers import make_optimizer
 from pulsesync.lab.study.recorder import Recorder
 
@@ -73,7 +73,9 @@ def _check(recorder: Recorder) -> None:
         raise PulseError(f"recording ended early: {recorder.fault!r}") from recorder.fault
 
 
-def _gather(arm: Arm, game: Game, follower: Follower, batch: int, seed: int) -> tuple[Rollouts, dict[str, float]]:
+def _gather(
+    arm: Arm, game: TrainingGame, follower: Follower, batch: int, seed: int
+) -> tuple[Rollouts, dict[str, float]]:
     """A batch to learn from, and its reward where something was played."""
     if arm.algorithm == "sft" and batch % LOOK_EVERY:
         return game.show(arm.prompts, seed), {}
@@ -107,12 +109,12 @@ def warm_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.Optimiz
     return optimizer
 
 
-def open_game(arm: Arm, policies: Path) -> Game:
+def open_game(arm: Arm, policies: Path) -> TrainingGame:
     if arm.game == "language":
         from pulsesync.lab.demo.language import LanguageModel
 
         return LanguageModel(arm.model, arm.group, arm.device)
-    return Sums(arm.group, arm.device, lambda: begin(arm, policies))
+    return AdditionGame(arm.group, arm.device, lambda: begin(arm, policies))
 
 
 def kept(arm: Arm, policies: Path) -> Path:

@@ -16,7 +16,7 @@ TWO_DIGITS = "two digits that count"  # a form, for figures from 0.01 to 1000 in
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """Columns of the results that belong together: their keys, and how they are headed and written."""
 
     title: str
@@ -26,20 +26,20 @@ class Table:
 
 
 TABLES = {
-    "windows": Table(
+    "windows": ResultTable(
         "Weights unchanged after k steps, % (min: the worst step)",
         {"k1": "k = 1", "min": "min", "k2": "2", "k4": "4", "k8": "8", "k16": "16", "k32": "32"}, ".3f",
     ),
-    "profile": Table(
+    "profile": ResultTable(
         "Over the run: weights unchanged in a step, % (trough: the lowest ten in a row; plateau: the second half)",
         {"first": "first step", "trough": "trough", "trough step": "at step", "plateau": "plateau"}, ".3f",
         {"trough step": ".0f"},
     ),
-    "dtypes": Table(
+    "dtypes": ResultTable(
         "Unchanged in a step by dtype, %",
         {"F32": "FP32", "F16": "FP16", "BF16": "BF16", "F8_E4M3": "FP8 e4m3"}, ".3f",
     ),
-    "changes": Table(
+    "changes": ResultTable(
         "What changes (overlap: of the changes, those of a step before; later: the second half; bits: shortest codec)",
         {
             "one unit": "by one unit, %", "overlap early": "overlap, steps 2–3, %", "overlap late": "overlap, later, %",
@@ -49,7 +49,7 @@ TABLES = {
         },
         ".1f", {"moved": TWO_DIGITS, **dict.fromkeys(("bits", "median", "reward first", "reward last"), ".3f")},
     ),
-    "experts": Table(
+    "experts": ResultTable(
         "Experts",
         {
             "experts": "experts", "experts changed": "changed in a step, %", "experts never": "never in ten steps, %",
@@ -61,7 +61,7 @@ TABLES = {
 
 
 @dataclass(frozen=True)
-class Line:
+class ResultRow:
     """One row of a table: ours, from several seeds, or published."""
 
     name: str
@@ -142,14 +142,14 @@ def write_index(out: Path) -> None:
     (out / "results.md").write_text("\n".join(page))
 
 
-def _lines(experiment: Experiment, folder: Path) -> list[Line]:
+def _lines(experiment: Experiment, folder: Path) -> list[ResultRow]:
     """Arms, each with what stands under it, then what is published beside."""
-    lines: list[Line] = []
+    lines: list[ResultRow] = []
     for arm in experiment.arms:
         for prefix, told in (("", ""), ("critic-", ", critic")):
             found = _measured(arm, experiment.seeds, folder, prefix)
             if found or not prefix:
-                lines.append(Line(arm.name + told, found))
+                lines.append(ResultRow(arm.name + told, found))
         lines += [_published(row) for row in experiment.published if row.beside == arm.name]
     known = {arm.name for arm in experiment.arms}
     return lines + [_published(row) for row in experiment.published if row.beside not in known]
@@ -173,12 +173,12 @@ def _measured(arm: Arm, seeds: Sequence[int], folder: Path, prefix: str) -> dict
     return columns
 
 
-def _published(row: Row) -> Line:
+def _published(row: Row) -> ResultRow:
     figures = {name: value if isinstance(value, str) else (value,) for name, value in row.figures.items()}
-    return Line(f"{row.source}: {row.name}", figures, published=True)
+    return ResultRow(f"{row.source}: {row.name}", figures, published=True)
 
 
-def _table(table: Table, lines: Sequence[Line]) -> list[str]:
+def _table(table: ResultTable, lines: Sequence[ResultRow]) -> list[str]:
     """Rows that have something to say in it; columns that somebody fills."""
     columns = [column for column in table.columns if any(line.figures.get(column) for line in lines)]
     out = [f"## {table.title}", "", f"| | {' | '.join(table.columns[column] for column in columns)} |"]
@@ -190,5 +190,5 @@ def _table(table: Table, lines: Sequence[Line]) -> list[str]:
     return [*out, ""]
 
 
-def _name(line: Line) -> str:
+def _name(line: ResultRow) -> str:
     return f"*{line.name}*" if line.published else line.name

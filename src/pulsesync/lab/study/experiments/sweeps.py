@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from pulsesync.errors import PulseError
-from pulsesync.lab.demo.policy import Shape
+from pulsesync.lab.demo.policy import PolicyShape
 from pulsesync.lab.study.experiments import published
 from pulsesync.lab.study.experiments.arm import Algorithm, Arm, Experiment, Masters
 from pulsesync.lab.study.experiments.published import sparsity
 
 RATES = (5e-7, 1e-6, 3e-6, 5e-6)
 SGD_RATE = 0.003  # see optimizer_sweep
-TINY = Shape(32, 2, 2)
+TINY = PolicyShape(32, 2, 2)
 
 _BASE = Arm("GRPO, 3e-6")
 _MASTERS = (
@@ -71,7 +71,7 @@ def delay_sweep() -> Experiment:
 
 def scale_sweep() -> Experiment:
     arms = [
-        replace(_BASE, name=f"width {width}", shape=Shape(width, heads=width // 32))
+        replace(_BASE, name=f"width {width}", shape=PolicyShape(width, heads=width // 32))
         for width in (64, 96, 128, 256, 384)
     ]
     arms.insert(3, replace(_BASE, name="width 160"))
@@ -187,9 +187,9 @@ def sft_sweep() -> Experiment:
 
 def moe_sweep() -> Experiment:
     arms = [
-        replace(_BASE, name="8 experts", shape=Shape(128, experts=8)),
-        replace(_BASE, name="8 experts, 4 prompts a batch", shape=Shape(128, experts=8), prompts=4, group=8),
-        replace(_BASE, name="32 experts", shape=Shape(64, experts=32)),
+        replace(_BASE, name="8 experts", shape=PolicyShape(128, experts=8)),
+        replace(_BASE, name="8 experts, 4 prompts a batch", shape=PolicyShape(128, experts=8), prompts=4, group=8),
+        replace(_BASE, name="32 experts", shape=PolicyShape(64, experts=32)),
     ]
     differs = (
         "A batch here has some thousand tokens, so that of 8 experts hardly any goes without one; of 32 many do, "
@@ -239,7 +239,7 @@ def quick(experiment: Experiment) -> Experiment:
     """The same with four steps of a few samples, and tiny policies where they have to be made: to see that it works."""
 
     def smaller(arm: Arm) -> Arm:
-        shape = arm.shape if arm.shape == Shape() else replace(TINY, experts=min(arm.shape.experts, 4))
+        shape = arm.shape if arm.shape == PolicyShape() else replace(TINY, experts=min(arm.shape.experts, 4))
         steps = 12 if arm.game == "pendulum" else 4
         return replace(arm, steps=steps, prompts=2, group=4, pretraining=20, shape=shape)
 

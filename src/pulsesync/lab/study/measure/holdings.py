@@ -29,7 +29,7 @@ _LABELS = {label: name for name, label in FLOATS.items()}
 
 
 @dataclass(frozen=True)
-class Held:
+class CountedTensor:
     """A tensor of which this process counts some weights."""
 
     name: str
@@ -48,10 +48,10 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalTensors:
     """Tensors in the order in which they are counted, by device; those of one device lie next to each other."""
 
-    tensors: tuple[Held, ...]
+    tensors: tuple[CountedTensor, ...]
     names: frozenset[str]  # of all that was shown, counted or not
 
     @property
@@ -83,14 +83,14 @@ class Holding:
         return [state[tensor.name] for tensor in self.tensors]
 
 
-def hold(named: Iterable[tuple[str, Any]]) -> tuple[Holding, list[Any]]:
+def hold(named: Iterable[tuple[str, Any]]) -> tuple[LocalTensors, list[Any]]:
     """What of these tensors this process counts, each memory once and floats alone; and these, in that order.
 
     Raises:
         StateError: something that is no tensor, or a DTensor that is not added up.
     """
     places: set[tuple[Any, ...]] = set()
-    found: list[tuple[Held, Any]] = []
+    found: list[tuple[CountedTensor, Any]] = []
     names = set()
     for name, value in named:
         names.add(name)
@@ -101,7 +101,7 @@ def hold(named: Iterable[tuple[str, Any]]) -> tuple[Holding, list[Any]]:
         found.append((held, value))
     first = {device: n for n, device in reversed(list(enumerate(held.device for held, _ in found)))}
     found.sort(key=lambda one: first[one[0].device])  # stable: otherwise as they came
-    return Holding(tuple(held for held, _ in found), frozenset(names)), [value for _, value in found]
+    return LocalTensors(tuple(held for held, _ in found), frozenset(names)), [value for _, value in found]
 
 
 def flats(values: Sequence[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def rank_and_size() -> tuple[int, int]:
     return int(distributed.get_rank()), int(distributed.get_world_size())
 
 
-def _held(name: str, value: Any) -> Held | None:
+def _held(name: str, value: Any) -> CountedTensor | None:
     local = _local(value)
     torch = sys.modules.get("torch")
     if isinstance(local, np.ndarray):
@@ -138,7 +138,7 @@ def _held(name: str, value: Any) -> Held | None:
     dtype = _LABELS.get(str(local.dtype).removeprefix("torch."))
     if dtype is None or not _counts_here(name, value):
         return None
-    return Held(name, tuple(int(n) for n in value.shape), _local_shape(value), dtype, device)
+    return CountedTensor(name, tuple(int(n) for n in value.shape), _local_shape(value), dtype, device)
 
 
 def _counts_here(name: str, value: Any) -> bool:

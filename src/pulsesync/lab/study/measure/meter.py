@@ -23,7 +23,7 @@ from pulsesync.lab.study.measure.sample import choose
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeterSettings:
     """What is to be seen."""
 
     dtype: str
@@ -34,7 +34,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Sight:
+class MeterReading:
     """What one look found; arrays by tensor are in the order of the tensors."""
 
     tally: Tally
@@ -49,7 +49,7 @@ class Meter:
     """Of tensors of one device. They are only read, and nothing of them is kept but casts."""
 
     def __init__(
-        self, sizes: Sequence[int], columns: Sequence[int], plan: Plan, buffers: Buffers, counting: Any
+        self, sizes: Sequence[int], columns: Sequence[int], plan: MeterSettings, buffers: Buffers, counting: Any
     ) -> None:  # fmt: skip
         self.plan, self.buffers, self.counting = plan, buffers, counting
         self.strides = choose(sizes, columns, plan.sample)
@@ -58,12 +58,12 @@ class Meter:
         self.shift = shift
         sampled = [stride.count for stride in self.strides]
         self.sizes = list(sizes) if plan.whole else sampled
-        self.kept = _Kept(self.sizes, self)
-        self.seen = _Seen(sampled, self)
+        self.kept = _ReferenceCopy(self.sizes, self)
+        self.seen = _SampleState(sampled, self)
 
     def look(
         self, flats: Sequence[Any], gradients: Sequence[Any] | None = None, rates: Sequence[float] | None = None
-    ) -> Sight | None:  # fmt: skip
+    ) -> MeterReading | None:  # fmt: skip
         """Count what changed since the last look; None for the first one."""
         sampled = [stride.of(flat) for stride, flat in zip(self.strides, flats, strict=True)]
         compared = flats if self.plan.whole else sampled
@@ -86,7 +86,7 @@ class Meter:
         row, *found = self.counting.home(rows + list(named.values()))
         tally, by_name = Tally.of(row), dict(zip(named, found, strict=True))
         self.kept.weights = weights - tally.leaving + tally.entering
-        return Sight(
+        return MeterReading(
             tally,
             weights,
             {k: by_name[f"window {k}"] for k in self.plan.windows if f"window {k}" in by_name},
@@ -115,7 +115,7 @@ class _Chunk:
         return sum(end - begin for begin, end in self.pieces)
 
 
-class _Kept:
+class _ReferenceCopy:
     """The copy that all weights are compared with, or those of the sample."""
 
     def __init__(self, sizes: Sequence[int], meter: Meter) -> None:
@@ -158,7 +158,7 @@ def _chunks(sizes: Sequence[int], buffers: Buffers) -> Iterator[_Chunk]:
         yield _Chunk(begin, first, pieces, buffers.ends([b - a for a, b in pieces]))
 
 
-class _Seen:
+class _SampleState:
     """The sample: its values now and a step before, in every dtype of contrast, and its states of many steps."""
 
     def __init__(self, counts: Sequence[int], meter: Meter) -> None:

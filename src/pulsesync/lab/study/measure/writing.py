@@ -5,10 +5,10 @@ from typing import TextIO
 
 from pulsesync.errors import PulseError
 from pulsesync.lab.study.measure.holdings import rank_and_size
-from pulsesync.lab.study.recording import Header, Recording, Step, header_line, step_line
+from pulsesync.lab.study.recording import Recording, RecordingHeader, Step, header_line, step_line
 
 
-class Lines:
+class RecordingWriter:
     """A recording that grows. With a file nothing is kept in memory; it is there, and empty, from the first.
 
     Raises:
@@ -18,7 +18,7 @@ class Lines:
     def __init__(self, out: str | Path | None) -> None:
         self._out = None if out is None else Path(out)
         self._file: TextIO | None = None
-        self._header: Header | None = None
+        self._header: RecordingHeader | None = None
         self._steps: list[Step] = []
         if self._out is not None:
             self._file = _create(_of_rank(self._out))
@@ -27,7 +27,7 @@ class Lines:
     def begun(self) -> bool:
         return self._header is not None
 
-    def begin(self, header: Header) -> None:
+    def begin(self, header: RecordingHeader) -> None:
         """Write the first line. A rank that counts nothing does so too: else its file would seem lost."""
         if self._out is not None and self._file is not None:
             if Path(self._file.name) != (place := _of_rank(self._out)):  # ranks have met since
@@ -51,7 +51,7 @@ class Lines:
         """All of it so far."""
         if self._file is not None and self.begun:
             return Recording.read(self._file.name)
-        return Recording(self._header or Header(dtype, ()), tuple(self._steps))
+        return Recording(self._header or RecordingHeader(dtype, ()), tuple(self._steps))
 
     def close(self) -> None:
         """Of nothing there is no file."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pulsesync.lab.study.predict import theory
-from pulsesync.lab.study.predict.forecast import Optimizer, Training
+from pulsesync.lab.study.predict.forecast import Optimizer, TrainingSettings
 
 Kind = Literal["trained", "random"]  # what the run begins with: a trained model, or one fresh from initialisation
 Range = tuple[float, float]
@@ -58,7 +58,7 @@ MEASURED: Mapping[tuple[Optimizer, theory.Betas, bool], tuple[Evidence, ...]] = 
 }
 
 
-def find(training: Training) -> tuple[Evidence, ...]:
+def find(training: TrainingSettings) -> tuple[Evidence, ...]:
     """What was measured with this optimizer, these betas and masters (or none), at any rate, on enough models."""
     found = MEASURED.get((training.optimizer, training.betas, training.masters), ())
     return tuple(one for one in found if one.models >= FEWEST_MODELS)

@@ -48,7 +48,7 @@ Optimizer = Literal["adamw", "lion"]  # those whose moves follow from the learni
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """How weights are trained, and how often they are sent."""
 
     lr: float
@@ -69,7 +69,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Sync:
+class ForecastSync:
     """What is expected of one sync."""
 
     density: float
@@ -80,33 +80,33 @@ class Sync:
 class Forecast:
     """The syncs of a run's beginning, in order, and what changes over windows of k steps at the end of them."""
 
-    syncs: tuple[Sync, ...]
+    syncs: tuple[ForecastSync, ...]
     windows: dict[int, float] = field(default_factory=dict)
 
     @property
-    def first(self) -> Sync:
+    def first(self) -> ForecastSync:
         return self.syncs[0]
 
     @property
-    def highest(self) -> Sync:
+    def highest(self) -> ForecastSync:
         return max(self.syncs, key=lambda sync: sync.density)
 
     @property
-    def plateau(self) -> Sync:
+    def plateau(self) -> ForecastSync:
         """The mean of the last half."""
         return self.mean(len(self.syncs) // 2)
 
-    def mean(self, begin: int = 0, end: int | None = None) -> Sync:
+    def mean(self, begin: int = 0, end: int | None = None) -> ForecastSync:
         """The mean over some of the syncs."""
         some = self.syncs[begin:end]
         codecs = {codec: round(sum(sync.sizes[codec] for sync in some) / len(some)) for codec in some[0].sizes}
-        return Sync(sum(sync.density for sync in some) / len(some), codecs)
+        return ForecastSync(sum(sync.density for sync in some) / len(some), codecs)
 
 
 def forecast(
     weights_by_class: Counts,
     tensors: int,
-    training: Training,
+    training: TrainingSettings,
     dtype: str = "BF16",
     *,
     by_scale: ByScale | None = None,
@@ -147,7 +147,7 @@ def forecast(
     return Forecast(tuple(syncs), windows)
 
 
-def simulate_moves(training: Training, steps: int) -> Floats:  # (steps, PATHS)
+def simulate_moves(training: TrainingSettings, steps: int) -> Floats:  # (steps, PATHS)
     """What the optimizer adds to weights, step by step, for gradients as the module's docstring has them."""
     words = np.random.Generator(np.random.PCG64(0))
     mean = words.standard_normal((3, PATHS)).prod(axis=0)
@@ -251,7 +251,7 @@ class _Watcher:
     def share(self, changed: NDArray[np.bool_]) -> float:
         return float(self.each[changed].sum()) / max(self.size, 1)
 
-    def look(self) -> Sync:
+    def look(self) -> ForecastSync:
         shift = self.sample.kind.exponent_shift or 0
         if self.seen % EPOCH_PATCHES == 0:
             self.last[:] = 0
@@ -269,7 +269,7 @@ class _Watcher:
         self.last = np.where(changed, self.seen % EPOCH_PATCHES + 1, self.last)
         self.went_up = np.where(changed, up, self.went_up)
         self.changed, self.before, self.seen = changed, self.sample.bits, self.seen + 1
-        return Sync(self.share(changed), found)
+        return ForecastSync(self.share(changed), found)
 
     def _ordered(self, bits: NDArray[Any]) -> Ints:
         """Bits as whole numbers in the order of the values."""

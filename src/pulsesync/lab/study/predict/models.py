@@ -40,7 +40,7 @@ _FAMILIES: Mapping[str, tuple[int, bool, bool]] = {
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFacts:
     """What is known of a model."""
 
     name: str
@@ -56,7 +56,9 @@ class Model:
         return sum(self.weights_by_class.values())
 
 
-def read_model(path: str | Path, dtype: str = "BF16", progress: Callable[[float], None] = lambda share: None) -> Model:
+def read_model(
+    path: str | Path, dtype: str = "BF16", progress: Callable[[float], None] = lambda share: None
+) -> ModelFacts:
     """Look at a checkpoint (a safetensors file, or a folder with them), or at a config.json (or a folder with that).
 
     Raises:
@@ -102,7 +104,7 @@ def scale_of(weights: NDArray[Any], dtype: str) -> float:
 # Checkpoints
 
 
-def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) -> Model:
+def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) -> ModelFacts:
     from pulsesync.state.checkpoint_files import open_checkpoint
 
     opened = open_checkpoint(path)
@@ -123,7 +125,7 @@ def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) ->
         progress(done / total)
     looked = "all" if every == 1 else f"one in {every}"
     rounded = all(_holds(array.dtype, dtype) for array in floats.values())
-    return Model(
+    return ModelFacts(
         path.resolve().name, len(floats), scaled.by_class(), f"{looked} of its weights looked at", rounded=rounded,
         by_scale=scaled.by_scale() if dtype in LARGEST else {},
     )  # fmt: skip
@@ -168,7 +170,7 @@ def classes_of(weights: NDArray[Any], dtype: str = "BF16") -> NDArray[np.int64]:
 # Configurations
 
 
-def _of_config(path: Path, dtype: str) -> Model:
+def _of_config(path: Path, dtype: str) -> ModelFacts:
     try:
         config = json.loads(path.read_bytes())
         config = config.get("text_config", config) | {"model_type": config["model_type"]}
@@ -187,7 +189,7 @@ def _of_config(path: Path, dtype: str) -> Model:
     scaled.add(one, {int(classes_of(np.array([one], np.float32), dtype)[0]): vectors})
     source = f"magnitudes are assumed: normal with a standard deviation of {scale:g} (initializer_range)"
     rounded = dtype in ("BF16", "F16", "F32")  # as it is published, in BF16 most likely
-    return Model(
+    return ModelFacts(
         path.resolve().parent.name, len(shapes), scaled.by_class(), source, assumed=True, rounded=rounded,
         by_scale=scaled.by_scale() if dtype in LARGEST else {},
     )  # fmt: skip

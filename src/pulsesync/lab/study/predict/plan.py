@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from pulsesync.core.threads import default_threads
 from pulsesync.core.types import DTYPES
-from pulsesync.group.cost_model import ASSUMED, Costs, Load, Method, Work
-from pulsesync.group.cost_model import Way as Assumed
+from pulsesync.group.cost_model import ASSUMED, CostModel, EndpointTime, Method, TransferLoad
+from pulsesync.group.cost_model import MethodCost as Assumed
 from pulsesync.lab.study.predict import evidence, theory
 from pulsesync.lab.study.predict.evidence import Evidence
-from pulsesync.lab.study.predict.forecast import Forecast, Sync, Training, forecast
-from pulsesync.lab.study.predict.models import Model
+from pulsesync.lab.study.predict.forecast import Forecast, ForecastSync, TrainingSettings, forecast
+from pulsesync.lab.study.predict.models import ModelFacts
 
 GOAL = 0.9  # utilisation that is asked for
 ENOUGH = 0.98  # utilisation with full weights beyond which patches gain little
@@ -28,7 +28,7 @@ _METHODS: Mapping[Method, str] = {"coded": "history", "gap": "gap", "dense": "fu
 
 
 @dataclass(frozen=True)
-class Way:
+class TransferOption:
     """One way to send a version: the bytes of a sync, their mean and their most, and what follows from the mean."""
 
     size_bytes: int
@@ -38,16 +38,16 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SyncPlan:
     """The answer. Bytes are means over the look-ahead but where they are called the most."""
 
-    model: Model
+    model: ModelFacts
     dtype: str
-    training: Training
+    training: TrainingSettings
     bandwidth: float  # bits a second
     step_s: float  # between two syncs
     told: Forecast
-    ways: Mapping[str, Way]  # by codec, and "full"
+    ways: Mapping[str, TransferOption]  # by codec, and "full"
     best: str  # of the ways
     took: Mapping[str, float]  # seconds of a sync, by way, with encoding and decoding
     cores: int  # at each end, for encoding and decoding
@@ -117,14 +117,14 @@ class Plan:
 
 
 def make_plan(
-    model: Model,
-    training: Training,
+    model: ModelFacts,
+    training: TrainingSettings,
     bandwidth: float,
     step_s: float,
     dtype: str = "BF16",
     *,
     cores: int | None = None,
-) -> Plan:
+) -> SyncPlan:
     """Plan a run.
 
     Args:
@@ -144,38 +144,42 @@ def make_plan(
     mean = told.mean()
     ways = {codec: _way(codec, mean, told, full, bandwidth, between_s) for codec in CODECS}
     took = _seconds(model.size, full, mean, bandwidth, cores)
-    return Plan(model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took, cores)
+    return SyncPlan(
+        model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took, cores
+    )
 
 
-def _way(codec: str, mean: Sync, told: Forecast, full: int, bandwidth: float, between_s: float) -> Way:
+def _way(
+    codec: str, mean: ForecastSync, told: Forecast, full: int, bandwidth: float, between_s: float
+) -> TransferOption:
     size = most = full
     if codec != "full":
         size, most = mean.sizes[codec], max(sync.sizes[codec] for sync in told.syncs)
     seconds = 8 * size / bandwidth
-    return Way(size, most, seconds, between_s / (between_s + seconds))
+    return TransferOption(size, most, seconds, between_s / (between_s + seconds))
 
 
-def _seconds(size: int, full: int, mean: Sync, bandwidth: float, cores: int) -> dict[str, float]:
+def _seconds(size: int, full: int, mean: ForecastSync, bandwidth: float, cores: int) -> dict[str, float]:
     """How long a sync by each method takes: `costs` adds up link and work, with bytes as they are forecast."""
-    load = Load(size, full, mean.density * size)
+    load = TransferLoad(size, full, mean.density * size)
     ways = {method: _on_cores(way, cores) for method, way in ASSUMED.items()}
     for method, codec in _METHODS.items():
         if method != "dense":
             ways[method] = replace(ways[method], change_bytes=mean.sizes[codec] / max(load.changed, 1.0))
-    costs = Costs(ways, byte_s=8 / bandwidth, link_known=True)
+    costs = CostModel(ways, byte_s=8 / bandwidth, link_known=True)
     return {codec: costs.seconds(method, load) for method, codec in _METHODS.items()}
 
 
 def _on_cores(way: Assumed, cores: int) -> Assumed:
     """`costs.ASSUMED` was measured on two cores; work is taken to spread evenly over more."""
 
-    def work(of: Work) -> Work:
-        return Work(of.per_weight * 2 / cores, of.per_change * 2 / cores)
+    def work(of: EndpointTime) -> EndpointTime:
+        return EndpointTime(of.per_weight * 2 / cores, of.per_change * 2 / cores)
 
     return Assumed(work(way.source), work(way.receiver), work(way.apply), way.change_bytes)
 
 
-def _choose(took: Mapping[str, float], ways: Mapping[str, Way], between_s: float) -> str:
+def _choose(took: Mapping[str, float], ways: Mapping[str, TransferOption], between_s: float) -> str:
     """Of the ways that are quick enough, or else within a twentieth of the quickest, the one with the fewest bytes."""
     near = [way for way, seconds in took.items() if seconds <= max(1.05 * min(took.values()), LITTLE * between_s)]
     return min(near, key=lambda way: ways[way].size_bytes)

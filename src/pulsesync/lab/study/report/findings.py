@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pulsesync.core.types import DTYPES
-from pulsesync.lab.study.recording import Bytes, Recording, Step
+from pulsesync.lab.study.recording import PatchBytes, Recording, Step
 
 _NUMBER = re.compile(r"(?:^|\.)(?P<what>\w+)\.(?P<number>\d+)(?=\.|$)")
 OUTSIDE = "–"  # the layer of a tensor that is in none
@@ -55,7 +55,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPart:
     """Where in a model a tensor is, by its name."""
 
     layer: str  # a number, or OUTSIDE
@@ -63,7 +63,7 @@ class Place:
     expert: int | None = None
 
 
-def place(name: str) -> Place:
+def place(name: str) -> ModelPart:
     """`model.layers.3.mlp.experts.7.up_proj.weight` is `mlp.experts.up_proj` of expert 7 in layer 3."""
     layer, expert, end, kind = OUTSIDE, None, 0, name
     for found in _NUMBER.finditer(name):
@@ -74,7 +74,7 @@ def place(name: str) -> Place:
     if layer != OUTSIDE:
         kind = name[end:].lstrip(".") or name
     kind = kind.removeprefix("model.").removesuffix(".weight")
-    return Place(layer, re.sub(r"(experts?)\.\d+", r"\1", kind), expert)
+    return ModelPart(layer, re.sub(r"(experts?)\.\d+", r"\1", kind), expert)
 
 
 def full_bytes(recording: Recording) -> int:
@@ -214,7 +214,7 @@ def prediction_error(recording: Recording, codec: str) -> float | None:
     return sum(s.predicted or 0 for s in both) / sum(s.real or 0 for s in both) - 1 if both else None
 
 
-def _mean_size(sizes: Sequence[Bytes], comparable: bool) -> Size:
+def _mean_size(sizes: Sequence[PatchBytes], comparable: bool) -> Size:
     predicted, real = _mean([size.predicted for size in sizes]), _mean([size.real for size in sizes])
     return Size(predicted, real, len(sizes), comparable)
 

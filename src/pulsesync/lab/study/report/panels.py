@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pulsesync.lab.charts import Bars, Chart, HeatMap, Mark, Panel
+from pulsesync.lab.charts import Bars, Chart, ChartPoint, HeatMap, Panel
 from pulsesync.lab.study.predict.theory import adam_bound, critical_magnitude
 from pulsesync.lab.study.recording import Recording
 from pulsesync.lab.study.report import findings
@@ -57,7 +57,7 @@ def _over_time(recording: Recording) -> Plot | None:
         "Weights unchanged by a step, %",
         {"unchanged": points},
         x_label="step",
-        marks=[Mark(x, y, f"lowest: {y:.2f} % at step {x}")] if len(points) > 1 else [],
+        marks=[ChartPoint(x, y, f"lowest: {y:.2f} % at step {x}")] if len(points) > 1 else [],
         verticals={} if end is None else {"warm-up ends": end},
         dots=len(points) <= 40,
     )
