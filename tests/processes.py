@@ -47,9 +47,12 @@ def join_group(folder: str, name: str, rank: int, size: int) -> None:
     from datetime import timedelta
 
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=size,
+        "gloo",
+        init_method=f"file://{folder}/{name}",
+        rank=rank,
+        world_size=size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )  # fmt: skip
+    )
 
 
 def die() -> None:
@@ -66,10 +69,14 @@ class Fleet:
         self.folder = folder
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "tests.processes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert self.zygote.stdout is not None
         assert self.zygote.stdout.readline() == "ready\n"
         self.count = 0

@@ -24,15 +24,22 @@ def header(**more: Any) -> RecordingHeader:
 def step(number: int, *changed: int, **more: Any) -> Step:
     total = sum(changed)
     told: dict[str, Any] = {
-        "again": total // 2 if number else 0, "same_way": total // 4 if number else 0, "up": total // 2,
-        "units": {1: total - 2, 3: 2}, "by_class": {110: total // 2, 115: total - total // 2},
+        "again": total // 2 if number else 0,
+        "same_way": total // 4 if number else 0,
+        "up": total // 2,
+        "units": {1: total - 2, 3: 2},
+        "by_class": {110: total // 2, 115: total - total // 2},
         "weights_by_class": {110: 400, 115: 3600},
         "windows": {1: (1, 1, 1, 1), **({2: (2, 2, 2, 2)} if number else {})},
-        "contrast": {"F16": (10, 10, 10, 10), "F32": (100, 100, 100, 99)}, "gradients": (99, 99, 99, 99),
-        "moved": {-4: 30, 0: 60, 2: 10}, "hot": 0.1, "lr": min(number + 1, 3) * 1e-6, "seconds": 0.5,
+        "contrast": {"F16": (10, 10, 10, 10), "F32": (100, 100, 100, 99)},
+        "gradients": (99, 99, 99, 99),
+        "moved": {-4: 30, 0: 60, 2: 10},
+        "hot": 0.1,
+        "lr": min(number + 1, 3) * 1e-6,
+        "seconds": 0.5,
         "sizes": {"gap": PatchBytes(200), "history": PatchBytes(100, 80), "dense": PatchBytes(8000)},
         "facts": {"reward": number / 10},
-    }  # fmt: skip
+    }
     return Step(number, changed, **{**told, **more})
 
 

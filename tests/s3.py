@@ -91,8 +91,12 @@ def started(weed: str, data: Path, ports: list[int], log: Path) -> Iterator[subp
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-c", START, *command],
-            env={**os.environ, **keys}, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=data,
-        )  # fmt: skip
+            env={**os.environ, **keys},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=data,
+        )
     try:
         yield process
     finally:

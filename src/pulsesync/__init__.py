@@ -28,9 +28,17 @@ if TYPE_CHECKING:
     from pulsesync.state.slices import Slice
 
 __all__ = [
-    "PublishReport", "Publisher", "PulseError", "ShardedPublisher", "SigningKey", "Slice", "Subscriber", "SyncReport",
-    "loco", "warm_up",
-]  # fmt: skip
+    "PublishReport",
+    "Publisher",
+    "PulseError",
+    "ShardedPublisher",
+    "SigningKey",
+    "Slice",
+    "Subscriber",
+    "SyncReport",
+    "loco",
+    "warm_up",
+]
 __version__ = "0.1.0.dev0"
 
 _HOMES = {

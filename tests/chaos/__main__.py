@@ -18,11 +18,19 @@ from tests.chaos.trials import Trial
 from tests.s3 import find_weed, running
 
 COLUMNS = [
-    ("kills", "kills"), ("exits", "exits"), ("publishes", "publishes"), ("acknowledged", "acknowledged"),
-    ("failed", "failed aloud"), ("cut_off", "cut off"), ("versions", "versions replayed"), ("syncs", "syncs"),
-    ("refused", "refused"), ("wrong_weights", "wrong weights"), ("silent_losses", "silent losses"),
+    ("kills", "kills"),
+    ("exits", "exits"),
+    ("publishes", "publishes"),
+    ("acknowledged", "acknowledged"),
+    ("failed", "failed aloud"),
+    ("cut_off", "cut off"),
+    ("versions", "versions replayed"),
+    ("syncs", "syncs"),
+    ("refused", "refused"),
+    ("wrong_weights", "wrong weights"),
+    ("silent_losses", "silent losses"),
     ("seconds", "s"),
-]  # fmt: skip
+]
 
 
 def plan(kills: int, points: int, seeds: range) -> list[Trial]:

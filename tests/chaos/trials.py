@@ -33,9 +33,15 @@ def killed(transport: str, kills: int, seed: int = 5) -> Trial:
         with _transport(transport, folder, s3) as (zoo, write, read):
             finish, done = folder / "finish", folder / "done"
             zoo.start(
-                "publisher", role="publisher", location=write, spool=str(folder / "spool"), mode=rng.choice(MODES),
-                checkpoint=str(folder / "checkpoint"), finish=str(finish), done=str(done),
-            )  # fmt: skip
+                "publisher",
+                role="publisher",
+                location=write,
+                spool=str(folder / "spool"),
+                mode=rng.choice(MODES),
+                checkpoint=str(folder / "checkpoint"),
+                finish=str(finish),
+                done=str(done),
+            )
             followers = [f"follower{i}" for i in range(3)]
             for i, name in enumerate(followers):
                 cache = str(folder / "shared") if i < 2 else None
@@ -57,8 +63,9 @@ def killed(transport: str, kills: int, seed: int = 5) -> Trial:
             finish.touch()
             zoo.wait_until(
                 lambda: revive() and done.exists() and not any(zoo.alive(name) for name in followers),
-                DEADLINE_S, "the run and its followers to end",
-            )  # fmt: skip
+                DEADLINE_S,
+                "the run and its followers to end",
+            )
             last = int(done.read_text())
             for name in followers:
                 assert zoo.witness.wait_for("finished", 10, pid=zoo.pids[name])["step"] == last
@@ -103,9 +110,14 @@ def refused(transport: str, mode: str, steps: int = 12) -> Trial:
             location = s3.fresh_url() if on_s3 else str(folder / "run")
             zoo = stack.enter_context(Zoo(folder, {**s3.environment, "AWS_ENDPOINT_URL": proxy.url}))
             zoo.start(
-                "publisher", role="refused publisher", location=location, mode=mode, steps=steps, fails_at=3,
+                "publisher",
+                role="refused publisher",
+                location=location,
+                mode=mode,
+                steps=steps,
+                fails_at=3,
                 disk_is_full=not on_s3,
-            )  # fmt: skip
+            )
             if on_s3:
                 zoo.witness.wait_for("ready", 30)
                 proxy.mode = "refuse"
@@ -132,9 +144,15 @@ def hung(seconds: float) -> Trial:
         ):
             location = s3.fresh_url()
             zoo.start(
-                "publisher", role="publisher", location=location, spool=str(folder / "spool"), mode="background",
-                checkpoint=str(folder / "checkpoint"), finish=str(finish), done=str(done),
-            )  # fmt: skip
+                "publisher",
+                role="publisher",
+                location=location,
+                spool=str(folder / "spool"),
+                mode="background",
+                checkpoint=str(folder / "checkpoint"),
+                finish=str(finish),
+                done=str(done),
+            )
             zoo.start("follower", role="follower", location=location, cache=None, done=str(done))
             zoo.wait_until(lambda: _all_patched(zoo, ["follower"]), 30, "the follower to follow")
             for mode in ("hang", "drop", "hang"):
@@ -255,10 +273,17 @@ def _publish_some(zoo: Zoo, folder: Path, steps: int, first: int = 0, again: boo
     checkpoint = folder / f"checkpoint{first}"
     name = f"publisher{len(zoo.pids)}"
     zoo.start(
-        name, role="publisher", location=str(folder / "run"), spool=str(folder / f"spool{first}-{steps}"), mode="wait",
-        checkpoint=str(checkpoint), finish=str(folder / "never"), done=str(folder / "published"), first=first,
+        name,
+        role="publisher",
+        location=str(folder / "run"),
+        spool=str(folder / f"spool{first}-{steps}"),
+        mode="wait",
+        checkpoint=str(checkpoint),
+        finish=str(folder / "never"),
+        done=str(folder / "published"),
+        first=first,
         steps=steps,
-    )  # fmt: skip
+    )
     zoo.join(name, timeout_s=60)
     assert zoo.exit_code(name) == 0, zoo.errors()
 

@@ -26,11 +26,21 @@ class Zoo:
         self.kills = 0
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.zygote"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=ROOT, start_new_session=True, pass_fds=[self.witness.writes],
-            env={**os.environ, **(environment or {}), **self.witness.environment, "PYTHONPATH": path,
-                 "TMPDIR": str(self._temporary())},
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.chaos.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+            pass_fds=[self.witness.writes],
+            env={
+                **os.environ,
+                **(environment or {}),
+                **self.witness.environment,
+                "PYTHONPATH": path,
+                "TMPDIR": str(self._temporary()),
+            },
+        )
         assert self._zygote.stdout is not None
         assert self._zygote.stdout.readline() == "ready\n", "the zygote did not start"
 

@@ -80,12 +80,22 @@ def test_inspect_says_what_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["nothing"], ["log"], ["log", "x", "--limit", "-1"], ["follow", "x"], ["publish", "x", "y", "--cast", "BF17"],
-        ["publish", "x", "y", "--codec", "zip"], ["log", "ftp://host/run"], ["log", "x", "--trust", "abc"],
-        ["log", "x", "--unheard"], ["log", "x", "y", "z"], ["prune", "x", "--keep-versions", "0"],
-        ["delegate", "x", "y"], ["squash", "x", "--delegation", "y"], ["squash", "x", "--key", "missing"],
+        ["nothing"],
+        ["log"],
+        ["log", "x", "--limit", "-1"],
+        ["follow", "x"],
+        ["publish", "x", "y", "--cast", "BF17"],
+        ["publish", "x", "y", "--codec", "zip"],
+        ["log", "ftp://host/run"],
+        ["log", "x", "--trust", "abc"],
+        ["log", "x", "--unheard"],
+        ["log", "x", "y", "z"],
+        ["prune", "x", "--keep-versions", "0"],
+        ["delegate", "x", "y"],
+        ["squash", "x", "--delegation", "y"],
+        ["squash", "x", "--key", "missing"],
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
     assert commands.pulse(*arguments).refused(2, "")
 
@@ -93,11 +103,16 @@ def test_what_makes_no_sense_is_one_line_and_exit_code_2(arguments: list[str]) -
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["log", "{run}", "--trust", ""], ["verify", "{run}", "--trust", ""], ["verify", "{run}", "--trust="],
-        ["inspect", "{run}", "--trust", " "], ["publish", "x", "{run}", "--key", ""], ["squash", "{run}", "--key="],
-        ["squash", "{run}", "--cache", ""], ["log", ""],
+        ["log", "{run}", "--trust", ""],
+        ["verify", "{run}", "--trust", ""],
+        ["verify", "{run}", "--trust="],
+        ["inspect", "{run}", "--trust", " "],
+        ["publish", "x", "{run}", "--key", ""],
+        ["squash", "{run}", "--key="],
+        ["squash", "{run}", "--cache", ""],
+        ["log", ""],
     ],
-)  # fmt: skip
+)
 def test_an_option_that_is_given_but_empty_is_exit_code_2(run: Path, arguments: list[str]) -> None:
     done = commands.pulse(*(argument.format(run=run) for argument in arguments))
     named = next((argument.rstrip("=") for argument in arguments if argument.startswith("--")), "RUN")

@@ -70,10 +70,14 @@ def test_the_error_is_the_one_that_runs_of_this_kind_support(checkpoint: Path, o
     for one in found:
         low, high = one.bytes_off
         assert told["error"][one.kind] == {
-            "runs": one.runs, "models": one.models, "bytes": [low, high], "changed": list(one.density_off),
-            "weights": list(one.sizes), "steps": STEPS[1],
+            "runs": one.runs,
+            "models": one.models,
+            "bytes": [low, high],
+            "changed": list(one.density_off),
+            "weights": list(one.sizes),
+            "steps": STEPS[1],
             "expected_bytes": [round(early.sizes["history"] / (1 + high)), round(early.sizes["history"] / (1 + low))],
-        }  # fmt: skip
+        }
         mean = early.sizes["history"]
         assert f"expect    {size(mean / (1 + high))} to {size(mean / (1 + low))} a sync of history" in shown
         assert f"{one.runs} runs of {one.models} such models of {one.sizes[0]:,} to {one.sizes[1]:,} weights" in shown
@@ -126,9 +130,13 @@ def test_where_the_rate_is_below_the_least_of_fp8_no_weight_is_sure_to_change(ch
 
 def test_a_config_is_enough_and_the_answer_says_what_was_assumed(tmp_path: Path) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 2048, "vocab_size": 32000, "num_hidden_layers": 4,
-        "num_attention_heads": 32, "intermediate_size": 8192,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "vocab_size": 32000,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "intermediate_size": 8192,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = pulse("plan", "--model", tmp_path, *ASKED)
     assert done.code == 0

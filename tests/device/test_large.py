@@ -77,11 +77,18 @@ def record_of(layout: Layout, base: str | None, part: EncodedPart | None, after:
     """The record of a patch, or of the root it starts from."""
     refs = (PartRef(part.id, len(part.data)),) if part else ()
     return Manifest(
-        run=RUN, version=int(base is not None), step=0, epoch=0, index=int(base is not None),
-        base=BaseRef(0, base) if base else None, layout=layout.id, parts=refs,
-        digest=digest.state_digest(layout.tiles, after.sums), created=0,
+        run=RUN,
+        version=int(base is not None),
+        step=0,
+        epoch=0,
+        index=int(base is not None),
+        base=BaseRef(0, base) if base else None,
+        layout=layout.id,
+        parts=refs,
+        digest=digest.state_digest(layout.tiles, after.sums),
+        created=0,
         history=after.history.digest() if after.history.tiles else None,
-    )  # fmt: skip
+    )
 
 
 def sum_by_torch(bytes_: torch.Tensor) -> Sum:

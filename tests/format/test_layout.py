@@ -171,8 +171,14 @@ def test_a_tile_is_its_rectangle_row_by_row(seed: int) -> None:
 def test_tiles_are_numbered_over_tensors_rows_and_columns() -> None:
     layout = layouts.parse(written(TABLE))
     assert [(t.ordinal, t.tensor.name, t.row, t.column) for t in layout.tiles] == [
-        (0, "a", 0, 0), (1, "a", 0, 2), (2, "a", 1, 0), (3, "a", 1, 2), (4, "a", 3, 0), (5, "a", 3, 2), (6, "b", 0, 0),
-    ]  # fmt: skip
+        (0, "a", 0, 0),
+        (1, "a", 0, 2),
+        (2, "a", 1, 0),
+        (3, "a", 1, 2),
+        (4, "a", 3, 0),
+        (5, "a", 3, 2),
+        (6, "b", 0, 0),
+    ]
 
 
 grids = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 12), st.integers(1, 1600))
@@ -211,10 +217,22 @@ def test_what_cannot_be_cut_stays_whole(shape: tuple[int, ...]) -> None:
 
 def test_codes_of_dtypes_never_change() -> None:
     assert {name: (kind.code, kind.itemsize, kind.exponent_shift) for name, kind in DTYPES.items()} == {
-        "BOOL": (1, 1, None), "U8": (2, 1, None), "I8": (3, 1, None), "F8_E4M3": (4, 1, 3), "F8_E5M2": (5, 1, 2),
-        "U16": (6, 2, None), "I16": (7, 2, None), "F16": (8, 2, 10), "BF16": (9, 2, 7), "U32": (10, 4, None),
-        "I32": (11, 4, None), "F32": (12, 4, 23), "U64": (13, 8, None), "I64": (14, 8, None), "F64": (15, 8, None),
-    }  # fmt: skip
+        "BOOL": (1, 1, None),
+        "U8": (2, 1, None),
+        "I8": (3, 1, None),
+        "F8_E4M3": (4, 1, 3),
+        "F8_E5M2": (5, 1, 2),
+        "U16": (6, 2, None),
+        "I16": (7, 2, None),
+        "F16": (8, 2, 10),
+        "BF16": (9, 2, 7),
+        "U32": (10, 4, None),
+        "I32": (11, 4, None),
+        "F32": (12, 4, 23),
+        "U64": (13, 8, None),
+        "I64": (14, 8, None),
+        "F64": (15, 8, None),
+    }
 
 
 @pytest.mark.parametrize(
@@ -241,8 +259,9 @@ def test_a_layout_has_tiles_in_proportion_to_its_weights(
 
 
 SMOLLM2: list[tuple[int, ...]] = [
-    (49152, 576), *[(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536), (576,)] * 30
-]  # fmt: skip
+    (49152, 576),
+    *[(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536), (576,)] * 30,
+]
 
 
 @pytest.mark.parametrize("ranks", [8, 192, 512])

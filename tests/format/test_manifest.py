@@ -48,9 +48,16 @@ def test_a_patch_comes_back(
     version: int, step: int, epoch: int, index: int, digest: str, history: str | None, parts: int
 ) -> None:
     manifest = replace(
-        PATCH, version=version + 1, step=step, epoch=epoch, index=index, base=BaseRef(version, digest), digest=digest,
-        history=history, parts=tuple(PartRef(f"{n:064x}", n) for n in range(parts)),
-    )  # fmt: skip
+        PATCH,
+        version=version + 1,
+        step=step,
+        epoch=epoch,
+        index=index,
+        base=BaseRef(version, digest),
+        digest=digest,
+        history=history,
+        parts=tuple(PartRef(f"{n:064x}", n) for n in range(parts)),
+    )
     if version < 1 << 53:
         assert manifests.parse(manifest.build()) == manifest
 
@@ -157,11 +164,29 @@ def test_what_no_version_can_say_is_refused(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", ".", "..", ".hidden", "-rf", "a/b", "../a", "/etc/passwd", "a\\b", "C:\\a", "a b", "a\n", "a\0", "a:b",
-        "größe", "~", "$HOME", "a" * 129, 5, None,
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "-rf",
+        "a/b",
+        "../a",
+        "/etc/passwd",
+        "a\\b",
+        "C:\\a",
+        "a b",
+        "a\n",
+        "a\0",
+        "a:b",
+        "größe",
+        "~",
+        "$HOME",
+        "a" * 129,
+        5,
+        None,
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_file_name_that_could_lead_elsewhere_is_refused(name: object) -> None:
     with pytest.raises(FormatError):
         manifests.parse(written({**table(), "files": [{"id": HASH, "name": name, "size": 1}]}))

@@ -171,8 +171,9 @@ def test_a_plane_of_unknown_kind_is_refused() -> None:
 
 def test_a_frame_that_saves_nothing_is_refused() -> None:
     content = next(
-        data for data in (bytes(range(n)) + bytes(k) for n in range(60) for k in range(30))
+        data
+        for data in (bytes(range(n)) + bytes(k) for n in range(60) for k in range(30))
         if len(zstandard.ZstdCompressor().compress(data)) == len(data)
-    )  # fmt: skip
+    )
     with pytest.raises(FormatError):
         read(zstd_plane(content)).plane(len(content))

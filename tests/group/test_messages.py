@@ -63,9 +63,12 @@ def test_a_bucket_brings_what_was_sent(method: Method) -> None:
                     bits[block.positions] = block.new
         assert np.array_equal(bits, ends.held.block(tile, 0))
         if tile.ordinal in got.sums:
-            assert got.sums[tile.ordinal] == State.count(
-                State(ends.wire.layout, {t.tensor.name: ends.held.block(t, 0) for t in ends.wire.layout.tiles})
-            )[tile.ordinal]  # fmt: skip
+            assert (
+                got.sums[tile.ordinal]
+                == State.count(
+                    State(ends.wire.layout, {t.tensor.name: ends.held.block(t, 0) for t in ends.wire.layout.tiles})
+                )[tile.ordinal]
+            )
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -490,9 +490,7 @@ def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path
     versions, written = [], 0
     try:
         for kill in range(15):
-            process = start(
-                "follow", run, place, "--hold", 0, "--interval", 0.01, "--trust", key.public, "--json"
-            )  # fmt: skip
+            process = start("follow", run, place, "--hold", 0, "--interval", 0.01, "--trust", key.public, "--json")
             if kill % 3 == 0:
                 time.sleep(rng.uniform(0.1, 1.5))
             else:

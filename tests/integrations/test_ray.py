@@ -251,8 +251,10 @@ def test_a_team_whose_actor_was_killed_comes_together_anew(name: str) -> None:
 # -- N trainers, M rollout actors ----------------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[type, tuple[int, ...]]] = {
-    "up": (np.uint16, (64, 48)), "down": (np.uint32, (40, 24)), "norm": (np.uint16, (50,))
-}  # fmt: skip
+    "up": (np.uint16, (64, 48)),
+    "down": (np.uint32, (40, 24)),
+    "norm": (np.uint16, (50,)),
+}
 DTYPES = {np.uint16: ml_dtypes.bfloat16, np.uint32: np.float32}
 GRID = {"up": (4, 1), "down": (1, 4)}
 HALVES = {"up": Slice(rows=(0, 32)), "down": Slice(columns=(0, 12))}  # as rank 0 of 2 trainers has them

@@ -287,8 +287,11 @@ def test_experts_that_are_shared_may_have_deepseeks_name_and_then_no_gate() -> N
 def test_vllm_spreads_experts_over_the_ranks_of_all_replicas_and_sglang_over_groups() -> None:
     ranks = [EngineRank.vllm(tp, 2, dp=dp, dp_size=2, expert_parallel=True) for dp in range(2) for tp in range(2)]
     assert [(r.tp, r.ep, r.ep_size, r.experts_split) for r in ranks] == [
-        (0, 0, 4, (0, 1)), (1, 1, 4, (0, 1)), (0, 2, 4, (0, 1)), (1, 3, 4, (0, 1))
-    ]  # fmt: skip
+        (0, 0, 4, (0, 1)),
+        (1, 1, 4, (0, 1)),
+        (0, 2, 4, (0, 1)),
+        (1, 3, 4, (0, 1)),
+    ]
     assert EngineRank.vllm(1, 2, dp=1, dp_size=2).experts_split == (3, 4)
     assert [(r.ep, r.experts_split) for r in FLEETS["ep2tp2"]] == [(0, (0, 2)), (0, (1, 2)), (1, (0, 2)), (1, (1, 2))]
     assert EngineRank(1, 4).experts_split == (1, 4)

@@ -155,10 +155,23 @@ class Case:
         extras = torch.zeros(hots, dtype=torch.int32, device=device)
         cold_at, steps = (torch.zeros(cold, dtype=torch.int64, device=device) for _ in range(2))
         cuda.decide[(self.pile.chunks,)](
-            self.pile.chunk_block, self.pile.first_chunk, unsigned(self.hot.bitmap), unsigned(marks.bitmap),
-            marks.offsets, unsigned(run.old), unsigned(run.new), hot_at, scan(self.hot.hot_changes), unsigned(rows),
-            symbols, unsigned(extras), cold_at, steps, ITEM=self.wide, HISTORY=self.hot.remembers,
-        )  # fmt: skip
+            self.pile.chunk_block,
+            self.pile.first_chunk,
+            unsigned(self.hot.bitmap),
+            unsigned(marks.bitmap),
+            marks.offsets,
+            unsigned(run.old),
+            unsigned(run.new),
+            hot_at,
+            scan(self.hot.hot_changes),
+            unsigned(rows),
+            symbols,
+            unsigned(extras),
+            cold_at,
+            steps,
+            ITEM=self.wide,
+            HISTORY=self.hot.remembers,
+        )
         return symbols, extras, cold_at, steps
 
     def encode(self, rooms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -171,11 +184,20 @@ class Case:
         changes = starts_of(np.array([split[0].size for split in self.splits]))
         decisions = starts_of(np.array([rows.size for rows, _ in self.decided]))
         cuda.encode[(len(rooms),)](
-            unsigned(self.listed.rows), symbols, unsigned(extras), to_device(decisions, device),
-            to_device(changes, device), to_device(np.array(self.lanes, np.int32), device),
-            unsigned(to_device(self.cumulative, device)), to_device(starts, device), unsigned(stream), sizes,
-            BITS=self.contexts.bits, WIDE=self.wide == 4, num_warps=1,
-        )  # fmt: skip
+            unsigned(self.listed.rows),
+            symbols,
+            unsigned(extras),
+            to_device(decisions, device),
+            to_device(changes, device),
+            to_device(np.array(self.lanes, np.int32), device),
+            unsigned(to_device(self.cumulative, device)),
+            to_device(starts, device),
+            unsigned(stream),
+            sizes,
+            BITS=self.contexts.bits,
+            WIDE=self.wide == 4,
+            num_warps=1,
+        )
         return host(sizes, np.int64), host(stream, np.uint16), starts
 
 
@@ -194,9 +216,19 @@ def test_classes_are_counted_as_the_reference_does(dtype: str, index: int, devic
     run, pile = c.found[0], c.pile
     by_class, sampled = (torch.zeros(256 * len(c.sizes), dtype=torch.int64, device=pile.device) for _ in range(2))
     cuda.count_classes[(pile.blocks,)](
-        unsigned(run.old), run.starts, pile.sizes, c.weights.at, pile.block_tile, by_class, sampled, ITEM=c.wide,
-        SHIFT=c.shift, PERIOD=spec.SAMPLE_PERIOD, RUN=spec.SAMPLE_RUN, SPAN=1024,
-    )  # fmt: skip
+        unsigned(run.old),
+        run.starts,
+        pile.sizes,
+        c.weights.at,
+        pile.block_tile,
+        by_class,
+        sampled,
+        ITEM=c.wide,
+        SHIFT=c.shift,
+        PERIOD=spec.SAMPLE_PERIOD,
+        RUN=spec.SAMPLE_RUN,
+        SPAN=1024,
+    )
     found, seen = (host(t, np.int64).reshape(-1, 256) for t in (by_class, sampled))
     for b, (old, new) in enumerate(zip(c.old, c.new, strict=True)):
         assert np.array_equal(seen[b], reference.sample_classes(old, c.shift))
@@ -296,11 +328,23 @@ def decode(c: Case, jobs: list[Job]) -> tuple[np.ndarray, list[tuple[np.ndarray,
     table = c.cumulative if jobs[0].cumulative is None else jobs[0].cumulative
     all_rows, out_starts = to_device(np.concatenate(rows), device), to_device(outs, device)
     cuda.decode[(2 * n,)](
-        unsigned(to_device(stream, device)), to_device(starts, device), to_device(lanes, device),
-        to_device(hots[:-1], device), to_device(hots[1:], device), unsigned(all_rows),
-        unsigned(to_device(table, device)), c.contexts.symbols, out_starts, unsigned(decisions), symbols,
-        unsigned(extras), faults, BITS=c.contexts.bits, WIDE=c.wide == 4, num_warps=1,
-    )  # fmt: skip
+        unsigned(to_device(stream, device)),
+        to_device(starts, device),
+        to_device(lanes, device),
+        to_device(hots[:-1], device),
+        to_device(hots[1:], device),
+        unsigned(all_rows),
+        unsigned(to_device(table, device)),
+        c.contexts.symbols,
+        out_starts,
+        unsigned(decisions),
+        symbols,
+        unsigned(extras),
+        faults,
+        BITS=c.contexts.bits,
+        WIDE=c.wide == 4,
+        num_warps=1,
+    )
     outside = np.ones(symbols.numel(), bool)
     for k in range(n):
         outside[outs[2 * k] : outs[2 * k + 1]] = False
@@ -322,10 +366,20 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
     fault = torch.zeros(1, dtype=torch.int32, device=device)
     at = to_device(outs[2 * k : 2 * k + 2].copy(), device)
     cuda.land[(1, 2)](
-        c.weights.at[job.block : job.block + 1], torch.zeros(1, dtype=torch.int64, device=device), unsigned(places), at,
-        unsigned(decoded[0]), decoded[1], unsigned(decoded[2]), unsigned(positions), unsigned(old), unsigned(new),
-        fault, ITEM=c.wide, SPAN=32,
-    )  # fmt: skip
+        c.weights.at[job.block : job.block + 1],
+        torch.zeros(1, dtype=torch.int64, device=device),
+        unsigned(places),
+        at,
+        unsigned(decoded[0]),
+        decoded[1],
+        unsigned(decoded[2]),
+        unsigned(positions),
+        unsigned(old),
+        unsigned(new),
+        fault,
+        ITEM=c.wide,
+        SPAN=32,
+    )
     faults[k] = int(fault)
     arrays = host(positions, np.uint32), host(old, dtype), host(new, dtype)
     for array in arrays:
@@ -409,12 +463,20 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
     out = [torch.zeros(1, dtype=t, device=where) for t in (torch.int32, torch.uint8, torch.uint8, torch.int32)]
     one = to_device(np.array([0, 1]), where)
     cuda.land[(1, 1)](
-        at, one, unsigned(to_device(np.array([5], np.uint32), where)), one,
+        at,
+        one,
+        unsigned(to_device(np.array([5], np.uint32), where)),
+        one,
         unsigned(torch.zeros(1, dtype=torch.int32, device=where)),
         to_device(np.array([longest + symbol], np.uint8), where),
-        unsigned(to_device(np.array([extra], np.uint32), where)), unsigned(out[0]), out[1], out[2], out[3],
-        ITEM=1, SPAN=16,
-    )  # fmt: skip
+        unsigned(to_device(np.array([extra], np.uint32), where)),
+        unsigned(out[0]),
+        out[1],
+        out[2],
+        out[3],
+        ITEM=1,
+        SPAN=16,
+    )
     assert int(out[3]) == fault
     if not fault:
         moved = reference._step(old, longest + symbol, extra, 8)

@@ -35,8 +35,14 @@ ARGUMENTS = {
     "recount_any": "*i64 *i64 *i32 *i64 *i64 *i64 *i64 *u32 *i64",
 }
 CONSTANTS = {
-    "PERIOD": 1021, "RUN": 16, "SPAN": 1024, "PLACES": True, "BINS": 32, "PER": 64, "BITS": 6,
-}  # fmt: skip
+    "PERIOD": 1021,
+    "RUN": 16,
+    "SPAN": 1024,
+    "PLACES": True,
+    "BINS": 32,
+    "PER": 64,
+    "BITS": 6,
+}
 SHIFTS = {1: 3, 2: 7, 4: 23, 8: 0}
 ANY_SIZE = {"compare", "collect", "apply", "gather", "digest_change", "recount_any"}  # weights of 8 bytes are not coded
 BITS = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}

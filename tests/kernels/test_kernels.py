@@ -289,9 +289,21 @@ def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: Modu
     symbols = cpu.steps(old, new, 7)[0]
     contexts, at = tables.Contexts(232, 24, 1, 41), np.array([0], np.uint32)
     _, counted = kernel.count_block(
-        old, 7, 256, contexts.rows, contexts.bits, NO_BYTES, 0, at, new, symbols, contexts.empty(), 1,
-        NO_POSITIONS, NO_BYTES,
-    )  # fmt: skip
+        old,
+        7,
+        256,
+        contexts.rows,
+        contexts.bits,
+        NO_BYTES,
+        0,
+        at,
+        new,
+        symbols,
+        contexts.empty(),
+        1,
+        NO_POSITIONS,
+        NO_BYTES,
+    )
     assert counted.tolist() == [0x81]
     assert kernel.advance_history(old, 7, 0, 256, NO_BYTES, at, new, 1).tolist() == [0x81]
 

@@ -111,12 +111,17 @@ def test_a_heat_map_is_darkest_where_it_is_highest_and_grey_where_nothing_is() -
 @pytest.mark.parametrize(
     "chart",
     [
-        Panel(HOSTILE, {HOSTILE: [(0, 1)], "b": [(1, 2)]}, x_label=HOSTILE, marks=[ChartPoint(0, 1, HOSTILE)],
-              verticals={HOSTILE: 0.5}),
+        Panel(
+            HOSTILE,
+            {HOSTILE: [(0, 1)], "b": [(1, 2)]},
+            x_label=HOSTILE,
+            marks=[ChartPoint(0, 1, HOSTILE)],
+            verticals={HOSTILE: 0.5},
+        ),
         Bars(HOSTILE, [HOSTILE], {HOSTILE: [1.0], "b": [2.0]}, x_label=HOSTILE),
         HeatMap(HOSTILE, [HOSTILE], [HOSTILE], [[1.0]], HOSTILE, HOSTILE),
     ],
-)  # fmt: skip
+)
 def test_every_text_is_escaped(chart: Chart) -> None:
     drawn = figure(chart, HOSTILE)
     ET.fromstring(drawn)

@@ -120,13 +120,23 @@ class Trainer:
     """One trainer, whose gradients are a function of who it is and of how many steps it took."""
 
     def __init__(
-        self, exchange: Any, who: int, kind: str = "PulseLoCo", *, seed: int = 0, lr: float = 1e-3, pieces: int = 1,
-        shapes: dict[str, tuple[int, ...]] | None = None, watch: bool = True, model: Any = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Any,
+        who: int,
+        kind: str = "PulseLoCo",
+        *,
+        seed: int = 0,
+        lr: float = 1e-3,
+        pieces: int = 1,
+        shapes: dict[str, tuple[int, ...]] | None = None,
+        watch: bool = True,
+        model: Any = None,
+        **options: Any,
+    ) -> None:
         self.who, self.taken = who, 0
-        self.modules = [model or Weights(shapes, seed)] if pieces == 1 else [
-            Weights(shapes, seed + i) for i in range(pieces)
-        ]  # fmt: skip
+        self.modules = (
+            [model or Weights(shapes, seed)] if pieces == 1 else [Weights(shapes, seed + i) for i in range(pieces)]
+        )
         self.parameters = [p for module in self.modules for p in module.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=0.5)
         self.ledger = Ledger()

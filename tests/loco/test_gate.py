@@ -55,9 +55,7 @@ def random_floats(rng: np.random.Generator, size: int, lowest: int, highest: int
 def wild(seed: int, size: int = 300) -> tuple[np.ndarray, np.ndarray]:
     """Weights and updates of every size: of one, of a few octaves, with outliers, subnormal, or all together."""
     rng = np.random.default_rng(seed)
-    theta, s = (
-        random_floats(rng, size, *sorted(rng.integers(0, 253, 2, endpoint=True).tolist())) for _ in range(2)
-    )  # fmt: skip
+    theta, s = (random_floats(rng, size, *sorted(rng.integers(0, 253, 2, endpoint=True).tolist())) for _ in range(2))
     if rng.random() < 0.5:
         few = rng.integers(0, size, 3)
         s[few] = random_floats(rng, 3, 0, 253)

@@ -78,12 +78,15 @@ def all_ways(rank: int, size: int, folder: str) -> dict[str, Any]:
                         digests.append(list(trainer.loco.digests))
                         weights.append([flat(m).tobytes() for m in trainer.modules])
                 out[way, exchange_name] = {
-                    "digests": digests, "rounds": trainer.digests, "weights": weights, "counted": counted,
+                    "digests": digests,
+                    "rounds": trainer.digests,
+                    "weights": weights,
+                    "counted": counted,
                     "bytes": [(r.sent_bytes, r.received_bytes) for r in trainer.reports],
                     "facts": [(r.fragment, r.round, r.took_part, r.members, r.sent, r.moved) for r in trainer.reports],
                     "residual": trainer.residual.tobytes(),
                     "balance": trainer.ledger.balance(trainer.loco, trainer.ledger.took),
-                }  # fmt: skip
+                }
                 torch.distributed.barrier()
     return out
 
@@ -213,9 +216,14 @@ def strangers(rank: int, size: int, folder: str) -> list[Any]:
     """Settings that differ at rank 1, and then beginnings that do."""
     out: list[Any] = []
     others: list[dict[str, Any]] = [
-        {"shapes": {"other": (3,)}}, {"compact": 2}, {"kind": "DiLoCo"}, {"lr": 1.0, "delay": 1}, {"blend": 0.5},
-        {"pieces": 2}, {"reduce": "gather"},
-    ]  # fmt: skip
+        {"shapes": {"other": (3,)}},
+        {"compact": 2},
+        {"kind": "DiLoCo"},
+        {"lr": 1.0, "delay": 1},
+        {"blend": 0.5},
+        {"pieces": 2},
+        {"reduce": "gather"},
+    ]
     with group(folder, "strangers", rank, size):
         for other in others:
             options = dict(other) if rank == 1 else {}
@@ -368,10 +376,15 @@ def killed(rank: int, size: int, folder: str, victim: int, point: str, way: str)
     trainer.step(6)
     torch.distributed.destroy_process_group()
     return {
-        "waited": waited, "rounds": rounds, "rejoined": rejoined, "digests": trainer.loco.digests,
-        "now": trainer.loco.rounds, "took": trainer.ledger.took, "ledger": trainer.ledger,
+        "waited": waited,
+        "rounds": rounds,
+        "rejoined": rejoined,
+        "digests": trainer.loco.digests,
+        "now": trainer.loco.rounds,
+        "took": trainer.ledger.took,
+        "ledger": trainer.ledger,
         "state": trainer.loco.state_dict(),
-    }  # fmt: skip
+    }
 
 
 def arm(trainer: Trainer, point: str) -> None:
@@ -490,9 +503,14 @@ def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int
     trainer.step(6)
     torch.distributed.destroy_process_group()
     return {
-        "rounds": rounds, "rejoined": rejoined, "digests": trainer.loco.digests, "took": trainer.ledger.took,
-        "ledger": trainer.ledger, "state": trainer.loco.state_dict(), "kept": kept,
-    }  # fmt: skip
+        "rounds": rounds,
+        "rejoined": rejoined,
+        "digests": trainer.loco.digests,
+        "took": trainer.ledger.took,
+        "ledger": trainer.ledger,
+        "state": trainer.loco.state_dict(),
+        "kept": kept,
+    }
 
 
 @pytest.mark.parametrize("victim", [0, 2])  # with the first, the others' ranks change

@@ -313,10 +313,16 @@ def test_a_tied_parameter_counts_once_and_must_not_be_in_two_fragments() -> None
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"sync_every": 0}, {"sync_every": -2}, {"sync_every": 3}, {"sync_every": 2, "delay": 1}, {"delay": -1},
-        {"blend": -0.1}, {"blend": 1.5}, {"sync_every": 4, "delay": 2},
+        {"sync_every": 0},
+        {"sync_every": -2},
+        {"sync_every": 3},
+        {"sync_every": 2, "delay": 1},
+        {"delay": -1},
+        {"blend": -0.1},
+        {"blend": 1.5},
+        {"sync_every": 4, "delay": 2},
     ],
-)  # fmt: skip
+)
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     pieces = [Weights(), Weights(seed=1)]
     optimizer = torch.optim.SGD([p for m in pieces for p in m.parameters()], lr=1e-2)

@@ -31,7 +31,7 @@ class Table:
 
     def __init__(
         self, names: str = "abc", joined: str | None = None, training: dict[str, Any] | None = None, **options: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store, self.turns = MemoryStore(), Turns()
         self.names, self.options, self.training = names, options, training or {}
         self.all: dict[str, Trainer] = {}
@@ -355,10 +355,18 @@ def hostile(table: Table, how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        "stale", "foreign", "renumbered", "damaged", "cut off", "empty", "garbage", "of another digest",
-        "of another model", "with a name that is none",
+        "stale",
+        "foreign",
+        "renumbered",
+        "damaged",
+        "cut off",
+        "empty",
+        "garbage",
+        "of another digest",
+        "of another model",
+        "with a name that is none",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("options", [{}, {"kind": "DiLoCo"}])
 def test_payloads_that_are_stale_damaged_or_anothers_are_refused_and_the_round_goes_on(
     how: str, options: dict[str, Any]
@@ -391,13 +399,29 @@ GOOD_ID = "0" * 64
 @pytest.mark.parametrize(
     "decided",
     [
-        b"", b"garbage", b"[]", b"{}", b'{"format":1}', b"null", b"\xff\xfe",
-        {"members": {}}, {"members": []}, {"members": {"b": GOOD_ID, "a": GOOD_ID}}, {"members": {"../x": GOOD_ID}},
-        {"members": {"a": "x"}}, {"members": {"a": 3}}, {"members": {"a": None}}, {"base": "0" * 64}, {"base": 7},
-        {"format": "pulse-loco-round/9"}, {"extra": 1}, {"members": {"a": GOOD_ID}},
-        {"members": {"a": GOOD_ID, "b": GOOD_ID}}, {"members": {"z": GOOD_ID}},
+        b"",
+        b"garbage",
+        b"[]",
+        b"{}",
+        b'{"format":1}',
+        b"null",
+        b"\xff\xfe",
+        {"members": {}},
+        {"members": []},
+        {"members": {"b": GOOD_ID, "a": GOOD_ID}},
+        {"members": {"../x": GOOD_ID}},
+        {"members": {"a": "x"}},
+        {"members": {"a": 3}},
+        {"members": {"a": None}},
+        {"base": "0" * 64},
+        {"base": 7},
+        {"format": "pulse-loco-round/9"},
+        {"extra": 1},
+        {"members": {"a": GOOD_ID}},
+        {"members": {"a": GOOD_ID, "b": GOOD_ID}},
+        {"members": {"z": GOOD_ID}},
     ],
-)  # fmt: skip
+)
 def test_a_decision_that_is_none_is_refused_by_all_and_changes_nothing(decided: bytes | dict[str, Any]) -> None:
     table = Table("ab")
     table.round("ab")

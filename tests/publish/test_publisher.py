@@ -2015,9 +2015,18 @@ def _at(store: Store, number: int) -> bytes:
     assert following.base is not None
     assert following.base.digest == anchor.digest
     made = manifests.Manifest(
-        anchor.run, number, anchor.step, 0, 2, manifests.BaseRef(number - 1, "0" * 64), anchor.layout, following.parts,
-        anchor.digest, None, 0,
-    )  # fmt: skip
+        anchor.run,
+        number,
+        anchor.step,
+        0,
+        2,
+        manifests.BaseRef(number - 1, "0" * 64),
+        anchor.layout,
+        following.parts,
+        anchor.digest,
+        None,
+        0,
+    )
     return made.build()
 
 

@@ -91,9 +91,7 @@ class Group:
     ) -> None:
         self.crew = Crew(size, timeout_s)
         stores = [store] * size if not isinstance(store, Sequence) else store
-        self.pubs = [
-            ShardedPublisher(one, Rank(self.crew, rank), **options) for rank, one in enumerate(stores)
-        ]  # fmt: skip
+        self.pubs = [ShardedPublisher(one, Rank(self.crew, rank), **options) for rank, one in enumerate(stores)]
         self.split = split or by_rows
 
     def try_publish(self, weights: Mapping[str, Any], step: int = 0, steps: Sequence[int] | None = None) -> list[Any]:
@@ -339,9 +337,13 @@ def test_odd_bits_empty_tensors_scalars_and_ties_arrive_exactly() -> None:
         bits[0, :3] = 0x80000000, 0x7FC00001, 0xFFA00007
         shared = rng.integers(0, 1 << 16, (5, 4), np.uint16).view(BF16)
         return {
-            "masters": bits.view(np.float32), "embed": shared, "head": shared, "none": np.zeros((0, 3), np.float32),
-            "scale": np.array(rng.standard_normal(), np.float64), "ids": rng.integers(0, 99, (4, 2, 3), np.int64),
-        }  # fmt: skip
+            "masters": bits.view(np.float32),
+            "embed": shared,
+            "head": shared,
+            "none": np.zeros((0, 3), np.float32),
+            "scale": np.array(rng.standard_normal(), np.float64),
+            "ids": rng.integers(0, 99, (4, 2, 3), np.int64),
+        }
 
     def split(state: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
         scale = {"scale": state["scale"]}
@@ -453,9 +455,10 @@ def test_tensor_parallel_pieces_make_the_whole_model() -> None:
 
     def weights() -> dict[str, Any]:
         return {
-            "q.weight": rng.standard_normal((8, 6)).astype(BF16), "o.weight": rng.standard_normal((6, 8)).astype(BF16),
+            "q.weight": rng.standard_normal((8, 6)).astype(BF16),
+            "o.weight": rng.standard_normal((6, 8)).astype(BF16),
             "norm": rng.standard_normal(6).astype(BF16),
-        }  # fmt: skip
+        }
 
     def split(state: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
         mine = {
@@ -534,8 +537,10 @@ def test_anchors_are_written_at_epoch_starts_when_the_way_is_long(short_epochs: 
         training.step()
     found = [record(store, entry.key) for entry in store.list("anchors/")]
     assert [(one.version, one.starts, len(one.parts), one.anchor) for one in found] == [
-        (0, 0, 3, None), (2, 1, 3, 0), (4, 2, 3, 1)
-    ]  # fmt: skip
+        (0, 0, 3, None),
+        (2, 1, 3, 0),
+        (4, 2, 3, 1),
+    ]
     assert version(store, 3).anchor == 1
     assert all(one.kind == RecordKind.ANCHOR for one in found)
     assert len([key for key in watched.writes if key.startswith("parts/")]) == 3 * 3 + 4 * 3  # each once

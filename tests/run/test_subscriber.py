@@ -207,8 +207,12 @@ def test_the_next_version_costs_five_calls() -> None:
     store.gets.clear()
     sub.sync(held)
     assert [key.partition("/")[0] for key, _, _ in store.gets] == [
-        "manifests", "head", "manifests", "manifests", "parts",
-    ]  # fmt: skip
+        "manifests",
+        "head",
+        "manifests",
+        "manifests",
+        "parts",
+    ]
 
 
 # -- fetching ahead, one pause -------------------------------------------------------------------------------------

@@ -230,10 +230,22 @@ def test_other_methods_are_not_allowed(url: str, method: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/../secret", "/%2e%2e/secret", "/..%2fsecret", "/parts/../../secret", "/parts/%2e%2e/%2e%2e/secret",
-        "//etc/passwd", "/%2fetc/passwd", "/..%5csecret", "/head%00", "/%ff", "/", "/.", "/parts/", "/a%0ab",
+        "/../secret",
+        "/%2e%2e/secret",
+        "/..%2fsecret",
+        "/parts/../../secret",
+        "/parts/%2e%2e/%2e%2e/secret",
+        "//etc/passwd",
+        "/%2fetc/passwd",
+        "/..%5csecret",
+        "/head%00",
+        "/%ff",
+        "/",
+        "/.",
+        "/parts/",
+        "/a%0ab",
     ],
-)  # fmt: skip
+)
 def test_a_path_that_is_no_key_leads_nowhere(url: str, folder: Path, path: str) -> None:
     answer = ask(url, path)
     assert answer.status == 404
@@ -311,10 +323,19 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     "path",
     [
-        "/parts", "/parts/fifo", "/parts/device", "/parts/a/b", "/parts/" + "a" * 300, "/" + "a/" * 3000 + "a",
-        "/parts/link", "/linked/secret", "/linked", "/parts/.spool-1", "/parts/a%00",
+        "/parts",
+        "/parts/fifo",
+        "/parts/device",
+        "/parts/a/b",
+        "/parts/" + "a" * 300,
+        "/" + "a/" * 3000 + "a",
+        "/parts/link",
+        "/linked/secret",
+        "/linked",
+        "/parts/.spool-1",
+        "/parts/a%00",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_a_file_of_the_folder_is_not_found(odd: str, path: str, method: str) -> None:
     answer = ask(odd, path, method)
     assert answer.status == 404
@@ -667,9 +688,18 @@ def test_a_relay_does_not_show_its_token_in_clear_to_another_machine(
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "s3cret")
     with pytest.raises(UsageError, match="in clear"):
         serving.relay(
-            "http://trainer:8765", cache=tmp_path, max_cache=None, cafile=None, host="127.0.0.1", port=0,
-            token_file=None, certificate=None, private_key=None, as_json=True, without_token=True,
-        )  # fmt: skip
+            "http://trainer:8765",
+            cache=tmp_path,
+            max_cache=None,
+            cafile=None,
+            host="127.0.0.1",
+            port=0,
+            token_file=None,
+            certificate=None,
+            private_key=None,
+            as_json=True,
+            without_token=True,
+        )
 
 
 def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:

@@ -116,11 +116,16 @@ def damaged(path: Path, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("shape", [3], FormatError), ("shape", [-2], FormatError), ("shape", 2, FormatError),
-        ("data_offsets", [0, 16], FormatError), ("data_offsets", [4, 12], FormatError),
-        ("data_offsets", [0], FormatError), ("dtype", "F4", UnsupportedError), ("dtype", None, UnsupportedError),
+        ("shape", [3], FormatError),
+        ("shape", [-2], FormatError),
+        ("shape", 2, FormatError),
+        ("data_offsets", [0, 16], FormatError),
+        ("data_offsets", [4, 12], FormatError),
+        ("data_offsets", [0], FormatError),
+        ("dtype", "F4", UnsupportedError),
+        ("dtype", None, UnsupportedError),
     ],
-)  # fmt: skip
+)
 def test_a_header_that_is_wrong_is_refused(tmp_path: Path, name: str, value: Any, error: type[PulseError]) -> None:
     damaged(tmp_path / "x", name, value)
     with pytest.raises(error):
@@ -210,7 +215,7 @@ def test_a_folder_fits_only_its_own_plan(tmp_path: Path) -> None:
         (["lm_head.weight", "transformer.wte.weight"], "transformer.wte.weight"),
         (["x.weight", "y.weight"], "x.weight"),
     ],
-)  # fmt: skip
+)
 def test_of_tied_tensors_the_one_is_kept_that_loaders_look_for(names: list[str], kept: str) -> None:
     first, *others = sorted(names)
     layout = layouts.make([TensorSpec(first, "BF16", (2, 2))], dict.fromkeys(others, first))
@@ -232,9 +237,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: from_pretrained UNTESTED")
     transformers.logging.disable_progress_bar()
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, dtype="bfloat16",
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 

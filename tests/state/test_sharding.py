@@ -48,10 +48,15 @@ def test_a_layout_is_cut_where_any_part_ends_and_the_first_holder_owns_a_tile() 
     other = shards_of({"a": columns("a", 2, 4), "n": FULL["n"], "s": FULL["s"]})
     layout = layout_of(told(first, second, other))
     assert [(t.tensor.name, t.row, t.column, t.rows, t.columns) for t in layout.tiles] == [
-        ("a", 0, 0, 4, 2), ("a", 0, 2, 4, 2), ("a", 0, 4, 4, 2),
-        ("a", 4, 0, 6, 2), ("a", 4, 2, 6, 2), ("a", 4, 4, 6, 2),
-        ("n", 0, 0, 7, 1), ("s", 0, 0, 1, 1),
-    ]  # fmt: skip
+        ("a", 0, 0, 4, 2),
+        ("a", 0, 2, 4, 2),
+        ("a", 0, 4, 4, 2),
+        ("a", 4, 0, 6, 2),
+        ("a", 4, 2, 6, 2),
+        ("a", 4, 4, 6, 2),
+        ("n", 0, 0, 7, 1),
+        ("s", 0, 0, 1, 1),
+    ]
     assert owner_of(layout, told(first, second, other)) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1, 6: 0, 7: 0}
 
 

@@ -93,9 +93,18 @@ def test_a_new_process_finds_what_another_left(cached: CachedStore, upstream: Co
 
 @pytest.mark.parametrize(
     ("begin", "end"),
-    [(0, 10), (5, 1 << 20), (1 << 20, 2 << 20), ((1 << 20) - 1, (1 << 20) + 1), (100, None), (2_559_999, None),
-     (2_560_000, None), (0, 1 << 40), (7, 3)],
-)  # fmt: skip
+    [
+        (0, 10),
+        (5, 1 << 20),
+        (1 << 20, 2 << 20),
+        ((1 << 20) - 1, (1 << 20) + 1),
+        (100, None),
+        (2_559_999, None),
+        (2_560_000, None),
+        (0, 1 << 40),
+        (7, 3),
+    ],
+)
 def test_ranges_come_from_the_whole_where_it_is_there(
     cached: CachedStore, upstream: Counting, begin: int, end: int | None
 ) -> None:

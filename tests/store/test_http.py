@@ -316,8 +316,12 @@ def test_the_size_is_that_of_an_earlier_answer_else_it_is_asked_for() -> None:
         assert store.get("parts/c", 1 << 20, None) == b""
         assert store.size("head") == store.size("head") == len(CONTENT)  # may change: asked for each time
     assert [line.partition(" HTTP")[0] for line in place.requests] == [
-        "HEAD /parts/a", "GET /parts/b", "GET /parts/c", "HEAD /head", "HEAD /head",
-    ]  # fmt: skip
+        "HEAD /parts/a",
+        "GET /parts/b",
+        "GET /parts/c",
+        "HEAD /head",
+        "HEAD /head",
+    ]
 
 
 @pytest.mark.parametrize("status", ["405 Method Not Allowed", "501 Not Implemented"])
@@ -480,16 +484,26 @@ def test_a_listing_is_asked_for_by_its_prefix() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "no JSON", "[1]", "7", "[" * 100_000, "{}",
-        {"key": "other/a", "size": 1, "modified": 1}, {"key": "parts/../a", "size": 1, "modified": 1},
-        {"key": 7, "size": 1, "modified": 1}, {"key": "parts/\ud800", "size": 1, "modified": 1},
-        {"key": "parts/b", "size": -1, "modified": 1}, {"key": "parts/b", "size": True, "modified": 1},
-        {"key": "parts/b", "size": 1.5, "modified": 1}, {"key": "parts/b", "size": 1 << 60, "modified": 1},
-        {"key": "parts/b", "size": 1, "modified": "x"}, '{"key": "parts/b", "size": 1, "modified": NaN}',
-        {"key": "parts/b", "size": 1, "modified": 10**400}, {"key": "parts/a", "size": 1, "modified": 1},
+        "no JSON",
+        "[1]",
+        "7",
+        "[" * 100_000,
+        "{}",
+        {"key": "other/a", "size": 1, "modified": 1},
+        {"key": "parts/../a", "size": 1, "modified": 1},
+        {"key": 7, "size": 1, "modified": 1},
+        {"key": "parts/\ud800", "size": 1, "modified": 1},
+        {"key": "parts/b", "size": -1, "modified": 1},
+        {"key": "parts/b", "size": True, "modified": 1},
+        {"key": "parts/b", "size": 1.5, "modified": 1},
+        {"key": "parts/b", "size": 1 << 60, "modified": 1},
+        {"key": "parts/b", "size": 1, "modified": "x"},
+        '{"key": "parts/b", "size": 1, "modified": NaN}',
+        {"key": "parts/b", "size": 1, "modified": 10**400},
+        {"key": "parts/a", "size": 1, "modified": 1},
     ],
     ids=lambda line: str(line)[:40],
-)  # fmt: skip
+)
 def test_a_listing_with_a_bad_line_is_refused(line: object) -> None:
     with (
         asking(listing({"key": "parts/a", "size": 1, "modified": 1}, line)) as (store, _),

@@ -65,10 +65,13 @@ def test_of_four_processes_one_creates(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RACE, str(tmp_path), str(name)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=with_source(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=with_source(),
         )
         for name in range(4)
-    ]  # fmt: skip
+    ]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

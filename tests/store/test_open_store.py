@@ -10,9 +10,20 @@ from pulsesync.store import LocalStore, MemoryStore, ObjectStore, RetryStore, op
 
 def test_the_public_names_are_these() -> None:
     assert stores.__all__ == [
-        "CachedStore", "Entry", "HttpStore", "LocalStore", "MemoryStore", "ObjectStore", "RetryStore", "Store",
-        "ThrottledStore", "forget", "open_store", "origin_of", "size_of",
-    ]  # fmt: skip
+        "CachedStore",
+        "Entry",
+        "HttpStore",
+        "LocalStore",
+        "MemoryStore",
+        "ObjectStore",
+        "RetryStore",
+        "Store",
+        "ThrottledStore",
+        "forget",
+        "open_store",
+        "origin_of",
+        "size_of",
+    ]
     assert all(hasattr(stores, name) for name in stores.__all__)
     assert not hasattr(stores, "FtpStore")
 

@@ -127,11 +127,24 @@ def demo(
     from pulsesync.lab.demo.settings import DemoSettings
 
     settings = DemoSettings(
-        steps=steps, workers=workers, seed=seed, lr=lr or (6e-5 if trainers == 1 else 1e-5), prompts=prompts,
-        group=group, delay=delay,
-        publish_every=publish_every, sync=sync, trainers=trainers, sync_every=sync_every, loco=loco,
-        store=read_place(store), read=read_place(read), link=read_link(link), model=find_model(model), device=device,
-    )  # fmt: skip
+        steps=steps,
+        workers=workers,
+        seed=seed,
+        lr=lr or (6e-5 if trainers == 1 else 1e-5),
+        prompts=prompts,
+        group=group,
+        delay=delay,
+        publish_every=publish_every,
+        sync=sync,
+        trainers=trainers,
+        sync_every=sync_every,
+        loco=loco,
+        store=read_place(store),
+        read=read_place(read),
+        link=read_link(link),
+        model=find_model(model),
+        device=device,
+    )
     return (play if replay else work)(settings, out, as_json=json)
 
 
@@ -195,9 +208,7 @@ def study(
     from pulsesync.cli.study import study as work
 
     wanted = StudyOutputs(out, csv, parquet, html, lr)
-    return work(
-        places, wanted, dtype=dtype, sample=sample, headers=headers, trust=trust, limit=limit, as_json=json
-    )  # fmt: skip
+    return work(places, wanted, dtype=dtype, sample=sample, headers=headers, trust=trust, limit=limit, as_json=json)
 
 
 @app.command
@@ -238,9 +249,19 @@ def plan(
     from pulsesync.cli.plan import plan as work
 
     return work(
-        model, dtype=dtype, lr=lr, optimizer=optimizer, betas=betas, warm_up=warm_up, masters=masters, every=every,
-        bandwidth=bandwidth, step_time=step_time, cores=cores, as_json=json,
-    )  # fmt: skip
+        model,
+        dtype=dtype,
+        lr=lr,
+        optimizer=optimizer,
+        betas=betas,
+        warm_up=warm_up,
+        masters=masters,
+        every=every,
+        bandwidth=bandwidth,
+        step_time=step_time,
+        cores=cores,
+        as_json=json,
+    )
 
 
 @studies.command
@@ -273,9 +294,7 @@ def experiment(
     """
     from pulsesync.cli.experiment import experiment as work
 
-    return work(
-        names, out=out, steps=steps, seeds=seeds, model=model, device=device, jobs=jobs, quick=quick
-    )  # fmt: skip
+    return work(names, out=out, steps=steps, seeds=seeds, model=model, device=device, jobs=jobs, quick=quick)
 
 
 # Weights in, weights out
@@ -314,9 +333,16 @@ def publish(
     from pulsesync.cli.publish import publish as work
 
     return work(
-        checkpoint, run, step=step, cast=cast, codec=codec, key=key, spool=spool, anchor_every=anchor_every,
+        checkpoint,
+        run,
+        step=step,
+        cast=cast,
+        codec=codec,
+        key=key,
+        spool=spool,
+        anchor_every=anchor_every,
         as_json=json,
-    )  # fmt: skip
+    )
 
 
 @app.command
@@ -356,9 +382,17 @@ def follow(
     from pulsesync.cli.follow import follow as work
 
     return work(
-        run, folder, trust=trust, cache=cache, once=once, interval_s=interval, hold_s=hold, version=version,
-        follow_replaced=follow_replaced, as_json=json,
-    )  # fmt: skip
+        run,
+        folder,
+        trust=trust,
+        cache=cache,
+        once=once,
+        interval_s=interval,
+        hold_s=hold,
+        version=version,
+        follow_replaced=follow_replaced,
+        as_json=json,
+    )
 
 
 # Looking at a run
@@ -540,9 +574,15 @@ def serve(
     from pulsesync.cli.serve import serve as work
 
     return work(
-        folder, host=host, port=port, token_file=token_file, certificate=certificate, private_key=private_key,
-        as_json=json, token_in_clear=token_in_clear,
-    )  # fmt: skip
+        folder,
+        host=host,
+        port=port,
+        token_file=token_file,
+        certificate=certificate,
+        private_key=private_key,
+        as_json=json,
+        token_in_clear=token_in_clear,
+    )
 
 
 @app.command
@@ -585,11 +625,21 @@ def relay(
     from pulsesync.cli.serve import relay as work
 
     return work(
-        upstream, cache=cache, max_cache=max_cache, cafile=cafile, host=host, port=port, token_file=token_file,
-        certificate=certificate, private_key=private_key, as_json=json, token_in_clear=token_in_clear,
-        upstream_token_file=upstream_token_file, upstream_token_in_clear=upstream_token_in_clear,
+        upstream,
+        cache=cache,
+        max_cache=max_cache,
+        cafile=cafile,
+        host=host,
+        port=port,
+        token_file=token_file,
+        certificate=certificate,
+        private_key=private_key,
+        as_json=json,
+        token_in_clear=token_in_clear,
+        upstream_token_file=upstream_token_file,
+        upstream_token_in_clear=upstream_token_in_clear,
         without_token=without_token,
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

@@ -9,9 +9,16 @@ from pulsesync.errors import PulseError
 
 
 def experiment(
-    names: Sequence[str], *, out: Path | None, steps: int | None, seeds: str, model: str, device: str, jobs: int,
+    names: Sequence[str],
+    *,
+    out: Path | None,
+    steps: int | None,
+    seeds: str,
+    model: str,
+    device: str,
+    jobs: int,
     quick: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Run experiments, or list them; exit code 0. Raises: PulseError, if an arm failed; UsageError."""
     need_torch()
     from pulsesync.lab.study.experiments import __main__ as module
@@ -25,7 +32,13 @@ def experiment(
     except PulseError as e:
         raise UsageError(str(e)) from e
     module.experiment(
-        names or ["list"], out=out, steps=steps, seeds=numbers, model=find_model(model), device=device, jobs=jobs,
+        names or ["list"],
+        out=out,
+        steps=steps,
+        seeds=numbers,
+        model=find_model(model),
+        device=device,
+        jobs=jobs,
         quick=quick,
-    )  # fmt: skip
+    )
     return 0

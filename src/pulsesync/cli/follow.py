@@ -62,10 +62,16 @@ def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
         "version",
         f"version {mark.version} (step {mark.step}) is current, in {flip.folder.name}: {ways}, "
         f"{size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
-        **asdict(mark), folder=str(flip.folder), began=flip.began, path=list(sync.path), changed=sync.changed,
-        fetched_bytes=sync.fetched_bytes, seconds=round(flip.seconds, 3), left_out=list(flip.left_out),
+        **asdict(mark),
+        folder=str(flip.folder),
+        began=flip.began,
+        path=list(sync.path),
+        changed=sync.changed,
+        fetched_bytes=sync.fetched_bytes,
+        seconds=round(flip.seconds, 3),
+        left_out=list(flip.left_out),
         missing=list(flip.missing),
-    )  # fmt: skip
+    )
 
 
 def _report_missing(flip: FolderUpdate, folder: Path, printer: Printer) -> None:
@@ -75,8 +81,9 @@ def _report_missing(flip: FolderUpdate, folder: Path, printer: Printer) -> None:
             "missing",
             f"{folder}/current cannot be loaded as a Hugging Face model: the run has no {', no '.join(flip.missing)}. "
             'Publish a model that has a .config, or give the files to Publisher(files={"config.json": …})',
-            files=list(flip.missing), folder=f"{folder}/current",
-        )  # fmt: skip
+            files=list(flip.missing),
+            folder=f"{folder}/current",
+        )
 
 
 def _report_error(error: PulseError, run: str, kept: HuggingFaceFolder, printer: Printer) -> None:

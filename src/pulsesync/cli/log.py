@@ -33,10 +33,15 @@ def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
         if record is not None:
             facts = describe(record)
             yield {
-                "version": record.version, "kind": facts["kind"], "from": facts["base"], "step": record.step,
-                "epoch": f"{record.epoch}.{record.index}", "bytes": f"{record.size_bytes:,}",
-                "time (UTC)": utc(record.created), "digest": record.digest[:12],
-            }  # fmt: skip
+                "version": record.version,
+                "kind": facts["kind"],
+                "from": facts["base"],
+                "step": record.step,
+                "epoch": f"{record.epoch}.{record.index}",
+                "bytes": f"{record.size_bytes:,}",
+                "time (UTC)": utc(record.created),
+                "digest": record.digest[:12],
+            }
 
 
 def utc(created: int) -> str:

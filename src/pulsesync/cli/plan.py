@@ -27,9 +27,20 @@ _NO_THEORY = {
 
 
 def plan(
-    model: Path, *, dtype: str, lr: float, optimizer: str, betas: str, warm_up: int, masters: bool, every: int,
-    bandwidth: str, step_time: float, cores: int | None, as_json: bool,
-) -> int:  # fmt: skip
+    model: Path,
+    *,
+    dtype: str,
+    lr: float,
+    optimizer: str,
+    betas: str,
+    warm_up: int,
+    masters: bool,
+    every: int,
+    bandwidth: str,
+    step_time: float,
+    cores: int | None,
+    as_json: bool,
+) -> int:
     """Print the plan; exit code 0. Raises: PulseError; UsageError, NothingThereError."""
     known = _known(optimizer)
     training = TrainingSettings(
@@ -96,26 +107,47 @@ def facts(plan: SyncPlan) -> dict[str, Any]:
     told = plan.told
     average, most = plan.joiner_bytes
     return {
-        "model": plan.model.name, "source": plan.model.source, "weights": plan.model.size,
-        "tensors": plan.model.tensors, "dtype": plan.dtype, "full_bytes": plan.full_bytes,
-        "lr": plan.training.lr, "optimizer": plan.training.optimizer, "betas": plan.training.betas,
-        "masters": plan.training.masters, "every": plan.training.every,
-        "bandwidth": plan.bandwidth, "between_s": plan.step_s,
+        "model": plan.model.name,
+        "source": plan.model.source,
+        "weights": plan.model.size,
+        "tensors": plan.model.tensors,
+        "dtype": plan.dtype,
+        "full_bytes": plan.full_bytes,
+        "lr": plan.training.lr,
+        "optimizer": plan.training.optimizer,
+        "betas": plan.training.betas,
+        "masters": plan.training.masters,
+        "every": plan.training.every,
+        "bandwidth": plan.bandwidth,
+        "between_s": plan.step_s,
         "changed": {"first": told.first.density, "highest": told.highest.density, "plateau": told.plateau.density},
-        "windows": told.windows, "critical_magnitude": plan.critical,
-        "ways": {codec: vars(way) | {"bandwidth_for_90": plan.needed_bandwidth(codec), "sync_s": plan.took.get(codec)}
-                 for codec, way in plan.ways.items()},
-        "best": plan.best, "enough": plan.enough, "anchor_syncs": plan.anchor_syncs,
-        "joiner_bytes": average, "joiner_most_bytes": most, "cores": plan.cores,
-        "error": {one.kind: _error_facts(one, plan) for one in plan.evidence} or None, "unlike_measured": plan.unlike,
-    }  # fmt: skip
+        "windows": told.windows,
+        "critical_magnitude": plan.critical,
+        "ways": {
+            codec: vars(way) | {"bandwidth_for_90": plan.needed_bandwidth(codec), "sync_s": plan.took.get(codec)}
+            for codec, way in plan.ways.items()
+        },
+        "best": plan.best,
+        "enough": plan.enough,
+        "anchor_syncs": plan.anchor_syncs,
+        "joiner_bytes": average,
+        "joiner_most_bytes": most,
+        "cores": plan.cores,
+        "error": {one.kind: _error_facts(one, plan) for one in plan.evidence} or None,
+        "unlike_measured": plan.unlike,
+    }
 
 
 def _error_facts(one: Evidence, plan: SyncPlan) -> dict[str, Any]:
     return {
-        "runs": one.runs, "models": one.models, "weights": one.sizes, "steps": evidence.STEPS[1],
-        "bytes": one.bytes_off, "changed": one.density_off, "expected_bytes": [round(n) for n in _expected(one, plan)],
-    }  # fmt: skip
+        "runs": one.runs,
+        "models": one.models,
+        "weights": one.sizes,
+        "steps": evidence.STEPS[1],
+        "bytes": one.bytes_off,
+        "changed": one.density_off,
+        "expected_bytes": [round(n) for n in _expected(one, plan)],
+    }
 
 
 def _expected(one: Evidence, plan: SyncPlan) -> tuple[float, float]:

@@ -26,9 +26,14 @@ def publish(
     """Publish a checkpoint; exit code 0. Raises: PulseError."""
     opened = open_checkpoint(checkpoint)
     publisher = Publisher(
-        open_place(run), codec=codec, cast=cast, signing_key=read_key(key), files=opened.files, spool=spool,
+        open_place(run),
+        codec=codec,
+        cast=cast,
+        signing_key=read_key(key),
+        files=opened.files,
+        spool=spool,
         anchor_every=anchor_every,
-    )  # fmt: skip
+    )
     with Console(stderr=True).status(f"publishing {size(opened.size_bytes)} of {checkpoint}"), publisher:
         report = publisher.publish(opened.tensors, step=step)
         publisher.flush()
@@ -37,7 +42,10 @@ def publish(
         "published",
         f"version {report.version} (step {report.step}): {report.changed:,} of {report.total:,} weights changed, "
         f"{size(report.payload_bytes)} sent in place of {size(report.full_bytes)}",
-        **asdict(report), density=report.density, anchor_bytes=anchor_bytes, run=publisher.run,
+        **asdict(report),
+        density=report.density,
+        anchor_bytes=anchor_bytes,
+        run=publisher.run,
         files=sorted(opened.files),
-    )  # fmt: skip
+    )
     return 0

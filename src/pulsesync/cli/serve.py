@@ -37,9 +37,15 @@ def serve(
     token = read_token(token_file)
     try:
         server.serve(
-            server.ServedFolder(folder), host, port, token=token, certificate=certificate, private_key=private_key,
-            token_in_clear=token_in_clear, on_ready=_announcer("folder", str(folder), as_json),
-        )  # fmt: skip
+            server.ServedFolder(folder),
+            host,
+            port,
+            token=token,
+            certificate=certificate,
+            private_key=private_key,
+            token_in_clear=token_in_clear,
+            on_ready=_announcer("folder", str(folder), as_json),
+        )
     except ValueError as e:
         raise UsageError(str(e)) from e
     return 0
@@ -86,10 +92,15 @@ def relay(
     try:
         far = _open(upstream, upstream_token, cafile, upstream_token_in_clear)
         server.serve(
-            server.relay(far, cache or _default_cache(), max_bytes), host, port, token=token, certificate=certificate,
-            private_key=private_key, token_in_clear=token_in_clear,
+            server.relay(far, cache or _default_cache(), max_bytes),
+            host,
+            port,
+            token=token,
+            certificate=certificate,
+            private_key=private_key,
+            token_in_clear=token_in_clear,
             on_ready=_announcer("upstream", upstream, as_json),
-        )  # fmt: skip
+        )
     except ValueError as e:
         raise UsageError(str(e)) from e
     return 0

@@ -36,10 +36,16 @@ class StudyOutputs:
 
 
 def study(
-    places: Sequence[str], wanted: StudyOutputs, *, dtype: str, sample: int, headers: bool, trust: str | None,
+    places: Sequence[str],
+    wanted: StudyOutputs,
+    *,
+    dtype: str,
+    sample: int,
+    headers: bool,
+    trust: str | None,
     limit: int,
     as_json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Show recordings and write what is wanted of them; exit code 0.
 
     Raises:

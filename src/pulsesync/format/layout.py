@@ -254,8 +254,9 @@ def _check(layout: Layout) -> None:
         raise LimitError(
             f"the layout has {tiles} tiles; with {len(layout.tensors)} tensors of {layout.size} weights at most {most} "
             "are allowed: cut the tensors into fewer tiles",
-            value=tiles, limit=most,
-        )  # fmt: skip
+            value=tiles,
+            limit=most,
+        )
 
 
 def _check_spec(spec: TensorSpec) -> None:

@@ -197,12 +197,18 @@ class Broadcast:
         tiles, whole = self._wire.layout.tiles, any(bucket.whole for bucket in stream.made)
         changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
         return BroadcastReport(
-            point.version, point.digest, notes[self._sources[0]]["method"], None if whole else changed,
-            sum(tile.size for tile in tiles), bundles.bytes_of(tiles),
-            team.sent_bytes - counts[1], team.received_bytes - counts[2], team.messages - counts[0],
+            point.version,
+            point.digest,
+            notes[self._sources[0]]["method"],
+            None if whole else changed,
+            sum(tile.size for tile in tiles),
+            bundles.bytes_of(tiles),
+            team.sent_bytes - counts[1],
+            team.received_bytes - counts[2],
+            team.messages - counts[0],
             time.perf_counter() - began,
             *(stream.clock[what] for what in ("diff", "encode", "wire", "prepare", "undo", "digest", "apply")),
-        )  # fmt: skip
+        )
 
     def _plan(self) -> tuple[list[Job], str]:
         """What this source sends, bucket by bucket, and by which methods: decided before it is compared."""

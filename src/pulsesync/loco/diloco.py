@@ -59,9 +59,17 @@ class _PeriodicTrainer(FragmentTrainer):
     """Trainers that meet every so many steps: what DiLoCo and PULSELoCo have in common is all but the rule."""
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, exchange: Exchange, outer: SGD | None, sync_every: int, delay: int,
-        blend: float, on_round: Callable[[RoundReport], None] | None, rule: GateRule,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        inner_optimizer: Any,
+        exchange: Exchange,
+        outer: SGD | None,
+        sync_every: int,
+        delay: int,
+        blend: float,
+        on_round: Callable[[RoundReport], None] | None,
+        rule: GateRule,
+    ) -> None:
         outer = outer or Nesterov()
         about = f"{type(self).__name__} {outer} {rule} sync_every={sync_every} delay={delay} blend={float(blend)}"
         super().__init__(model, inner_optimizer, outer, exchange, rule, about, on_round)
@@ -179,9 +187,17 @@ class DiLoCo(_PeriodicTrainer):
     """
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 8,
-        delay: int = 0, blend: float = 0.0, on_round: Callable[[RoundReport], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        inner_optimizer: Any,
+        *,
+        exchange: Exchange,
+        outer: SGD | None = None,
+        sync_every: int = 8,
+        delay: int = 0,
+        blend: float = 0.0,
+        on_round: Callable[[RoundReport], None] | None = None,
+    ) -> None:
         super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, DenseGate())
 
 
@@ -204,10 +220,19 @@ class PulseLoCo(_PeriodicTrainer):
     """
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 8,
-        compact: int | None = None, reach: float = 1.0, delay: int = 0, blend: float = 0.0,
+        self,
+        model: Any,
+        inner_optimizer: Any,
+        *,
+        exchange: Exchange,
+        outer: SGD | None = None,
+        sync_every: int = 8,
+        compact: int | None = None,
+        reach: float = 1.0,
+        delay: int = 0,
+        blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rule = VisibilityGate(compact, float(reach))
         super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, rule)
 
@@ -220,9 +245,17 @@ class DDP(FragmentTrainer):
     """
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, *, exchange: Exchange, outer: SGD | None = None, sync_every: int = 1,
-        delay: int = 0, blend: float = 0.0, on_round: Callable[[RoundReport], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        inner_optimizer: Any,
+        *,
+        exchange: Exchange,
+        outer: SGD | None = None,
+        sync_every: int = 1,
+        delay: int = 0,
+        blend: float = 0.0,
+        on_round: Callable[[RoundReport], None] | None = None,
+    ) -> None:
         super().__init__(model, inner_optimizer, SGD(1.0), exchange, DenseGate(), "DDP", on_round)
 
     def _register(self) -> Any:
@@ -254,8 +287,10 @@ class DDP(FragmentTrainer):
                 logger.warning(
                     "Step %d is empty for all trainers: the mean of the gradients of %s has values beyond %g. No "
                     "weights change in this step.",
-                    coder.round, ", ".join(outcome.members), LARGEST_UPDATE,
-                )  # fmt: skip
+                    coder.round,
+                    ", ".join(outcome.members),
+                    LARGEST_UPDATE,
+                )
                 tensors.write_gradients(None)
                 outcome = Outcome({}, np.zeros_like(mean))
             after = replace(shared, round=shared.round + 1)

@@ -23,7 +23,7 @@ class FragmentTensors:
                     f"parameter {name!r} is {tensor.dtype}: trainers average FP32 master weights. Keep the model in "
                     "FP32 and compute in BF16 with autocast, or give the masters as a mapping of names to tensors",
                     tensor=name,
-                )  # fmt: skip
+                )
         self._tensors = dict(parameters)
         specs = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in parameters.items()]
         self.layout = layouts.make(specs).id
@@ -83,10 +83,11 @@ def fragments_of(model: Any) -> list[FragmentTensors]:
     """One for a module or a mapping of masters, or one for each of several."""
     pieces = model if isinstance(model, Sequence) and not hasattr(model, "named_parameters") else [model]
     found = [
-        dict(piece) if isinstance(piece, Mapping)
+        dict(piece)
+        if isinstance(piece, Mapping)
         else {name: tensor for name, tensor in piece.named_parameters() if tensor.requires_grad}
         for piece in pieces
-    ]  # fmt: skip
+    ]
     everyone = [tensor.data_ptr() for tensors in found for tensor in tensors.values() if tensor.numel()]
     if len(set(everyone)) != len(everyone):
         raise StateError("a parameter is in two fragments, or twice in one")

@@ -75,9 +75,15 @@ class FragmentTrainer:
     """What all three have in common: fragments, hooks, the exchange, and rounds."""
 
     def __init__(
-        self, model: Any, inner_optimizer: Any, outer: SGD, exchange: Exchange, rule: GateRule, about: str,
+        self,
+        model: Any,
+        inner_optimizer: Any,
+        outer: SGD,
+        exchange: Exchange,
+        rule: GateRule,
+        about: str,
         on_round: Callable[[RoundReport], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(outer, SGD):
             raise TypeError(f"outer is pulsesync.loco.Nesterov(lr, momentum) or SGD(lr), not {type(outer).__name__}")
         self._tensors = fragments_of(model)
@@ -217,8 +223,11 @@ class FragmentTrainer:
             logger.warning(
                 "Round %d of fragment %d is empty for all trainers: the updates of %s, with the momentum so far, lead "
                 "to values that are too large. The shared weights stay as they were; the shared momentum %s.",
-                after.round, fragment, ", ".join(decided.members), momentum,
-            )  # fmt: skip
+                after.round,
+                fragment,
+                ", ".join(decided.members),
+                momentum,
+            )
         return outcome, after
 
     def _left(self, fragment: int, s: F32, outcome: Outcome, offered: bool) -> F32:
@@ -249,8 +258,11 @@ class FragmentTrainer:
         logger.error(
             "Trainer %s has diverged: its update of %r has a value of %g, and at most %g is accepted. No round took "
             "the update, so it is dropped; this trainer resumes from the shared weights.",
-            self.exchange.trainer, self._tensors[fragment].name_of(at), s[at], LARGEST_UPDATE,
-        )  # fmt: skip
+            self.exchange.trainer,
+            self._tensors[fragment].name_of(at),
+            s[at],
+            LARGEST_UPDATE,
+        )
         s[:] = 0
         return True
 
@@ -272,10 +284,18 @@ class FragmentTrainer:
     def _report(self, fragment: int, met: ExchangedRound, began: float) -> None:
         outcome, shared = met.outcome, self._held[fragment].shared  # of one that was late, further than the round
         self.last_report = RoundReport(
-            fragment, shared.round, self.exchange.trainer in outcome.members, tuple(outcome.members),
-            met.proposal.split.sent.positions.size, met.proposal.split.s.size, int(np.count_nonzero(outcome.total)),
-            met.sent_bytes, met.received_bytes, shared.digest, perf_counter() - began,
-        )  # fmt: skip
+            fragment,
+            shared.round,
+            self.exchange.trainer in outcome.members,
+            tuple(outcome.members),
+            met.proposal.split.sent.positions.size,
+            met.proposal.split.s.size,
+            int(np.count_nonzero(outcome.total)),
+            met.sent_bytes,
+            met.received_bytes,
+            shared.digest,
+            perf_counter() - began,
+        )
         if self._on_round is not None:
             self._on_round(self.last_report)
 
@@ -289,10 +309,15 @@ class FragmentTrainer:
             return torch.from_numpy(values.copy())
 
         shared = [
-            {"layout": h.shared.layout, "round": h.shared.round, "theta": tensor(h.shared.theta),
-             "momentum": tensor(h.shared.momentum), "parts": {k: list(v) for k, v in h.shared.parts.items()}}
+            {
+                "layout": h.shared.layout,
+                "round": h.shared.round,
+                "theta": tensor(h.shared.theta),
+                "momentum": tensor(h.shared.momentum),
+                "parts": {k: list(v) for k, v in h.shared.parts.items()},
+            }
             for h in self._held
-        ]  # fmt: skip
+        ]
         private = {
             "trainer": self.exchange.trainer,
             "residuals": [tensor(h.residual) for h in self._held],

@@ -107,10 +107,24 @@ class Coder:
         if self.described is not None:
             negative = (sent.values.view(np.uint32) >> np.uint32(31)).astype(np.uint16)
             coded = _encode_steps(self.described[begin : begin + sent.size], sent.positions, sizes, negative)
-        head = _sealed(PayloadHeader(
-            trainer, terms, self.fragment, self.round, self.base, begin, begin + sent.size, mode, sent.values.size,
-            scale, len(coded), "",
-        ), coded, rest)  # fmt: skip
+        head = _sealed(
+            PayloadHeader(
+                trainer,
+                terms,
+                self.fragment,
+                self.round,
+                self.base,
+                begin,
+                begin + sent.size,
+                mode,
+                sent.values.size,
+                scale,
+                len(coded),
+                "",
+            ),
+            coded,
+            rest,
+        )
         return b"".join((_line(head), coded, rest))
 
     def decode(
@@ -129,7 +143,7 @@ class Coder:
         if head.base != self.base:
             raise BaseMismatchError(
                 f"{trainer} is at another shared state than this trainer", expected=self.base, actual=head.base
-            )  # fmt: skip
+            )
         if (head.begin, head.end, head.terms) != (begin, end, terms):
             told = f"{head.terms} updates from {head.begin} to {head.end}"
             raise FormatError(f"the payload is of {told}, not of {terms} from {begin} to {end}")

@@ -82,9 +82,13 @@ class SharedState:
     def to_bytes(self) -> bytes:
         """All of it: a line that describes it, then weights and momentum, FP32, little-endian."""
         head = {
-            "format": FORMAT, "layout": self.layout, "round": self.round, "size": self.theta.size,
-            "parts": {name: list(part) for name, part in sorted(self.parts.items())}, "digest": self.digest,
-        }  # fmt: skip
+            "format": FORMAT,
+            "layout": self.layout,
+            "round": self.round,
+            "size": self.theta.size,
+            "parts": {name: list(part) for name, part in sorted(self.parts.items())},
+            "digest": self.digest,
+        }
         body = self.theta.astype("<f4").tobytes() + self.momentum.astype("<f4").tobytes()
         return _line({**head, "sha256": _seal(head, body)}) + body
 

@@ -68,10 +68,19 @@ class StoreExchange:
     """
 
     def __init__(
-        self, location: str | Store, trainer: str, *, trainers: int, quorum: int | None = None,
-        deadline_s: float = 60.0, patience_s: float = 3600.0, poll_s: float = 0.2, state_every: int = 32,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
+        self,
+        location: str | Store,
+        trainer: str,
+        *,
+        trainers: int,
+        quorum: int | None = None,
+        deadline_s: float = 60.0,
+        patience_s: float = 3600.0,
+        poll_s: float = 0.2,
+        state_every: int = 32,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         if not _NAME.fullmatch(trainer):
             raise ValueError(f"{trainer!r} is no name for a trainer: 1 to 64 letters, digits, - or _")
         self.trainer = trainer
@@ -106,9 +115,11 @@ class StoreExchange:
     def _begin(self, mine: Sequence[SharedState], about: str) -> list[str]:
         """Begin the run, or read how it was begun; return the digests of its first states."""
         begun = {
-            "format": FORMAT, "about": about, "layouts": [state.layout for state in mine],
+            "format": FORMAT,
+            "about": about,
+            "layouts": [state.layout for state in mine],
             "start": [state.digest for state in mine],
-        }  # fmt: skip
+        }
         if not self._exists("run"):
             for fragment, state in enumerate(mine):
                 if state.round:  # trainers that go on in a new place, where others may be further behind
@@ -243,8 +254,10 @@ class StoreExchange:
             return found
         logger.warning(
             "Round %d is decided without %s: their updates have values beyond %g.",
-            coder.round, ", ".join(large), LARGEST_UPDATE,
-        )  # fmt: skip
+            coder.round,
+            ", ".join(large),
+            LARGEST_UPDATE,
+        )
         return rest
 
     def _decide(self, coder: Coder, found: dict[str, str]) -> None:
@@ -311,8 +324,10 @@ class StoreExchange:
         if record["base"] != coder.base:
             raise VerificationError(
                 f"round {coder.round} goes on from another state than this trainer holds: begin without a saved one",
-                expected=record["base"], actual=coder.base, round=coder.round,
-            )  # fmt: skip
+                expected=record["base"],
+                actual=coder.base,
+                round=coder.round,
+            )
         return members
 
     def _decided_bytes(self, coder: Coder) -> bytes | None:

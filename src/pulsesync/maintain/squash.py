@@ -186,9 +186,12 @@ class Squasher:
         diffs = patch.diff_of(state.layout.tiles, old, span.changes, "context")
         part = patch.encode_diff(state.layout, diffs, old, span.before, codec="auto")
         record = replace(
-            span.end, kind=RecordKind.SQUASH, base=BaseRef(span.base.version, span.base.digest), history=None,
+            span.end,
+            kind=RecordKind.SQUASH,
+            base=BaseRef(span.base.version, span.base.digest),
+            history=None,
             parts=(PartRef(part.id, len(part.data)),),
-        )  # fmt: skip
+        )
         line = record.build()
         self.store.put(keys.part_key(part.id), part.data)
         try:

@@ -95,9 +95,11 @@ class AnchorWriter:
                 self._failures += retried
                 logger.warning(
                     "The anchor of epoch %d is not in the store: %s: %s. %s",
-                    epoch, type(e).__name__, e,
+                    epoch,
+                    type(e).__name__,
+                    e,
                     "It is tried again with a later version." if retried else "The next epoch gets one instead.",
-                )  # fmt: skip
+                )
                 raise
             self._failures = 0
 

@@ -198,8 +198,9 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
             f"version {manifest.version} is not this publisher's to make: somebody else publishes into this run. "
             "Nothing of theirs was touched; stop one of the two, or open a new Publisher to take the run up where "
             "it is now",
-            key=key, version=manifest.version,
-        ) from e  # fmt: skip
+            key=key,
+            version=manifest.version,
+        ) from e
     try:
         store.put(keys.HEAD, str(manifest.version).encode())
     except StoreError as e:  # it may lag; the version is there

@@ -453,8 +453,9 @@ class Publisher:
             if self._pace.every != 1 and self._pace.waiting:
                 logger.warning(
                     "The last %d steps are in no version: publish_every=%r. Publish the last step with now=True.",
-                    self._pace.waiting, self._pace.every,
-                )  # fmt: skip
+                    self._pace.waiting,
+                    self._pace.every,
+                )
         try:
             self._finish("close")
         finally:
@@ -680,8 +681,11 @@ class Publisher:
         if not all(future.awaited for future in job.futures):
             logger.error(
                 "Step %d was not published: %s: %s. The next version that is committed contains it.",
-                job.step, type(error).__name__, error, exc_info=None if isinstance(error, PulseError) else error,
-            )  # fmt: skip
+                job.step,
+                type(error).__name__,
+                error,
+                exc_info=None if isinstance(error, PulseError) else error,
+            )
         for future in job.futures:
             _complete(future, job.step, error)
 
@@ -706,9 +710,15 @@ class Publisher:
             stored = time.perf_counter()
             self._pace.sent(SentVersion(job.folded + 1, stored - began))
         return report_of(
-            tip.state.layout, draft.manifest, draft.transition.changed, written, job.folded, job.blocked_s,
-            encoded - began, stored - encoded,
-        )  # fmt: skip
+            tip.state.layout,
+            draft.manifest,
+            draft.transition.changed,
+            written,
+            job.folded,
+            job.blocked_s,
+            encoded - began,
+            stored - encoded,
+        )
 
     def _advance(self, tip: RunTip, draft: Draft) -> None:
         """Move the base to a version that was committed; what is pending was compared with the base before."""
@@ -794,9 +804,17 @@ def report_of(
 ) -> PublishReport:
     """What became of a state; changed is None for all of it."""
     return PublishReport(
-        manifest.version, manifest.step, layout.size if changed is None else changed, layout.size, written,
-        layout.size_bytes, folded, blocked_s, encode_s, store_s,
-    )  # fmt: skip
+        manifest.version,
+        manifest.step,
+        layout.size if changed is None else changed,
+        layout.size,
+        written,
+        layout.size_bytes,
+        folded,
+        blocked_s,
+        encode_s,
+        store_s,
+    )
 
 
 def _answer(report: PublishReport, wait: bool) -> "PublishReport | Future[PublishReport]":
@@ -825,8 +843,11 @@ def _complete(future: _PublishFuture, step: int, outcome: PublishReport | BaseEx
     except BaseException as e:  # an Exception is logged by concurrent.futures
         logger.error(
             "A callback of the future of step %d raised %s: %s. Versions are sent as before.",
-            step, type(e).__name__, e, exc_info=e,
-        )  # fmt: skip
+            step,
+            type(e).__name__,
+            e,
+            exc_info=e,
+        )
 
 
 def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:

@@ -443,8 +443,9 @@ class ShardedPublisher:
         except StoreError as e:
             logger.warning(
                 "The anchor of epoch %d is not in the store: %s. It is tried again with a later version.",
-                self._base.last.starts, e,
-            )  # fmt: skip
+                self._base.last.starts,
+                e,
+            )
 
     def _write_anchor(self, base: _RankBase) -> int:
         """Write the whole state of the last version, each rank its own tiles; return the bytes of all."""

@@ -56,20 +56,30 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
     if found is not None and found.run != run:
         raise RunReplacedError(
             f"the location now holds run {found.run}, and local version {version} belongs to run {run}; {start_over}",
-            version=version, run=found.run, expected=run, actual=found.run,
-        )  # fmt: skip
+            version=version,
+            run=found.run,
+            expected=run,
+            actual=found.run,
+        )
     if published is not None and published.digest != digest:
         raise RunForkedError(
             f"local version {version} has the digest {digest[:12]}, and the published version {version} of the same "
             f"run has {published.digest[:12]}: the run was continued from an earlier version; {start_over}",
-            version=version, run=run, expected=digest, actual=published.digest,
-        )  # fmt: skip
+            version=version,
+            run=run,
+            expected=digest,
+            actual=published.digest,
+        )
     if published is None and newest is not None and newest.version < version:
         raise RunRolledBackError(
             f"the newest published version is {newest.version}, and the local version is {version}: the run was rolled "
             f"back; {start_over}",
-            version=version, run=run, newest=newest.version, expected=version, actual=newest.version,
-        )  # fmt: skip
+            version=version,
+            run=run,
+            newest=newest.version,
+            expected=version,
+            actual=newest.version,
+        )
 
 
 Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says

@@ -144,8 +144,9 @@ class RunReader:
         return NothingPublishedError(
             f"there is no run at {place}: neither {keys.HEAD} nor anything below manifests/ was found{more}. Check "
             "the location; if the first version is still to come, pass wait_s= to wait for it",
-            key="manifests/", location=place,
-        )  # fmt: skip
+            key="manifests/",
+            location=place,
+        )
 
     def no_anchor(self, goal: Manifest) -> NothingPublishedError:
         """The error for a version that is published before the first anchor of its run."""
@@ -153,8 +154,10 @@ class RunReader:
         return NothingPublishedError(
             f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the first "
             "anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
-            key=keys.anchor_key(goal.epoch), location=place, version=goal.version,
-        )  # fmt: skip
+            key=keys.anchor_key(goal.epoch),
+            location=place,
+            version=goal.version,
+        )
 
     def _head(self) -> int:
         try:

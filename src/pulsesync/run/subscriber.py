@@ -370,8 +370,9 @@ class Subscriber:
                 raise
             raise VerificationError(
                 f"loading an anchor failed halfway ({e}): the weights are between two versions; do not use them until "
-                "a sync succeeds", torn=True,
-            ) from e  # fmt: skip
+                "a sync succeeds",
+                torn=True,
+            ) from e
 
     def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
         """Plan, fetch and apply; where something on the path is missing or bad, plan again."""
@@ -409,8 +410,11 @@ class Subscriber:
             assert self._held is not None
             logger.warning(
                 "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
-                "weights are loaded again from an anchor.", len(damaged), self._held.version, damaged[0],
-            )  # fmt: skip
+                "weights are loaded again from an anchor.",
+                len(damaged),
+                self._held.version,
+                damaged[0],
+            )
             self._forget()
             self._to_repair = tuple(damaged)
 
@@ -477,8 +481,10 @@ class Subscriber:
         if local and goal.run != local.run:
             raise ChainError(  # a bad read, or replaced since it was checked: the next attempt shows which
                 f"version {goal.version} belongs to run {goal.run}, and the local one to run {local.run}",
-                key=keys.manifest_key(goal.version), expected=local.run, actual=goal.run,
-            )  # fmt: skip
+                key=keys.manifest_key(goal.version),
+                expected=local.run,
+                actual=goal.run,
+            )
         return goal if not local or goal.version != local.version else None
 
     def _attach(self, state: State, records: RunReader, progress: _Progress) -> None:

@@ -36,9 +36,17 @@ INDEX = "model.safetensors.index.json"
 
 # What travels along: all that transformers and tokenizers load, but no code and nothing that is unpickled.
 _COMPANIONS = (
-    "*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "merges.txt",
-    "vocab.*", "chat_template*", "*.jinja",
-)  # fmt: skip
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.*",
+    "chat_template*",
+    "*.jinja",
+)
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # one of them is enough
 _NEVER = ("*.safetensors", "*.index.json", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle")
 

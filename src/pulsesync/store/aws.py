@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 _CREDENTIAL_OPTIONS = {
-    "access_key_id", "secret_access_key", "credential_provider", "skip_signature", "web_identity_token_file",
-    "container_credentials_relative_uri", "container_credentials_full_uri",
-}  # fmt: skip
+    "access_key_id",
+    "secret_access_key",
+    "credential_provider",
+    "skip_signature",
+    "web_identity_token_file",
+    "container_credentials_relative_uri",
+    "container_credentials_full_uri",
+}
 _REGION_OPTIONS, _REGION_VARIABLES = {"region", "default_region"}, ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINT_OPTIONS = {"endpoint", "endpoint_url", "endpoint_url_s3"}
 _KEY_OPTIONS, _TOKEN_OPTIONS = {"access_key_id", "secret_access_key"}, {"session_token", "token", "credential_provider"}

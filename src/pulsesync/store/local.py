@@ -210,8 +210,10 @@ class ServedFolder(ReadOnlyStore, LocalStore):
             self._warned.add(outside)
             logger.warning(
                 "Not served: %s leads to %s, outside of %s. Serve a folder that contains both, or copy the files.",
-                outside, os.path.realpath(outside), self.folder,
-            )  # fmt: skip
+                outside,
+                os.path.realpath(outside),
+                self.folder,
+            )
 
 
 def _sync_folder(folder: Path) -> None:

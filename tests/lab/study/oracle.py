@@ -9,9 +9,12 @@ import numpy as np
 
 State = dict[str, np.ndarray]
 FLOATS: dict[str, Any] = {
-    "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
 MANTISSA = {"BF16": 7, "F16": 10, "F32": 23, "F8_E4M3": 3, "F8_E5M2": 2}
 LARGEST = {"F8_E4M3": 448, "F8_E5M2": 57344}
 

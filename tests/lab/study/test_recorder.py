@@ -88,9 +88,7 @@ def test_long_windows_slide(monkeypatch: pytest.MonkeyPatch) -> None:
         step = recorder.feed(state)
         if n in (31, 32, 33, 40):
             assert step is not None
-            assert step.windows == {
-                k: oracle.since(states[: n + 1], k, "BF16") for k in (1, 2, 4, 8, 16, 32) if k <= n
-            }  # fmt: skip
+            assert step.windows == {k: oracle.since(states[: n + 1], k, "BF16") for k in (1, 2, 4, 8, 16, 32) if k <= n}
 
 
 @pytest.mark.parametrize("way", ["numba", "numpy", "torch"])
@@ -142,8 +140,14 @@ def train(
     torch.manual_seed(seed)
     net = Net()
     names = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    optimizer = make([{"params": [net.up.weight, net.frozen]}, {"params": [
-        p for name, p in names.items() if name != "up.weight"], "lr": 1e-3}], lr=1e-4, **options)  # fmt: skip
+    optimizer = make(
+        [
+            {"params": [net.up.weight, net.frozen]},
+            {"params": [p for name, p in names.items() if name != "up.weight"], "lr": 1e-3},
+        ],
+        lr=1e-4,
+        **options,
+    )
     if recorder is not None:
         recorder.attach(optimizer, net)
     order = ["up.weight", *(name for name in names if name != "up.weight")]
@@ -646,8 +650,9 @@ def test_what_the_ranks_of_a_sharded_run_record_adds_up(fleet: Fleet, tmp_path: 
         for name in (*EXACT[1:], "moved"):
             assert getattr(ours, name) == getattr(theirs, name), name
         for a, b in [
-            (ours.changed, theirs.changed), (ours.gradients, theirs.gradients),
+            (ours.changed, theirs.changed),
+            (ours.gradients, theirs.gradients),
             *((ours.windows[k], theirs.windows[k]) for k in theirs.windows),
             *((ours.contrast[d], theirs.contrast[d]) for d in theirs.contrast),
-        ]:  # fmt: skip
+        ]:
             assert tuple(a[n] for n in order) == b

@@ -15,11 +15,24 @@ HEADER = RecordingHeader(
 
 def step(number: int, a: int = 3) -> Step:
     return Step(
-        number, (a, 1), again=2, same_way=1, up=3, units={1: a, 16: 1}, by_class={118: a + 1},
-        weights_by_class={118: 10, 120: 11}, windows={1: (2, 1)}, contrast={"F16": (5, 1)}, gradients=(10, 0),
-        moved={-3: 7}, hot=0.5, sizes={"gap": PatchBytes(100, 90), "context": PatchBytes(50)}, lr=1e-6, seconds=0.25,
+        number,
+        (a, 1),
+        again=2,
+        same_way=1,
+        up=3,
+        units={1: a, 16: 1},
+        by_class={118: a + 1},
+        weights_by_class={118: 10, 120: 11},
+        windows={1: (2, 1)},
+        contrast={"F16": (5, 1)},
+        gradients=(10, 0),
+        moved={-3: 7},
+        hot=0.5,
+        sizes={"gap": PatchBytes(100, 90), "context": PatchBytes(50)},
+        lr=1e-6,
+        seconds=0.25,
         facts={"reward": 0.5},
-    )  # fmt: skip
+    )
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
@@ -79,9 +92,20 @@ def test_ranks_add_up_and_steps_that_one_did_not_reach_are_left_out() -> None:
         "BF16", (WatchedTensor("c", (7,), 7, 7), WatchedTensor("a", (4, 5), 2, 2)), (1, 2), ("F16",), {}
     )
     theirs = Step(
-        1, (5, 2), again=1, up=1, units={1: 7}, by_class={118: 7}, weights_by_class={118: 9}, windows={1: (4, 2)},
-        contrast={"F16": (0, 1)}, gradients=(7, 2), hot=1.0, sizes={"gap": PatchBytes(10)}, seconds=0.5,
-    )  # fmt: skip
+        1,
+        (5, 2),
+        again=1,
+        up=1,
+        units={1: 7},
+        by_class={118: 7},
+        weights_by_class={118: 9},
+        windows={1: (4, 2)},
+        contrast={"F16": (0, 1)},
+        gradients=(7, 2),
+        hot=1.0,
+        sizes={"gap": PatchBytes(10)},
+        seconds=0.5,
+    )
     joined = Recording.join([Recording(HEADER, (step(0), step(1))), Recording(other, (theirs,))])
     assert joined.header.tensors == (
         WatchedTensor("a", (4, 5), 22, 12),

@@ -260,7 +260,7 @@ def test_the_files_of_ranks_are_added_up(tmp_path: Path) -> None:
         tensors = whole.header.tensors[mine]
         steps = tuple(
             replace(one, changed=one.changed[mine], windows={}, contrast={}, gradients=()) for one in whole.steps
-        )  # fmt: skip
+        )
         Recording(replace(whole.header, tensors=tensors), steps).write(tmp_path / f"study-rank{rank}.jsonl")
     places = [str(tmp_path / f"study-rank{rank}.jsonl") for rank in range(2)]
     joined = open_recording(places)

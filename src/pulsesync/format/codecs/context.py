@@ -60,9 +60,21 @@ def count(
 ) -> tuple[int, NDArray[np.uint8]]:
     """Add a block's decisions to counts; return how many there are, and the block's history afterwards."""
     decided, remembered = kernels.active().count_block(
-        old, kind.exponent_shift, cut, contexts.rows, contexts.bits, memory.last, memory.cut, hot.positions,
-        hot.new, hot.symbols, counts, memory.index, hot.entering_at, hot.entering,
-    )  # fmt: skip
+        old,
+        kind.exponent_shift,
+        cut,
+        contexts.rows,
+        contexts.bits,
+        memory.last,
+        memory.cut,
+        hot.positions,
+        hot.new,
+        hot.symbols,
+        counts,
+        memory.index,
+        hot.entering_at,
+        hot.entering,
+    )
     assert decided >= 0, "a publisher's base and its history are written together"
     return int(decided), remembered
 
@@ -72,10 +84,21 @@ def encode_block(
 ) -> NDArray[np.uint16]:
     """Return a block's stream."""
     stream: NDArray[np.uint16] = kernels.active().encode_block(
-        old, kind.exponent_shift, cut, table.contexts.rows, table.contexts.bits, memory.last, memory.cut,
-        hot.positions, hot.symbols, hot.extras, table.cumulative, table.reciprocals, decisions,
+        old,
+        kind.exponent_shift,
+        cut,
+        table.contexts.rows,
+        table.contexts.bits,
+        memory.last,
+        memory.cut,
+        hot.positions,
+        hot.symbols,
+        hot.extras,
+        table.cumulative,
+        table.reciprocals,
+        decisions,
         tables.lanes_for(decisions),
-    )  # fmt: skip
+    )
     return stream
 
 
@@ -261,10 +284,22 @@ def decode_block(
     if block.changes:
         enters = magnitudes(moved, shift) < payload.cut
         positions, new, remembered, fault = kernels.active().decode_block(
-            old, shift, payload.cut, table.contexts.rows, table.contexts.bits, memory.last, memory.cut,
-            table.cumulative, table.contexts.symbols, block.lanes, block.words, block.changes, memory.index,
-            positions[enters], np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8),
-        )  # fmt: skip
+            old,
+            shift,
+            payload.cut,
+            table.contexts.rows,
+            table.contexts.bits,
+            memory.last,
+            memory.cut,
+            table.cumulative,
+            table.contexts.symbols,
+            block.lanes,
+            block.words,
+            block.changes,
+            memory.index,
+            positions[enters],
+            np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8),
+        )
         if fault:
             raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
         if cold.size:

@@ -222,9 +222,13 @@ class Recorder:
             raise StateError("some tensors are of numpy and some of torch")
         _check_fp8(self._holding, self._plan.dtype)
         self._facts = {
-            "pulsesync": pulsesync.__version__, **_torch_version(self._holding), "masters": self._holding.masters,
-            "every": self._every, **self._facts, **_ranks(),
-        }  # fmt: skip
+            "pulsesync": pulsesync.__version__,
+            **_torch_version(self._holding),
+            "masters": self._holding.masters,
+            "every": self._every,
+            **self._facts,
+            **_ranks(),
+        }
         finest = min(self._holding.mantissa, MANTISSAS.get(str(self._facts["masters"]), MANTISSAS["F64"]))
         contrast = tuple(dtype for dtype in self._plan.contrast if MANTISSAS[dtype] <= finest)
         self._plan = replace(self._plan, contrast=contrast)
@@ -248,9 +252,13 @@ class Recorder:
         return [sight for sight in found if sight is not None]
 
     def _step(
-        self, tensors: Sequence[Any], number: int, rates: Sequence[float] | None = None, lr: float | None = None,
+        self,
+        tensors: Sequence[Any],
+        number: int,
+        rates: Sequence[float] | None = None,
+        lr: float | None = None,
         gradients: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         for meter in self._meters:
             meter.buffers.settle()
         began = time.perf_counter()

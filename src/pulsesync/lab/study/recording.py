@@ -149,7 +149,7 @@ class Recording:
             known = seen.get(tensor.name, WatchedTensor(tensor.name, tensor.shape, 0, 0))
             seen[tensor.name] = WatchedTensor(
                 tensor.name, known.shape, known.size + tensor.size, known.sampled + tensor.sampled
-            )  # fmt: skip
+            )
         contrast = tuple(d for d in first.contrast if all(d in part.header.contrast for part in parts))
         facts = {name: fact for name, fact in first.facts.items() if name != "rank" or "ranks" not in first.facts}
         header = RecordingHeader(first.dtype, tuple(seen.values()), first.windows, contrast, facts)
@@ -172,10 +172,14 @@ def header_line(header: RecordingHeader) -> str:
     tensors = [[tensor.name, list(tensor.shape), tensor.size, tensor.sampled] for tensor in header.tensors]
     return json.dumps(
         {
-            "study": FORMAT, "dtype": header.dtype, "windows": header.windows, "contrast": header.contrast,
-            "facts": dict(header.facts), "tensors": tensors,
+            "study": FORMAT,
+            "dtype": header.dtype,
+            "windows": header.windows,
+            "contrast": header.contrast,
+            "facts": dict(header.facts),
+            "tensors": tensors,
         }
-    )  # fmt: skip
+    )
 
 
 def step_line(step: Step) -> str:

@@ -112,7 +112,7 @@ def _read_files(places: Sequence[str]) -> dict[str, Recording]:
         f"{run}, ranks" if of_ranks and (run, False) in groups else run:  # beside their sum, which is no rank
         Recording.join(parts) if of_ranks else parts[0]
         for (run, of_ranks), parts in groups.items()
-    }  # fmt: skip
+    }
 
 
 def files_at(place: str) -> list[Path]:

@@ -9,7 +9,13 @@ TINY = PolicyShape(16, 1, 2)
 def tiny(name: str = "an arm", **changes) -> Arm:
     """Learns from what it is shown, so that there are gradients although a policy so small gets nothing right."""
     settings = {
-        "algorithm": "sft", "shape": TINY, "prompts": 2, "group": 4, "steps": 3, "lr": 1e-3, "warm_up": 0,
+        "algorithm": "sft",
+        "shape": TINY,
+        "prompts": 2,
+        "group": 4,
+        "steps": 3,
+        "lr": 1e-3,
+        "warm_up": 0,
         "pretraining": 2,
-    }  # fmt: skip
+    }
     return Arm(name, **settings | changes)

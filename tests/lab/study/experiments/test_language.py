@@ -28,13 +28,22 @@ def folder(tmp_path_factory):
     template = "{% for message in messages %}<user>{% endfor %}"
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=table, eos_token="<end>", pad_token="<pad>", chat_template=template
-    ).save_pretrained(path)  # fmt: skip
+    ).save_pretrained(path)
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=len(SYMBOLS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=END, pad_token_id=PAD,
-    )  # fmt: skip
+        vocab_size=len(SYMBOLS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return str(path)
 
@@ -43,7 +52,7 @@ def folder(tmp_path_factory):
     "changes",
     [{}, {"algorithm": "grpo", "delay": 1, "updates": 2}, {"masters": "bf16"}, {"masters": "rounded", "delay": 1}],
     ids=str,
-)  # fmt: skip
+)
 def test_an_arm_is_recorded(changes, folder, tmp_path):
     arm = tiny(game="language", model=folder, **changes)
     loop.train(arm, 0, tmp_path / "a.jsonl", tmp_path)

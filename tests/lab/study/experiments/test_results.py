@@ -21,14 +21,21 @@ def recording_of(*changed, windows=(1, 2), lr=None, moved=(), arm=None, **facts)
     )
     steps = [
         Step(
-            number, counts, again=sum(counts) // 2, same_way=sum(counts) // 4, units={1: 3, 2: 1},
+            number,
+            counts,
+            again=sum(counts) // 2,
+            same_way=sum(counts) // 4,
+            units={1: 3, 2: 1},
             windows={1: (3, 0, 0)} | ({2: (5, 5, 5)} if number else {}),
-            contrast={"F32": (50, 50, 20), "F8_E4M3": (1, 1, 1)}, gradients=(50, 25, 0),
-            sizes={"gap": PatchBytes(100), "context": PatchBytes(90, 30)}, facts={"reward": number / 10},
-            lr=lr, moved=dict(moved),
+            contrast={"F32": (50, 50, 20), "F8_E4M3": (1, 1, 1)},
+            gradients=(50, 25, 0),
+            sizes={"gap": PatchBytes(100), "context": PatchBytes(90, 30)},
+            facts={"reward": number / 10},
+            lr=lr,
+            moved=dict(moved),
         )
         for number, counts in enumerate(changed)
-    ]  # fmt: skip
+    ]
     return Recording(header, tuple(steps))
 
 
@@ -36,13 +43,33 @@ def test_every_column_is_what_the_counts_say():
     found = measure(recording_of((0, 0, 6), (30, 0, 6), (30, 0, 0), median=0.02))
     assert found == pytest.approx(
         {
-            "k1": 100 - 72 / 9, "min": 88.0, "k2": 90.0, "first": 98.0, "trough": 92.0, "trough step": 1,
-            "plateau": 89.0, "BF16": 98.0, "F32": 20.0, "F8_E4M3": 98.0, "one unit": 75.0, "overlap early": 50.0,
-            "overlap late": 50.0, "same way": 100 * 16 / 33, "inactive": 100 * 5 / 9, "bits": 8 * 90 / 72,
-            "median": 0.02, "gradients": 50.0, "experts": 2, "experts changed": 100 / 3, "experts never": 50.0,
-            "least expert": 0.0, "most expert": 20.0, "reward first": 0.0, "reward last": 0.2,
+            "k1": 100 - 72 / 9,
+            "min": 88.0,
+            "k2": 90.0,
+            "first": 98.0,
+            "trough": 92.0,
+            "trough step": 1,
+            "plateau": 89.0,
+            "BF16": 98.0,
+            "F32": 20.0,
+            "F8_E4M3": 98.0,
+            "one unit": 75.0,
+            "overlap early": 50.0,
+            "overlap late": 50.0,
+            "same way": 100 * 16 / 33,
+            "inactive": 100 * 5 / 9,
+            "bits": 8 * 90 / 72,
+            "median": 0.02,
+            "gradients": 50.0,
+            "experts": 2,
+            "experts changed": 100 / 3,
+            "experts never": 50.0,
+            "least expert": 0.0,
+            "most expert": 20.0,
+            "reward first": 0.0,
+            "reward last": 0.2,
         }
-    )  # fmt: skip
+    )
 
 
 def test_the_trough_is_the_lowest_ten_steps_in_a_row():

@@ -27,9 +27,13 @@ def test_every_arm_and_seed_is_recorded_and_the_configuration_saved(tmp_path):
     told = []
     runner.run([experiment], tmp_path, tell=told.append)
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == [
-        "arm-2-1e-3-seed0.jsonl", "arm-2-1e-3-seed1.jsonl", "config.json", "one-arm-seed0.jsonl", "one-arm-seed1.jsonl",
+        "arm-2-1e-3-seed0.jsonl",
+        "arm-2-1e-3-seed1.jsonl",
+        "config.json",
+        "one-arm-seed0.jsonl",
+        "one-arm-seed1.jsonl",
         "results.md",
-    ]  # fmt: skip
+    ]
     saved = json.loads((tmp_path / "small" / "config.json").read_text())
     assert saved["arms"] == [arm.to_json() for arm in experiment.arms]
     assert Experiment.load(tmp_path / "small") == experiment
@@ -170,8 +174,17 @@ def test_a_model_takes_the_sweeps_that_make_sense(tmp_path):
 
 def test_every_experiment_is_sound():
     assert list(sweeps.EXPERIMENTS) == [
-        "lr", "windows", "delay", "scale", "optimizer", "masters", "warm-up", "algorithm", "sft", "moe",
-    ]  # fmt: skip
+        "lr",
+        "windows",
+        "delay",
+        "scale",
+        "optimizer",
+        "masters",
+        "warm-up",
+        "algorithm",
+        "sft",
+        "moe",
+    ]
     for experiment in sweeps.EXPERIMENTS.values():
         names = [arm.name for arm in experiment.arms]
         assert len({arm.file_name for arm in experiment.arms}) == len(names)

@@ -15,26 +15,61 @@ from pulsesync.lab.study.predict import models
 from pulsesync.lab.study.predict.models import largest_normal, normal_classes, read_model, scale_of, shapes_of
 
 QWEN_7B = {
-    "model_type": "qwen2", "hidden_size": 3584, "vocab_size": 152064, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "vocab_size": 152064,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "tie_word_embeddings": False,
+}
 LLAMA_1B = {
-    "model_type": "llama", "hidden_size": 2048, "vocab_size": 128256, "num_hidden_layers": 16, "head_dim": 64,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "vocab_size": 128256,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+}
 QWEN3_MOE = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "vocab_size": 151936, "num_hidden_layers": 48, "head_dim": 128,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "vocab_size": 151936,
+    "num_hidden_layers": 48,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
 MIXTRAL = {
-    "model_type": "mixtral", "hidden_size": 4096, "vocab_size": 32000, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
-}  # fmt: skip
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "vocab_size": 32000,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+}
 GEMMA3_1B = {
-    "model_type": "gemma3_text", "hidden_size": 1152, "vocab_size": 262144, "num_hidden_layers": 26, "head_dim": 256,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 6912,
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "vocab_size": 262144,
+    "num_hidden_layers": 26,
+    "head_dim": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "intermediate_size": 6912,
+}
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,13 @@ def test_without_a_rate_there_is_no_theory_unless_one_is_given() -> None:
 @pytest.mark.parametrize(
     ("facts", "drawn"),
     [
-        ({"optimizer": "AdamW", "every": 1}, True), ({"optimizer": "Adam"}, True), ({}, True),
-        ({"optimizer": "SGD"}, False), ({"optimizer": "AdamW", "every": 8}, False),
+        ({"optimizer": "AdamW", "every": 1}, True),
+        ({"optimizer": "Adam"}, True),
+        ({}, True),
+        ({"optimizer": "SGD"}, False),
+        ({"optimizer": "AdamW", "every": 8}, False),
     ],
-)  # fmt: skip
+)
 def test_the_theory_is_that_of_one_step_of_adam(facts: dict[str, object], drawn: bool) -> None:
     assert (by_exponent(Recording(header(facts=facts), made().steps))[0].noise is not None) == drawn
 

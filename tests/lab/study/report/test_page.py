@@ -11,9 +11,21 @@ from pulsesync.lab.study.report.panels import plots
 from tests.recordings import header, made, step
 
 ALL = {
-    "time", "k", "dtype", "layers", "kinds", "experts", "exponents", "units", "moved", "overlap", "bytes", "bytes-time",
-    "gradients", "reward",
-}  # fmt: skip
+    "time",
+    "k",
+    "dtype",
+    "layers",
+    "kinds",
+    "experts",
+    "exponents",
+    "units",
+    "moved",
+    "overlap",
+    "bytes",
+    "bytes-time",
+    "gradients",
+    "reward",
+}
 VOID = {"meta", "br", "!doctype"}
 
 
@@ -53,9 +65,21 @@ def test_every_plot_that_has_something_to_show_is_there() -> None:
 
 def test_what_was_not_recorded_is_left_out() -> None:
     bare = step(
-        0, 1, 1, 1, 1, units={}, by_class={}, weights_by_class={}, windows={}, contrast={}, gradients=(), moved={},
-        sizes={}, facts={},
-    )  # fmt: skip
+        0,
+        1,
+        1,
+        1,
+        1,
+        units={},
+        by_class={},
+        weights_by_class={},
+        windows={},
+        contrast={},
+        gradients=(),
+        moved={},
+        sizes={},
+        facts={},
+    )
     assert {plot.anchor for plot in plots(Recording(header(), (bare,)))} <= {"time", "layers", "kinds", "experts"}
     assert "Nothing was recorded." in page(Recording(header(), ()), "empty")
 

@@ -36,8 +36,13 @@ def test_tensors_have_a_row_for_each_window() -> None:
 def test_exponents_have_a_row_for_each_class() -> None:
     found = list(rows.exponent_rows(made()))
     assert found[0] == {
-        "step": 0, "exponent": 110, "magnitude": 2.0**-17, "weights": 400, "changed": 20, "density": 0.05,
-    }  # fmt: skip
+        "step": 0,
+        "exponent": 110,
+        "magnitude": 2.0**-17,
+        "weights": 400,
+        "changed": 20,
+        "density": 0.05,
+    }
 
 
 def test_csv_files_can_be_read_back(tmp_path: Path) -> None:

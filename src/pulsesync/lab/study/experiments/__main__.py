@@ -24,9 +24,15 @@ def main(arguments: list[str] | None = None) -> int:
     told = parser.parse_args(arguments)
     try:
         experiment(
-            told.names, out=told.out, steps=told.steps, seeds=read_seeds(told.seeds), model=told.model,
-            device=told.device, jobs=told.jobs, quick=told.quick,
-        )  # fmt: skip
+            told.names,
+            out=told.out,
+            steps=told.steps,
+            seeds=read_seeds(told.seeds),
+            model=told.model,
+            device=told.device,
+            jobs=told.jobs,
+            quick=told.quick,
+        )
     except PulseError as e:
         sys.stderr.write(f"{e}\n")
         return 1
@@ -34,9 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def experiment(
-    names: Sequence[str], *, out: Path | None, steps: int | None, seeds: Sequence[int] | None, model: str, device: str,
-    jobs: int, quick: bool,
-) -> None:  # fmt: skip
+    names: Sequence[str],
+    *,
+    out: Path | None,
+    steps: int | None,
+    seeds: Sequence[int] | None,
+    model: str,
+    device: str,
+    jobs: int,
+    quick: bool,
+) -> None:
     """Run experiments, or list them, and say what is done line by line. Raises: PulseError."""
     if list(names) == ["list"]:
         for one in EXPERIMENTS.values():

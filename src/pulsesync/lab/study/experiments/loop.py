@@ -132,9 +132,12 @@ def begin(arm: Arm, policies: Path) -> Policy:
         made = path.with_suffix(f".{os.getpid()}")
         shares: list[float | None] = [None]
         policy = pretrain(
-            0, tell=lambda *told: shares.append(told[2]), shape=arm.shape, device=arm.device,
+            0,
+            tell=lambda *told: shares.append(told[2]),
+            shape=arm.shape,
+            device=arm.device,
             most_steps=arm.pretraining,
-        )  # fmt: skip
+        )
         save(policy, made, shares[-1])
         made.replace(path)
     return pretrained(path, arm.shape)

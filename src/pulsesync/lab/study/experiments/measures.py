@@ -41,9 +41,11 @@ def _profile(recording: Recording) -> dict[str, float]:
     lowest = min(range(len(means)), key=means.__getitem__)
     middle = float(recording.steps[lowest].step + span // 2)
     return {
-        "first": unchanged[0], "trough": means[lowest], "trough step": middle,
+        "first": unchanged[0],
+        "trough": means[lowest],
+        "trough step": middle,
         "plateau": fmean(unchanged[len(unchanged) // 2 :]),
-    }  # fmt: skip
+    }
 
 
 def _dtypes(recording: Recording) -> dict[str, float]:
@@ -114,8 +116,9 @@ def _experts(recording: Recording) -> dict[str, float]:
         "experts": float(len(experts)),
         "experts changed": 100 * fmean(density > 0 for densities in experts for density in densities),
         "experts never": 100 * fmean(not any(densities[:EARLY]) for densities in experts),
-        "least expert": 100 * min(means), "most expert": 100 * max(means),
-    }  # fmt: skip
+        "least expert": 100 * min(means),
+        "most expert": 100 * max(means),
+    }
 
 
 def _reward(recording: Recording) -> dict[str, float]:

@@ -90,5 +90,8 @@ def _muon(arm: Arm, policy: nn.Module) -> torch.optim.Optimizer:
 
 
 _MAKERS: dict[str, Callable[[Arm, nn.Module], torch.optim.Optimizer]] = {
-    "adamw": _adamw, "sgd": _sgd, "lion": _lion, "muon": _muon,
-}  # fmt: skip
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lion": _lion,
+    "muon": _muon,
+}

@@ -53,19 +53,25 @@ PROFILE = Row(
 PROFILE_SFT = Row("Qwen2.5 1.5B, SFT 2e-5", PULSE_PROFILE, {"trough": 92.86})
 
 DTYPES = Row(
-    "GRPO, no rate given", SPARSERL,
+    "GRPO, no rate given",
+    SPARSERL,
     {"BF16": 100 - 0.6141, "F16": 100 - 2.43, "F8_E4M3": 100 - 0.0655, "F32": 100 - 99.46},
-)  # fmt: skip
+)
 ALGORITHMS = tuple(
     Row(name, SPARSERL, {"k1": 100 - changed})
     for name, changed in (
-        ("GRPO", 0.6141), ("DAPO", 0.5997), ("GSPO", 0.6042), ("asynchronous", 0.5994), ("agentic", 0.6970),
+        ("GRPO", 0.6141),
+        ("DAPO", 0.5997),
+        ("GSPO", 0.6042),
+        ("asynchronous", 0.5994),
+        ("agentic", 0.6970),
     )
-)  # fmt: skip
+)
 OVERLAP = Row("steps 1 to 10", SPARSERL, {"overlap early": "45–52", "overlap late": "72–77"})
 EXPERTS = Row(
-    "128 experts, 10 steps; changed: in every one of them", SPARSERL,
+    "128 experts, 10 steps; changed: in every one of them",
+    SPARSERL,
     {"experts changed": 97.98, "experts never": 0.46, "inactive": "5–6", "k1": 100 - 0.6141},
-)  # fmt: skip
+)
 GRADIENTS = Row("dense gradients", "PULSE", {"gradients": 99.0})
 SFT_TO_GRPO = 3.1  # times the changes, at the same learning rate: 1.79 % against 0.57 %

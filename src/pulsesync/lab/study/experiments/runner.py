@@ -23,9 +23,14 @@ Tell = Callable[[str], None]
 
 
 def choose(
-    names: Sequence[str], *, model: str = "demo", device: str = "cpu", steps: int | None = None,
-    seeds: Sequence[int] | None = None, quick: bool = False,
-) -> list[Experiment]:  # fmt: skip
+    names: Sequence[str],
+    *,
+    model: str = "demo",
+    device: str = "cpu",
+    steps: int | None = None,
+    seeds: Sequence[int] | None = None,
+    quick: bool = False,
+) -> list[Experiment]:
     """The experiments as they are asked for. Raises: PulseError, if there are no such."""
     chosen = sweeps.find(names)
     if model != "demo":

@@ -135,8 +135,10 @@ class TorchBuffers:
         import torch
 
         none = torch.zeros((), device=self.device)
-        parts = [[part.float().abs().amax() for part in flat.split(PIECE if self.on_host else self.chunk) if len(part)]
-                 for flat in flats]  # fmt: skip
+        parts = [
+            [part.float().abs().amax() for part in flat.split(PIECE if self.on_host else self.chunk) if len(part)]
+            for flat in flats
+        ]
         largest = torch.stack([torch.stack(found).amax() if found else none for found in parts])
         factors = torch.from_numpy(_factors(largest.cpu().numpy(), dtype)).to(self.device)
         return factors.repeat_interleave(torch.tensor(counts, device=self.device))

@@ -50,7 +50,7 @@ class Meter:
 
     def __init__(
         self, sizes: Sequence[int], columns: Sequence[int], plan: MeterSettings, buffers: Buffers, counting: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan, self.buffers, self.counting = plan, buffers, counting
         self.strides = choose(sizes, columns, plan.sample)
         shift = DTYPES[plan.dtype].exponent_shift
@@ -63,7 +63,7 @@ class Meter:
 
     def look(
         self, flats: Sequence[Any], gradients: Sequence[Any] | None = None, rates: Sequence[float] | None = None
-    ) -> MeterReading | None:  # fmt: skip
+    ) -> MeterReading | None:
         """Count what changed since the last look; None for the first one."""
         sampled = [stride.of(flat) for stride, flat in zip(self.strides, flats, strict=True)]
         compared = flats if self.plan.whole else sampled

@@ -261,9 +261,14 @@ class _Watcher:
         classes = (self.before & ((1 << (8 * self.sample.kind.itemsize - 1)) - 1)).astype(np.int64) >> shift
         counts = self._counts(distance, classes)
         found = sizes.predict_sizes(
-            self.size, self.tensors, self.dtype, **counts, up=self._count(up), again=self._count(again),
+            self.size,
+            self.tensors,
+            self.dtype,
+            **counts,
+            up=self._count(up),
+            again=self._count(again),
             same_way=self._count(again & (up == self.went_up)),
-        )  # fmt: skip
+        )
         if changed.any():
             found |= self._coded(distance, classes, counts)
         self.last = np.where(changed, self.seen % EPOCH_PATCHES + 1, self.last)

@@ -32,11 +32,21 @@ INITIALIZER_RANGE = 0.02
 
 # How the layers of these models are built: their norms, biases of q, k and v, and norms of q and k.
 _FAMILIES: Mapping[str, tuple[int, bool, bool]] = {
-    "llama": (2, False, False), "mistral": (2, False, False), "mixtral": (2, False, False),
-    "qwen2": (2, True, False), "qwen2_moe": (2, True, False), "qwen3": (2, False, True), "qwen3_moe": (2, False, True),
-    "gemma": (2, False, False), "gemma2": (4, False, False), "gemma3": (4, False, True),
-    "gemma3_text": (4, False, True), "smollm3": (2, False, False), "olmo2": (2, False, True), "phi3": (2, False, False),
-}  # fmt: skip
+    "llama": (2, False, False),
+    "mistral": (2, False, False),
+    "mixtral": (2, False, False),
+    "qwen2": (2, True, False),
+    "qwen2_moe": (2, True, False),
+    "qwen3": (2, False, True),
+    "qwen3_moe": (2, False, True),
+    "gemma": (2, False, False),
+    "gemma2": (4, False, False),
+    "gemma3": (4, False, True),
+    "gemma3_text": (4, False, True),
+    "smollm3": (2, False, False),
+    "olmo2": (2, False, True),
+    "phi3": (2, False, False),
+}
 
 
 @dataclass(frozen=True)
@@ -126,9 +136,13 @@ def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) ->
     looked = "all" if every == 1 else f"one in {every}"
     rounded = all(_holds(array.dtype, dtype) for array in floats.values())
     return ModelFacts(
-        path.resolve().name, len(floats), scaled.by_class(), f"{looked} of its weights looked at", rounded=rounded,
+        path.resolve().name,
+        len(floats),
+        scaled.by_class(),
+        f"{looked} of its weights looked at",
+        rounded=rounded,
         by_scale=scaled.by_scale() if dtype in LARGEST else {},
-    )  # fmt: skip
+    )
 
 
 def _is_float(array: NDArray[Any]) -> bool:
@@ -190,9 +204,14 @@ def _of_config(path: Path, dtype: str) -> ModelFacts:
     source = f"magnitudes are assumed: normal with a standard deviation of {scale:g} (initializer_range)"
     rounded = dtype in ("BF16", "F16", "F32")  # as it is published, in BF16 most likely
     return ModelFacts(
-        path.resolve().parent.name, len(shapes), scaled.by_class(), source, assumed=True, rounded=rounded,
+        path.resolve().parent.name,
+        len(shapes),
+        scaled.by_class(),
+        source,
+        assumed=True,
+        rounded=rounded,
         by_scale=scaled.by_scale() if dtype in LARGEST else {},
-    )  # fmt: skip
+    )
 
 
 def largest_normal(count: int) -> float:

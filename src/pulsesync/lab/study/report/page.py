@@ -42,19 +42,21 @@ def page(recording: Recording, title: str, lr: float | None = None) -> str:
     """The page as text; every name and fact in it is escaped."""
     shown = plots(recording, lr)
     sections = [("summary", "Summary"), *((plot.anchor, plot.chart.title) for plot in shown), ("tensors", "Tensors")]
-    return "\n".join([
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{STYLE}</style>\n</head>\n<body>",
-        f"<header><h1>{escape(title)}</h1>\n<p>{escape(_said(recording))}</p></header>",
-        _contents(sections),
-        f'<main>\n<h2 id="summary">Summary</h2>\n{_pairs(figures(recording))}',
-        _known(recording),
-        *(_figure(plot) for plot in shown),
-        f'<h2 id="tensors">Tensors</h2>\n{_tensors(recording)}',
-        "</main>",
-        "<footer>Shares are of the weights that were looked at. Written by pulse study.</footer>\n</body>\n</html>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<style>{STYLE}</style>\n</head>\n<body>",
+            f"<header><h1>{escape(title)}</h1>\n<p>{escape(_said(recording))}</p></header>",
+            _contents(sections),
+            f'<main>\n<h2 id="summary">Summary</h2>\n{_pairs(figures(recording))}',
+            _known(recording),
+            *(_figure(plot) for plot in shown),
+            f'<h2 id="tensors">Tensors</h2>\n{_tensors(recording)}',
+            "</main>",
+            "<footer>Shares are of the weights that were looked at. Written by pulse study.</footer>\n</body>\n</html>\n",
+        ]
+    )
 
 
 def _said(recording: Recording) -> str:

@@ -177,9 +177,14 @@ def _exponents(recording: Recording, lr: float | None) -> Plot | None:
     factor, at = f"{critical_magnitude(1.0, dtype=dtype)[0]:,.0f} ×", critical_magnitude(rate or 0.0, dtype=dtype)[0]
     critical = {f"{factor} learning rate": at} if rate and min(shown) <= at <= max(shown) else {}
     panel = Panel(
-        "Weights changed by a step, by magnitude, %", curves, logarithmic=True, log_x=True,
-        x_label="size of the weight", verticals=critical, dots=True,
-    )  # fmt: skip
+        "Weights changed by a step, by magnitude, %",
+        curves,
+        logarithmic=True,
+        log_x=True,
+        x_label="size of the weight",
+        verticals=critical,
+        dots=True,
+    )
     about = "The share of weights of each size that change in a step: small weights change most."
     if is_adam(recording):
         about += (
@@ -224,9 +229,12 @@ def _units(recording: Recording) -> Plot | None:
         return None
     names = [str(unit) for unit in found]
     chart = Bars(
-        "How far weights move, % of changes", names, {"changes": [100 * share for share in found.values()]},
-        x_label="units of the last place; from 16 on the power of two below", numbers=len(found) <= 20,
-    )  # fmt: skip
+        "How far weights move, % of changes",
+        names,
+        {"changes": [100 * share for share in found.values()]},
+        x_label="units of the last place; from 16 on the power of two below",
+        numbers=len(found) <= 20,
+    )
     return Plot(
         "units",
         chart,
@@ -246,9 +254,13 @@ def _moved(recording: Recording) -> Plot | None:
     if told is not None and math.isfinite(bound := adam_bound(told)):
         verticals[f"Adam's bound, {bound:.2f} ×"] = bound
     panel = Panel(
-        "Updates by size, % of the sample", {"updates": points}, log_x=True, x_label="|update| / learning rate",
-        verticals=verticals, dots=True,
-    )  # fmt: skip
+        "Updates by size, % of the sample",
+        {"updates": points},
+        log_x=True,
+        x_label="|update| / learning rate",
+        verticals=verticals,
+        dots=True,
+    )
     about = (
         "How large the optimizer's updates are before rounding, in learning rates, in classes of half a power of two."
     )
@@ -264,9 +276,7 @@ def _overlap(recording: Recording) -> Plot | None:
     if not any(share for _, share in again):
         return None
     by_chance = [(step, 100 * share) for step, share in findings.chance(recording)]
-    same = [
-        (step.step, 100 * step.same_way / step.again) for step in recording.steps[1:] if step.again
-    ]  # fmt: skip
+    same = [(step.step, 100 * step.same_way / step.again) for step in recording.steps[1:] if step.again]
     curves = {"changed a step before too": again, "of these, the same way": same, "by chance": by_chance}
     return Plot(
         "overlap",
@@ -320,8 +330,10 @@ def _gradients(recording: Recording) -> Plot | None:
     changed = [(step.step, 100 * d) for step, d in zip(recording.steps, recording.density(), strict=True)]
     panel = Panel(
         "Gradients that are not zero, and weights that change, %",
-        {"gradients": density, "weights": changed}, logarithmic=True, x_label="step",
-    )  # fmt: skip
+        {"gradients": density, "weights": changed},
+        logarithmic=True,
+        x_label="step",
+    )
     return Plot(
         "gradients",
         panel,
@@ -334,9 +346,10 @@ def _facts(recording: Recording) -> Plot | None:
     """Reward or loss, if the run told one of them."""
     for name in ("reward", "loss"):
         points = [
-            (step.step, float(step.facts[name])) for step in recording.steps
+            (step.step, float(step.facts[name]))
+            for step in recording.steps
             if isinstance(step.facts.get(name), int | float)
-        ]  # fmt: skip
+        ]
         if len(points) > 1:
             about = f"What the run itself told of each step: its {name}, to hold the other plots against."
             return Plot(name, Panel(name.capitalize(), {name: points}, x_label="step"), about)

@@ -24,11 +24,16 @@ def step_rows(recording: Recording) -> Iterator[Row]:
     every = looks_apart(recording)
     for step in recording.steps:
         row: Row = {
-            "step": step.step, "lr": step.lr, "weights": recording.size, "changed": step.all_changed,
+            "step": step.step,
+            "lr": step.lr,
+            "weights": recording.size,
+            "changed": step.all_changed,
             "sparsity": 1 - step.all_changed / max(recording.size, 1),
             **_ways(step),
-            "gradients": _share(step.gradients, header.sampled), "hot": step.hot, "seconds": step.seconds,
-        }  # fmt: skip
+            "gradients": _share(step.gradients, header.sampled),
+            "hot": step.hot,
+            "seconds": step.seconds,
+        }
         for k in header.windows:
             row[f"sparsity_k{k * every}"] = _unchanged(step.windows.get(k), header.sampled)
         for dtype in header.contrast:
@@ -51,10 +56,16 @@ def tensor_rows(recording: Recording) -> Iterator[Row]:
                 if weights:
                     layer = None if where.layer == OUTSIDE else int(where.layer)
                     yield {
-                        "step": step.step, "tensor": tensor.name, "layer": layer, "kind": where.kind,
-                        "expert": where.expert, "k": k * every, "weights": weights, "changed": changed,
+                        "step": step.step,
+                        "tensor": tensor.name,
+                        "layer": layer,
+                        "kind": where.kind,
+                        "expert": where.expert,
+                        "k": k * every,
+                        "weights": weights,
+                        "changed": changed,
                         "sparsity": 1 - changed / weights,
-                    }  # fmt: skip
+                    }
 
 
 def exponent_rows(recording: Recording) -> Iterator[Row]:
@@ -65,9 +76,13 @@ def exponent_rows(recording: Recording) -> Iterator[Row]:
             weights, changed = step.weights_by_class.get(number, 0), step.by_class.get(number, 0)
             least = magnitude(dtype, number) if dtype in FLOATS else None
             yield {
-                "step": step.step, "exponent": number, "magnitude": least,
-                "weights": weights, "changed": changed, "density": changed / weights if weights else None,
-            }  # fmt: skip
+                "step": step.step,
+                "exponent": number,
+                "magnitude": least,
+                "weights": weights,
+                "changed": changed,
+                "density": changed / weights if weights else None,
+            }
 
 
 TABLES: Mapping[str, Callable[[Recording], Iterator[Row]]] = {
@@ -132,9 +147,13 @@ def _ways(step: Step) -> Row:
     units: Counts = step.units
     more = sum(count for unit, count in units.items() if unit > 2)
     told = {
-        "again": step.again, "same_way": step.same_way, "up": step.up,
-        "by_one_unit": units.get(1, 0), "by_two_units": units.get(2, 0), "by_more": more,
-    }  # fmt: skip
+        "again": step.again,
+        "same_way": step.same_way,
+        "up": step.up,
+        "by_one_unit": units.get(1, 0),
+        "by_two_units": units.get(2, 0),
+        "by_more": more,
+    }
     return dict.fromkeys(told) if step.all_changed and not units else dict(told)
 
 

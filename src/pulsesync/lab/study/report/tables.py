@@ -180,9 +180,14 @@ def _after(steps: int) -> str:
 
 def _sizes(recording: Recording) -> Table:
     table = _table(
-        "codec", "bytes predicted", "real", "prediction off by", "× smaller", "steps",
+        "codec",
+        "bytes predicted",
+        "real",
+        "prediction off by",
+        "× smaller",
+        "steps",
         title="A patch, mean of the same steps for all codecs; predicted with its manifest, real without",
-    )  # fmt: skip
+    )
     for codec, size in findings.sizes(recording).items():
         error, smaller = findings.prediction_error(recording, codec), size.smaller(findings.full_bytes(recording))
         _add(
