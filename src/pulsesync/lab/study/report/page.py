@@ -54,7 +54,8 @@ def page(recording: Recording, title: str, lr: float | None = None) -> str:
             *(_figure(plot) for plot in shown),
             f'<h2 id="tensors">Tensors</h2>\n{_tensors(recording)}',
             "</main>",
-            "<footer>Shares are of the weights that were looked at. Written by pulse study.</footer>\n</body>\n</html>\n",
+            "<footer>Shares are of the weights that were looked at. Written by pulse study.</footer>",
+            "</body>\n</html>\n",
         ]
     )
 
