@@ -30,8 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -452,15 +450,6 @@ def report_busy(points: list[Point], weights: int, anchors: dict[str, Any]) -> d
 # -- joining late --------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def epochs_of(patches: int) -> Iterator[None]:
-    before, epochs.EPOCH_PATCHES = epochs.EPOCH_PATCHES, patches
-    try:
-        yield
-    finally:
-        epochs.EPOCH_PATCHES = before
-
-
 def replay(bench: Bench, **options: Any) -> list[int]:
     """Publish the whole run; return the bytes of each patch, record included."""
     bench.trainer.begin(**options)
@@ -478,11 +467,10 @@ def report_joining(bench: Bench) -> dict[str, Any]:
     place, start = str(bench.trainer.place("ours")), str(bench.trainer.folder / "start.npy")
     squashed: dict[int, tuple[int, float]] = {}
     short = max(2, count // 5)
-    with epochs_of(short):
-        replay(bench)
-        for one in Squasher(place).run():
-            if one.base == 0:
-                squashed[one.version] = one.size_bytes, 0.0
+    replay(bench, epoch_patches=short)
+    for one in Squasher(place, epoch_patches=short).run():
+        if one.base == 0:
+            squashed[one.version] = one.size_bytes, 0.0
     joined: dict[str, dict[str, Any]] = {}
 
     def join(name: str, start: str | None) -> None:
@@ -498,16 +486,15 @@ def report_joining(bench: Bench) -> dict[str, Any]:
             **{part: synced[part] for part in ("fetch_s", "prepare_s", "apply_s")},
         }  # fmt: skip
 
-    with epochs_of(count):
-        patches = replay(bench)
-        join("holds the start; patches one by one", start)
-        began = time.perf_counter()
-        for one in Squasher(place).run():
-            squashed[one.version] = one.size_bytes, time.perf_counter() - began
-        join("holds the start; one squash", start)
-        join("holds nothing; first anchor and the squash", None)
-        replay(bench, anchor_every=1e-9)  # so that there is one at the end of the epoch, too
-        join("holds nothing; an anchor of its own version", None)
+    patches = replay(bench, epoch_patches=count)
+    join("holds the start; patches one by one", start)
+    began = time.perf_counter()
+    for one in Squasher(place, epoch_patches=count).run():
+        squashed[one.version] = one.size_bytes, time.perf_counter() - began
+    join("holds the start; one squash", start)
+    join("holds nothing; first anchor and the squash", None)
+    replay(bench, anchor_every=1e-9, epoch_patches=count)  # so that there is one at the end of the epoch, too
+    join("holds nothing; an anchor of its own version", None)
     anchor = bench.trainer.anchor_bytes
     rows = [
         [f"{steps}", f"{sum(patches[:steps]):,}", f"{size:,}", f"{sum(patches[:steps]) / size:.2f}",

@@ -69,7 +69,7 @@ class Worker:
         from pulsesync.format import epochs
 
         pulsesync.warm_up()
-        epochs.EPOCH_PATCHES = given.get("epoch", epochs.EPOCH_PATCHES)
+        self.epoch_patches = given.get("epoch", epochs.EPOCH_PATCHES)
         self.method = given["method"]
         shapes = [(name, tuple(shape)) for name, shape in given["shapes"]]
         self.flat: Bits = np.zeros(sum(math.prod(shape) for _, shape in shapes), np.uint16)
@@ -82,7 +82,7 @@ class Worker:
 
         np.copyto(self.flat, np.load(start, mmap_mode="r") if start else np.uint16(0))
         self.store = open_store(url)
-        self.subscriber = Subscriber(url) if self.method == "ours" else None
+        self.subscriber = Subscriber(url, epoch_patches=self.epoch_patches) if self.method == "ours" else None
         return {}
 
     def sync(self, key: str = "", size: int = 0, version: int | None = None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Weighed:
         from pulsesync.format import epochs
 
         pulsesync.warm_up()
-        epochs.EPOCH_PATCHES = given.get("epoch", epochs.EPOCH_PATCHES)
+        self.epoch_patches = given.get("epoch", epochs.EPOCH_PATCHES)
         self.folder, self.run = Path(given["folder"]), given["run"]
         self.shapes = [(name, tuple(shape)) for name, shape in given["shapes"]]
         self.flat: Bits = np.array(np.load(self.folder / "start.npy", mmap_mode="r"))
@@ -178,7 +178,7 @@ class Weighed:
         root: dict[str, Any] = {}
         patches: dict[str, Any] = {}
         with self.weighed(root):
-            publisher = Publisher(self.run, **options)
+            publisher = Publisher(self.run, epoch_patches=self.epoch_patches, **options)
             publisher.publish(self.tensors, step=0)
         with self.weighed(patches):
             for step in range(steps):
@@ -201,7 +201,7 @@ class Weighed:
             self.train(step)
         out: dict[str, Any] = {}
         with self.weighed(out):
-            publisher = Publisher(self.run)
+            publisher = Publisher(self.run, epoch_patches=self.epoch_patches)
             report = publisher.publish(self.tensors, step=steps)
             publisher.flush()
         publisher.close()
@@ -215,7 +215,7 @@ class Weighed:
             self.flat[:] = 0
         out: dict[str, Any] = {}
         with self.weighed(out):
-            subscriber = Subscriber(self.run)
+            subscriber = Subscriber(self.run, epoch_patches=self.epoch_patches)
             paths = [subscriber.sync(self.tensors, version).path for version in versions]
         subscriber.verify(self.tensors)
         assert subscriber.state is not None

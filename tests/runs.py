@@ -9,8 +9,9 @@ import numpy as np
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.errors import StoreError
-from pulsesync.format import epochs, patch, signature
 from pulsesync.format import manifest as manifests
+from pulsesync.format import patch, signature
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
@@ -138,13 +139,15 @@ def versions(store: Store) -> list[int]:
     return [int(entry.key.rpartition("/")[2]) for entry in store.list("manifests/")]
 
 
-def make_squash(store: Store, level: int, number: int, key: SigningKey | None = None) -> Manifest:
+def make_squash(
+    store: Store, level: int, number: int, key: SigningKey | None = None, epoch_patches: int = EPOCH_PATCHES
+) -> Manifest:
     """Write the squashed patch of 2^level epochs by following the run to both ends."""
-    first = epochs.EPOCH_PATCHES * (number << level)
-    last = epochs.EPOCH_PATCHES * ((number + 1) << level)
+    first = epoch_patches * (number << level)
+    last = epoch_patches * ((number + 1) << level)
     old, new, ends = worker(), worker(), []
     for held, to in ((old, first), (new, last)):
-        sub = Subscriber(store)
+        sub = Subscriber(store, epoch_patches=epoch_patches)
         sub.sync(held, version=to)
         assert sub.state is not None
         ends.append(sub.state)

@@ -13,7 +13,7 @@ import pytest
 
 from pulsesync import Publisher, Slice, Subscriber
 from pulsesync.errors import FormatError, StateError
-from pulsesync.format import epochs, patch
+from pulsesync.format import patch
 from pulsesync.run import keys
 from pulsesync.store import LocalStore
 from pulsesync.testing import mutate, random_bits
@@ -74,10 +74,9 @@ def test_a_grid_of_tiles_travels(folder: str) -> None:
 
 
 def test_a_run_goes_on_over_epochs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 3)
-    training, held, sub = Training(), worker(), Subscriber(folder)
+    training, held, sub = Training(), worker(), Subscriber(folder, epoch_patches=3)
     places = []
-    with Publisher(folder) as pub:
+    with Publisher(folder, epoch_patches=3) as pub:
         for _ in range(9):
             pub.publish(training.weights)
             sub.sync(held)

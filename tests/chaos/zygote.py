@@ -25,13 +25,12 @@ import numpy as np
 
 from pulsesync import Publisher, PublishReport, Subscriber, warm_up
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
-from pulsesync.format import epochs
 from pulsesync.maintain.squash import Squasher
 from pulsesync.store import ObjectEntry, Store, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
 
-epochs.EPOCH_PATCHES = 4  # so that epochs, squashed patches and anchors are many
+EPOCH_PATCHES = 4  # so that epochs, squashed patches and anchors are many
 
 # The trainer
 
@@ -87,7 +86,7 @@ def publish(
     """Train from the last checkpoint, which may be older than what was published, until the file `finish` is there."""
     file = Path(checkpoint)
     step = int(file.read_text()) if file.exists() else first
-    trainer = Trainer(Publisher(location, spool=spool, anchor_every=0.3), mode)
+    trainer = Trainer(Publisher(location, spool=spool, anchor_every=0.3, epoch_patches=EPOCH_PATCHES), mode)
     while True:
         last = Path(finish).exists() or step + 1 == first + steps
         try:
@@ -119,7 +118,8 @@ def publish_and_exit(location: str, ends_at: int, how: str, steps: int) -> None:
     the first one after version 0 and its anchor.
     """
     store = CountingStore(open_store(location), latency_s=0.01)
-    trainer = Trainer(Publisher(store, anchor_every=0.01), "background")  # an anchor at the end of every epoch
+    publisher = Publisher(store, anchor_every=0.01, epoch_patches=EPOCH_PATCHES)  # an anchor at the end of every epoch
+    trainer = Trainer(publisher, "background")
     trainer.publisher.publish(state_after(0), step=0)
     trainer.publisher.flush()
     store.notify_at(ends_at)
@@ -144,7 +144,7 @@ def publish_until_it_raises(location: str, mode: str, steps: int, fails_at: int,
     disk_is_full: the limit on file sizes of this process is set to nothing, so that every write to a folder fails.
     Otherwise the process says when it reaches the step and waits until the store was made to fail.
     """
-    trainer = Trainer(Publisher(location), mode)
+    trainer = Trainer(Publisher(location, epoch_patches=EPOCH_PATCHES), mode)
     for step in range(steps):
         if step == fails_at:
             if not disk_is_full:
@@ -210,7 +210,7 @@ class CountingStore:
 def follow(location: str, cache: str | None, done: str, follow_replaced: bool = False) -> None:
     """Sync again and again, and report the hash of the local weights each time that they changed."""
     local = {name: np.zeros_like(bits) for name, bits in state_after(0).items()}
-    subscriber = Subscriber(location, cache=cache)
+    subscriber = Subscriber(location, cache=cache, epoch_patches=EPOCH_PATCHES)
     while True:
         began = time.monotonic()
         try:
@@ -235,14 +235,14 @@ def replay(location: str) -> None:
     """Follow a run from its first version to its last, and report the hash of the weights at each of them."""
     store = open_store(location)
     local = {name: np.zeros_like(bits) for name, bits in state_after(0).items()}
-    subscriber = Subscriber(store)
+    subscriber = Subscriber(store, epoch_patches=EPOCH_PATCHES)
     for entry in list(store.list("manifests/")):
         report = subscriber.sync(local, version=int(entry.key.removeprefix("manifests/")))
         say("replayed", version=report.version, step=report.step, hash=hash_of(local))
 
 
 def squash(location: str) -> None:
-    squasher = Squasher(location)
+    squasher = Squasher(location, epoch_patches=EPOCH_PATCHES)
     while True:
         squasher.run()
         time.sleep(0.05)

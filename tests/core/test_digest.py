@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import kernels
 from pulsesync.core import digest, types
 from pulsesync.core.types import DTYPES, Bits, Sum, TensorSpec
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.testing import mutate, random_bits
+from pulsesync.testing.backends import use_kernels
 from tests.helpers import FLOATS, changed_state, count_sums, densities, encode, random_layout, random_state, seeds
 
 MASK = (1 << 64) - 1
@@ -47,7 +47,7 @@ def whole(bits: Bits, dtype: str = "BF16") -> Sum:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_tensor_is_counted_as_the_format_says(dtype: str, kernel: str) -> None:
     bits = random_bits(np.random.default_rng(0), DTYPES[dtype].bits.type, (9000,))
-    with kernels.forced(kernel):
+    with use_kernels(kernel):
         assert whole(bits, dtype) == by_hand(bits)
 
 
@@ -67,7 +67,7 @@ def test_moving_along_with_a_patch_is_counting_anew(codec: patch.CodecName, seed
 def test_the_blocks_of_a_tile_add_up_to_it(kernel: str, seed: int) -> None:
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     state = random_state(rng, layout)
-    with kernels.forced(kernel), mock.patch.object(digest, "BLOCK", 64), mock.patch.object(types, "BLOCK", 64):
+    with use_kernels(kernel), mock.patch.object(digest, "BLOCK", 64), mock.patch.object(types, "BLOCK", 64):
         for tile in layout.tiles:
             flat = state[tile.tensor.name]
             blocks = [digest.count_block(tile, n, tile.read_block(flat, n)) for n in range(tile.block_count)]
@@ -227,7 +227,7 @@ def test_both_kernels_count_and_move_the_same(seed: int) -> None:
     new = changed_state(rng, old, 0.2, small=True)
     found = []
     for kernel in ("reference", "cpu"):
-        with kernels.forced(kernel):
+        with use_kernels(kernel):
             part = encode(layout, old, new, codec="gap", history=History())
             found.append((count_sums(layout, new), part.sums))
     assert found[0] == found[1]

@@ -20,6 +20,7 @@ from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import Keep
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
+from pulsesync.testing.backends import host_as_device
 from tests.device.pairs import SPECS, Pair, small, trained
 from tests.runs import Watched
 
@@ -28,7 +29,7 @@ Model = dict[str, torch.Tensor]
 
 def on(device: str) -> AbstractContextManager[None]:
     """Where tensors are taken for ones on a GPU: there they are, and elsewhere the interpreter plays it."""
-    return nullcontext() if device == "cuda" else devices.forced()
+    return nullcontext() if device == "cuda" else host_as_device()
 
 
 def model(device: str) -> Model:

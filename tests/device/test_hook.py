@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from threading import Event
 from typing import Any
 
@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from pulsesync import Publisher, Subscriber
-from pulsesync import device as devices
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.hook import HookState
 from pulsesync.errors import StateError, StoreError
-from pulsesync.format import epochs
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
 from pulsesync.publish.publisher import PublishReport
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
+from pulsesync.testing.backends import host_as_device
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.runs import Watched, version, versions
 
@@ -69,14 +68,9 @@ def hooked(store: Any, **options: Any) -> Publisher:
     return Publisher(store, **{"keep": "hook", "cast": "BF16", "codec": "gap", **options})
 
 
-@contextmanager
-def on_host() -> Iterator[None]:
+def on_host() -> AbstractContextManager[None]:
     """Where nothing is taken for a device, inside a block where it is: workers here are on the host, which is quick."""
-    before, devices._forced[:] = list(devices._forced), []
-    try:
-        yield
-    finally:
-        devices._forced[:] = before
+    return host_as_device(on=False)
 
 
 def read_on_host(store: Any, number: int, like: Model) -> Model:
@@ -298,7 +292,6 @@ def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is made of the masters at that moment, though it is written when they have moved on."""
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
     store, go, encode_parts = Watched(), Event(), anchors.encode_parts
 
     def late(*args: Any) -> Iterator[EncodedPart]:
@@ -309,7 +302,7 @@ def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
         if (verb, key) == ("create", keys.manifest_key(2)):
             time.sleep(0.1)
 
-    with hooked(store, anchor_every=0.0) as pub:
+    with hooked(store, anchor_every=0.0, epoch_patches=2) as pub:
         pub.publish(trainer.masters)
         pub.flush()
         monkeypatch.setattr(anchors, "encode_parts", late)
@@ -350,11 +343,10 @@ def test_a_publisher_that_begins_again_writes_a_root(trainer: Trainer) -> None:
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is queued before and after every call, the store is slow, and anchors are written on the way."""
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 3)
     store, futures, states = Watched(), [], []
     store.before = lambda verb, key: time.sleep(0.02)
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
-    with torch.cuda.stream(stream), hooked(store, codec="auto", anchor_every=0.0) as pub:
+    with torch.cuda.stream(stream), hooked(store, codec="auto", anchor_every=0.0, epoch_patches=3) as pub:
         masters = {"a": torch.randn(1 << 23, device="cuda") * 0.02}
         weights = {"a": masters["a"].bfloat16()}
         pub.publish(masters)
@@ -371,12 +363,12 @@ def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeyp
         masters["a"].zero_()
         assert [future.result(60).version for future in futures] == list(range(1, 9))
         stream.synchronize()
-    there, worker = {"a": torch.zeros_like(weights["a"])}, Subscriber(store)
+    there, worker = {"a": torch.zeros_like(weights["a"])}, Subscriber(store, epoch_patches=3)
     for number, state in enumerate(states, 1):
         worker.sync(there, version=number)
         assert torch.equal(there["a"].view(torch.int16), state)
     joiner = {"a": torch.zeros_like(weights["a"])}
     for number in range(3):
         store.delete(keys.manifest_key(number))  # only an anchor leads to what follows
-    assert Subscriber(store).sync(joiner).version == 8
+    assert Subscriber(store, epoch_patches=3).sync(joiner).version == 8
     assert torch.equal(joiner["a"].view(torch.int16), states[-1])

@@ -10,7 +10,6 @@ import torch
 
 from pulsesync import Subscriber
 from pulsesync.errors import StateError
-from pulsesync.format import epochs
 from pulsesync.format.patch import CodecName
 from pulsesync.state.sharding import Placed
 from pulsesync.store import MemoryStore
@@ -74,22 +73,21 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
 def test_a_run_is_taken_up_goes_on_without_a_change_and_has_anchors(
     split: Callable[..., dict[str, Any]], device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
     store, weights = MemoryStore(), model(device)
     options: dict[str, Any] = {"codec": "history", "cast": "BF16", "anchor_every": 0.0}
     with on(device):
-        group = Group(store, 2, split, timeout_s=60, **options)
+        group = Group(store, 2, split, timeout_s=60, **options, epoch_patches=2)
         for step in range(2):
             group.publish(weights, step=step)
             train_(weights, step)
-        group = Group(store, 2, split, timeout_s=60, **options)
+        group = Group(store, 2, split, timeout_s=60, **options, epoch_patches=2)
         assert group.publish(weights, step=2).changed
         assert [pub.version for pub in group.pubs] == [2, 2]
         assert group.publish(weights, step=3).changed == 0
     assert len(list(store.list("anchors/"))) == 2
     state = {name: tensor.bfloat16() for name, tensor in kept(weights).items()}
     held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    worker = Subscriber(store)
+    worker = Subscriber(store, epoch_patches=2)
     worker.sync(held)
     worker.verify(held)
     assert equal(held, state)

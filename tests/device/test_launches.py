@@ -11,7 +11,7 @@ import torch
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.device import encode
-from pulsesync.format import epochs
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
 from pulsesync.publish.baseline import Keep
@@ -69,12 +69,14 @@ def late(make: Callable[[], None], versions: int, compiled: list[Compiled]) -> l
     return [(version, one) for version, one in found if version > 2]
 
 
-def follow(trainer: Trainer, count: int, compiled: list[Compiled]) -> list[tuple[int, Compiled]]:
+def follow(
+    trainer: Trainer, count: int, compiled: list[Compiled], epoch_patches: int = EPOCH_PATCHES
+) -> list[tuple[int, Compiled]]:
     """Publish epochs, and have a worker follow; return what is compiled late."""
     store = MemoryStore()
-    subscriber = Subscriber(store)
+    subscriber = Subscriber(store, epoch_patches=epoch_patches)
     worker = {name: torch.zeros_like(weights) for name, weights in trainer.weights.items()}
-    with Publisher(store, codec="history") as publisher:
+    with Publisher(store, codec="history", epoch_patches=epoch_patches) as publisher:
 
         def make() -> None:
             publisher.publish(trainer.weights)
@@ -82,7 +84,7 @@ def follow(trainer: Trainer, count: int, compiled: list[Compiled]) -> list[tuple
             assert equal(worker, trainer.weights)
             trainer.train_()
 
-        return late(make, 1 + count * epochs.EPOCH_PATCHES, compiled)
+        return late(make, 1 + count * epoch_patches, compiled)
 
 
 # Ten seconds: the interpreter takes half a second for each end of a version, and it takes two epochs of four patches.
@@ -90,10 +92,9 @@ def follow(trainer: Trainer, count: int, compiled: list[Compiled]) -> list[tuple
 def test_neither_end_compiles_after_the_third_version(
     device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 4)
     monkeypatch.setattr(encode, "COPIES", 1 << 15)  # so that the number of copies falls from the first patch on
     trainer = Trainer(device, [(torch.bfloat16, 1000)])
-    assert follow(trainer, 2, compiled) == []
+    assert follow(trainer, 2, compiled, epoch_patches=4) == []
     assert {one.kernel for one in compiled} == set(cuda.__all__)
 
 
@@ -107,11 +108,10 @@ def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_
     many_lanes: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 3)
     monkeypatch.setattr(encode, "COPIES", 1 << 15)
     trainer = Trainer(device, [(dtype, 500), (dtype, 100)])
     old: list[Model | None] = [None]
-    with Publisher(MemoryStore(), codec="history", keep=keep) as publisher:
+    with Publisher(MemoryStore(), codec="history", keep=keep, epoch_patches=3) as publisher:
 
         def make() -> None:
             publisher.publish(trainer.weights, old=old[0])

@@ -79,14 +79,15 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from pulsesync import Publisher, Subscriber, device
+from pulsesync import Publisher, Subscriber
 from pulsesync.errors import StateError
 from pulsesync.store import MemoryStore
+from pulsesync.testing.backends import host_as_device
 
 store, weights = MemoryStore(), {"a": torch.zeros(4)}
 with Publisher(store) as pub:
     pub.publish(weights)
-with device.forced():
+with host_as_device():
     for call in (
         lambda: Publisher(store).publish(weights),
         lambda: Publisher(store, keep="hook").publish(weights),

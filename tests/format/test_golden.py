@@ -6,19 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulsesync import Subscriber, kernels
+from pulsesync import Subscriber
 from pulsesync.core.types import DTYPES, Codec
 from pulsesync.errors import SignatureError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
-from pulsesync.format.epochs import Position
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys, planner
+from pulsesync.run.planner import Position
 from pulsesync.state.live import State
 from pulsesync.state.views import new_tensors
 from pulsesync.store import LocalStore
+from pulsesync.testing.backends import use_kernels
 from tests.golden import make_golden
 from tests.helpers import apply, load
 
@@ -60,7 +61,7 @@ def replay(run: Path) -> State:
         else:
             planner.accept(held, version)
             apply(state, bodies(run, version))
-        held = Position.by(version)
+        held = Position.of(version)
         assert state.digest == version.digest
     return state
 
@@ -100,7 +101,7 @@ def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record(
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @by_name(RUNS)
 def test_every_version_reads_to_the_expected_weights(run: Path, kernel: str) -> None:
-    with kernels.forced(kernel):
+    with use_kernels(kernel):
         state = replay(run)
         promised = state.digest
         assert state.recount() == promised
@@ -114,7 +115,7 @@ def test_a_squash_is_its_patches_in_one(run: Path) -> None:
     for squash in records(run, "squashes"):
         assert squash.base is not None
         load(state, bodies(run, anchors[squash.base.version]))
-        planner.accept(Position.by(anchors[squash.base.version]), squash)
+        planner.accept(Position.of(anchors[squash.base.version]), squash)
         apply(state, bodies(run, squash))
         assert state.recount() == squash.digest == records(run, "manifests")[squash.version].digest
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import kernels
 from pulsesync.core.types import BLOCK, Bits, Codec, TensorSpec, Tile, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
+from pulsesync.testing.backends import use_kernels
 from tests.helpers import (
     FLOATS,
     applied,
@@ -149,7 +149,7 @@ def test_replaying_the_patches_gives_the_same_history(kernel: str) -> None:
         part = encode(layout, old, new, codec=codec, history=written)
         parts.append(part.data)
         written, old = written.after(part.patches, old), new
-    with kernels.forced(kernel):
+    with use_kernels(kernel):
         held, read = start, History()
         for data in parts:
             found = patch.decode(data, layout, held, history=read)

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync import kernels
 from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Sum, TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
@@ -16,6 +15,7 @@ from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.lab.demo.replay import RECORDED
 from pulsesync.testing import AdamUpdates, load_recorded, mutate, random_bits
+from pulsesync.testing.backends import use_kernels
 from tests.helpers import (
     FLOATS,
     applied,
@@ -177,11 +177,11 @@ def test_both_kernels_write_the_same_bytes_and_read_each_other(codec: patch.Code
     new = changed_state(rng, old, 0.05, small=True)
     parts = []
     for name in ("reference", "cpu"):
-        with kernels.forced(name):
+        with use_kernels(name):
             parts.append(encode(layout, old, new, codec=codec, history=History()))
     assert parts[0].data == parts[1].data
     for name in ("reference", "cpu"):
-        with kernels.forced(name):
+        with use_kernels(name):
             found = patch.decode(parts[0].data, layout, old, history=History())
             assert same(applied(found.patches, old), new)
 

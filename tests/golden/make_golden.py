@@ -14,9 +14,9 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
-from pulsesync.format import epochs, patch, signature
 from pulsesync.format import layout as layouts
-from pulsesync.format.epochs import Position
+from pulsesync.format import patch, signature
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
@@ -66,7 +66,7 @@ class Run:
         """Attach the whole state to the version that was published last, which must be an epoch's start."""
         last, state = self.last, self.state
         assert last is not None
-        assert Position.by(last).at_start
+        assert last.at_start
         parts = [patch.encode_whole(self.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
         record = replace(
             last, kind=RecordKind.ANCHOR, base=None, history=None, parts=self._put(parts), anchor=self.newest
@@ -78,7 +78,7 @@ class Run:
         """Publish what takes the state to new, in so many parts over disjoint tiles."""
         state, last = self.state, self.last
         assert last is not None
-        epoch, index = epochs.position(last)
+        epoch, index = last.next_patch
         history = History() if index == 1 else state.history
         known = history if codec in ("auto", "history") else None
         parts = [
@@ -144,7 +144,7 @@ class Run:
             anchor=self.newest,
             files=self.files,
         )
-        if Position.by(self.last).at_start or self.last.history is None:
+        if self.last.at_start or self.last.history is None:
             self._write(keys.start_key(self.last.digest), str(version).encode())
         self._write(keys.manifest_key(version), self._sign(self.last))
 
@@ -363,7 +363,7 @@ def signed_squash(folder: Path) -> None:
         new["codes"][seed // 100 % 9] += 1
         run.publish(new, codec, pieces=pieces)
 
-    for index in range(1, epochs.EPOCH_PATCHES + 1):
+    for index in range(1, EPOCH_PATCHES + 1):
         step("history" if index % 8 else "auto", pieces=2 if index == 5 else 1)
     run.publish_anchor(pieces=2)
     run.squash(root, flats, SigningKey(HELPER.secret, KEY.delegate(run.run, HELPER.public)), pieces=2)

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # a script does not find `tests` by itself
 
-from pulsesync import kernels  # noqa: E402
+from pulsesync.testing.backends import use_kernels  # noqa: E402
 from tests.hostile import forge, mutations  # noqa: E402
 
 HANG_S = 10
@@ -49,7 +49,7 @@ class Fuzzer:
         victim, objects = self.victim(n), self.input(n)
         outcome = mutations.judge(victim, objects)
         if n // 8 % 16 == 0:
-            with kernels.forced("reference"):
+            with use_kernels("reference"):
                 other = mutations.judge(victim, objects)
             if other != outcome:
                 raise mutations.MisreadError(f"{outcome} by compiled kernels, {other} by the reference")

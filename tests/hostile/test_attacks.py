@@ -25,7 +25,6 @@ import numpy as np
 import pytest
 import zstandard
 
-from pulsesync import kernels
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import (
     ChainError,
@@ -53,6 +52,7 @@ from pulsesync.maintain.verify import RunVerifier
 from pulsesync.state.live import State
 from pulsesync.state.views import new_tensors
 from pulsesync.store.local import LocalStore
+from pulsesync.testing.backends import use_kernels
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers
 
@@ -877,7 +877,7 @@ def a_stream_of_ones(v: Version) -> None:
 @attack(FormatError)
 def streams_that_end_in_another_state(v: Version) -> None:
     """Good in everything else: an encoder that begins, where a decoder ends, at 65,537."""
-    with kernels.forced("reference"), mock.patch.object(spec, "STATE_LOW", (1 << 16) + 1):
+    with use_kernels("reference"), mock.patch.object(spec, "STATE_LOW", (1 << 16) + 1):
         v.parts = [forge.run_for("history").encode(forge.sample("history").after, "history")]
 
 
@@ -905,7 +905,7 @@ def hot_steps_the_long_way_round(v: Version) -> None:
 
     run, good = forge.run_for("context"), forge.sample("context")
     no_cold = mock.patch.object(forge, "low_cut", lambda changes, _: int(np.flatnonzero(changes)[-1]) + 1)
-    with kernels.forced("reference"), mock.patch.object(reference, "steps", long_way), no_cold:
+    with use_kernels("reference"), mock.patch.object(reference, "steps", long_way), no_cold:
         v.parts = [run.encode(good.after, "context")]
 
 

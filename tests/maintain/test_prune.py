@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, Subscriber
-from pulsesync.format import epochs
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys
@@ -15,8 +14,7 @@ from tests.runs import Training, Watched, parts_of, publish_steps, versions, wor
 
 
 @pytest.fixture
-def short_epochs(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
+def short_epochs() -> int:
     return 2
 
 
@@ -28,8 +26,8 @@ class Recurring:
 
     def __init__(self, epoch: int) -> None:
         rng = np.random.default_rng(0)
-        self.store = Watched()
-        self.pub = Publisher(self.store, codec="gap", anchor_every=0.0)
+        self.store, self.epoch = Watched(), epoch
+        self.pub = Publisher(self.store, codec="gap", anchor_every=0.0, epoch_patches=epoch)
         self.weights = {"w": np.zeros(500, np.uint16)}
         self.first = rng.integers(0, 1 << 15, 500, np.uint16)
         self.second = self.first.copy()
@@ -49,7 +47,7 @@ class Recurring:
 
     def joined(self) -> "np.ndarray[Any, Any]":
         held = {"w": np.zeros(500, np.uint16)}
-        assert Subscriber(self.store).sync(held).version == versions(self.store)[-1]
+        assert Subscriber(self.store, epoch_patches=self.epoch).sync(held).version == versions(self.store)[-1]
         return held["w"]
 
 
@@ -125,9 +123,9 @@ def test_a_publisher_with_a_spool_asks_the_store_and_not_its_own_cache(tmp_path:
 
 def test_a_squasher_puts_a_body_again_that_was_deleted_before_its_record_existed(short_epochs: int) -> None:
     store = Watched()
-    publish_steps(store, short_epochs + 1)
+    publish_steps(store, short_epochs + 1, epoch_patches=short_epochs)
     delete_after_put(store)
-    assert Squasher(store).run()
+    assert Squasher(store, epoch_patches=short_epochs).run()
     (key,) = parts_of(store, keys.squash_key(0, 0))
     assert store.get(key)
 

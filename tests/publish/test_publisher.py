@@ -34,7 +34,6 @@ from pulsesync.errors import (
     StateError,
     StoreError,
 )
-from pulsesync.format import epochs
 from pulsesync.format import manifest as manifests
 from pulsesync.publish import anchors
 from pulsesync.publish.baseline import HostDifference
@@ -48,8 +47,7 @@ CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E
 
 
 @pytest.fixture
-def short_epochs(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
+def short_epochs() -> int:
     return 2
 
 
@@ -1164,7 +1162,7 @@ def test_after_closing_a_publisher_says_that_it_is_closed() -> None:
 
 def test_an_executor_that_takes_no_more_work_stops_neither_versions_nor_anchors(short_epochs: int) -> None:
     training, store, pool = Training(), MemoryStore(), ThreadPoolExecutor(2)
-    with Publisher(store, executor=pool, anchor_every=0) as pub:
+    with Publisher(store, executor=pool, anchor_every=0, epoch_patches=short_epochs) as pub:
         pub.publish(training.weights)
         pool.shutdown()
         for step in (1, 2, 3):
@@ -1172,14 +1170,14 @@ def test_an_executor_that_takes_no_more_work_stops_neither_versions_nor_anchors(
             assert pub.publish(training.weights).version == step
         pub.flush()
     assert anchored(store) == [0, 1]
-    assert equal(synced(store), training.weights)
+    assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
 def test_without_any_thread_versions_are_sent_and_anchors_wait(
     short_epochs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     training, store, pool = Training(), MemoryStore(), ThreadPoolExecutor(2)
-    with Publisher(store, executor=pool, anchor_every=0) as pub:
+    with Publisher(store, executor=pool, anchor_every=0, epoch_patches=short_epochs) as pub:
         pub.publish(training.weights)
         pool.shutdown()
 
@@ -1194,11 +1192,10 @@ def test_without_any_thread_versions_are_sent_and_anchors_wait(
         with pytest.raises(StoreError, match="the anchor of epoch 1 was not begun"):
             pub.flush()
         monkeypatch.undo()
-        monkeypatch.setattr(epochs, "EPOCH_PATCHES", short_epochs)
         pub.publish(training.weights)
         pub.flush()
     assert anchored(store) == [0, 2]
-    assert equal(synced(store), training.weights)
+    assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
 def test_what_an_executor_cancels_is_sent() -> None:
@@ -1217,7 +1214,7 @@ def test_what_an_executor_cancels_is_sent() -> None:
 
 def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_one(short_epochs: int) -> None:
     training, store, pool, free = Training(), MemoryStore(), ThreadPoolExecutor(1), threading.Event()
-    pub = Publisher(store, executor=pool)
+    pub = Publisher(store, executor=pool, epoch_patches=short_epochs)
     pool.submit(free.wait, 10)
     pub.publish(training.weights, wait=False)
     pool.shutdown(wait=False, cancel_futures=True)
@@ -1229,7 +1226,7 @@ def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_
         pub.publish(training.weights)
     pub.close()
     assert anchored(store) == [1]
-    assert equal(synced(store), training.weights)
+    assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
 def test_what_an_executor_cancels_while_no_thread_can_be_started_fails_and_the_next_version_contains_it(
@@ -1423,10 +1420,8 @@ import sys, threading, time
 from pathlib import Path
 import numpy as np
 from pulsesync import Publisher
-from pulsesync.format import epochs
 from pulsesync.store import LocalStore, MemoryStore
 
-epochs.EPOCH_PATCHES = 2
 folder, calls = Path(sys.argv[1]), int(sys.argv[2])
 
 class Ending(LocalStore):
@@ -1452,7 +1447,7 @@ class Ending(LocalStore):
 
 def live(number):
     weights, store = {"w": np.zeros(500, np.float32)}, Ending(folder / str(number))
-    pub = Publisher(store, anchor_every=0)
+    pub = Publisher(store, anchor_every=0, epoch_patches=2)
     for step in range(4):
         weights["w"][step::7] += step
         if step == 2:
@@ -1485,7 +1480,7 @@ def test_wherever_in_a_version_the_interpreter_ends_everything_published_is_sent
     assert (done.returncode, done.stderr) == (0, "")
     for number in range(calls):
         store, held = LocalStore(tmp_path / str(number)), {"w": np.zeros(500, np.float32)}
-        Subscriber(store).sync(held)
+        Subscriber(store, epoch_patches=short_epochs).sync(held)
         assert held["w"][3] == 3.0, number
         assert versions(store)[-1] == 3, number
         assert anchored(store) == [0, 1], number
@@ -1855,8 +1850,8 @@ class Dying:
         self.store.before = self.store.after = lambda verb, key: None
 
 
-def life(store: Store, spool: Path, states: list[dict[str, Any]]) -> None:
-    with abandoned(store, spool, anchor_every=0) as pub:
+def life(store: Store, spool: Path, states: list[dict[str, Any]], epoch_patches: int) -> None:
+    with abandoned(store, spool, anchor_every=0, epoch_patches=epoch_patches) as pub:
         for step, state in enumerate(states):
             pub.publish(state, step=step)
             pub.flush()
@@ -1871,9 +1866,9 @@ def trajectory() -> list[dict[str, Any]]:
     return states
 
 
-def writes_of(states: list[dict[str, Any]], spool: Path) -> int:
+def writes_of(states: list[dict[str, Any]], spool: Path, epoch_patches: int) -> int:
     store = Watched()
-    life(store, spool, states)
+    life(store, spool, states, epoch_patches)
     return len(store.writes)
 
 
@@ -1885,25 +1880,29 @@ def writes_of(states: list[dict[str, Any]], spool: Path) -> int:
 def test_whenever_a_publisher_dies_the_next_one_takes_the_run_up(
     tmp_path: Path, trajectory: list[dict[str, Any]], short_epochs: int, after: bool, same_spool: bool
 ) -> None:
-    count = writes_of(trajectory[:3], tmp_path / "all")  # a root, a patch, one at an epoch's end, and two anchors
+    count = writes_of(
+        trajectory[:3], tmp_path / "all", short_epochs
+    )  # a root, a patch, one at an epoch's end, and two anchors
     assert count > 14
     for at in range(1, count + 1):
         dying = Dying(at, after)
         spool = tmp_path / str(at)
-        life(dying.store, spool, trajectory[:3])
+        life(dying.store, spool, trajectory[:3], short_epochs)
         assert dying.dead
         dying.revive()
-        held, sub = worker(), Subscriber(dying.store)
+        held, sub = worker(), Subscriber(dying.store, epoch_patches=short_epochs)
         with suppress(NothingPublishedError):  # it died before the first version could be reached
             sub.sync(held)
         again = 1 if at % 2 else 5  # an older step, or a newer one
-        with Publisher(dying.store, spool=spool if same_spool else tmp_path / f"{at}-new") as pub:
+        with Publisher(
+            dying.store, spool=spool if same_spool else tmp_path / f"{at}-new", epoch_patches=short_epochs
+        ) as pub:
             for state in (trajectory[again], trajectory[again + 1]):
                 pub.publish(state)
             pub.flush()
         made = versions(dying.store)
         assert made == list(range(len(made))), at
-        assert equal(synced(dying.store), trajectory[again + 1]), at
+        assert equal(synced(dying.store, epoch_patches=short_epochs), trajectory[again + 1]), at
         sub.sync(held)
         assert equal(held, trajectory[again + 1]), at
 
@@ -1918,14 +1917,14 @@ def anchored(store: Store) -> list[int]:
 @pytest.mark.parametrize(("every", "expected"), [(0.0, [0, 1, 2, 3]), (1e9, [0])])
 def test_anchors_come_at_epoch_starts_when_patches_add_up(short_epochs: int, every: float, expected: list[int]) -> None:
     store = MemoryStore()
-    publish_steps(store, 7, anchor_every=every)
+    publish_steps(store, 7, anchor_every=every, epoch_patches=short_epochs)
     assert anchored(store) == expected
 
 
 def test_an_anchor_comes_when_the_patches_since_the_last_have_its_bytes(short_epochs: int) -> None:
     store, rng = MemoryStore(), np.random.default_rng(0)
     weights = {"w": np.zeros(1000, np.float32)}
-    with Publisher(store, codec="gap", anchor_every=1.0) as pub:
+    with Publisher(store, codec="gap", anchor_every=1.0, epoch_patches=short_epochs) as pub:
         pub.publish(weights)
         for _ in range(20):
             weights["w"].view(np.uint32)[:180] = random_bits(rng, np.uint32, (180,))  # nearly a fifth of the bytes
@@ -1939,14 +1938,14 @@ def test_an_anchor_comes_when_the_patches_since_the_last_have_its_bytes(short_ep
 
 def test_records_name_the_newest_anchor_and_anchors_the_one_before(short_epochs: int) -> None:
     store = MemoryStore()
-    publish_steps(store, 6, anchor_every=0)
+    publish_steps(store, 6, anchor_every=0, epoch_patches=short_epochs)
     assert [version(store, n).anchor for n in range(6)] == [None, 0, 0, 1, 1, 2]
     assert [record(store, keys.anchor_key(n)).anchor for n in range(3)] == [None, 0, 1]
 
 
 def test_a_commit_at_an_epochs_start_that_was_not_answered_gets_its_anchor(short_epochs: int) -> None:
     training, flaky = Training(), Unanswered()
-    with Publisher(flaky.store, anchor_every=0) as pub:
+    with Publisher(flaky.store, anchor_every=0, epoch_patches=short_epochs) as pub:
         for number in range(4):
             flaky.times = int(number == 2)
             with suppress(StoreError):
@@ -1966,7 +1965,7 @@ def test_flushing_waits_for_an_anchor_that_is_due(short_epochs: int, monkeypatch
         maybe(pub, *of)
 
     monkeypatch.setattr(Publisher, "_maybe_anchor", slowly)
-    with Publisher(store, anchor_every=0) as pub:
+    with Publisher(store, anchor_every=0, epoch_patches=short_epochs) as pub:
         for _ in range(3):
             pub.publish(training.weights)
         pub.flush()
@@ -1988,7 +1987,7 @@ def test_an_anchor_written_while_versions_go_on_is_the_state_it_is_of(
 
     monkeypatch.setattr(anchors.patch, "encode_whole", slowly)
     states = []
-    with Publisher(store, anchor_every=0) as pub:
+    with Publisher(store, anchor_every=0, epoch_patches=short_epochs) as pub:
         for _ in range(3):
             pub.publish(training.weights)
             states.append(kept(training.weights))
@@ -2004,7 +2003,7 @@ def test_an_anchor_written_while_versions_go_on_is_the_state_it_is_of(
         store.delete(keys.manifest_key(number))
     store.put(keys.manifest_key(2), _at(store, 2))
     held = worker()
-    assert Subscriber(store).sync(held, version=2).path == ("anchor",)
+    assert Subscriber(store, epoch_patches=short_epochs).sync(held, version=2).path == ("anchor",)
     assert equal(held, states[2])
 
 
@@ -2072,7 +2071,7 @@ def test_a_later_anchor_that_was_cut_off_is_finished_from_the_same_spool(
             if len(seen) > at:
                 down(key)
 
-    with abandoned(store, tmp_path, anchor_every=0) as pub:
+    with abandoned(store, tmp_path, anchor_every=0, epoch_patches=short_epochs) as pub:
         for _ in range(3):
             pub.publish(training.weights)
             pub.flush() if not seen else None
@@ -2088,13 +2087,13 @@ def test_a_later_anchor_that_was_cut_off_is_finished_from_the_same_spool(
     store.fail_at()
     store.after = lambda verb, key: None
     store.writes.clear()
-    with Publisher(store, spool=tmp_path, anchor_every=1e9) as pub:
+    with Publisher(store, spool=tmp_path, anchor_every=1e9, epoch_patches=short_epochs) as pub:
         assert pub.publish(training.weights).version == 3
         pub.flush()
     assert anchored(store) == [0, 1]
     assert before == at + 1
     assert record(store, keys.anchor_key(1)).digest == version(store, 2).digest
-    assert equal(synced(store), training.weights)
+    assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
 def test_an_anchor_from_the_spool_that_fails_again_is_logged_and_tried_with_the_next_version(
@@ -2123,7 +2122,7 @@ def test_a_part_that_changed_on_disk_is_not_uploaded_and_the_next_epoch_has_an_a
     tmp_path: Path, short_epochs: int, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     training, store = Training(), Watched()
-    with Publisher(store, spool=tmp_path, anchor_every=1e9) as pub:
+    with Publisher(store, spool=tmp_path, anchor_every=1e9, epoch_patches=short_epochs) as pub:
         store.before = lambda verb, key: unavailable(key) if verb == "create" and key.startswith("anchors/") else None
         with pytest.raises(StoreError, match="unavailable"):
             pub.publish(training.weights)
@@ -2145,7 +2144,7 @@ def test_a_part_that_changed_on_disk_is_not_uploaded_and_the_next_epoch_has_an_a
         pub.publish(training.weights)
         pub.flush()
     assert anchored(store) == [1]
-    assert equal(synced(store), training.weights)
+    assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
 def test_a_run_whose_only_anchor_changed_on_disk_is_resumed_with_a_root(
@@ -2171,7 +2170,7 @@ def test_a_run_whose_only_anchor_changed_on_disk_is_resumed_with_a_root(
     assert equal(synced(store), training.weights)
 
 
-def tries_of_an_anchor(retryable: bool, count: int) -> tuple[list[int], list[set[str]]]:
+def tries_of_an_anchor(retryable: bool, count: int, epoch_patches: int) -> tuple[list[int], list[set[str]]]:
     """The versions with which an anchor that always fails was uploaded, and what the outbox had after each version."""
     training, store = Training(), Watched()
     tried: list[int] = []
@@ -2183,7 +2182,7 @@ def tries_of_an_anchor(retryable: bool, count: int) -> tuple[list[int], list[set
             raise StoreError("413 too large", key=key, retryable=retryable)
 
     store.before = fail
-    pub = Publisher(store, anchor_every=0)
+    pub = Publisher(store, anchor_every=0, epoch_patches=epoch_patches)
     for _ in range(count):
         training.step()
         with suppress(StoreError):
@@ -2197,18 +2196,14 @@ def tries_of_an_anchor(retryable: bool, count: int) -> tuple[list[int], list[set
     return tried, outbox
 
 
-def test_an_anchor_that_fails_for_good_is_tried_once_in_an_epoch_and_one_is_on_the_disk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 8)
-    tried, outbox = tries_of_an_anchor(retryable=False, count=25)
+def test_an_anchor_that_fails_for_good_is_tried_once_in_an_epoch_and_one_is_on_the_disk() -> None:
+    tried, outbox = tries_of_an_anchor(retryable=False, count=25, epoch_patches=8)
     assert tried == [0, 8, 16, 24]
     assert outbox == [{str(number // 8)} for number in range(25)]
 
 
-def test_an_anchor_that_may_succeed_later_is_tried_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 100)
-    assert tries_of_an_anchor(retryable=True, count=20)[0] == [0, 1, 3, 7, 15]
+def test_an_anchor_that_may_succeed_later_is_tried_more_and_more_rarely() -> None:
+    assert tries_of_an_anchor(retryable=True, count=20, epoch_patches=100)[0] == [0, 1, 3, 7, 15]
 
 
 def unavailable(key: str) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from pulsesync import Publisher, SigningKey, Subscriber
 from pulsesync.errors import AnotherPublisherError, GroupError, PulseError, SignatureError, StateError, StoreError
-from pulsesync.format import epochs
 from pulsesync.format.history import History, digest_of
 from pulsesync.format.manifest import RecordKind
 from pulsesync.format.patch import CodecName
@@ -181,8 +180,7 @@ def synced(store: Store, held: dict[str, Any] | None = None, **options: Any) -> 
 
 
 @pytest.fixture
-def short_epochs(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
+def short_epochs() -> int:
     return 2
 
 
@@ -214,8 +212,8 @@ def test_every_version_is_what_the_ranks_hold_and_has_the_digest_of_an_unsharded
 
 def test_histories_build_up_over_epochs_as_in_one_process(short_epochs: int) -> None:
     store, training = MemoryStore(), Training()
-    group, held = Group(store, 3, codec="history"), worker()
-    sub = Subscriber(store)
+    group, held = Group(store, 3, codec="history", epoch_patches=short_epochs), worker()
+    sub = Subscriber(store, epoch_patches=short_epochs)
     for step in range(6):
         training.step()
         group.publish(training.weights, step=step)
@@ -531,7 +529,7 @@ def test_a_team_of_one_publishes_too() -> None:
 
 def test_anchors_are_written_at_epoch_starts_when_the_way_is_long(short_epochs: int) -> None:
     watched, training = Watched(), Training()
-    store, group = watched.store, Group(watched, 3, anchor_every=0.0)
+    store, group = watched.store, Group(watched, 3, anchor_every=0.0, epoch_patches=short_epochs)
     for step in range(5):
         group.publish(training.weights, step=step)
         training.step()
@@ -548,7 +546,7 @@ def test_anchors_are_written_at_epoch_starts_when_the_way_is_long(short_epochs: 
 
 def test_anchors_wait_until_the_way_is_long(short_epochs: int) -> None:
     store, training = MemoryStore(), Training()
-    group = Group(store, 3, anchor_every=100.0)
+    group = Group(store, 3, anchor_every=100.0, epoch_patches=short_epochs)
     for _ in range(5):
         group.publish(training.weights)
         training.step()
@@ -584,7 +582,7 @@ def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions_and_is_log
 ) -> None:
     base, training = MemoryStore(), Training()
     lead = Watched(base)
-    group = Group([lead, base], 2, anchor_every=0.0)
+    group = Group([lead, base], 2, anchor_every=0.0, epoch_patches=short_epochs)
     group.publish(training.weights)
     lead.fail_at("anchors/")
     for step in range(1, 4):
@@ -596,19 +594,19 @@ def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions_and_is_log
     training.step()
     group.publish(training.weights)
     assert [entry.key for entry in base.list("anchors/")] == [keys.anchor_key(0), keys.anchor_key(2)]
-    assert equal(synced(base), training.weights)
+    assert equal(synced(base, epoch_patches=short_epochs), training.weights)
 
 
 def test_a_sharded_run_is_audited_squashed_and_pruned_like_any_other(short_epochs: int) -> None:
     store, training = MemoryStore(), Training()
-    held, sub = worker(), Subscriber(store)
-    group = Group(store, 3, anchor_every=100.0)
+    held, sub = worker(), Subscriber(store, epoch_patches=short_epochs)
+    group = Group(store, 3, anchor_every=100.0, epoch_patches=short_epochs)
     for step in range(9):
         training.step()
         group.publish(training.weights, step=step)
         if step == 0:
             sub.sync(held)
-    Squasher(store).run()
+    Squasher(store, epoch_patches=short_epochs).run()
     assert len(list(store.list("squashes/"))) == 4 + 2 + 1
     assert sub.sync(held).path == ("squash",)
     assert equal(held, training.weights)
@@ -617,12 +615,12 @@ def test_a_sharded_run_is_audited_squashed_and_pruned_like_any_other(short_epoch
     for _ in range(2):
         training.step()
         group.publish(training.weights)
-    checked = list(RunVerifier(store).run())
+    checked = list(RunVerifier(store, epoch_patches=short_epochs).run())
     assert [one.fault for one in checked if one.fault] == []
     assert len(checked) == 11 + 3 + 7  # versions, anchors, squashed patches
     prune(store, keep_versions=1, keep_hours=0, grace_hours=0)
     assert versions(store) == [10]
-    assert equal(synced(store), training.weights)
+    assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
 # -- faults --------------------------------------------------------------------------------------------------------
@@ -907,9 +905,9 @@ def test_a_store_that_fails_now_and_then_never_parts_the_ranks_or_loses_a_step()
 def test_a_new_team_takes_the_run_up_where_it_ended(how: str, codec: CodecName, short_epochs: int) -> None:
     split, size = SPLITS[how]
     store, training = MemoryStore(), Training()
-    held, sub = worker(), Subscriber(store)
+    held, sub = worker(), Subscriber(store, epoch_patches=short_epochs)
     for _ in range(4):  # ends in the middle of an epoch and at its end
-        group = Group(store, size, split, codec=codec)
+        group = Group(store, size, split, codec=codec, epoch_patches=short_epochs)
         for _ in range(3):
             training.step()
             group.publish(training.weights)

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
-from pulsesync.format import epochs
-from pulsesync.format.epochs import EPOCH_PATCHES, Position
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.run import keys, planner
-from pulsesync.run.planner import find_path
+from pulsesync.run.planner import Position, find_path
 
 RUN, OTHER_RUN = "a" * 32, "b" * 32
 
@@ -30,11 +29,11 @@ class Run:
                 epoch, index, base = last.epoch + 1 if last else 0, 0, None
             else:
                 assert last is not None
-                (epoch, index), base = epochs.position(last), BaseRef(last.version, last.digest)
+                (epoch, index), base = last.next_patch, BaseRef(last.version, last.digest)
             parts = (PartRef(f"{number:064x}", patch_bytes),) if base else ()
             last = Manifest(RUN, number, number, epoch, index, base, "0" * 64, parts, digest(number), None, 0)
             self.records[keys.manifest_key(number)] = last
-        self.starts = {r.starts: r for r in self.records.values() if Position.by(r).at_start}
+        self.starts = {r.starts: r for r in self.records.values() if Position.of(r).at_start}
 
     def version(self, number: int) -> Manifest:
         return self.records[keys.manifest_key(number)]
@@ -58,7 +57,7 @@ class Run:
 
     def way(self, held: int | None, goal: int) -> list[tuple[RecordKind, int]]:
         self.looks.clear()
-        start = None if held is None else Position.by(self.version(held))
+        start = None if held is None else Position.of(self.version(held))
         return [(r.kind, r.version) for r in find_path(start, self.version(goal), self.look)]
 
 
@@ -80,7 +79,7 @@ def test_a_run_begins_with_a_root_and_an_epoch_has_32_patches() -> None:
 
 def test_a_root_and_the_last_patch_of_an_epoch_are_starts_of_epochs() -> None:
     run = Run(70, roots=(0, 40))
-    starts = {Position.by(r).starts: r.version for r in run.records.values() if Position.by(r).at_start}
+    starts = {Position.of(r).starts: r.version for r in run.records.values() if Position.of(r).at_start}
     assert starts == {0: 0, 1: 32, 2: 40}
 
 
@@ -96,12 +95,12 @@ def test_keys_sort_as_their_numbers_do() -> None:
 def test_the_next_version_is_accepted() -> None:
     run = Run(40)
     for number in range(1, 40):
-        planner.accept(Position.by(run.version(number - 1)), run.version(number))
+        planner.accept(Position.of(run.version(number - 1)), run.version(number))
 
 
 def test_a_record_of_another_run_is_refused() -> None:
     run = Run(3)
-    held = replace(Position.by(run.version(1)), run=OTHER_RUN)
+    held = replace(Position.of(run.version(1)), run=OTHER_RUN)
     with pytest.raises(ChainError) as caught:
         planner.accept(held, run.version(2))
     assert not isinstance(caught.value, MissingLinkError)
@@ -112,39 +111,39 @@ def test_a_record_of_another_run_is_refused() -> None:
 def test_a_version_that_does_not_follow_what_is_held_is_a_missing_link(held: int | None) -> None:
     run = Run(4)
     with pytest.raises(MissingLinkError):
-        planner.accept(None if held is None else Position.by(run.version(held)), run.version(2))
+        planner.accept(None if held is None else Position.of(run.version(held)), run.version(2))
 
 
 def test_a_version_made_on_other_weights_is_a_missing_link() -> None:
     run = Run(3)
     with pytest.raises(MissingLinkError):
-        planner.accept(replace(Position.by(run.version(1)), digest=digest(7)), run.version(2))
+        planner.accept(replace(Position.of(run.version(1)), digest=digest(7)), run.version(2))
 
 
 def test_a_root_is_reached_by_no_patch() -> None:
     run = Run(3, roots=(0, 2))
     with pytest.raises(MissingLinkError):
-        planner.accept(Position.by(run.version(1)), run.version(2))
+        planner.accept(Position.of(run.version(1)), run.version(2))
 
 
 @pytest.mark.parametrize(("epoch", "index"), [(0, 1), (0, 3), (1, 1), (1, 2), (0, 32)])
 def test_a_version_that_is_out_of_place_in_its_epoch_is_refused(epoch: int, index: int) -> None:
     run = Run(3)
     with pytest.raises(ChainError, match="out of place"):
-        planner.accept(Position.by(run.version(1)), replace(run.version(2), epoch=epoch, index=index))
+        planner.accept(Position.of(run.version(1)), replace(run.version(2), epoch=epoch, index=index))
 
 
 def test_a_squash_that_does_not_begin_at_an_epochs_start_is_refused() -> None:
     run = Run(33)
     odd = replace(run.version(32), kind=RecordKind.SQUASH, base=BaseRef(5, digest(5)))
     with pytest.raises(ChainError, match="out of place"):
-        planner.accept(Position.by(run.version(5)), odd)
+        planner.accept(Position.of(run.version(5)), odd)
 
 
 def test_an_anchor_follows_anything_of_its_run() -> None:
     run = Run(40)
     for held in (None, 0, 39):
-        planner.accept(None if held is None else Position.by(run.version(held)), run.anchor(1))
+        planner.accept(None if held is None else Position.of(run.version(held)), run.anchor(1))
 
 
 # -- ways onward ---------------------------------------------------------------------------------------------------
@@ -261,13 +260,13 @@ def test_a_way_that_leads_to_other_weights_than_the_goals_is_refused() -> None:
     run = Run(10)
     goal = replace(run.version(8), digest=digest(77))
     with pytest.raises(ChainError):
-        find_path(Position.by(run.version(5)), goal, run.look)
+        find_path(Position.of(run.version(5)), goal, run.look)
 
 
 def test_what_is_held_of_another_run_is_refused() -> None:
     run = Run(5)
     with pytest.raises(ChainError):
-        find_path(replace(Position.by(run.version(2)), run=OTHER_RUN), run.version(4), run.look)
+        find_path(replace(Position.of(run.version(2)), run=OTHER_RUN), run.version(4), run.look)
 
 
 # -- anchors -------------------------------------------------------------------------------------------------------

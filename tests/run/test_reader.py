@@ -14,8 +14,9 @@ from pulsesync.errors import (
     SignatureError,
     StoreError,
 )
-from pulsesync.format import epochs, signature
 from pulsesync.format import layout as layouts
+from pulsesync.format import signature
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
@@ -207,7 +208,7 @@ def test_a_start_at_a_version_with_a_history_leads_nowhere() -> None:
 
 def test_at_the_end_of_an_epoch_its_history_is_over_and_a_start_leads_on() -> None:
     store = store_with(0)
-    last = made(epochs.EPOCH_PATCHES, history="5" * 64)
+    last = made(EPOCH_PATCHES, history="5" * 64)
     store.store.put(keys.manifest_key(last.version), last.build())
     store.store.put(keys.start_key(last.digest), str(last.version).encode())
     assert RunReader(store, None).start(last.digest) == last

@@ -35,7 +35,8 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.format import epochs, patch
+from pulsesync.format import patch
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, keys, reader, subscriber
 from pulsesync.state.live import State
@@ -59,20 +60,24 @@ KINDS = ("manifests", "parts", "layouts", "anchors", "starts")
 
 
 @pytest.fixture
-def short_epochs(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(epochs, "EPOCH_PATCHES", 2)
+def short_epochs() -> int:
     return 2
 
 
 @cache
-def published(steps: int, epoch: int, part_bytes: int, anchor_every: float) -> tuple[MemoryStore, list[dict[str, Any]]]:
+def published(
+    steps: int, epoch_patches: int, part_bytes: int, anchor_every: float
+) -> tuple[MemoryStore, list[dict[str, Any]]]:
     store = MemoryStore()
-    return store, publish_steps(store, steps, codec="history", anchor_every=anchor_every)
+    options: dict[str, Any] = {"anchor_every": anchor_every, "epoch_patches": epoch_patches}
+    return store, publish_steps(store, steps, codec="history", **options)
 
 
-def run_of(steps: int, anchor_every: float = 1.0) -> tuple[Watched, list[dict[str, Any]]]:
+def run_of(
+    steps: int, anchor_every: float = 1.0, epoch_patches: int = EPOCH_PATCHES
+) -> tuple[Watched, list[dict[str, Any]]]:
     """A run in a store of the test's own, and the weights of its versions."""
-    made, states = published(steps, epochs.EPOCH_PATCHES, anchors.PART_BYTES, anchor_every)
+    made, states = published(steps, epoch_patches, anchors.PART_BYTES, anchor_every)
     store = MemoryStore()
     for key in ("head", *(entry.key for kind in KINDS for entry in made.list(f"{kind}/"))):
         store.put(key, made.get(key))
@@ -147,10 +152,10 @@ def test_an_older_version_that_cannot_be_undone_comes_from_an_anchor() -> None:
 
 
 def test_squashes_are_taken_where_they_are(short_epochs: int) -> None:
-    store, states = run_of(10, anchor_every=1e9)
-    sub, held = Subscriber(store), worker()
+    store, states = run_of(10, anchor_every=1e9, epoch_patches=short_epochs)
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=1)
-    make_squash(store, 1, 1)  # epochs 2 and 3: versions 4 to 8
+    make_squash(store, 1, 1, epoch_patches=short_epochs)  # epochs 2 and 3: versions 4 to 8
     report = sub.sync(held)
     assert report.path == ("patch", "patch", "patch", "squash", "patch")
     assert equal(held, states[9])
@@ -159,11 +164,11 @@ def test_squashes_are_taken_where_they_are(short_epochs: int) -> None:
 
 def test_a_squash_by_a_key_that_the_run_allows_is_taken_and_any_other_is_refused(short_epochs: int) -> None:
     store, mine, other = Watched(), SigningKey.generate(), SigningKey.generate()
-    states = publish_steps(store, 5, signing_key=mine, anchor_every=1e9)
+    states = publish_steps(store, 5, signing_key=mine, anchor_every=1e9, epoch_patches=short_epochs)
     delegate = SigningKey(other.secret, mine.delegate(version(store, 0).run, other.public))
     for key in (other, delegate):
-        make_squash(store, 1, 0, key)
-        sub, held = Subscriber(store, trust=mine.public), worker()
+        make_squash(store, 1, 0, key, epoch_patches=short_epochs)
+        sub, held = Subscriber(store, trust=mine.public, epoch_patches=short_epochs), worker()
         if key is other:
             store.gets.clear()
             with pytest.raises(SignatureError):
@@ -177,9 +182,9 @@ def test_a_squash_by_a_key_that_the_run_allows_is_taken_and_any_other_is_refused
 
 
 def test_joining_late_does_not_replay_everything(short_epochs: int) -> None:
-    store, states = run_of(40, anchor_every=0)
+    store, states = run_of(40, anchor_every=0, epoch_patches=short_epochs)
     held = worker()
-    report = Subscriber(store).sync(held)
+    report = Subscriber(store, epoch_patches=short_epochs).sync(held)
     assert report.path == ("anchor", "patch")
     assert len(store.gets) <= 12
     assert len(store.got("parts/")) == 2
@@ -187,11 +192,11 @@ def test_joining_late_does_not_replay_everything(short_epochs: int) -> None:
 
 
 def test_falling_behind_far_enough_the_next_sync_goes_by_an_anchor(short_epochs: int) -> None:
-    store, _ = run_of(30, anchor_every=0)
-    sub, held = Subscriber(store), worker()
+    store, _ = run_of(30, anchor_every=0, epoch_patches=short_epochs)
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=0)
     rng = np.random.default_rng(0)
-    with Publisher(store, anchor_every=0, codec="dense") as pub:
+    with Publisher(store, anchor_every=0, codec="dense", epoch_patches=short_epochs) as pub:
         for _ in range(8):
             pub.publish({n: random_bits(rng, np.uint16, s).view(ml_dtypes.bfloat16) for n, s in SHAPES.items()})
             pub.flush()
@@ -418,16 +423,16 @@ def test_what_is_wrong_with_a_version_that_was_asked_for_is_said(how: str) -> No
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_bad_part_is_gone_round_by_a_squash(short_epochs: int, how: str) -> None:
-    store, states = run_of(8, anchor_every=1e9)
-    make_squash(store, 0, 1)  # versions 2 to 4
-    sub, held = Subscriber(store), worker()
+    store, states = run_of(8, anchor_every=1e9, epoch_patches=short_epochs)
+    make_squash(store, 0, 1, epoch_patches=short_epochs)  # versions 2 to 4
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=2)
     Spoiler(store, parts_of(store, keys.squash_key(0, 1))[0], how)
     report = sub.sync(held)
     assert (report.replanned, report.path) == (1, ("patch",) * 5)
     assert equal(held, states[7])
     Spoiler(store, parts_of(store, keys.manifest_key(3))[0], how)
-    again, other = Subscriber(store), worker()
+    again, other = Subscriber(store, epoch_patches=short_epochs), worker()
     assert again.sync(other).path == ("anchor", "patch", "patch", "squash", "patch", "patch", "patch")
     assert equal(other, states[7])
 
@@ -435,8 +440,8 @@ def test_a_bad_part_is_gone_round_by_a_squash(short_epochs: int, how: str) -> No
 @pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("name", ["link", "part"])
 def test_a_bad_link_is_gone_round_by_an_anchor(short_epochs: int, how: str, name: str) -> None:
-    store, states = run_of(8, anchor_every=0)
-    sub, held = Subscriber(store), worker()
+    store, states = run_of(8, anchor_every=0, epoch_patches=short_epochs)
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=1)
     Spoiler(store, place(store, name), how)
     report = sub.sync(held)
@@ -450,10 +455,10 @@ def test_a_bad_link_is_gone_round_by_an_anchor(short_epochs: int, how: str, name
 @pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("what", ["record", "part"])
 def test_a_bad_anchor_is_gone_round_by_an_older_one(short_epochs: int, how: str, what: str) -> None:
-    store, states = run_of(8, anchor_every=0)
+    store, states = run_of(8, anchor_every=0, epoch_patches=short_epochs)
     newest = keys.anchor_key(3)
     Spoiler(store, newest if what == "record" else parts_of(store, newest)[0], how)
-    sub, held = Subscriber(store), worker()
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     report = sub.sync(held)
     assert report.version == 7
     assert report.path == ("anchor", "patch", "patch", "patch")
@@ -487,9 +492,9 @@ def test_a_worker_that_holds_the_base_checkpoint_fetches_no_anchor() -> None:
 
 
 def test_a_worker_that_holds_the_start_of_an_epoch_goes_on_from_there(short_epochs: int) -> None:
-    store, states = run_of(6, anchor_every=1e9)
+    store, states = run_of(6, anchor_every=1e9, epoch_patches=short_epochs)
     held = kept(states[4])
-    assert Subscriber(store).sync(held).path == ("start", "patch")
+    assert Subscriber(store, epoch_patches=short_epochs).sync(held).path == ("start", "patch")
     assert equal(held, states[5])
 
 
@@ -742,9 +747,9 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_pa
 
 
 def test_a_spool_keeps_the_last_anchor_only(tmp_path: Path, short_epochs: int) -> None:
-    store, _ = run_of(5, anchor_every=0)
+    store, _ = run_of(5, anchor_every=0, epoch_patches=short_epochs)
     for number in (1, 4):
-        Subscriber(store, cache=tmp_path).sync(worker(), version=number)
+        Subscriber(store, cache=tmp_path, epoch_patches=short_epochs).sync(worker(), version=number)
     kept_parts = {path.name for path in (tmp_path / "anchors" / "parts").iterdir()}
     assert kept_parts == {key.partition("/")[2] for key in parts_of(store, keys.anchor_key(2))}
 
@@ -772,8 +777,8 @@ def test_a_worker_goes_on_from_weights_and_history_that_were_saved() -> None:
 
 
 def test_where_no_history_is_needed_none_need_be_saved(short_epochs: int) -> None:
-    store, states = run_of(4)
-    held, sub = kept(states[0]), Subscriber(store)
+    store, states = run_of(4, epoch_patches=short_epochs)
+    held, sub = kept(states[0]), Subscriber(store, epoch_patches=short_epochs)
     assert sub.resume(held, 0, None)
     sub.sync(held)
     assert equal(held, states[3])
@@ -1716,8 +1721,8 @@ def test_a_head_that_lags_is_no_rollback(head: bytes | None) -> None:
 
 
 def test_a_head_that_lags_at_a_local_version_that_was_pruned_hides_no_newer_version(short_epochs: int) -> None:
-    store, states = run_of(8, anchor_every=0)
-    sub, held = Subscriber(store), worker()
+    store, states = run_of(8, anchor_every=0, epoch_patches=short_epochs)
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=0)
     for number in range(4):
         store.delete(keys.manifest_key(number))

@@ -5,8 +5,7 @@ it before tensors on a GPU are met (`find`).
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ from pulsesync.errors import StateError
 
 if TYPE_CHECKING:
     import torch
-
-_forced: list[bool] = []
 
 
 def find(source: Any) -> "torch.device | None":
@@ -45,7 +42,7 @@ def find(source: Any) -> "torch.device | None":
                 "together, or publish them as two runs",
                 tensor=name,
             )
-    if first is None or (first[1].type == "cpu" and not _forced):
+    if first is None or is_host(first[1]):
         return None
     if first[1].type not in ("cuda", "cpu"):
         raise StateError(f"tensor {first[0]!r} is on {first[1]}; host memory and CUDA devices are supported")
@@ -53,22 +50,17 @@ def find(source: Any) -> "torch.device | None":
     return found
 
 
-def load(room: str) -> Any:
-    """Import a room of this package. Raises: StateError, if what it needs is not installed."""
+def is_host(where: "torch.device") -> bool:
+    """Whether tensors on this device of torch are in host memory."""
+    return where.type == "cpu"
+
+
+def load(module: str) -> Any:
+    """Import a module of this package. Raises: StateError, if what it needs is not installed."""
     try:
-        return import_module(f"pulsesync.device.{room}")
+        return import_module(f"pulsesync.device.{module}")
     except ModuleNotFoundError as e:
         raise StateError(
             f"tensors on a GPU need {e.name}, which torch for CUDA brings along: pip install {e.name}; or hand over a "
             "copy in host memory"
         ) from e
-
-
-@contextmanager
-def forced() -> "Iterator[None]":
-    """Take torch tensors in host memory for ones on a GPU inside the block: for tests, in Triton's interpreter."""
-    _forced.append(True)
-    try:
-        yield
-    finally:
-        _forced.pop()

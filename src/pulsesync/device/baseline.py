@@ -34,7 +34,7 @@ from pulsesync.device.memory import (
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
-from pulsesync.format import epochs, patch
+from pulsesync.format import patch
 from pulsesync.format.container import new_bytes
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.layout import Layout
@@ -176,7 +176,7 @@ class DeviceDifference:
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         with self.stream([self.found]):
-            return self._encode(epochs.position(last)[1] > 1, codec)
+            return self._encode(last.next_patch[1] > 1, codec)
 
     def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, Transition]:
         state = self.state

@@ -1,41 +1,23 @@
-"""Where a version is in its run: epochs, and when one begins. docs/format.md defines both."""
+"""Epochs: the runs of patches over which history builds up. docs/format.md defines them.
 
-from dataclasses import dataclass
+An epoch starts at a root (index 0), or at the last patch of the epoch before. The format fixes how many patches make an
+epoch. It is a parameter here so that tests and measurements can make epochs short; all readers and writers of a run
+must use the same number.
+"""
 
-from pulsesync.format.manifest import Manifest
-
-EPOCH_PATCHES = 32  # patches in which history builds up; docs/format.md says what follows from it
-
-
-@dataclass(frozen=True)
-class Position:
-    """The version a subscriber has, as its record said."""
-
-    run: str
-    version: int
-    digest: str
-    epoch: int
-    index: int
-
-    @classmethod
-    def by(cls, manifest: Manifest) -> "Position":
-        return cls(manifest.run, manifest.version, manifest.digest, manifest.epoch, manifest.index)
-
-    @property
-    def at_start(self) -> bool:
-        """Whether an epoch begins here, so that squashed patches do and nothing remembered is needed."""
-        return self.index in (0, EPOCH_PATCHES)
-
-    @property
-    def starts(self) -> int:
-        """The epoch of which this is the start."""
-        return self.epoch if self.index == 0 else self.epoch + 1
+EPOCH_PATCHES = 32
 
 
-def position(previous: Manifest | None) -> tuple[int, int]:
-    """Return epoch and index of the patch after a version; of a root, if there is none before it."""
-    if previous is None:
-        return 0, 0
-    if previous.index >= EPOCH_PATCHES:
-        return previous.epoch + 1, 1
-    return previous.epoch, previous.index + 1
+def is_start(index: int, epoch_patches: int) -> bool:
+    """Whether an epoch starts at a version: squashed patches begin and end here, and no history is needed."""
+    return index in (0, epoch_patches)
+
+
+def started_by(epoch: int, index: int) -> int:
+    """The epoch that starts at a version, if one does."""
+    return epoch if index == 0 else epoch + 1
+
+
+def next_patch(epoch: int, index: int, epoch_patches: int) -> tuple[int, int]:
+    """The epoch and index of the patch that follows a version."""
+    return (epoch + 1, 1) if index >= epoch_patches else (epoch, index + 1)

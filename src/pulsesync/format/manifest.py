@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
-from pulsesync.format import signature
+from pulsesync.format import epochs, signature
 from pulsesync.format.container import MAX_SECTION_BYTES
 from pulsesync.format.history import MAX_INDEX
 from pulsesync.format.layout import load_json
@@ -82,6 +82,7 @@ class Manifest:
     kind: RecordKind = RecordKind.VERSION
     anchor: int | None = None  # epoch of the newest anchor before this record, as far as its writer knew
     files: tuple[FileRef, ...] = ()
+    epoch_patches: int = epochs.EPOCH_PATCHES  # of the run; not written, because the format fixes it
 
     @property
     def size_bytes(self) -> int:
@@ -90,8 +91,18 @@ class Manifest:
 
     @property
     def starts(self) -> int:
-        """The epoch that begins after this version, if its next patch is the first of one."""
-        return self.epoch if self.index == 0 else self.epoch + 1
+        """The epoch that starts at this version, if one does."""
+        return epochs.started_by(self.epoch, self.index)
+
+    @property
+    def at_start(self) -> bool:
+        """Whether an epoch starts at this version."""
+        return epochs.is_start(self.index, self.epoch_patches)
+
+    @property
+    def next_patch(self) -> tuple[int, int]:
+        """The epoch and index of the patch that follows this version."""
+        return epochs.next_patch(self.epoch, self.index, self.epoch_patches)
 
     def build(self) -> bytes:
         """Write the first line."""
@@ -115,7 +126,7 @@ class Manifest:
         return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-def parse(data: bytes, trust: Collection[str] | None = None) -> Manifest:
+def parse(data: bytes, trust: Collection[str] | None = None, epoch_patches: int = epochs.EPOCH_PATCHES) -> Manifest:
     """Read a record, believing nothing in it; with keys to trust, only one that they signed.
 
     Raises:
@@ -148,6 +159,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Manifest:
                 FileRef(_text(f["name"], _FILE), _text(f["id"], _HASH), _whole(f["size"], MAX_FILE_BYTES))
                 for f in table["files"]
             ),
+            epoch_patches=epoch_patches,
         )
     except (KeyError, TypeError) as e:
         raise FormatError(f"the manifest lacks a field or has one of another kind: {e}") from e

@@ -4,26 +4,21 @@ Importing this costs nothing; the first call of `active` imports numba (about ha
 kernel loads it from numba's cache, or compiles it once per machine (some seconds for all of them: `pulsesync.warm_up`).
 """
 
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_forced: list[str] = []
+from typing import Any
 
 
 @cache
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
+    """Import one set of kernels by name, "reference" or "cpu"."""
     return import_module(f"pulsesync.kernels.{name}")
 
 
 @cache
 def _best() -> str:
     try:
-        _load("cpu")
+        load("cpu")
     except ImportError:  # no numba, or one that does not go with the numpy that is there
         return "reference"
     return "cpu"
@@ -31,14 +26,4 @@ def _best() -> str:
 
 def active() -> Any:
     """Return the module whose functions to call; `cpu` and `reference` have the same ones."""
-    return _load(_forced[-1] if _forced else _best())
-
-
-@contextmanager
-def forced(name: str) -> "Iterator[None]":
-    """Use one set of kernels, "reference" or "cpu", inside the block (all threads): for tests and comparisons."""
-    _forced.append(name)
-    try:
-        yield
-    finally:
-        _forced.pop()
+    return load(_best())

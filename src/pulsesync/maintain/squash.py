@@ -12,13 +12,14 @@ from pathlib import Path
 
 from pulsesync.core.types import Sum
 from pulsesync.errors import ConflictError, MissingLinkError
-from pulsesync.format import epochs, patch, signature
-from pulsesync.format.epochs import Position
+from pulsesync.format import patch, signature
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, keep_body
+from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State, Transition
@@ -72,11 +73,13 @@ class Squasher:
         signing_key: SigningKey | None = None,
         trust: str | Collection[str] | None = None,
         cache: str | Path | None = None,
+        epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.signing_key = signing_key
         self.trust = trusted(trust)
+        self._epoch_patches = epoch_patches
         self._state: State | None = None
         self._at: Manifest | None = None  # the epoch start that the state is at
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
@@ -93,7 +96,7 @@ class Squasher:
     def steps(self) -> Iterator[SquashReport]:
         """The same, one at a time: for a progress bar."""
         try:
-            while self._ready(records := RunReader(self.store, self.trust)):
+            while self._ready(records := RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)):
                 assert self._at is not None
                 epoch = self._epoch(self._at, records)
                 if epoch is None:
@@ -123,7 +126,7 @@ class Squasher:
             return False  # no anchor yet
         layout = records.layout(anchor.layout)
         check_room(self.store, anchor, layout)
-        reader = Subscriber(self.store, trust=self.trust, undo=0)
+        reader = Subscriber(self.store, trust=self.trust, undo=0, epoch_patches=self._epoch_patches)
         reader.sync(new_tensors(layout.tensors), version=anchor.version)
         self._state, self._at = reader.state, records.version(anchor.version)
         return self._at is not None
@@ -135,7 +138,7 @@ class Squasher:
         while (later := records.version(version + 1)) is not None:
             if later.base is None:
                 return True
-            if later.index == epochs.EPOCH_PATCHES:
+            if later.index == self._epoch_patches:
                 return False
             version += 1
         return False
@@ -143,11 +146,11 @@ class Squasher:
     def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest] | None:
         """The patches of the epoch that begins at a version, if it is complete."""
         found: list[Manifest] = []
-        while len(found) < epochs.EPOCH_PATCHES:
+        while len(found) < self._epoch_patches:
             record = records.version(at.version + 1 + len(found))
             if record is None:
                 return None
-            planner.accept(Position.by(found[-1] if found else at), record)
+            planner.accept(Position.of(found[-1] if found else at), record)
             found.append(record)
         return found
 
@@ -164,7 +167,7 @@ class Squasher:
         state.commit(transition)
         self._at = epoch[-1]
         size = sum(record.size_bytes for record in epoch)
-        span = _Span(Position.by(at).starts, at, epoch[-1], before, transition.changes, size)
+        span = _Span(at.starts, at, epoch[-1], before, transition.changes, size)
         for level in range(HIGHEST + 1):
             if written := self._write(level, span, records):
                 yield written

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
-from pulsesync.format.epochs import Position
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body
+from pulsesync.run.planner import Position
 from pulsesync.run.reader import RunReader
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State
@@ -106,7 +107,7 @@ def _walk_back(records: RunReader, newest: Manifest, limit: int | None) -> Itera
 
 def _guessed(records: RunReader, versions: list[Manifest]) -> Iterator[FoundRecord]:
     """Anchors and squashed patches of these versions, from every place in which there could be one."""
-    starts = sorted({held.starts for record in versions if (held := Position.by(record)).at_start})
+    starts = sorted({record.starts for record in versions if record.at_start})
     named = {record.anchor for record in versions if record.anchor is not None}
     for epoch in sorted(named.union(starts)):
         yield _look(records, keys.anchor_key(epoch))
@@ -144,10 +145,16 @@ class RunVerifier:
         NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.
     """
 
-    def __init__(self, location: str | Store, *, trust: str | Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        location: str | Store,
+        *,
+        trust: str | Collection[str] | None = None,
+        epoch_patches: int = EPOCH_PATCHES,
+    ) -> None:
         self.store = open_store(location) if isinstance(location, str) else location
         self.trust = trusted(trust)
-        self._records = RunReader(self.store, self.trust)
+        self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches)
         self.found = find_records(self._records)  # all that will be looked at
         if not self.found:
             raise NotFoundError("there is no run here: no version is published", key="manifests/")
@@ -218,7 +225,7 @@ class RunVerifier:
         planner.accept(held, record)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in record.parts]
         self._state.commit(self._state.prepare(record, bodies))
-        self._held = Position.by(record)
+        self._held = Position.of(record)
 
     def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
         """Check an anchor against its version; and if no patch has led to that, go on from here."""
@@ -235,7 +242,7 @@ class RunVerifier:
             sums = self._state.check_whole(anchor, bodies)
             if self._held is None:
                 self._state.load_whole(bodies, sums)
-                self._held = Position.by(record)
+                self._held = Position.of(record)
         finally:
             spool.keep_only(None)
 

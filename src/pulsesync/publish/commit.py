@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from pulsesync.core import digest
 from pulsesync.errors import AnotherPublisherError, ConflictError, FormatError, NotFoundError, StoreError
-from pulsesync.format import epochs, patch
 from pulsesync.format import manifest as manifests
+from pulsesync.format import patch
 from pulsesync.format.diff import Diff
-from pulsesync.format.epochs import Position
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
@@ -104,7 +104,7 @@ def encode_next(
     state: State, last: Manifest, diffs: Sequence[Diff], codec: CodecName
 ) -> tuple[EncodedPart, Transition]:
     """Encode what takes a state, or the part of it that is held, from the last version on. Changes nothing."""
-    _, index = epochs.position(last)
+    _, index = last.next_patch
     history = state.history if index > 1 else History()
     known = history if codec in ("auto", "history") else None
     part = patch.encode_diff(state.layout, diffs, state, state.sums, codec=codec, history=known)
@@ -122,7 +122,7 @@ def next_record(
     files: tuple[FileRef, ...],
 ) -> Manifest:
     """The record of a patch to the last version."""
-    epoch, index = epochs.position(last)
+    epoch, index = last.next_patch
     return Manifest(
         run=last.run,
         version=last.version + 1,
@@ -137,11 +137,18 @@ def next_record(
         created=int(time.time()),
         anchor=anchor,
         files=files,
+        epoch_patches=last.epoch_patches,
     )
 
 
 def root_record(
-    after: Manifest | None, step: int, layout: str, state_digest: str, anchor: int | None, files: tuple[FileRef, ...]
+    after: Manifest | None,
+    step: int,
+    layout: str,
+    state_digest: str,
+    anchor: int | None,
+    files: tuple[FileRef, ...],
+    epoch_patches: int = EPOCH_PATCHES,
 ) -> Manifest:
     """The record of a state that has no base, in a new run or after the last version of one."""
     return Manifest(
@@ -158,6 +165,7 @@ def root_record(
         created=int(time.time()),
         anchor=anchor,
         files=files,
+        epoch_patches=epoch_patches,
     )
 
 
@@ -187,7 +195,7 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
         long that it was pruned. StoreError.
     """
     key = keys.manifest_key(manifest.version)
-    if Position.by(manifest).at_start or manifest.history is None:
+    if manifest.at_start or manifest.history is None:
         store.put(keys.start_key(manifest.digest), str(manifest.version).encode())
     try:
         if after is not None:

@@ -43,9 +43,9 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.format import epochs, patch, signature
 from pulsesync.format import layout as layouts
-from pulsesync.format.epochs import Position
+from pulsesync.format import patch, signature
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, FileRef, Manifest
 from pulsesync.format.signature import SigningKey
@@ -176,6 +176,7 @@ class Publisher:
         spool: str | Path | None = None,
         keep: Keep | None = None,
         executor: Executor | None = None,
+        epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if keep not in (None, *get_args(Keep)):
             raise ValueError(f"no keep={keep!r}; there are {', '.join(get_args(Keep))}")
@@ -189,6 +190,7 @@ class Publisher:
         self.grid, self.min_tile = dict(grid or {}), min_tile
         self.signing_key, self.anchor_every = signing_key, anchor_every
         self._files = dict(files or {})
+        self._epoch_patches = epoch_patches
         self._pace = Cadence(publish_every, max_behind)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
         self._spool = Path(spool) if spool else None
@@ -325,7 +327,7 @@ class Publisher:
             difference = self._compare(bases, tip, shown, old)
             job = _PendingVersion(step, tip.last.version, difference, self._pace.published(), alone=not coalesce)
             future = self._enqueue(tip, job, wait, began)
-            at_start = epochs.position(tip.last)[1] == epochs.EPOCH_PATCHES
+            at_start = tip.last.next_patch[1] == self._epoch_patches
         if self.keep == "hook" and at_start:
             wait_for([future])  # an anchor may be due, which reads the source
         if not wait:
@@ -505,7 +507,7 @@ class Publisher:
         self, source: Any, bases: Baseline, shown: SourceView, specs: list[TensorSpec], ties: Mapping[str, str]
     ) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
-        last = find_last(self.store, self.signing_key)
+        last = find_last(self._records(), self.signing_key)
         self._refs = put_companions(self.store, self._files, source, last)
         if last is None:
             return None
@@ -533,7 +535,8 @@ class Publisher:
         tensors = bases.tensors(layout, shown)
         if tensors is None:
             return None
-        reader = Subscriber(self.store, trust=self.signing_key.public if self.signing_key else None, undo=0)
+        trust = self.signing_key.public if self.signing_key else None
+        reader = Subscriber(self.store, trust=trust, undo=0, epoch_patches=self._epoch_patches)
         try:
             reader.sync(tensors, version=last.version)
         except SignatureError:
@@ -566,7 +569,9 @@ class Publisher:
         assert self._bases is not None
         state = self._bases.copy(layout, shown)
         copied = time.perf_counter()
-        manifest = root_record(after, step, layout.id, state.digest, self._anchors.newest, self._refs)
+        manifest = root_record(
+            after, step, layout.id, state.digest, self._anchors.newest, self._refs, self._epoch_patches
+        )
         self.store.put(keys.layout_key(layout.id), layout.data)
         try:
             written = len(layout.data) + create(self.store, manifest, self._sign(manifest), after)
@@ -741,7 +746,7 @@ class Publisher:
         """At an epoch's start, begin an anchor if the way from the last one has grown long, squashed where it is."""
         if tip is not self._tip or self._anchors.busy:
             return
-        if not Position.by(tip.last).at_start:
+        if not tip.last.at_start:
             if self._anchors.owed:
                 self._anchors.finish(tip.last.run)  # it may be on the disk already
             return
@@ -756,25 +761,25 @@ class Publisher:
             self._way_bytes = 0
 
     def _records(self) -> RunReader:
-        return reader_of(self.store, self.signing_key)
+        return reader_of(self.store, self.signing_key, self._epoch_patches)
 
     def _sign(self, record: Manifest) -> bytes:
         return signed(record, self.signing_key)
 
 
-def reader_of(store: Store, key: SigningKey | None) -> RunReader:
+def reader_of(store: Store, key: SigningKey | None, epoch_patches: int) -> RunReader:
     """The records of a run that its publisher goes on from: its own."""
-    return RunReader(store, {key.public} if key else None)
+    return RunReader(store, {key.public} if key else None, epoch_patches=epoch_patches)
 
 
-def find_last(store: Store, key: SigningKey | None) -> Manifest | None:
+def find_last(reader: RunReader, key: SigningKey | None) -> Manifest | None:
     """The last version of the run at this place, if there is one.
 
     Raises:
         SignatureError: the run is signed, and not with this key; StoreError.
     """
-    last = reader_of(store, key).newest()
-    if last is not None and key is None and signature.split(store.get(keys.manifest_key(last.version)))[1]:
+    last = reader.newest()
+    if last is not None and key is None and signature.split(reader.store.get(keys.manifest_key(last.version)))[1]:
         raise SignatureError("the run is signed: take it up with its key", version=last.version)
     return last
 

@@ -32,10 +32,10 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.format import epochs, patch
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
-from pulsesync.format.epochs import Position
+from pulsesync.format import patch
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
@@ -56,6 +56,7 @@ from pulsesync.publish.publisher import (
     signed,
 )
 from pulsesync.run import keys
+from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State, Transition
 from pulsesync.state.sharding import Shards, Windows, layout_of, owner_of, shards_of, windows_from, windows_to
@@ -122,11 +123,13 @@ class ShardedPublisher:
         signing_key: SigningKey | None = None,
         files: Files | None = None,
         anchor_every: float = 1.0,
+        epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
         self.store = open_store(location) if isinstance(location, str) else location
         self.team = team
+        self._epoch_patches = epoch_patches
         self.codec: patch.CodecName = codec
         self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self.grid, self.min_tile = dict(grid or {}), min_tile
@@ -258,13 +261,13 @@ class ShardedPublisher:
             return _CoordinatorMessage(self._base.record if self._base else b"")
 
         word = self._hear(look)
-        if self._draft and word.record and self._draft.is_of(manifests.parse(word.record)):
+        if self._draft and word.record and self._draft.is_of(self._parse(word.record)):
             self._advance(self._draft, word.record)
         self._draft = None
 
     def _advance(self, draft: _RankDraft, record: bytes) -> None:
         """Move the base to a version that was committed."""
-        base, last = self._base, manifests.parse(record)
+        base, last = self._base, self._parse(record)
         assert base is not None
         if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
             base.state.commit(draft.transition)
@@ -281,13 +284,13 @@ class ShardedPublisher:
         everyones, ties = agreed([windows_from(note) for note in told])
         layout = layout_of(everyones, ties, self.grid, self.min_tile)
         word = self._hear(lambda: self._find_last(source))
-        plan = _TeamPlan(layout, everyones, word.record, manifests.parse(word.record) if word.record else None)
+        plan = _TeamPlan(layout, everyones, word.record, self._parse(word.record) if word.record else None)
         if plan.last is not None:
             self._take_up(plan, plan.last, shards)
         return plan
 
     def _find_last(self, source: Any) -> "_CoordinatorMessage":
-        last = find_last(self.store, self.signing_key)
+        last = find_last(self._reader(), self.signing_key)
         self._refs = put_companions(self.store, self._files, source, last)
         if last is None:
             return _CoordinatorMessage()
@@ -298,7 +301,7 @@ class ShardedPublisher:
         """Rebuild the last version, each rank its own tiles; leave the base alone if that cannot be done."""
 
         def rebuild() -> tuple[tuple[TileShare, State] | None, bytes]:
-            layout = reader_of(self.store, self.signing_key).layout(last.layout)
+            layout = self._reader().layout(last.layout)
             same_tensors(layout, plan.layout.tensors, plan.layout.ties)
             try:
                 owners = owner_of(layout, plan.everyones)
@@ -321,7 +324,7 @@ class ShardedPublisher:
         """This rank's tiles of the last version, or None if no published way leads there."""
         tensors = share.keeper.tensors(share, shards.published)
         trust = self.signing_key.public if self.signing_key else None
-        reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0)
+        reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0, epoch_patches=self._epoch_patches)
         try:
             reader.sync(tensors, version=last.version)
         except SignatureError:
@@ -335,12 +338,19 @@ class ShardedPublisher:
     def _judge(self, plan: "_TeamPlan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_CoordinatorMessage":
         """Say whether what all ranks have rebuilt is, together, the last version."""
         tables = VersionTables().after(map(RankReport.from_bytes, told))
-        start = Position.by(last).at_start  # there nothing that was remembered is needed any more
+        start = last.at_start  # there nothing that was remembered is needed any more
         if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
             return _CoordinatorMessage()
         self._tables = tables
         self._way_bytes = self._way_since_anchor(last)
         return _CoordinatorMessage(plan.record, anchor=self._due(last, layout))
+
+    def _reader(self) -> RunReader:
+        return reader_of(self.store, self.signing_key, self._epoch_patches)
+
+    def _parse(self, record: bytes) -> Manifest:
+        """A record of this run, which the coordinator has checked."""
+        return manifests.parse(record, epoch_patches=self._epoch_patches)
 
     # Roots
 
@@ -355,13 +365,14 @@ class ShardedPublisher:
 
         found, told = self._together(copy)
         word = self._hear(lambda: self._create_root(plan, told, step))
-        self._base = _RankBase(manifests.parse(word.record), word.record, *found)
+        self._base = _RankBase(self._parse(word.record), word.record, *found)
         written = word.written + self._write_anchor(self._base)
         return clock.report(plan.layout, self._base.last, None, written)
 
     def _create_root(self, plan: "_TeamPlan", told: Sequence[bytes], step: int) -> "_CoordinatorMessage":
         tables = VersionTables().after(map(RankReport.from_bytes, told))
-        record = root_record(plan.last, step, plan.layout.id, tables.digest(plan.layout), self._newest, self._refs)
+        digest = tables.digest(plan.layout)
+        record = root_record(plan.last, step, plan.layout.id, digest, self._newest, self._refs, self._epoch_patches)
         data = signed(record, self.signing_key)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
         written = len(plan.layout.data) + create(self.store, record, data, plan.last)
@@ -376,7 +387,7 @@ class ShardedPublisher:
         word = self._hear(lambda: self._create(base, told, step))
         if self._draft is not None:  # the lead is there already
             self._advance(self._draft, word.record)
-        report = clock.report(base.state.layout, manifests.parse(word.record), word.changed, word.written)
+        report = clock.report(base.state.layout, self._parse(word.record), word.changed, word.written)
         if word.anchor:
             self._try_anchor()
         return report
@@ -400,7 +411,7 @@ class ShardedPublisher:
         if not parts:
             assert self._draft.spare is not None
             parts = (self._put(self._draft.spare),)
-        _, index = epochs.position(base.last)
+        _, index = base.last.next_patch
         tables = self._tables.after(offers, forget=index == 1)
         state = tables.digest(base.state.layout)
         record = next_record(base.last, step, parts, state, tables.history(index), self._newest, self._refs)
@@ -419,7 +430,7 @@ class ShardedPublisher:
 
     def _due(self, last: Manifest, layout: Layout) -> bool:
         """Whether an anchor of the last version is to be written: at an epoch's start, if the way has grown long."""
-        if not Position.by(last).at_start or self._newest == last.starts:
+        if not last.at_start or self._newest == last.starts:
             return False
         longest = self.anchor_every * layout.size_bytes
         if longest <= self._way_bytes < math.inf:
@@ -430,7 +441,7 @@ class ShardedPublisher:
         return self._way_bytes >= longest
 
     def _way_since_anchor(self, last: Manifest) -> float:
-        newest, way_bytes = path_since_anchor(last, reader_of(self.store, self.signing_key).look)
+        newest, way_bytes = path_since_anchor(last, self._reader().look)
         if newest is not None:
             self._newest = max(newest, self._newest or 0)
         return way_bytes

@@ -2,14 +2,41 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
-from pulsesync.format.epochs import Position
+from pulsesync.format import epochs
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.keys import anchor_key, manifest_key, squash_key
 
 SEARCH = 64  # epochs looked through for an anchor, if the one that records name is gone or bad
 MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a version stands in its run. Records of different kinds that lead to one version give the same position."""
+
+    run: str
+    version: int
+    digest: str
+    epoch: int
+    index: int
+    epoch_patches: int
+
+    @classmethod
+    def of(cls, record: Manifest) -> "Position":
+        return cls(record.run, record.version, record.digest, record.epoch, record.index, record.epoch_patches)
+
+    @property
+    def at_start(self) -> bool:
+        """Whether an epoch starts here."""
+        return epochs.is_start(self.index, self.epoch_patches)
+
+    @property
+    def starts(self) -> int:
+        """The epoch that starts here, if one does."""
+        return epochs.started_by(self.epoch, self.index)
 
 
 def accept(held: Position | None, record: Manifest) -> None:
@@ -29,7 +56,7 @@ def accept(held: Position | None, record: Manifest) -> None:
             f"version {record.version} follows {record.base.version}; {held.version} is held", version=record.version
         )
     if record.kind == RecordKind.SQUASH:
-        in_place = held.at_start and Position.by(record).at_start and record.starts > held.starts
+        in_place = held.at_start and record.at_start and record.starts > held.starts
     elif record.index == 1:
         in_place = held.at_start and record.epoch == held.starts
     else:
@@ -107,7 +134,7 @@ def find_path(held: Position | None, goal: Manifest, look: Look) -> list[Manifes
                 return ways[0]  # an anchor would only be further back
     for anchor in _anchors(goal, look):
         with suppress(ChainError):
-            ways.append([anchor, *_onward(Position.by(anchor), goal, look)])
+            ways.append([anchor, *_onward(Position.of(anchor), goal, look)])
             break
     if not ways:
         raise fault
@@ -120,7 +147,7 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
     Records name the newest that their writer knew of. There may be one since, whose writer died before it could say so;
     and the one that is named may be gone.
     """
-    last = Position.by(goal).starts if Position.by(goal).at_start else goal.epoch
+    last = goal.starts if goal.at_start else goal.epoch
     known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
     since = range(last, max(known, last - SEARCH), -1)
     to_try = [*since, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
@@ -129,7 +156,7 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
         epoch = to_try.pop(0)
         anchor = look(anchor_key(epoch)) if epoch not in tried else None
         tried.add(epoch)
-        if anchor is None or not Position.by(anchor).at_start or anchor.starts != epoch or anchor.run != goal.run:
+        if anchor is None or not anchor.at_start or anchor.starts != epoch or anchor.run != goal.run:
             continue
         if anchor.version <= goal.version:
             yield anchor
@@ -151,14 +178,14 @@ def _onward(held: Position, goal: Manifest, look: Look) -> list[Manifest]:
 
 def _walk(held: Position, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
     at, way = held, []
-    last = Position.by(goal).starts if Position.by(goal).at_start else goal.epoch
+    last = goal.starts if goal.at_start else goal.epoch
     while at.version < goal.version:
         record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
             raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
         accept(at, record)
         way.append(record)
-        at = Position.by(record)
+        at = Position.of(record)
     if (at.version, at.digest) != (goal.version, goal.digest):
         raise ChainError(f"the way to version {goal.version} leads elsewhere", version=goal.version)
     return way

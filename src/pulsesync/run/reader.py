@@ -19,9 +19,9 @@ from pulsesync.errors import (
     SignatureError,
     StoreError,
 )
-from pulsesync.format import epochs
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys, planner
@@ -40,8 +40,15 @@ _KINDS = {"manifests": RecordKind.VERSION, "anchors": RecordKind.ANCHOR, "squash
 class RunReader:
     """The records of a run, as its store has them. Make a new one to see what changed in the meantime."""
 
-    def __init__(self, store: Store, trust: Collection[str] | None, avoid: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        trust: Collection[str] | None,
+        avoid: Collection[str] = (),
+        epoch_patches: int = EPOCH_PATCHES,
+    ) -> None:
         self.store, self.trust, self.avoid = store, trust, avoid
+        self._epoch_patches = epoch_patches
         self._known: dict[str, Manifest | None] = {}
         self.fetched_bytes = 0
 
@@ -66,7 +73,7 @@ class RunReader:
             return None
         self.fetched_bytes += len(data)
         try:
-            record = manifests.parse(data, self.trust)
+            record = manifests.parse(data, self.trust, self._epoch_patches)
             if record.kind != _KINDS[key.partition("/")[0]]:
                 raise FormatError(f"{key} holds a record of kind {record.kind}")
             if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
@@ -119,7 +126,7 @@ class RunReader:
             self._check_run(run, version, digest)
         except (RunChangedError, NothingPublishedError):
             time.sleep(LOOK_AGAIN_S)
-            RunReader(self.store, self.trust, self.avoid)._check_run(run, version, digest)
+            RunReader(self.store, self.trust, self.avoid, self._epoch_patches)._check_run(run, version, digest)
 
     def _check_run(self, run: str, version: int, digest: str) -> None:
         try:
@@ -185,7 +192,7 @@ class RunReader:
         found = self.version(version) if version >= 0 else None
         if found is None or found.digest != digest:
             return None
-        return found if found.history is None or epochs.Position.by(found).at_start else None
+        return found if found.history is None or found.at_start else None
 
     def layout(self, id_: str) -> Layout:
         """Raises: NotFoundError; FormatError, if it is not the layout the id names."""

@@ -40,13 +40,14 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.format.body import Body
-from pulsesync.format.epochs import Position
+from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body
+from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader, located, location_of
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State, Transition
@@ -145,6 +146,8 @@ class Subscriber:
         widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the FP32 number that it
             is, which is exact. Tensors must be in host memory.
         executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
+        epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
+            another number, and then to everything that reads or writes the run.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class Subscriber:
         verify_every: int = 0,
         widen: bool = False,
         executor: Executor | None = None,
+        epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if verify_every < 0:
             raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
@@ -167,6 +171,7 @@ class Subscriber:
         self.slices = slices
         self.widen = widen
         self.verify_every = verify_every
+        self._epoch_patches = epoch_patches
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
         self._state: State | None = None
@@ -379,7 +384,7 @@ class Subscriber:
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
-            records = RunReader(self.store, self.trust, avoid)
+            records = RunReader(self.store, self.trust, avoid, self._epoch_patches)
             try:
                 with progress.timed("fetch"):
                     goal = self._find_goal(version, records, follow_replaced)
@@ -613,7 +618,7 @@ class Subscriber:
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
         """Undo kept syncs down to a version, in one commit, if one of them began there."""
-        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Position.by(goal)), None)
+        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Position.of(goal)), None)
         if self._state is None or depth is None:
             return False
         taken = [self._undo[-1 - n] for n in range(depth)]
@@ -630,7 +635,7 @@ class Subscriber:
         return True
 
     def _hold(self, record: Manifest) -> None:
-        self._held, self._step = Position.by(record), record.step
+        self._held, self._step = Position.of(record), record.step
 
     def _forget(self) -> None:
         self._state, self._held, self._step = None, None, None
@@ -647,7 +652,7 @@ class Subscriber:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
         self._check_open()
-        records = RunReader(self.store, self.trust)
+        records = RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)
         record = records.version(version)
         if record is None:
             return False
@@ -655,7 +660,7 @@ class Subscriber:
         if not state.whole or state.untied or state.digest != record.digest:
             return False
         known = History(record.index)
-        if not Position.by(record).at_start:  # there nothing that was remembered is needed any more
+        if not record.at_start:  # there nothing that was remembered is needed any more
             try:
                 known = History.from_bytes(history) if history else known
             except FormatError:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from pulsesync import kernels
 from pulsesync.errors import FormatError, PulseError, StateError
 from pulsesync.lab.study import Recorder, Recording
 from pulsesync.lab.study.measure import choosing, counting_torch
@@ -19,6 +18,7 @@ from pulsesync.lab.study.measure.buffers import TorchBuffers
 from pulsesync.lab.study.measure.holdings import FLOATS
 from pulsesync.lab.study.recording import Step
 from pulsesync.state.sharding import Placed
+from pulsesync.testing.backends import use_kernels
 from tests.lab.study import oracle
 from tests.processes import Fleet, fleet, group
 
@@ -31,7 +31,7 @@ EXACT = ("changed", "again", "same_way", "up", "units", "by_class", "weights_by_
 @contextmanager
 def counted_by(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Count with numba, with numpy, or with torch as on a GPU."""
-    with kernels.forced("reference" if way == "numpy" else "cpu"), monkeypatch.context() as patched:
+    with use_kernels("reference" if way == "numpy" else "cpu"), monkeypatch.context() as patched:
         if way == "torch":
             patched.setattr(
                 choosing, "buffers_and_counting", lambda device: (TorchBuffers(device, on_host=False), counting_torch)

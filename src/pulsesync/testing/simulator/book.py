@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from pulsesync.format import epochs
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.store import Store
@@ -13,14 +12,16 @@ from pulsesync.testing.simulator.line import RECORDS
 class PublishLog:
     """Every call to publish, and every version. Sees that each follows from the one before, and that it was called for.
 
-    store: the store as it is. trust: the key that records are signed with, if they are. note: told of each version.
+    store: the store as it is. trust: the key that records are signed with, if they are. epoch_patches: of the run.
+    note: is called with each version.
     """
 
-    def __init__(self, store: Store, trust: str | None, note: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, trust: str | None, epoch_patches: int, note: Callable[[str], None]) -> None:
         self.records: list[Manifest] = []  # every version that ever was
         self.contents: list[Content] = []  # of each version
         self.ordinals: list[int] = []  # of each version: the last call that can have led to it
         self._store, self._trust, self._note = store, trust, note
+        self._epoch_patches = epoch_patches
         self._published: dict[str, list[tuple[int, int, Content]]] = {}  # digest -> number of the call, step, weights
         self._calls = 0
         self._parsed: dict[bytes, Manifest] = {}
@@ -33,7 +34,7 @@ class PublishLog:
 
     def add_version(self, data: bytes) -> None:
         """A version was committed: it must follow from the one before, and be what some trainer published."""
-        record = manifests.parse(data, {self._trust} if self._trust else None)
+        record = manifests.parse(data, {self._trust} if self._trust else None, self._epoch_patches)
         version, last = record.version, self.records[-1] if self.records else None
         assert version == len(self.records), f"version {version} is made; the next would be {len(self.records)}"
         if record.base is not None:
@@ -41,7 +42,7 @@ class PublishLog:
             assert (record.base.version, record.base.digest) == (last.version, last.digest), (
                 f"version {version} has version {record.base.version} for its base, with another digest, or another one"
             )
-            assert (record.epoch, record.index) == epochs.position(last), f"version {version} is out of place"
+            assert (record.epoch, record.index) == last.next_patch, f"version {version} is out of place"
         else:
             assert record.epoch == (last.epoch + 1 if last else 0), f"root {version} is out of place"
         assert last is None or record.run == last.run, f"version {version} is of another run"
@@ -58,7 +59,7 @@ class PublishLog:
             for entry in self._store.list(prefix):
                 data = self._store.get(entry.key)
                 if data not in self._parsed:
-                    self._parsed[data] = manifests.parse(data)
+                    self._parsed[data] = manifests.parse(data, epoch_patches=self._epoch_patches)
                 yield entry.key, self._parsed[data]
 
     def joinable(self) -> bool:

@@ -35,7 +35,7 @@ def finish(world: World) -> None:
     if world.squasher:
         process, squasher = world.squasher
     else:
-        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust)
+        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust, epoch_patches=world.epoch_patches)
     world.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
     audit(world)
     kept = {entry.key for entry in world.truth.list("manifests/")}

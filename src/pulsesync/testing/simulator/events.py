@@ -17,7 +17,7 @@ def on_squash(world: World) -> str:
         world.squasher = None  # begins anew
     if world.squasher is None:
         line = world.new_line()
-        end = Squasher(line, signing_key=world.key, trust=world.trust)
+        end = Squasher(line, signing_key=world.key, trust=world.trust, epoch_patches=world.epoch_patches)
         world.squasher = SimulatedProcess(world.new_name("squasher"), line), end
     process, squasher = world.squasher
     return world.act(process, squasher.run, lambda done: f"writes {[(s.level, s.number) for s in done]}")

@@ -19,6 +19,7 @@ def new_trainer(world: World, content: Content) -> SimulatedTrainer:
         "grid": grid,
         "min_tile": 1,
         "signing_key": world.key,
+        "epoch_patches": world.epoch_patches,
         "files": world.rng.choice([None, {"config.json": b"{}"}]),
         "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
         "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever

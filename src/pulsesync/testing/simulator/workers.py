@@ -30,7 +30,7 @@ def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
         worker.line = world.new_line()
         worker.subscriber = world.make_subscriber(
             worker.line, trust=world.trust, cache=worker.cache, undo=world.rng.choice([0, 1, 3]),
-            executor=InlineExecutor(),
+            executor=InlineExecutor(), epoch_patches=world.epoch_patches,
         )  # fmt: skip
     return worker.subscriber
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from pulsesync.core import threads
 from pulsesync.errors import PulseError, RunChangedError
-from pulsesync.format import epochs
 from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
@@ -69,7 +68,7 @@ class World:
         self.base = self.model.content(self.model.arbitrary(self.noise))
         self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
         self.epoch_patches = self.rng.choice([2, 3, 4])
-        self.book = PublishLog(self.truth, self.trust, self.note)
+        self.book = PublishLog(self.truth, self.trust, self.epoch_patches, self.note)
         self.ledger = Ledger(self.truth, self.book.add_version)
         self.trainers: list[SimulatedTrainer] = []
         self.workers: list[SimulatedWorker] = []
@@ -82,7 +81,7 @@ class World:
 
     @contextmanager
     def rules(self) -> Iterator[None]:
-        """Short epochs, anchors in many parts, one thread, no chance and no time but the simulator's own."""
+        """Anchors in many parts, one thread, no chance and no time but the simulator's own."""
         fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
         words = random.Random(self.seed)
         chance = SimpleNamespace(token_hex=lambda n: f"{words.getrandbits(8 * n):0{2 * n}x}")
@@ -90,7 +89,6 @@ class World:
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-simulator-", dir=fast)))
             for where, name, value in (
-                (epochs, "EPOCH_PATCHES", self.epoch_patches),
                 (anchors, "PART_BYTES", PART_BYTES),
                 (threads, "default_threads", lambda: 1),
                 (spool, "DOWNLOADS", 1),

@@ -151,7 +151,7 @@ def simulate_moves(training: TrainingSettings, steps: int) -> Floats:  # (steps,
     """What the optimizer adds to weights, step by step, for gradients as the module's docstring has them."""
     words = np.random.Generator(np.random.PCG64(0))
     mean = words.standard_normal((3, PATHS)).prod(axis=0)
-    moved = _Lion(training.betas) if training.optimizer == "lion" else _Adam(training.betas)
+    moved = _LionMoves(training.betas) if training.optimizer == "lion" else _AdamMoves(training.betas)
     moves = np.empty((steps, PATHS), np.float32)
     way = 0.0
     for step in range(steps):
@@ -161,7 +161,7 @@ def simulate_moves(training: TrainingSettings, steps: int) -> Floats:  # (steps,
     return moves
 
 
-class _Adam:
+class _AdamMoves:
     def __init__(self, betas: theory.Betas) -> None:
         self.betas = betas
         self.first, self.second = np.zeros(PATHS), np.zeros(PATHS)
@@ -175,7 +175,7 @@ class _Adam:
         return np.asarray(self.first / (1 - keep1 ** (step + 1)) / size, np.float64)
 
 
-class _Lion:
+class _LionMoves:
     """Every weight moves by exactly one learning rate, whatever the gradients; these decide the direction alone."""
 
     def __init__(self, betas: theory.Betas) -> None:
