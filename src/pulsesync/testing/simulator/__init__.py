@@ -6,15 +6,10 @@ The real Publisher, Subscriber, Squasher and prune act on one store, each by a l
 delays and damages what goes over it, that lets somebody else act between two calls, and on which a process can die at
 any call, before or after it took effect. Time is a number, and work in the background is done when the simulator says.
 
-After every event it is checked that
-- the weights of every worker are, bit for bit, those of the version it reports, whatever was raised meanwhile;
-- versions are consecutive, each follows from the one before, and its digest is that of weights a trainer published;
-- no record or body is ever overwritten with other bytes, and a prune leaves a way to the newest version;
-- nothing but a PulseError was raised;
-and at the end, with all faults gone, that the run can be taken up, squashed, joined and pruned, that every worker
-reaches the newest version, and that joining costs no more records than docs/protocol.md says.
-
-A schedule that breaks one of these raises an AssertionError with all its events, and the command that repeats it:
+What must be true after every event, and at the end, when all faults are gone, is listed in `Invariant`. A schedule in
+which one of these is violated raises an InvariantError that names it. A schedule in which something other than a
+PulseError is raised ends with a SimulationCrashError. Both have all the events in their message, and the command that
+repeats them:
 
     python -m pulsesync.testing.simulator --seed 7 --events 60
     python -m pulsesync.testing.simulator --seeds 0:1000
@@ -26,51 +21,31 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pulsesync.publish.publisher import Publisher
-from pulsesync.run.subscriber import Subscriber
+from pulsesync.publisher import Publisher
 from pulsesync.store import MemoryStore, Store
-from pulsesync.testing.simulator.actors import (
-    Arrays,
-    Content,
-    SimulatedProcess,
-    SimulatedTrainer,
-    SimulatedWorker,
-    TensorSet,
-    bits,
-)
+from pulsesync.subscriber import Subscriber
+from pulsesync.testing.simulator.actors import Arrays, Content, Model, Process, Trainer, Worker, bits
 from pulsesync.testing.simulator.checks import check
 from pulsesync.testing.simulator.ending import finish
 from pulsesync.testing.simulator.events import EVENTS, MEANWHILE
 from pulsesync.testing.simulator.executors import InlineExecutor, QueuedExecutor
-from pulsesync.testing.simulator.line import BODIES, RECORDS, Crash, Ledger, SimulatedClock, StoreLink
+from pulsesync.testing.simulator.invariants import (
+    Invariant,
+    InvariantError,
+    SimulationCrashError,
+    SimulationError,
+    Violation,
+)
+from pulsesync.testing.simulator.line import BODIES, RECORDS, Clock, Crash, Ledger, Line
 from pulsesync.testing.simulator.trainers import new_trainer
 from pulsesync.testing.simulator.workers import WORKERS
 from pulsesync.testing.simulator.world import PART_BYTES, Interrupted, World
 
 __all__ = [
-    "BODIES",
-    "EVENTS",
-    "MEANWHILE",
-    "PART_BYTES",
-    "RECORDS",
-    "WORKERS",
-    "Arrays",
-    "Content",
-    "Crash",
-    "InlineExecutor",
-    "Interrupted",
-    "Ledger",
-    "QueuedExecutor",
-    "RunSimulator",
-    "SimulatedClock",
-    "SimulatedProcess",
-    "SimulatedTrainer",
-    "SimulatedWorker",
-    "SimulationReport",
-    "StoreLink",
-    "TensorSet",
-    "World",
-    "bits",
+    "BODIES", "EVENTS", "MEANWHILE", "PART_BYTES", "RECORDS", "WORKERS",
+    "Arrays", "Clock", "Content", "Crash", "InlineExecutor", "Interrupted", "Invariant", "InvariantError", "Ledger",
+    "Line", "Model", "Process", "QueuedExecutor", "RunSimulator", "SimulationCrashError", "SimulationError",
+    "SimulationReport", "Trainer", "Worker", "World", "bits",
 ]  # fmt: skip
 
 
@@ -99,7 +74,7 @@ class RunSimulator:
         trouble: float = 1.0,
         publisher: Callable[..., Publisher] = Publisher,
         subscriber: Callable[..., Subscriber] = Subscriber,
-        store: Callable[[SimulatedClock], Store] = MemoryStore,
+        store: Callable[[Clock], Store] = MemoryStore,
     ) -> None:
         self.seed, self.events, self.trouble = seed, events, trouble
         self.world = world = World(seed, trouble, publisher, subscriber, store, MEANWHILE, self._happen)
@@ -109,22 +84,35 @@ class RunSimulator:
         self.records, self.contents = world.book.records, world.book.contents  # of every version that ever was
 
     def run(self) -> SimulationReport:
-        """Let it all happen. Raises: AssertionError, with the events and the command that repeats them."""
+        """Let it all happen.
+
+        Raises:
+            InvariantError: the library did something wrong; SimulationCrashError: it raised something other than a
+            PulseError. Both are AssertionErrors.
+        """
         world = self.world
+        done = 0
         try:
             with world.rules():
                 world.trainers.append(new_trainer(world, world.base))
-                for number in range(self.events):
-                    self._happen({0: "publish", 3: "join"}.get(number) or self._draw())
+                while done < self.events:
+                    self._happen({0: "publish", 3: "join"}.get(done) or self._draw())
+                    done += 1
                 finish(world)
-        except Exception as e:  # whatever it is, this is the schedule that leads to it
-            reason = f"{type(e).__name__}: {e}" if not isinstance(e, AssertionError) else str(e)
-            lines = "\n".join(self.log)
-            command = f"python -m pulsesync.testing.simulator --seed {self.seed} --events {self.events}"
-            raise AssertionError(f"seed {self.seed}: {reason}\n\n{lines}\n\nTo repeat it: {command}") from e
+        except Exception as e:  # noqa: BLE001 - whatever it is, this is the schedule that leads to it
+            first = world.failure or e
+            raise self._error(first, done) from first
         for line in world.lines:
             self.faults += line.faults
         return SimulationReport(self.seed, len(self.records), self.counts, self.faults)
+
+    def _error(self, failure: Exception, event: int) -> SimulationError:
+        if isinstance(failure, Violation):
+            return InvariantError(
+                failure.invariant, str(failure), seed=self.seed, event=event, events=self.events, log=self.log
+            )
+        reason = f"{type(failure).__name__}: {failure}"
+        return SimulationCrashError(reason, seed=self.seed, event=event, events=self.events, log=self.log)
 
     def _draw(self) -> str:
         return self.world.rng.choices(list(EVENTS), [weight for weight, _ in EVENTS.values()])[0]
@@ -135,8 +123,12 @@ class RunSimulator:
         self.counts[event] += 1
         depth = world.indent
         at = len(self.log)
-        self.log.append("")
+        self.log.append(f"{depth}{event}")
         _, happens = EVENTS[event]
-        outcome = happens(world)
-        self.log[at] = f"{depth}{event}: {outcome}" if outcome else f"{depth}{event}"
-        check(world)
+        try:
+            outcome = happens(world)
+            self.log[at] = f"{depth}{event}: {outcome}" if outcome else f"{depth}{event}"
+            check(world)
+        except Exception as e:
+            world.failure = world.failure or e  # within another event, the library may catch it
+            raise

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from pulsesync.testing.simulator import RunSimulator
+from pulsesync.testing.simulator import RunSimulator, SimulationError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for done, seed in enumerate(seeds, 1):
         try:
             report = RunSimulator(seed, events=options.events, trouble=options.trouble).run()
-        except AssertionError as e:
+        except SimulationError as e:
             failed.append(seed)
             _say(str(e) if not options.keep_going else str(e).partition("\n")[0])
             if not options.keep_going:

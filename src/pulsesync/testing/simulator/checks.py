@@ -1,85 +1,126 @@
-"""What must hold after every event, and of what was written by the end.
+"""What must hold after every event.
 
 Two things are looked at as they happen instead: `Ledger` sees that nothing is overwritten, and `Book` that versions
 follow from each other.
 """
 
+from pulsesync import chain
 from pulsesync.errors import PulseError
 from pulsesync.format import layout as layouts
-from pulsesync.format.body import Body
-from pulsesync.format.manifest import RecordKind
-from pulsesync.run import keys
-from pulsesync.run.subscriber import Subscriber, SyncReport
-from pulsesync.state.live import State
-from pulsesync.testing.simulator.actors import SimulatedTrainer, SimulatedWorker
-from pulsesync.testing.simulator.line import BODIES, Crash
+from pulsesync.format.history import History
+from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.state import Body, State
+from pulsesync.subscriber import Subscriber, SyncReport
+from pulsesync.testing.simulator.actors import Trainer, Worker
+from pulsesync.testing.simulator.invariants import Invariant
+from pulsesync.testing.simulator.line import BODIES, Crash, bodies_of
 from pulsesync.testing.simulator.world import World
 
 
 def check(world: World) -> None:
-    """See that everybody holds what they say they hold, and that no record is there without its bodies."""
+    """See that all processes have what they report, and that every record has its bodies and leads to its version."""
+    if world.failure:
+        raise world.failure  # the library caught it
     for worker in world.workers:
         check_worker(world, worker)
     for trainer in world.trainers:
         check_trainer(world, trainer)
     there = {entry.key for prefix in BODIES for entry in world.truth.list(prefix)}
     for key, record in world.book.stored():
-        named = [keys.layout_key(record.layout), *(keys.part_key(part.id) for part in record.parts)]
-        lacking = [one for one in named if one not in there]
-        assert not lacking, f"{key} is there without {lacking[0]}"
+        if lacking := [body for body in bodies_of(record) if body not in there]:
+            world.fail(Invariant.BODIES_FIRST, f"{key} is in the store without {lacking[0]}")
+        if key not in world.replayed:
+            world.replayed[key] = _replay(world, key, record)
 
 
-def check_worker(world: World, worker: SimulatedWorker) -> None:
+def check_worker(world: World, worker: Worker) -> None:
     if worker.damaged:
         return
     version = worker.subscriber.version if worker.subscriber else None
     now = world.model.content(worker.weights)
     if version is not None:
-        assert version < len(world.book.contents), f"{worker.name} holds version {version}, which was never made"
-        different = [name for name in now if now[name] != world.book.contents[version][name]]
-        assert not different, f"{worker.name} says it holds version {version}; {different} are other weights"
+        if version >= len(world.book.contents):
+            world.fail(Invariant.WORKER_WEIGHTS, f"{worker.name} reports version {version}, which was never committed")
+        if different := [name for name in now if now[name] != world.book.contents[version][name]]:
+            world.fail(Invariant.WORKER_WEIGHTS, f"{worker.name} reports version {version}, and {different} differ")
         alias = worker.weights.get(world.model.alias or "")
-        assert alias is None or alias.tobytes() == now["embed"], f"{worker.name} has come untied"
-    else:
-        assert now == worker.last or now in world.book.contents, f"the weights of {worker.name} are no version"
+        if alias is not None and alias.tobytes() != now["embed"]:
+            world.fail(Invariant.TIED_TENSORS, f"{world.model.alias!r} of {worker.name} differs from 'embed'")
+    elif now != worker.last and now not in world.book.contents:
+        world.fail(Invariant.WORKER_WEIGHTS, f"{worker.name} reports no version, and its weights are of none")
     worker.last = now
 
 
-def check_trainer(world: World, trainer: SimulatedTrainer) -> None:
+def check_trainer(world: World, trainer: Trainer) -> None:
     version = trainer.publisher.version if trainer.publisher else None
     if version is not None:
-        assert version < len(world.book.records), f"{trainer.name} says it published {version}, which was never made"
-        assert version >= trainer.version, f"the version of {trainer.name} went from {trainer.version} to {version}"
+        if version >= len(world.book.records):
+            world.fail(Invariant.PUBLISH_REPORT, f"{trainer.name} is at version {version}, which was never committed")
+        if version < trainer.version:
+            world.fail(Invariant.PUBLISH_REPORT, f"{trainer.name} went from version {trainer.version} to {version}")
         trainer.version = version
     for future, ordinal in [one for one in trainer.futures if one[0].done()]:
         error = future.exception()
-        if error is not None:
-            assert isinstance(error, PulseError | Crash), f"a publish raised {error!r}"
-        elif (made := future.result().version) is not None:
-            assert world.book.ordinals[made] >= ordinal, f"version {made} is older than a publish that reports it"
+        if error is None:
+            check_published(world, future.result().version, ordinal)
+        elif not isinstance(error, PulseError | Crash):
+            raise AssertionError(f"a publish raised {error!r}") from error
     trainer.futures = [one for one in trainer.futures if not one[0].done()]
 
 
+def check_published(world: World, version: int | None, ordinal: int) -> None:
+    """Check the version that a publish reported, if it has led to one; ordinal: the number of that call."""
+    if version is None:
+        return
+    if version >= len(world.book.ordinals):
+        world.fail(Invariant.PUBLISH_REPORT, f"version {version} is reported, and was never committed")
+    if world.book.ordinals[version] < ordinal:
+        world.fail(Invariant.PUBLISH_REPORT, f"version {version} is reported by a later publish, and cannot contain it")
+
+
 def check_synced(world: World, end: Subscriber, report: SyncReport, version: int | None) -> None:
-    assert report.version == end.version, f"{report.version} is reported, {end.version} is held"
-    assert report.version < len(world.book.records), f"{report.version} is held, and no such version was ever made"
-    assert report.digest == world.book.records[report.version].digest, f"the digest of {report.version} is another"
-    assert version in (None, report.version), f"{version} was asked for, {report.version} is held"
+    if report.version != end.version:
+        world.fail(Invariant.SYNC_REPORT, f"version {report.version} is reported, and the local one is {end.version}")
+    if report.version >= len(world.book.records):
+        world.fail(Invariant.SYNC_REPORT, f"version {report.version} is reported, and was never committed")
+    if report.digest != world.book.records[report.version].digest:
+        world.fail(Invariant.SYNC_REPORT, f"another digest is reported for version {report.version}")
+    if version not in (None, report.version):
+        world.fail(Invariant.SYNC_REPORT, f"version {version} was asked for, and {report.version} is reported")
 
 
-def audit(world: World) -> None:
-    """See that anchors and squashed patches lead to their versions, whether somebody went that way or not."""
-    for key, record in world.book.stored():
-        if record.kind == RecordKind.VERSION:
-            continue
-        layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)))
-        parts = [Body.of(world.truth.get(keys.part_key(part.id)), layout, part.id) for part in record.parts]
-        arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
+def check_verified(world: World, worker: Worker) -> None:
+    """Check that the weights are those of their version, which `verify` has just confirmed."""
+    assert worker.subscriber is not None
+    version = worker.subscriber.version
+    if version is None or world.model.content(worker.weights) != world.book.contents[version]:
+        world.fail(Invariant.VERIFIED_WEIGHTS, f"{worker.name} verifies weights that are not version {version}")
+
+
+def _replay(world: World, key: str, record: Manifest) -> History | None:
+    """Apply a record to the weights of its base, whether a worker does so or not, and compare what comes of it.
+
+    Returns the history after it. None: an earlier patch of the epoch was pruned before it was replayed here.
+    """
+    is_version = record.kind == Kind.VERSION
+    invariant = Invariant.PATCH_CONTENT if is_version else Invariant.ANCHOR_AND_SQUASH_CONTENT
+    history: History | None = History()
+    if is_version and record.index > 1:
+        history = world.replayed.get(chain.manifest_key(record.version - 1))
+    if history is None or (is_version and record.base is None):
+        return history  # a root has no body of its own
+    arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
+    try:
+        layout = layouts.parse(world.truth.get(chain.layout_key(record.layout)), record.layout)
         state = State.attach(arrays, layout)
+        state.history = history
+        parts = [Body.of(world.truth.get(chain.part_key(part.id)), layout, part.id) for part in record.parts]
         if record.base is None:
             state.load_whole(parts, state.check_whole(record, parts))
         else:
             state.commit(state.prepare(record, parts))
-        assert world.model.content(arrays) == world.book.contents[record.version], (
-            f"{key} is not version {record.version}"
-        )
+    except PulseError as e:
+        world.fail(invariant, f"{key} cannot be applied: {type(e).__name__}: {e}")
+    if world.model.content(arrays) != world.book.contents[record.version]:
+        world.fail(invariant, f"{key} does not lead to version {record.version}")
+    return state.history

@@ -3,19 +3,30 @@
 from collections import Counter
 from contextlib import suppress
 
-from pulsesync.errors import AnotherPublisherError, StoreError
-from pulsesync.maintain.squash import Squasher
-from pulsesync.run import keys
-from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker
-from pulsesync.testing.simulator.checks import audit, check, check_synced, check_worker
+from pulsesync import chain
+from pulsesync.errors import AnotherPublisherError, PulseError, RunChangedError, StoreError, VerificationError
+from pulsesync.squash import Squasher
+from pulsesync.testing.simulator.actors import Process, Trainer, Worker
+from pulsesync.testing.simulator.checks import check, check_synced, check_worker
 from pulsesync.testing.simulator.events import describe_prune, prune_with
+from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.trainers import publish, train
 from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync
 from pulsesync.testing.simulator.world import PART_BYTES, World
 
 
 def finish(world: World) -> None:
-    """With all faults gone: take up the run, squash it, follow it, join it, prune it."""
+    """With all faults gone: resume the run, squash it, follow it, join it, prune it."""
+    try:
+        _finish(world)
+        check(world)
+    except RunChangedError as e:
+        world.fail(Invariant.SAME_RUN, f"the run is taken for another one: {e}")
+    except PulseError as e:
+        world.fail(Invariant.PROGRESS, f"without faults this was raised: {type(e).__name__}: {e}")
+
+
+def _finish(world: World) -> None:
     world.log.append("the end: nothing goes wrong any more")
     world.trouble = 0.0
     world.ledger.arrive()
@@ -29,28 +40,40 @@ def finish(world: World) -> None:
         if not world.book.joinable() or world.rng.random() < 0.3:
             train(world, trainer)
             _publish_for_sure(world, trainer)
-    assert world.book.joinable(), "an epoch later there still is no way to join"
+    if not world.book.joinable():
+        world.fail(Invariant.PATH_TO_NEWEST, "a whole epoch without faults has led to no anchor")
     check(world)
-    process = SimulatedProcess("squasher", world.new_line())
+    process = Process("squasher", world.new_line())
     if world.squasher:
         process, squasher = world.squasher
     else:
-        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust, epoch_patches=world.epoch_patches)
+        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust)
     world.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
-    audit(world)
-    kept = {entry.key for entry in world.truth.list("manifests/")}
-    hints = [head for head in world.ledger.heads if keys.manifest_key(int(head)) in kept]
-    world.truth.put(keys.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))  # it may lag, or say anything
+    check(world)
+    _spoil_head(world)
     for worker in world.workers:
         _arrive(world, worker)
     _join_cheaply(world)
     if world.rng.random() < 0.5:
-        return
+        _prune(world, trainer, squasher)
+
+
+def _prune(world: World, trainer: Trainer, squasher: Squasher) -> None:
+    """Prune, perhaps while all workers are so far behind that their own versions go; the run goes on as before."""
+    if world.rng.random() < 0.7:
+        assert trainer.publisher is not None
+        trainer.publisher.anchor_every = 0.0  # at every epoch's start
+        for _ in range(2 * world.epoch_patches):
+            train(world, trainer)
+            _publish_for_sure(world, trainer)
+        squasher.run()
+        _spoil_head(world)
     for hours in (5.0, 0.0):
         world.clock.now_s += hours * 3600
         report = prune_with(world, world.new_line(), 2, 0.0, 1.0)
         world.log.append(describe_prune(report))
-        assert world.book.joinable(), "no way leads to the newest version after a prune"
+        if not world.book.joinable():
+            world.fail(Invariant.PATH_TO_NEWEST, "no path is left after a prune")
     _join_cheaply(world)
     train(world, trainer)
     _publish_for_sure(world, trainer)
@@ -58,7 +81,14 @@ def finish(world: World) -> None:
         _arrive(world, worker)
 
 
-def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
+def _spoil_head(world: World) -> None:
+    """Let the hint at the newest version lag, or say anything."""
+    kept = {entry.key for entry in world.truth.list("manifests/")}
+    hints = [head for head in world.ledger.heads if chain.manifest_key(int(head)) in kept]
+    world.truth.put(chain.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))
+
+
+def _publish_for_sure(world: World, trainer: Trainer) -> None:
     """Publish; a publisher that finds another's version gives way to a new one, and that must succeed."""
     try:
         outcome = publish(world, trainer, now=True)
@@ -71,14 +101,20 @@ def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
     world.log.append(f"{trainer.name} {outcome}")
 
 
-def _arrive(world: World, worker: SimulatedWorker) -> None:
+def _arrive(world: World, worker: Worker) -> None:
     open_subscriber(world, worker)
     world.log.append(f"{worker.name} {sync(world, worker)}")
     assert worker.subscriber is not None
     newest = world.book.records[-1]
-    assert worker.subscriber.version == newest.version, f"{worker.name} does not reach version {newest.version}"
-    assert worker.subscriber.verify(worker.weights) == newest.digest, f"{worker.name} counts another digest"
+    if worker.subscriber.version != newest.version:
+        world.fail(Invariant.PROGRESS, f"{worker.name} does not reach version {newest.version}")
     check_worker(world, worker)
+    try:
+        counted = worker.subscriber.verify(worker.weights)
+    except VerificationError as e:
+        world.fail(Invariant.VERIFIED_WEIGHTS, f"{worker.name} has the right weights, and verify raises: {e}")
+    if counted != newest.digest:
+        world.fail(Invariant.VERIFIED_WEIGHTS, f"verify returns another digest than that of version {newest.version}")
 
 
 def _join_cheaply(world: World) -> None:
@@ -90,15 +126,18 @@ def _join_cheaply(world: World) -> None:
     check_worker(world, worker)
     newest = world.book.records[-1]
     world.log.append(f"{worker.name} joins at {report.version} by {report.path}, {worker.line.calls} calls")
-    assert report.version == newest.version, f"a joiner does not reach version {newest.version}"
+    if report.version != newest.version:
+        world.fail(Invariant.PROGRESS, f"a joiner does not reach version {newest.version}")
     kinds = Counter(report.path)
     epochs = newest.epoch + 1
     levels = epochs.bit_length()
-    assert kinds["anchor"] <= 1, f"{kinds['anchor']} anchors were fetched"
-    assert kinds["patch"] <= world.epoch_patches, f"a joiner takes {kinds['patch']} patches"
-    assert kinds["squash"] <= 2 * levels, f"a joiner takes {kinds['squash']} squashes over {epochs} epochs"
+    limits = {"anchor": 1, "patch": world.epoch_patches, "squash": 2 * levels}
+    for kind, limit in limits.items():
+        if kinds[kind] > limit:
+            world.fail(Invariant.JOIN_COST, f"a joiner applies {kinds[kind]} of kind {kind} over {epochs} epochs")
     most = 24 + len(report.path) * (2 + levels) + _parts(world)
-    assert worker.line.calls <= most, f"a joiner asks the store {worker.line.calls} times; {most} are enough"
+    if worker.line.calls > most:
+        world.fail(Invariant.JOIN_COST, f"a joiner asks the store {worker.line.calls} times; {most} are enough")
 
 
 def _parts(world: World) -> int:

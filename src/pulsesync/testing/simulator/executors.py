@@ -36,7 +36,7 @@ class QueuedExecutor(Executor):
         future: Future[T] = _Awaited(self._run_now)
         self._waiting.append((future, lambda: _run(future, lambda: fn(*args, **kwargs))))
         if self._at_once:
-            self.run_all()
+            self.run_one(self.waiting - 1)
         return future
 
     def run_one(self, number: int = 0) -> None:
@@ -55,9 +55,10 @@ class QueuedExecutor(Executor):
             self.run_one()
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Do what waits, and inside the block everything as it comes: for a caller who waits for it."""
-        self.run_all()
+    def at_once(self, backlog: bool = True) -> Iterator[None]:
+        """Run each new task inside the block as it comes, for a caller who waits for it; backlog: first what waits."""
+        if backlog:
+            self.run_all()
         self._at_once = True
         try:
             yield

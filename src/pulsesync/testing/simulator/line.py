@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
+from pulsesync import chain
 from pulsesync.errors import ConflictError, StoreError
-from pulsesync.run import keys
-from pulsesync.store import ObjectEntry, Store
+from pulsesync.format import manifest as manifests
+from pulsesync.format.manifest import Manifest
+from pulsesync.store import Entry, Store
+from pulsesync.testing.simulator.invariants import Fail, Invariant
 
 RECORDS = ("manifests/", "anchors/", "squashes/")
 BODIES = ("parts/", "layouts/", "files/")
@@ -20,7 +23,7 @@ class Crash(BaseException):
     """The process in which this is raised is no more."""
 
 
-class SimulatedClock:
+class Clock:
     """Seconds, that pass when somebody says so."""
 
     def __init__(self) -> None:
@@ -33,30 +36,33 @@ class SimulatedClock:
 class Ledger:
     """The store as it is. Sees that nothing is overwritten that must not be, and tells of versions that come to be."""
 
-    def __init__(self, store: Store, on_version: Callable[[bytes], None]) -> None:
+    def __init__(self, store: Store, on_version: Callable[[bytes], None], fail: Fail) -> None:
         self.store = store
         self.heads: list[bytes] = []  # all that head has ever said
         self.late: list[Callable[[], None]] = []  # writes that have not arrived yet
-        self._on_version = on_version
+        self._on_version, self._fail = on_version, fail
         self._bodies: dict[str, bytes] = {}
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         return self.store.get(key, begin, end)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        assert not key.startswith(RECORDS), f"{key} is put, and could overwrite one that is there"
-        if key.startswith(BODIES):
-            assert self._bodies.setdefault(key, bytes(data)) == bytes(data), f"{key} gets another content"
+        if key.startswith(RECORDS):
+            self._fail(Invariant.IMMUTABLE_OBJECTS, f"{key} is put, which could overwrite an existing record")
+        if key.startswith(BODIES) and self._bodies.setdefault(key, bytes(data)) != bytes(data):
+            self._fail(Invariant.IMMUTABLE_OBJECTS, f"{key} is put again with other bytes")
         self.store.put(key, data)
-        if key == keys.HEAD:
+        if key == chain.HEAD:
             self.heads.append(bytes(data))
 
     def create(self, key: str, data: bytes) -> None:
+        if lacking := [body for body in bodies_of(manifests.parse(data)) if body not in self._bodies]:
+            self._fail(Invariant.BODIES_FIRST, f"{key} is created before {lacking[0]} was put")
         self.store.create(key, data)
         if key.startswith("manifests/"):
             self._on_version(data)
 
-    def list(self, prefix: str) -> Iterator[ObjectEntry]:
+    def list(self, prefix: str) -> Iterator[Entry]:
         return self.store.list(prefix)
 
     def delete(self, key: str) -> None:
@@ -70,7 +76,13 @@ class Ledger:
                 write()
 
 
-class StoreLink:
+def bodies_of(record: Manifest) -> list[str]:
+    """What a record names: without these it is of no use."""
+    parts = [chain.part_key(part.id) for part in record.parts]
+    return [chain.layout_key(record.layout), *parts, *(chain.file_key(file.id) for file in record.files)]
+
+
+class Line:
     """The way of one process to the store: it goes through `weather`, and ends with the process."""
 
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
@@ -99,7 +111,7 @@ class StoreLink:
         self._alarms[self.calls + calls] = "before", event
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        if key == keys.HEAD and self.ledger.heads and self._rng.random() < self.stale:
+        if key == chain.HEAD and self.ledger.heads and self._rng.random() < self.stale:
             self.faults["stale"] += 1
             old = self._rng.choice(self.ledger.heads)
             return self._call(lambda: old[begin:end])
@@ -112,7 +124,7 @@ class StoreLink:
     def create(self, key: str, data: bytes) -> None:
         self._write(lambda store: store.create(key, data), key)
 
-    def list(self, prefix: str) -> Iterator[ObjectEntry]:
+    def list(self, prefix: str) -> Iterator[Entry]:
         return self._call(lambda: self.weather.list(prefix))
 
     def delete(self, key: str) -> None:

@@ -5,30 +5,31 @@ from contextlib import suppress
 import numpy as np
 
 from pulsesync.errors import AnotherPublisherError, PulseError
-from pulsesync.publish.publisher import Publisher
-from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
+from pulsesync.publisher import Publisher
+from pulsesync.testing.simulator.actors import Content, Trainer, bits
+from pulsesync.testing.simulator.checks import check_published
 from pulsesync.testing.simulator.executors import QueuedExecutor
+from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.world import World
 from pulsesync.testing.updates import mutate
 
 
-def new_trainer(world: World, content: Content) -> SimulatedTrainer:
+def new_trainer(world: World, content: Content) -> Trainer:
     grid = world.rng.choice([None, {"layers.*": (2, 2)}, {"*": (3, 1)}])
     options = {
         "codec": world.rng.choice(["auto", "auto", "history", "context", "gap", "dense"]),
         "grid": grid,
         "min_tile": 1,
         "signing_key": world.key,
-        "epoch_patches": world.epoch_patches,
         "files": world.rng.choice([None, {"config.json": b"{}"}]),
         "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
         "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
     }
     name = world.new_name("trainer")
-    return SimulatedTrainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
+    return Trainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
 
 
-def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher:
+def open_publisher(world: World, trainer: Trainer) -> Publisher:
     if trainer.publisher is None:
         trainer.line, trainer.executor, trainer.version = world.new_line(), QueuedExecutor(), -1
         trainer.publisher = world.make_publisher(
@@ -37,7 +38,7 @@ def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher:
     return trainer.publisher
 
 
-def train(world: World, trainer: SimulatedTrainer) -> str:
+def train(world: World, trainer: Trainer) -> str:
     """Move some weights: by a place, mostly the same ones again; or to anything at all; or none."""
     kind = world.rng.choices(["adam", "random", "nothing"], [8, 2, 1])[0]
     for name in world.model.arrays if kind != "nothing" else ():
@@ -53,11 +54,12 @@ def train(world: World, trainer: SimulatedTrainer) -> str:
     return f"{trainer.name} to step {trainer.step}, {kind}"
 
 
-def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
+def publish(world: World, trainer: Trainer, now: bool = False) -> str:
     """Publish and wait for it."""
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
-    with trainer.executor.at_once():
+    late = not end._sending and world.rng.random() < 0.5  # an anchor that waits is written after this version
+    with trainer.executor.at_once(backlog=not late):
         try:
             report = end.publish(trainer.weights, step=trainer.step, now=now)
         except AnotherPublisherError:
@@ -66,13 +68,15 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
             raise
     if report.version is None:
         return "folds a step"
-    assert report.version == end.version, f"version {report.version} is reported, {end.version} is held"
-    assert world.book.contents[report.version] == content, f"version {report.version} is not what was published"
-    assert world.book.ordinals[report.version] >= ordinal, f"version {report.version} is older than its call"
+    check_published(world, report.version, ordinal)
+    if report.version != end.version:
+        world.fail(Invariant.PUBLISH_REPORT, f"version {report.version} is reported, and the last is {end.version}")
+    if world.book.contents[report.version] != content:
+        world.fail(Invariant.PUBLISH_REPORT, f"version {report.version} is reported, and is another state")
     return f"makes version {report.version}"
 
 
-def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
+def publish_behind(world: World, trainer: Trainer) -> str:
     end = open_publisher(world, trainer)
     _, ordinal = _note_call(world, trainer)
     future = end.publish(trainer.weights, step=trainer.step, wait=False)
@@ -80,7 +84,7 @@ def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     return f"hands over step {trainer.step}"
 
 
-def _go_on(world: World, trainer: SimulatedTrainer) -> None:
+def _go_on(world: World, trainer: Trainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
     if end is None or end._lock._is_owned():  # type: ignore[attr-defined]
@@ -93,7 +97,7 @@ def _go_on(world: World, trainer: SimulatedTrainer) -> None:
         trainer.executor.run_one()
 
 
-def _note_call(world: World, trainer: SimulatedTrainer) -> tuple[Content, int]:
+def _note_call(world: World, trainer: Trainer) -> tuple[Content, int]:
     content = world.model.content(trainer.weights)
     return content, world.book.add_call(world.model.digest(trainer.weights), trainer.step, content)
 

@@ -7,45 +7,47 @@ from typing import Any
 from unittest import mock
 
 from pulsesync.errors import VerificationError
-from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State
-from pulsesync.testing.simulator.actors import Arrays, Content, SimulatedWorker, bits
-from pulsesync.testing.simulator.checks import check_synced
+from pulsesync.state import State
+from pulsesync.subscriber import Subscriber
+from pulsesync.testing.simulator.actors import Arrays, Content, Worker, bits
+from pulsesync.testing.simulator.checks import check_synced, check_verified
 from pulsesync.testing.simulator.executors import InlineExecutor
+from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.world import Interrupted, World
 
 WORKERS = 4  # at most, at a time
 
 
-def new_worker(world: World, content: Content | None) -> SimulatedWorker:
+def new_worker(world: World, content: Content | None) -> Worker:
     weights = world.model.new(content, world.rng.choice(["shared", "copy", "absent"]))
     cache = world.new_folder("cache") if world.rng.random() < 0.4 else None
-    worker = SimulatedWorker(world.new_name("worker"), world.new_line(), weights, world.model.content(weights), cache)
+    worker = Worker(world.new_name("worker"), world.new_line(), weights, world.model.content(weights), cache)
     open_subscriber(world, worker)
     return worker
 
 
-def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
+def open_subscriber(world: World, worker: Worker) -> Subscriber:
     if worker.subscriber is None:
         worker.line = world.new_line()
         worker.subscriber = world.make_subscriber(
             worker.line, trust=world.trust, cache=worker.cache, undo=world.rng.choice([0, 1, 3]),
-            executor=InlineExecutor(), epoch_patches=world.epoch_patches,
+            executor=InlineExecutor(),
         )  # fmt: skip
     return worker.subscriber
 
 
-def sync(world: World, worker: SimulatedWorker, version: int | None = None) -> str:
+def sync(world: World, worker: Worker, version: int | None = None) -> str:
     end = open_subscriber(world, worker)
     before = end.version
     report = end.sync(worker.weights, version)
     check_synced(world, end, report, version)
-    assert version is not None or report.version >= (before or 0), f"sync went back from {before}"
+    if version is None and report.version < (before or 0):
+        world.fail(Invariant.SYNC_REPORT, f"{worker.name} went from version {before} to {report.version}")
     to = "" if version is None else f" (asked for {version})"
     return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
 
 
-def refill(world: World, worker: SimulatedWorker, content: Content) -> None:
+def refill(world: World, worker: Worker, content: Content) -> None:
     world.model.fill(worker.weights, content)
     alias = worker.weights.get(world.model.alias or "")
     if alias is not None:
@@ -121,7 +123,8 @@ def on_resume_a_worker(world: World) -> str:
 
     def resume() -> str:
         done = again.resume(worker.weights, version, history if world.rng.random() < 0.9 else None)
-        assert done == (again.version == version), f"resume says {done}, and {again.version} is held"
+        if done != (again.version == version):
+            world.fail(Invariant.SYNC_REPORT, f"resume({version}) returned {done}, with version {again.version}")
         return f"resumes from {version}: {done}"
 
     return world.act(worker, resume)
@@ -141,6 +144,7 @@ def on_damage_a_worker(world: World) -> str:
         if world.rng.random() < 0.3:
             sync(world, worker)
         end.verify(worker.weights)
+        check_verified(world, worker)
         worker.damaged = False
         return "is well again"
 
@@ -150,6 +154,7 @@ def on_damage_a_worker(world: World) -> str:
     elif worker.damaged:  # a fault on the line kept it from being found: look again
         with suppress(VerificationError):
             worker.subscriber.verify(worker.weights)
+            check_verified(world, worker)
         worker.last, worker.damaged = world.model.content(worker.weights), False
     return outcome
 
