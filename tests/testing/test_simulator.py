@@ -1,32 +1,48 @@
-"""Whole runs by a seed; and mistakes that somebody could make in this library, which the simulator must find."""
+"""Whole runs by a seed; and mistakes that could be made in this library, which the simulator must find."""
 
+import inspect
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain as chained
 from typing import Any
 
 import pytest
 
-from pulsesync import Publisher, Subscriber
-from pulsesync.core.types import Bits, BlockChange, Tile
-from pulsesync.format import epochs
-from pulsesync.format.manifest import Manifest
-from pulsesync.maintain import prune as pruning
-from pulsesync.maintain.squash import _Span
-from pulsesync.run.reader import RunReader
-from pulsesync.state.live import Snapshot, State, Transition
-from pulsesync.store import MemoryStore, ObjectEntry, Store
-from pulsesync.testing.simulator import InlineExecutor, QueuedExecutor, RunSimulator
+from pulsesync import Publisher, Subscriber, chain, tip
+from pulsesync import prune as pruning
+from pulsesync.anchors import AnchorWriter
+from pulsesync.chain import Held, Look
+from pulsesync.errors import AnotherPublisherError, RunRolledBackError, StoreError
+from pulsesync.format.manifest import FileRef, Manifest, PartRef
+from pulsesync.model import Bits, BlockChange, Tile
+from pulsesync.publisher import PublishReport
+from pulsesync.records import Records
+from pulsesync.squash import _Span
+from pulsesync.state import Body, Snapshot, State, Transition
+from pulsesync.store import CachedStore, Entry, MemoryStore
+from pulsesync.testing.simulator import (
+    InlineExecutor,
+    Invariant,
+    InvariantError,
+    QueuedExecutor,
+    RunSimulator,
+    SimulationCrashError,
+)
+from pulsesync.tip import Draft, Tip, create
 
-SCHEDULES, CHUNK, EVENTS = 200, 10, 24
-SEEDS_FOR_A_MUTANT = 40
+QUICK, SCHEDULES, CHUNK, EVENTS = 20, 200, 10, 24
+SEEDS_FOR_A_FAULT, EVENTS_WITH_A_FAULT = 40, 40
+CHUNKS = [
+    pytest.param(first, marks=[pytest.mark.slow] if first >= QUICK else []) for first in range(0, SCHEDULES, CHUNK)
+]
 
 
-@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+@pytest.mark.parametrize("first", CHUNKS)
 def test_a_run_survives_what_can_happen_to_it(first: int) -> None:
     for seed in range(first, first + CHUNK):
         RunSimulator(seed, events=EVENTS).run()
@@ -60,7 +76,7 @@ def test_a_schedule_has_many_events_and_faults() -> None:
 
 def test_the_epoch_is_as_long_as_before_when_a_schedule_ends() -> None:
     RunSimulator(1, events=5).run()
-    assert epochs.EPOCH_PATCHES == 32
+    assert chain.EPOCH_PATCHES == 32
 
 
 def test_the_command_line_runs_schedules_and_says_what_they_were() -> None:
@@ -101,149 +117,293 @@ def test_executors_keep_what_a_task_raises_for_its_future() -> None:
     assert [str(future.exception()) for future in futures] == ["no", "no"]
 
 
-# Mistakes
+# Failures
 
 
-class BaseAdvancesFirst(Publisher):
-    """Moves its base before the version is committed."""
-
-    def _commit(self, manifest: Manifest, transition: Transition | None) -> int:
-        if transition is not None:
-            super()._advance(manifest, transition)
-        return super()._commit(manifest, transition)
-
-    def _advance(self, manifest: Manifest, transition: Transition) -> None:
-        pass
-
-
-@dataclass
-class RecordBeforeBody:
-    """A store that lets a part wait until the next record was written."""
-
-    store: Store
-    waiting: tuple[str, bytes] | None = None
-
-    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        return self.store.get(key, begin, end)
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        if key.startswith("parts/"):
-            self._send()
-            self.waiting = key, bytes(data)
-        else:
-            self.store.put(key, data)
-
-    def create(self, key: str, data: bytes) -> None:
-        self.store.create(key, data)
-        self._send()
-
-    def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        return self.store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
-
-    def _send(self) -> None:
-        if self.waiting:
-            self.store.put(*self.waiting)
-        self.waiting = None
+def test_a_failed_schedule_says_which_invariant_at_which_event_and_how_to_repeat_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CachedStore, "create", CachedStore.put)
+    with pytest.raises(InvariantError) as caught:
+        RunSimulator(0, events=30).run()
+    error = caught.value
+    assert (error.invariant, error.seed, error.event) == (Invariant.IMMUTABLE_OBJECTS, 0, 0)
+    first, *log, command = str(error).splitlines()
+    assert first.startswith("seed 0, event 0: IMMUTABLE_OBJECTS: manifests/0000000000000000 is put")
+    assert "publish" in log
+    assert command == "To repeat it: python -m pulsesync.testing.simulator --seed 0 --events 30"
 
 
-class HoldsBeforeCommit(Subscriber):
-    """Says that it holds a version before the weights do."""
+def test_an_unexpected_exception_is_a_crash_and_violates_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Subscriber, "_commit", lambda self, transition: None)
+    with pytest.raises(SimulationCrashError, match=r"TypeError: .* unexpected keyword argument 'goes_on'") as caught:
+        RunSimulator(0, events=40).run()
+    assert isinstance(caught.value.__cause__, TypeError)
 
-    def _commit(self, transition: Transition, record: Manifest, progress: Any) -> None:
+
+def test_a_violation_that_the_library_catches_ends_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes anchors raises nothing: what stops an anchor is logged."""
+
+    def begin(self: AnchorWriter, snapshot: Snapshot | State, version: Manifest) -> None:
+        self._current = self._start(0, self.store.put, chain.anchor_key(0), b"not an anchor")
+
+    monkeypatch.setattr(AnchorWriter, "begin", begin)
+    with pytest.raises(InvariantError, match="anchors/0000000000000000 is put") as caught:
+        RunSimulator(0).run()
+    assert caught.value.invariant is Invariant.IMMUTABLE_OBJECTS
+
+
+def test_a_simulator_runs_the_classes_that_it_is_given() -> None:
+    made: Counter[str] = Counter()
+
+    class OwnPublisher(Publisher):
+        def publish(self, *args: Any, **kwargs: Any) -> Any:
+            made["publish"] += 1
+            return super().publish(*args, **kwargs)
+
+    class OwnSubscriber(Subscriber):
+        def sync(self, *args: Any, **kwargs: Any) -> Any:
+            made["sync"] += 1
+            return super().sync(*args, **kwargs)
+
+    report = RunSimulator(0, publisher=OwnPublisher, subscriber=OwnSubscriber).run()
+    assert made["publish"] >= report.events["publish"]
+    assert made["sync"] >= report.events["sync"]
+
+
+# Planted faults
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """A mistake in place of one function of the library, and the invariant that it must violate.
+
+    Args:
+        owner: The class or module that has the function.
+        name: Of the function.
+        mistake: What is there instead. It must have the same parameters.
+        violates: The invariant.
+    """
+
+    owner: Any
+    name: str
+    mistake: Callable[..., Any]
+    violates: Invariant
+
+    def __str__(self) -> str:
+        return self.mistake.__name__
+
+    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the function. Raises: AssertionError, if this fault is older than the code it is planted in."""
+        where = f"{self.owner.__name__}.{self.name}"
+        assert self.name in vars(self.owner), f"{self} replaces {where}, which does not exist"
+        real, planted = parameters(getattr(self.owner, self.name)), parameters(self.mistake)
+        assert planted == real, f"{self} has the parameters {planted}, and {where} has {real}"
+        monkeypatch.setattr(self.owner, self.name, self.mistake)
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """Names, kinds and defaults, without types."""
+    found = inspect.signature(function).parameters.values()
+    return [f"{one.replace(annotation=one.empty)} ({one.kind.description})" for one in found]
+
+
+TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = Tip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
+STATE_COMMIT, PREPARE, SPAN_THEN = State.commit, State.prepare, _Span.then
+SEND, NEXT_RECORD = Publisher._send, tip.next_record
+
+
+def advance_the_base_before_the_commit(self: Tip, draft: Draft) -> int:
+    self.state.commit(draft.transition)
+    return TIP_COMMIT(self, draft)
+
+
+def write_the_record_before_the_body(self: Tip, draft: Draft) -> int:
+    self._unsure = draft
+    added = create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
+    self.store.put(chain.part_key(draft.part.id), draft.part.data)
+    return len(draft.part.data) + added
+
+
+def take_no_answer_for_a_commit(self: Tip, draft: Draft) -> int:
+    try:
+        return TIP_COMMIT(self, draft)
+    except AnotherPublisherError:
+        raise
+    except StoreError:
+        return 0
+
+
+def report_the_version_before(self: Publisher, tip: Tip, job: Any) -> PublishReport:
+    report = SEND(self, tip, job)
+    assert report.version is not None
+    return replace(report, version=report.version - 1)
+
+
+def never_begin_an_epoch(
+    last: Manifest,
+    step: int,
+    parts: tuple[PartRef, ...],
+    state_digest: str,
+    history: str | None,
+    anchor: int | None,
+    files: tuple[FileRef, ...],
+) -> Manifest:
+    record = NEXT_RECORD(last, step, parts, state_digest, history, anchor, files)
+    return replace(record, epoch=last.epoch, index=last.index + 1)
+
+
+def put_what_must_be_created(self: CachedStore, key: str, data: bytes) -> None:
+    self.store.put(key, data)
+
+
+def report_before_the_commit(
+    self: Subscriber, transition: Transition, record: Manifest, progress: Any, goes_on: bool
+) -> None:
+    self._hold(record)
+    SUBSCRIBER_COMMIT(self, transition, record, progress, goes_on)
+
+
+def verify_without_counting(self: Subscriber, source: Any | None = None) -> str:
+    assert self._state is not None
+    return self._state.digest
+
+
+def resume_from_any_weights(self: Subscriber, source: Any, version: int, history: bytes | None) -> bool:
+    record = Records(self.store, self.trust).version(version)
+    if record is not None and not RESUME(self, source, version, history):
         self._hold(record)
-        super()._commit(transition, record, progress)
+    return record is not None
 
 
-class LooksAway(Subscriber):
-    """Verifies without counting."""
-
-    def verify(self, source: Any | None = None) -> str:
-        assert self._state is not None
-        return self._state.digest
+def go_to_the_newest_version_instead(self: Subscriber, version: int | None, records: Records) -> Manifest | None:
+    return GOAL(self, None, records)
 
 
-class ResumesAnything(Subscriber):
-    """Believes that the weights are the version that somebody wrote down."""
-
-    def resume(self, source: Any, version: int, history: bytes | None) -> bool:
-        record = RunReader(self.store, self.trust).version(version)
-        if record is not None and not super().resume(source, version, history):
-            self._hold(record)
-        return record is not None
+def take_a_pruned_run_for_another(self: Records, run: str, version: int, digest: str) -> None:
+    if self.version(version) is None:
+        raise RunRolledBackError("the local version is gone", version=version, run=run)
 
 
-def commit_without_a_way_back(state: State, transition: Transition) -> Transition:
-    back = Transition({}, state.sums, state.history)
+def write_before_the_path_was_checked(
+    self: State, manifest: Manifest, parts: Sequence[bytes | memoryview | Body], after: Transition | None = None
+) -> Transition:
+    transition = PREPARE(self, manifest, parts, after)
     for (ordinal, _), change in transition.changes.items():
-        state._write(ordinal, change)
-    state.sums, state.history = transition.sums, transition.history
+        self._write(ordinal, change)
+    return transition
+
+
+def commit_without_rollback(self: State, transition: Transition) -> Transition:
+    back = Transition({}, self.sums, self.history)
+    for (ordinal, _), change in transition.changes.items():
+        self._write(ordinal, change)
+    self.sums, self.history = transition.sums, transition.history
     return back
 
 
-def commit_half(state: State, transition: Transition) -> Transition:
-    """Leave the last block out."""
-    return COMMIT(state, Transition(dict(list(transition.changes.items())[:-1]), transition.sums, transition.history))
+def commit_all_but_the_last_block(self: State, transition: Transition) -> Transition:
+    changes = dict(list(transition.changes.items())[:-1])
+    return STATE_COMMIT(self, Transition(changes, transition.sums, transition.history))
 
 
-COMMIT = State.commit
+def write_one_of_two_tied_tensors(self: State, ordinal: int, change: BlockChange) -> None:
+    self.places[ordinal].write(self.flats[self.layout.tiles[ordinal].tensor.name], change)
 
 
-def write_one_of_two_tied(state: State, ordinal: int, change: BlockChange) -> None:
-    state.places[ordinal].write(state.flats[state.layout.tiles[ordinal].tensor.name], change)
+def read_the_live_state(self: Snapshot, tile: Tile, number: int) -> Bits:
+    return self._state.block(tile, number)
 
 
-def read_the_live_state(snapshot: Snapshot, tile: Tile, number: int) -> Bits:
-    return snapshot._state.block(tile, number)
+def believe_the_head(self: Records, after: int = -1) -> Manifest | None:
+    head = self._head()
+    return self.version(head) if head > after else None
 
 
-def believe_head(records: RunReader, after: int = -1) -> Manifest | None:
-    head = records._head()
-    return records.version(head) if head > after else None
+def use_no_squash(at: Held, last: int, look: Look) -> Manifest | None:
+    return None
 
 
-def keep_the_newest_alone(versions: list[tuple[ObjectEntry, Manifest]], *_: Any) -> int:
+def keep_the_newest_version_alone(
+    versions: list[tuple[Entry, Manifest]], others: list[tuple[Entry, Manifest]], keep: int, since_s: float
+) -> int:
     return max((record.version for _, record in versions), default=0)
 
 
-def forget_the_first_half(first: _Span, later: _Span) -> _Span:
-    return _Span(first.number // 2, first.base, later.end, first.before, later.changes, 0)
+def forget_that_parts_are_in_use(record: Manifest) -> Iterator[str]:
+    yield chain.layout_key(record.layout)
 
 
-def caught(**options: Any) -> str:
-    """What a simulator says of a mistake, within so many seeds; nothing if it does not find it."""
-    for seed in range(SEEDS_FOR_A_MUTANT):
+def squash_the_second_half_alone(self: _Span, later: _Span) -> _Span:
+    return _Span(self.number // 2, self.base, later.end, self.before, later.changes, 0)
+
+
+def squash_from_the_wrong_version(self: _Span, later: _Span) -> _Span:
+    return replace(SPAN_THEN(self, later), base=later.base)
+
+
+FAULTS = [
+    PlantedFault(Tip, "commit", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
+    PlantedFault(Tip, "commit", write_the_record_before_the_body, Invariant.BODIES_FIRST),
+    PlantedFault(Tip, "commit", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),
+    PlantedFault(Publisher, "_send", report_the_version_before, Invariant.PUBLISH_REPORT),
+    PlantedFault(tip, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
+    PlantedFault(CachedStore, "create", put_what_must_be_created, Invariant.IMMUTABLE_OBJECTS),
+    PlantedFault(Subscriber, "_commit", report_before_the_commit, Invariant.WORKER_WEIGHTS),
+    PlantedFault(Subscriber, "verify", verify_without_counting, Invariant.VERIFIED_WEIGHTS),
+    PlantedFault(Subscriber, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS),
+    PlantedFault(Subscriber, "_goal", go_to_the_newest_version_instead, Invariant.SYNC_REPORT),
+    PlantedFault(Records, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN),
+    PlantedFault(Records, "newest", believe_the_head, Invariant.PROGRESS),
+    PlantedFault(State, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
+    PlantedFault(State, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
+    PlantedFault(State, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
+    PlantedFault(State, "_write", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS),
+    PlantedFault(Snapshot, "block", read_the_live_state, Invariant.ANCHOR_AND_SQUASH_CONTENT),
+    PlantedFault(chain, "_squash", use_no_squash, Invariant.JOIN_COST),
+    PlantedFault(pruning, "_first_kept", keep_the_newest_version_alone, Invariant.PATH_TO_NEWEST),
+    PlantedFault(pruning, "_bodies", forget_that_parts_are_in_use, Invariant.BODIES_FIRST),
+    PlantedFault(_Span, "then", squash_the_second_half_alone, Invariant.ANCHOR_AND_SQUASH_CONTENT),
+    PlantedFault(_Span, "then", squash_from_the_wrong_version, Invariant.ANCHOR_AND_SQUASH_CONTENT),
+]
+
+
+def seed_that_violates(invariant: Invariant) -> int | None:
+    """The first schedule that ends because an invariant is violated; a crash is raised."""
+    for seed in range(SEEDS_FOR_A_FAULT):
         try:
-            RunSimulator(seed, events=40, **options).run()
-        except AssertionError as e:
-            return str(e) if f"--seed {seed} --events 40" in str(e) else ""
-    return ""
+            RunSimulator(seed, events=EVENTS_WITH_A_FAULT).run()
+        except InvariantError as e:
+            if e.invariant is invariant:
+                return seed
+    return None
 
 
-@pytest.mark.parametrize("publisher", [BaseAdvancesFirst, lambda store, **k: Publisher(RecordBeforeBody(store), **k)])
-def test_a_publisher_with_a_mistake_is_caught(publisher: Callable[..., Publisher]) -> None:
-    assert caught(publisher=publisher)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_violates_its_invariant(fault: PlantedFault, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patches:
+        fault.plant(patches)
+        seed = seed_that_violates(fault.violates)
+    assert seed is not None, f"{fault.violates.name} holds in {SEEDS_FOR_A_FAULT} schedules with {fault}"
+    RunSimulator(seed, events=EVENTS_WITH_A_FAULT).run()  # without the fault, the same schedule is a good one
 
 
-@pytest.mark.parametrize("subscriber", [HoldsBeforeCommit, LooksAway, ResumesAnything])
-def test_a_subscriber_with_a_mistake_is_caught(subscriber: type[Subscriber]) -> None:
-    assert caught(subscriber=subscriber)
+def test_every_invariant_is_violated_by_a_planted_fault() -> None:
+    assert {fault.violates for fault in FAULTS} == set(Invariant)
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "mistake"),
+    ("name", "mistake", "complaint"),
     [
-        (State, "commit", commit_without_a_way_back),
-        (State, "commit", commit_half),
-        (State, "_write", write_one_of_two_tied),
-        (Snapshot, "block", read_the_live_state),
-        (RunReader, "newest", believe_head),
-        (pruning, "_first_kept", keep_the_newest_alone),
-        (_Span, "then", forget_the_first_half),
+        ("_moved_elsewhere", lambda self, draft: 0, "Tip._moved_elsewhere, which does not exist"),
+        ("commit", lambda self: 0, r"has the parameters \['self .*\], and Tip.commit has"),
+        ("commit", lambda self, draft=None: 0, "draft=None"),
+        ("commit", lambda self, *, draft: 0, "keyword-only"),
     ],
 )
-def test_a_mistake_inside_is_caught(where: Any, name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(where, name, mistake)
-    assert caught()
+def test_a_fault_older_than_the_code_is_not_planted(
+    name: str, mistake: Callable[..., Any], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        PlantedFault(Tip, name, mistake, Invariant.PUBLISH_REPORT).plant(monkeypatch)
+    assert Tip.commit is TIP_COMMIT
