@@ -13,18 +13,22 @@ from typing import Any
 
 import pytest
 
-from pulsesync import Publisher, Subscriber, chain, tip
-from pulsesync import prune as pruning
-from pulsesync.anchors import AnchorWriter
-from pulsesync.chain import Held, Look
+from pulsesync import Publisher, Subscriber
+from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.errors import AnotherPublisherError, RunRolledBackError, StoreError
+from pulsesync.format.body import Body
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
-from pulsesync.model import Bits, BlockChange, Tile
-from pulsesync.publisher import PublishReport
-from pulsesync.records import Records
-from pulsesync.squash import _Span
-from pulsesync.state import Body, Snapshot, State, Transition
-from pulsesync.store import CachedStore, Entry, MemoryStore
+from pulsesync.maintain import prune as pruning
+from pulsesync.maintain.squash import _Span
+from pulsesync.publish import commit
+from pulsesync.publish.anchors import AnchorWriter
+from pulsesync.publish.commit import Draft, RunTip, create
+from pulsesync.publish.publisher import PublishReport
+from pulsesync.run import keys, planner
+from pulsesync.run.planner import Look, Position
+from pulsesync.run.reader import RunReader
+from pulsesync.state.live import Snapshot, State, Transition
+from pulsesync.store import CachedStore, MemoryStore, ObjectEntry
 from pulsesync.testing.simulator import (
     InlineExecutor,
     Invariant,
@@ -33,7 +37,6 @@ from pulsesync.testing.simulator import (
     RunSimulator,
     SimulationCrashError,
 )
-from pulsesync.tip import Draft, Tip, create
 
 QUICK, SCHEDULES, CHUNK, EVENTS = 20, 200, 10, 24
 SEEDS_FOR_A_FAULT, EVENTS_WITH_A_FAULT = 40, 40
@@ -72,11 +75,6 @@ def test_a_schedule_has_many_events_and_faults() -> None:
     assert sum(report.faults.total() for report in reports) > 40
     assert all(report.versions > 2 for report in reports)
     assert len(set(chained.from_iterable(report.events for report in reports))) > 15
-
-
-def test_the_epoch_is_as_long_as_before_when_a_schedule_ends() -> None:
-    RunSimulator(1, events=5).run()
-    assert chain.EPOCH_PATCHES == 32
 
 
 def test_the_command_line_runs_schedules_and_says_what_they_were() -> None:
@@ -145,7 +143,7 @@ def test_a_violation_that_the_library_catches_ends_the_schedule(monkeypatch: pyt
     """The thread that writes anchors raises nothing: what stops an anchor is logged."""
 
     def begin(self: AnchorWriter, snapshot: Snapshot | State, version: Manifest) -> None:
-        self._current = self._start(0, self.store.put, chain.anchor_key(0), b"not an anchor")
+        self._current = self._start(0, self.store.put, keys.anchor_key(0), b"not an anchor")
 
     monkeypatch.setattr(AnchorWriter, "begin", begin)
     with pytest.raises(InvariantError, match="anchors/0000000000000000 is put") as caught:
@@ -208,24 +206,24 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return [f"{one.replace(annotation=one.empty)} ({one.kind.description})" for one in found]
 
 
-TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = Tip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
+TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = RunTip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
 STATE_COMMIT, PREPARE, SPAN_THEN = State.commit, State.prepare, _Span.then
-SEND, NEXT_RECORD = Publisher._send, tip.next_record
+SEND, NEXT_RECORD = Publisher._send, commit.next_record
 
 
-def advance_the_base_before_the_commit(self: Tip, draft: Draft) -> int:
+def advance_the_base_before_the_commit(self: RunTip, draft: Draft) -> int:
     self.state.commit(draft.transition)
     return TIP_COMMIT(self, draft)
 
 
-def write_the_record_before_the_body(self: Tip, draft: Draft) -> int:
+def write_the_record_before_the_body(self: RunTip, draft: Draft) -> int:
     self._unsure = draft
     added = create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
-    self.store.put(chain.part_key(draft.part.id), draft.part.data)
+    self.store.put(keys.part_key(draft.part.id), draft.part.data)
     return len(draft.part.data) + added
 
 
-def take_no_answer_for_a_commit(self: Tip, draft: Draft) -> int:
+def take_no_answer_for_a_commit(self: RunTip, draft: Draft) -> int:
     try:
         return TIP_COMMIT(self, draft)
     except AnotherPublisherError:
@@ -234,7 +232,7 @@ def take_no_answer_for_a_commit(self: Tip, draft: Draft) -> int:
         return 0
 
 
-def report_the_version_before(self: Publisher, tip: Tip, job: Any) -> PublishReport:
+def report_the_version_before(self: Publisher, tip: RunTip, job: Any) -> PublishReport:
     report = SEND(self, tip, job)
     assert report.version is not None
     return replace(report, version=report.version - 1)
@@ -270,17 +268,17 @@ def verify_without_counting(self: Subscriber, source: Any | None = None) -> str:
 
 
 def resume_from_any_weights(self: Subscriber, source: Any, version: int, history: bytes | None) -> bool:
-    record = Records(self.store, self.trust).version(version)
+    record = RunReader(self.store, self.trust).version(version)
     if record is not None and not RESUME(self, source, version, history):
         self._hold(record)
     return record is not None
 
 
-def go_to_the_newest_version_instead(self: Subscriber, version: int | None, records: Records) -> Manifest | None:
+def go_to_the_newest_version_instead(self: Subscriber, version: int | None, records: RunReader) -> Manifest | None:
     return GOAL(self, None, records)
 
 
-def take_a_pruned_run_for_another(self: Records, run: str, version: int, digest: str) -> None:
+def take_a_pruned_run_for_another(self: RunReader, run: str, version: int, digest: str) -> None:
     if self.version(version) is None:
         raise RunRolledBackError("the local version is gone", version=version, run=run)
 
@@ -315,23 +313,23 @@ def read_the_live_state(self: Snapshot, tile: Tile, number: int) -> Bits:
     return self._state.block(tile, number)
 
 
-def believe_the_head(self: Records, after: int = -1) -> Manifest | None:
+def believe_the_head(self: RunReader, after: int = -1) -> Manifest | None:
     head = self._head()
     return self.version(head) if head > after else None
 
 
-def use_no_squash(at: Held, last: int, look: Look) -> Manifest | None:
+def use_no_squash(at: Position, last: int, look: Look) -> Manifest | None:
     return None
 
 
 def keep_the_newest_version_alone(
-    versions: list[tuple[Entry, Manifest]], others: list[tuple[Entry, Manifest]], keep: int, since_s: float
+    versions: list[tuple[ObjectEntry, Manifest]], others: list[tuple[ObjectEntry, Manifest]], keep: int, since_s: float
 ) -> int:
     return max((record.version for _, record in versions), default=0)
 
 
 def forget_that_parts_are_in_use(record: Manifest) -> Iterator[str]:
-    yield chain.layout_key(record.layout)
+    yield keys.layout_key(record.layout)
 
 
 def squash_the_second_half_alone(self: _Span, later: _Span) -> _Span:
@@ -343,24 +341,24 @@ def squash_from_the_wrong_version(self: _Span, later: _Span) -> _Span:
 
 
 FAULTS = [
-    PlantedFault(Tip, "commit", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
-    PlantedFault(Tip, "commit", write_the_record_before_the_body, Invariant.BODIES_FIRST),
-    PlantedFault(Tip, "commit", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),
+    PlantedFault(RunTip, "commit", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
+    PlantedFault(RunTip, "commit", write_the_record_before_the_body, Invariant.BODIES_FIRST),
+    PlantedFault(RunTip, "commit", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),
     PlantedFault(Publisher, "_send", report_the_version_before, Invariant.PUBLISH_REPORT),
-    PlantedFault(tip, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
+    PlantedFault(commit, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
     PlantedFault(CachedStore, "create", put_what_must_be_created, Invariant.IMMUTABLE_OBJECTS),
     PlantedFault(Subscriber, "_commit", report_before_the_commit, Invariant.WORKER_WEIGHTS),
     PlantedFault(Subscriber, "verify", verify_without_counting, Invariant.VERIFIED_WEIGHTS),
     PlantedFault(Subscriber, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS),
     PlantedFault(Subscriber, "_goal", go_to_the_newest_version_instead, Invariant.SYNC_REPORT),
-    PlantedFault(Records, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN),
-    PlantedFault(Records, "newest", believe_the_head, Invariant.PROGRESS),
+    PlantedFault(RunReader, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN),
+    PlantedFault(RunReader, "newest", believe_the_head, Invariant.PROGRESS),
     PlantedFault(State, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
     PlantedFault(State, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
     PlantedFault(State, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
     PlantedFault(State, "_write", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS),
     PlantedFault(Snapshot, "block", read_the_live_state, Invariant.ANCHOR_AND_SQUASH_CONTENT),
-    PlantedFault(chain, "_squash", use_no_squash, Invariant.JOIN_COST),
+    PlantedFault(planner, "_squash", use_no_squash, Invariant.JOIN_COST),
     PlantedFault(pruning, "_first_kept", keep_the_newest_version_alone, Invariant.PATH_TO_NEWEST),
     PlantedFault(pruning, "_bodies", forget_that_parts_are_in_use, Invariant.BODIES_FIRST),
     PlantedFault(_Span, "then", squash_the_second_half_alone, Invariant.ANCHOR_AND_SQUASH_CONTENT),
@@ -396,7 +394,7 @@ def test_every_invariant_is_violated_by_a_planted_fault() -> None:
     ("name", "mistake", "complaint"),
     [
         ("_moved_elsewhere", lambda self, draft: 0, "Tip._moved_elsewhere, which does not exist"),
-        ("commit", lambda self: 0, r"has the parameters \['self .*\], and Tip.commit has"),
+        ("commit", lambda self: 0, r"has the parameters \['self .*\], and RunTip.commit has"),
         ("commit", lambda self, draft=None: 0, "draft=None"),
         ("commit", lambda self, *, draft: 0, "keyword-only"),
     ],
@@ -405,5 +403,5 @@ def test_a_fault_older_than_the_code_is_not_planted(
     name: str, mistake: Callable[..., Any], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(AssertionError, match=complaint):
-        PlantedFault(Tip, name, mistake, Invariant.PUBLISH_REPORT).plant(monkeypatch)
-    assert Tip.commit is TIP_COMMIT
+        PlantedFault(RunTip, name, mistake, Invariant.PUBLISH_REPORT).plant(monkeypatch)
+    assert RunTip.commit is TIP_COMMIT

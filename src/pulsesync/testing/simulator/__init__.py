@@ -21,10 +21,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pulsesync.publisher import Publisher
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import MemoryStore, Store
-from pulsesync.subscriber import Subscriber
-from pulsesync.testing.simulator.actors import Arrays, Content, Model, Process, Trainer, Worker, bits
+from pulsesync.testing.simulator.actors import (
+    Arrays,
+    Content,
+    SimulatedProcess,
+    SimulatedTrainer,
+    SimulatedWorker,
+    TensorSet,
+    bits,
+)
 from pulsesync.testing.simulator.checks import check
 from pulsesync.testing.simulator.ending import finish
 from pulsesync.testing.simulator.events import EVENTS, MEANWHILE
@@ -36,16 +44,39 @@ from pulsesync.testing.simulator.invariants import (
     SimulationError,
     Violation,
 )
-from pulsesync.testing.simulator.line import BODIES, RECORDS, Clock, Crash, Ledger, Line
+from pulsesync.testing.simulator.line import BODIES, RECORDS, Crash, Ledger, SimulatedClock, StoreLink
 from pulsesync.testing.simulator.trainers import new_trainer
 from pulsesync.testing.simulator.workers import WORKERS
 from pulsesync.testing.simulator.world import PART_BYTES, Interrupted, World
 
 __all__ = [
-    "BODIES", "EVENTS", "MEANWHILE", "PART_BYTES", "RECORDS", "WORKERS",
-    "Arrays", "Clock", "Content", "Crash", "InlineExecutor", "Interrupted", "Invariant", "InvariantError", "Ledger",
-    "Line", "Model", "Process", "QueuedExecutor", "RunSimulator", "SimulationCrashError", "SimulationError",
-    "SimulationReport", "Trainer", "Worker", "World", "bits",
+    "BODIES",
+    "EVENTS",
+    "MEANWHILE",
+    "PART_BYTES",
+    "RECORDS",
+    "WORKERS",
+    "Arrays",
+    "Content",
+    "Crash",
+    "InlineExecutor",
+    "Interrupted",
+    "Invariant",
+    "InvariantError",
+    "Ledger",
+    "QueuedExecutor",
+    "RunSimulator",
+    "SimulatedClock",
+    "SimulatedProcess",
+    "SimulatedTrainer",
+    "SimulatedWorker",
+    "SimulationCrashError",
+    "SimulationError",
+    "SimulationReport",
+    "StoreLink",
+    "TensorSet",
+    "World",
+    "bits",
 ]  # fmt: skip
 
 
@@ -74,7 +105,7 @@ class RunSimulator:
         trouble: float = 1.0,
         publisher: Callable[..., Publisher] = Publisher,
         subscriber: Callable[..., Subscriber] = Subscriber,
-        store: Callable[[Clock], Store] = MemoryStore,
+        store: Callable[[SimulatedClock], Store] = MemoryStore,
     ) -> None:
         self.seed, self.events, self.trouble = seed, events, trouble
         self.world = world = World(seed, trouble, publisher, subscriber, store, MEANWHILE, self._happen)

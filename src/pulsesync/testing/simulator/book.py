@@ -2,27 +2,30 @@
 
 from collections.abc import Callable, Iterator
 
-from pulsesync import chain
 from pulsesync.format import manifest as manifests
-from pulsesync.format.manifest import Kind, Manifest
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.store import Store
 from pulsesync.testing.simulator.actors import Content
 from pulsesync.testing.simulator.invariants import Fail, Invariant
 from pulsesync.testing.simulator.line import RECORDS
 
 
-class Book:
+class PublishLog:
     """Every call to publish, and every version. Sees that each follows from the one before, and that it was called for.
 
-    store: the store as it is. trust: the key that records are signed with, if they are. note: told of each version.
+    store: the store as it is. trust: the key that records are signed with, if they are. epoch_patches: of the run.
+    note: is called with each version.
     fail: called if an invariant is violated.
     """
 
-    def __init__(self, store: Store, trust: str | None, note: Callable[[str], None], fail: Fail) -> None:
+    def __init__(
+        self, store: Store, trust: str | None, epoch_patches: int, note: Callable[[str], None], fail: Fail
+    ) -> None:
         self.records: list[Manifest] = []  # every version that ever was
         self.contents: list[Content] = []  # of each version
         self.ordinals: list[int] = []  # of each version: the last call that can have led to it
         self._store, self._trust, self._note, self._fail = store, trust, note, fail
+        self._epoch_patches = epoch_patches
         self._published: dict[str, list[tuple[int, int, Content]]] = {}  # digest -> number of the call, step, weights
         self._calls = 0
         self._parsed: dict[bytes, Manifest] = {}
@@ -35,7 +38,7 @@ class Book:
 
     def add_version(self, data: bytes) -> None:
         """A version was committed: it must follow from the one before, and be what some trainer published."""
-        record = manifests.parse(data, {self._trust} if self._trust else None)
+        record = manifests.parse(data, {self._trust} if self._trust else None, self._epoch_patches)
         version, last = record.version, self.records[-1] if self.records else None
         if reason := self._out_of_order(record, last):
             self._fail(Invariant.VERSION_ORDER, f"version {version} {reason}")
@@ -59,8 +62,8 @@ class Book:
             return "has a base, and is the first"
         if (record.base.version, record.base.digest) != (last.version, last.digest):
             return f"has base {record.base.version}, digest {record.base.digest[:12]}, which is not the last version"
-        if (record.epoch, record.index) != chain.position(last):
-            return f"has index {record.index} in epoch {record.epoch}, and {chain.position(last)} comes next"
+        if (record.epoch, record.index) != last.next_patch:
+            return f"has index {record.index} in epoch {record.epoch}, and {last.next_patch} comes next"
         return ""
 
     def stored(self) -> Iterator[tuple[str, Manifest]]:
@@ -69,13 +72,13 @@ class Book:
             for entry in self._store.list(prefix):
                 data = self._store.get(entry.key)
                 if data not in self._parsed:
-                    self._parsed[data] = manifests.parse(data)
+                    self._parsed[data] = manifests.parse(data, epoch_patches=self._epoch_patches)
                 yield entry.key, self._parsed[data]
 
     def joinable(self) -> bool:
         """Whether a way leads to the newest version from nothing, by all records that are there."""
         records = [record for _, record in self.stored()]
-        reached = {record.version for record in records if record.kind == Kind.ANCHOR}
+        reached = {record.version for record in records if record.kind == RecordKind.ANCHOR}
         for record in sorted(records, key=lambda record: record.version):
             if record.base is not None and record.base.version in reached:
                 reached.add(record.version)

@@ -4,14 +4,15 @@ Two things are looked at as they happen instead: `Ledger` sees that nothing is o
 follow from each other.
 """
 
-from pulsesync import chain
 from pulsesync.errors import PulseError
 from pulsesync.format import layout as layouts
+from pulsesync.format.body import Body
 from pulsesync.format.history import History
-from pulsesync.format.manifest import Kind, Manifest
-from pulsesync.state import Body, State
-from pulsesync.subscriber import Subscriber, SyncReport
-from pulsesync.testing.simulator.actors import Trainer, Worker
+from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.run import keys
+from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.state.live import State
+from pulsesync.testing.simulator.actors import SimulatedTrainer, SimulatedWorker
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.line import BODIES, Crash, bodies_of
 from pulsesync.testing.simulator.world import World
@@ -33,7 +34,7 @@ def check(world: World) -> None:
             world.replayed[key] = _replay(world, key, record)
 
 
-def check_worker(world: World, worker: Worker) -> None:
+def check_worker(world: World, worker: SimulatedWorker) -> None:
     if worker.damaged:
         return
     version = worker.subscriber.version if worker.subscriber else None
@@ -51,7 +52,7 @@ def check_worker(world: World, worker: Worker) -> None:
     worker.last = now
 
 
-def check_trainer(world: World, trainer: Trainer) -> None:
+def check_trainer(world: World, trainer: SimulatedTrainer) -> None:
     version = trainer.publisher.version if trainer.publisher else None
     if version is not None:
         if version >= len(world.book.records):
@@ -89,7 +90,7 @@ def check_synced(world: World, end: Subscriber, report: SyncReport, version: int
         world.fail(Invariant.SYNC_REPORT, f"version {version} was asked for, and {report.version} is reported")
 
 
-def check_verified(world: World, worker: Worker) -> None:
+def check_verified(world: World, worker: SimulatedWorker) -> None:
     """Check that the weights are those of their version, which `verify` has just confirmed."""
     assert worker.subscriber is not None
     version = worker.subscriber.version
@@ -102,19 +103,19 @@ def _replay(world: World, key: str, record: Manifest) -> History | None:
 
     Returns the history after it. None: an earlier patch of the epoch was pruned before it was replayed here.
     """
-    is_version = record.kind == Kind.VERSION
+    is_version = record.kind == RecordKind.VERSION
     invariant = Invariant.PATCH_CONTENT if is_version else Invariant.ANCHOR_AND_SQUASH_CONTENT
     history: History | None = History()
     if is_version and record.index > 1:
-        history = world.replayed.get(chain.manifest_key(record.version - 1))
+        history = world.replayed.get(keys.manifest_key(record.version - 1))
     if history is None or (is_version and record.base is None):
         return history  # a root has no body of its own
     arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
     try:
-        layout = layouts.parse(world.truth.get(chain.layout_key(record.layout)), record.layout)
+        layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)), record.layout)
         state = State.attach(arrays, layout)
         state.history = history
-        parts = [Body.of(world.truth.get(chain.part_key(part.id)), layout, part.id) for part in record.parts]
+        parts = [Body.of(world.truth.get(keys.part_key(part.id)), layout, part.id) for part in record.parts]
         if record.base is None:
             state.load_whole(parts, state.check_whole(record, parts))
         else:

@@ -3,10 +3,10 @@
 from collections import Counter
 from contextlib import suppress
 
-from pulsesync import chain
 from pulsesync.errors import AnotherPublisherError, PulseError, RunChangedError, StoreError, VerificationError
-from pulsesync.squash import Squasher
-from pulsesync.testing.simulator.actors import Process, Trainer, Worker
+from pulsesync.maintain.squash import Squasher
+from pulsesync.run import keys
+from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker
 from pulsesync.testing.simulator.checks import check, check_synced, check_worker
 from pulsesync.testing.simulator.events import describe_prune, prune_with
 from pulsesync.testing.simulator.invariants import Invariant
@@ -43,11 +43,11 @@ def _finish(world: World) -> None:
     if not world.book.joinable():
         world.fail(Invariant.PATH_TO_NEWEST, "a whole epoch without faults has led to no anchor")
     check(world)
-    process = Process("squasher", world.new_line())
+    process = SimulatedProcess("squasher", world.new_line())
     if world.squasher:
         process, squasher = world.squasher
     else:
-        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust)
+        squasher = Squasher(process.line, signing_key=world.key, trust=world.trust, epoch_patches=world.epoch_patches)
     world.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
     check(world)
     _spoil_head(world)
@@ -58,7 +58,7 @@ def _finish(world: World) -> None:
         _prune(world, trainer, squasher)
 
 
-def _prune(world: World, trainer: Trainer, squasher: Squasher) -> None:
+def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
     """Prune, perhaps while all workers are so far behind that their own versions go; the run goes on as before."""
     if world.rng.random() < 0.7:
         assert trainer.publisher is not None
@@ -84,11 +84,11 @@ def _prune(world: World, trainer: Trainer, squasher: Squasher) -> None:
 def _spoil_head(world: World) -> None:
     """Let the hint at the newest version lag, or say anything."""
     kept = {entry.key for entry in world.truth.list("manifests/")}
-    hints = [head for head in world.ledger.heads if chain.manifest_key(int(head)) in kept]
-    world.truth.put(chain.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))
+    hints = [head for head in world.ledger.heads if keys.manifest_key(int(head)) in kept]
+    world.truth.put(keys.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))
 
 
-def _publish_for_sure(world: World, trainer: Trainer) -> None:
+def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
     """Publish; a publisher that finds another's version gives way to a new one, and that must succeed."""
     try:
         outcome = publish(world, trainer, now=True)
@@ -101,7 +101,7 @@ def _publish_for_sure(world: World, trainer: Trainer) -> None:
     world.log.append(f"{trainer.name} {outcome}")
 
 
-def _arrive(world: World, worker: Worker) -> None:
+def _arrive(world: World, worker: SimulatedWorker) -> None:
     open_subscriber(world, worker)
     world.log.append(f"{worker.name} {sync(world, worker)}")
     assert worker.subscriber is not None

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from pulsesync.prune import PruneReport, prune
-from pulsesync.squash import Squasher
+from pulsesync.maintain.prune import PruneReport, prune
+from pulsesync.maintain.squash import Squasher
 from pulsesync.store import Store
 from pulsesync.testing.simulator import trainers, workers
-from pulsesync.testing.simulator.actors import Process
+from pulsesync.testing.simulator.actors import SimulatedProcess
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.world import World
 
@@ -18,15 +18,15 @@ def on_squash(world: World) -> str:
         world.squasher = None  # begins anew
     if world.squasher is None:
         line = world.new_line()
-        end = Squasher(line, signing_key=world.key, trust=world.trust)
-        world.squasher = Process(world.new_name("squasher"), line), end
+        end = Squasher(line, signing_key=world.key, trust=world.trust, epoch_patches=world.epoch_patches)
+        world.squasher = SimulatedProcess(world.new_name("squasher"), line), end
     process, squasher = world.squasher
     return world.act(process, squasher.run, lambda done: f"writes {[(s.level, s.number) for s in done]}")
 
 
 def on_prune(world: World) -> str:
     world.ledger.arrive()  # nothing is held up for as long as a version is kept
-    process = Process(world.new_name("prune"), world.new_line())
+    process = SimulatedProcess(world.new_name("prune"), world.new_line())
     keep, hours = world.rng.choice([1, 2, 5, 20]), world.rng.choice([0.0, 0.0, 0.5, 3.0])
     grace = world.rng.choice([0.0, 0.5, 2.0])
     before = world.book.joinable()

@@ -30,7 +30,7 @@ class Invariant(StrEnum):
     PATH_TO_NEWEST = "records lead from an anchor to the newest version, and a prune leaves such a path"
     # The end, without faults
     PROGRESS = "without faults the run can be resumed, squashed, joined and pruned, and all reach the newest version"
-    JOIN_COST = "joining takes no more records and requests than docs/PROTOCOL.md says"
+    JOIN_COST = "joining takes no more records and requests than docs/protocol.md says"
 
 
 class Violation(Exception):  # noqa: N818 - inside the simulator; callers see an InvariantError

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from pulsesync import chain
 from pulsesync.errors import ConflictError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import Manifest
-from pulsesync.store import Entry, Store
+from pulsesync.run import keys
+from pulsesync.store import ObjectEntry, Store
 from pulsesync.testing.simulator.invariants import Fail, Invariant
 
 RECORDS = ("manifests/", "anchors/", "squashes/")
@@ -23,7 +23,7 @@ class Crash(BaseException):
     """The process in which this is raised is no more."""
 
 
-class Clock:
+class SimulatedClock:
     """Seconds, that pass when somebody says so."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Ledger:
         if key.startswith(BODIES) and self._bodies.setdefault(key, bytes(data)) != bytes(data):
             self._fail(Invariant.IMMUTABLE_OBJECTS, f"{key} is put again with other bytes")
         self.store.put(key, data)
-        if key == chain.HEAD:
+        if key == keys.HEAD:
             self.heads.append(bytes(data))
 
     def create(self, key: str, data: bytes) -> None:
@@ -62,7 +62,7 @@ class Ledger:
         if key.startswith("manifests/"):
             self._on_version(data)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return self.store.list(prefix)
 
     def delete(self, key: str) -> None:
@@ -78,11 +78,11 @@ class Ledger:
 
 def bodies_of(record: Manifest) -> list[str]:
     """What a record names: without these it is of no use."""
-    parts = [chain.part_key(part.id) for part in record.parts]
-    return [chain.layout_key(record.layout), *parts, *(chain.file_key(file.id) for file in record.files)]
+    parts = [keys.part_key(part.id) for part in record.parts]
+    return [keys.layout_key(record.layout), *parts, *(keys.file_key(file.id) for file in record.files)]
 
 
-class Line:
+class StoreLink:
     """The way of one process to the store: it goes through `weather`, and ends with the process."""
 
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
@@ -111,7 +111,7 @@ class Line:
         self._alarms[self.calls + calls] = "before", event
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        if key == chain.HEAD and self.ledger.heads and self._rng.random() < self.stale:
+        if key == keys.HEAD and self.ledger.heads and self._rng.random() < self.stale:
             self.faults["stale"] += 1
             old = self._rng.choice(self.ledger.heads)
             return self._call(lambda: old[begin:end])
@@ -124,7 +124,7 @@ class Line:
     def create(self, key: str, data: bytes) -> None:
         self._write(lambda store: store.create(key, data), key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
         return self._call(lambda: self.weather.list(prefix))
 
     def delete(self, key: str) -> None:

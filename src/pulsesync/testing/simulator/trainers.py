@@ -5,8 +5,8 @@ from contextlib import suppress
 import numpy as np
 
 from pulsesync.errors import AnotherPublisherError, PulseError
-from pulsesync.publisher import Publisher
-from pulsesync.testing.simulator.actors import Content, Trainer, bits
+from pulsesync.publish.publisher import Publisher
+from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
 from pulsesync.testing.simulator.checks import check_published
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.invariants import Invariant
@@ -14,22 +14,23 @@ from pulsesync.testing.simulator.world import World
 from pulsesync.testing.updates import mutate
 
 
-def new_trainer(world: World, content: Content) -> Trainer:
+def new_trainer(world: World, content: Content) -> SimulatedTrainer:
     grid = world.rng.choice([None, {"layers.*": (2, 2)}, {"*": (3, 1)}])
     options = {
         "codec": world.rng.choice(["auto", "auto", "history", "context", "gap", "dense"]),
         "grid": grid,
         "min_tile": 1,
         "signing_key": world.key,
+        "epoch_patches": world.epoch_patches,
         "files": world.rng.choice([None, {"config.json": b"{}"}]),
         "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
         "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
     }
     name = world.new_name("trainer")
-    return Trainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
+    return SimulatedTrainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
 
 
-def open_publisher(world: World, trainer: Trainer) -> Publisher:
+def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher:
     if trainer.publisher is None:
         trainer.line, trainer.executor, trainer.version = world.new_line(), QueuedExecutor(), -1
         trainer.publisher = world.make_publisher(
@@ -38,7 +39,7 @@ def open_publisher(world: World, trainer: Trainer) -> Publisher:
     return trainer.publisher
 
 
-def train(world: World, trainer: Trainer) -> str:
+def train(world: World, trainer: SimulatedTrainer) -> str:
     """Move some weights: by a place, mostly the same ones again; or to anything at all; or none."""
     kind = world.rng.choices(["adam", "random", "nothing"], [8, 2, 1])[0]
     for name in world.model.arrays if kind != "nothing" else ():
@@ -54,7 +55,7 @@ def train(world: World, trainer: Trainer) -> str:
     return f"{trainer.name} to step {trainer.step}, {kind}"
 
 
-def publish(world: World, trainer: Trainer, now: bool = False) -> str:
+def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     """Publish and wait for it."""
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
@@ -76,7 +77,7 @@ def publish(world: World, trainer: Trainer, now: bool = False) -> str:
     return f"makes version {report.version}"
 
 
-def publish_behind(world: World, trainer: Trainer) -> str:
+def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     end = open_publisher(world, trainer)
     _, ordinal = _note_call(world, trainer)
     future = end.publish(trainer.weights, step=trainer.step, wait=False)
@@ -84,7 +85,7 @@ def publish_behind(world: World, trainer: Trainer) -> str:
     return f"hands over step {trainer.step}"
 
 
-def _go_on(world: World, trainer: Trainer) -> None:
+def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
     if end is None or end._lock._is_owned():  # type: ignore[attr-defined]
@@ -97,7 +98,7 @@ def _go_on(world: World, trainer: Trainer) -> None:
         trainer.executor.run_one()
 
 
-def _note_call(world: World, trainer: Trainer) -> tuple[Content, int]:
+def _note_call(world: World, trainer: SimulatedTrainer) -> tuple[Content, int]:
     content = world.model.content(trainer.weights)
     return content, world.book.add_call(world.model.digest(trainer.weights), trainer.step, content)
 

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from pulsesync.errors import VerificationError
-from pulsesync.state import State
-from pulsesync.subscriber import Subscriber
-from pulsesync.testing.simulator.actors import Arrays, Content, Worker, bits
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.live import State
+from pulsesync.testing.simulator.actors import Arrays, Content, SimulatedWorker, bits
 from pulsesync.testing.simulator.checks import check_synced, check_verified
 from pulsesync.testing.simulator.executors import InlineExecutor
 from pulsesync.testing.simulator.invariants import Invariant
@@ -18,25 +18,29 @@ from pulsesync.testing.simulator.world import Interrupted, World
 WORKERS = 4  # at most, at a time
 
 
-def new_worker(world: World, content: Content | None) -> Worker:
+def new_worker(world: World, content: Content | None) -> SimulatedWorker:
     weights = world.model.new(content, world.rng.choice(["shared", "copy", "absent"]))
     cache = world.new_folder("cache") if world.rng.random() < 0.4 else None
-    worker = Worker(world.new_name("worker"), world.new_line(), weights, world.model.content(weights), cache)
+    worker = SimulatedWorker(world.new_name("worker"), world.new_line(), weights, world.model.content(weights), cache)
     open_subscriber(world, worker)
     return worker
 
 
-def open_subscriber(world: World, worker: Worker) -> Subscriber:
+def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
     if worker.subscriber is None:
         worker.line = world.new_line()
         worker.subscriber = world.make_subscriber(
-            worker.line, trust=world.trust, cache=worker.cache, undo=world.rng.choice([0, 1, 3]),
+            worker.line,
+            trust=world.trust,
+            cache=worker.cache,
+            undo=world.rng.choice([0, 1, 3]),
             executor=InlineExecutor(),
-        )  # fmt: skip
+            epoch_patches=world.epoch_patches,
+        )
     return worker.subscriber
 
 
-def sync(world: World, worker: Worker, version: int | None = None) -> str:
+def sync(world: World, worker: SimulatedWorker, version: int | None = None) -> str:
     end = open_subscriber(world, worker)
     before = end.version
     report = end.sync(worker.weights, version)
@@ -47,7 +51,7 @@ def sync(world: World, worker: Worker, version: int | None = None) -> str:
     return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
 
 
-def refill(world: World, worker: Worker, content: Content) -> None:
+def refill(world: World, worker: SimulatedWorker, content: Content) -> None:
     world.model.fill(worker.weights, content)
     alias = worker.weights.get(world.model.alias or "")
     if alias is not None:

@@ -15,21 +15,23 @@ from unittest import mock
 
 import numpy as np
 
-from pulsesync import anchors, chain, parallel, publisher, spool, subscriber, tip
-from pulsesync import prune as pruning
+from pulsesync.core import threads
 from pulsesync.errors import PulseError, RunChangedError
 from pulsesync.format.history import History
 from pulsesync.format.signature import SigningKey
-from pulsesync.publisher import Publisher
-from pulsesync.squash import Squasher
+from pulsesync.maintain import prune as pruning
+from pulsesync.maintain.squash import Squasher
+from pulsesync.publish import anchors, commit, publisher
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run import spool, subscriber
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store
-from pulsesync.subscriber import Subscriber
 from pulsesync.testing.faults import FaultyStore
-from pulsesync.testing.simulator.actors import Model, Process, Trainer, Worker
-from pulsesync.testing.simulator.book import Book
+from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
+from pulsesync.testing.simulator.book import PublishLog
 from pulsesync.testing.simulator.executors import InlineExecutor, QueuedExecutor
 from pulsesync.testing.simulator.invariants import Invariant, Violation
-from pulsesync.testing.simulator.line import Clock, Crash, Ledger, Line
+from pulsesync.testing.simulator.line import Crash, Ledger, SimulatedClock, StoreLink
 
 PART_BYTES = 900  # of weights in one part of an anchor, so that one has several
 
@@ -52,7 +54,7 @@ class World:
         trouble: float,
         make_publisher: Callable[..., Publisher],
         make_subscriber: Callable[..., Subscriber],
-        make_store: Callable[[Clock], Store],
+        make_store: Callable[[SimulatedClock], Store],
         meanwhile: Sequence[str],
         happen: Callable[[str], None],
     ) -> None:
@@ -63,27 +65,27 @@ class World:
         self.faults: Counter[str] = Counter()
         self.failure: Exception | None = None  # the first one; the library may have caught it
         self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
-        self.clock = Clock()
+        self.clock = SimulatedClock()
         self.truth = make_store(self.clock)
-        self.model = Model.draw(self.rng)
+        self.model = TensorSet.draw(self.rng)
         self.base = self.model.content(self.model.arbitrary(self.noise))
         self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
         self.epoch_patches = self.rng.choice([2, 3, 4])
-        self.book = Book(self.truth, self.trust, self.note, self.fail)
+        self.book = PublishLog(self.truth, self.trust, self.epoch_patches, self.note, self.fail)
         self.ledger = Ledger(self.truth, self.book.add_version, self.fail)
         self.replayed: dict[str, History | None] = {}  # records that were checked, and the history after each
-        self.trainers: list[Trainer] = []
-        self.workers: list[Worker] = []
-        self.squasher: tuple[Process, Squasher] | None = None
-        self.busy: list[Process] = []  # those in the middle of something
-        self.lines: list[Line] = []
+        self.trainers: list[SimulatedTrainer] = []
+        self.workers: list[SimulatedWorker] = []
+        self.squasher: tuple[SimulatedProcess, Squasher] | None = None
+        self.busy: list[SimulatedProcess] = []  # those in the middle of something
+        self.lines: list[StoreLink] = []
         self._meanwhile, self._happen = meanwhile, happen
         self._names: Counter[str] = Counter()
         self._folder = Path()
 
     @contextmanager
     def rules(self) -> Iterator[None]:
-        """Short epochs, anchors in many parts, one thread, no chance and no time but the simulator's own."""
+        """Anchors in many parts, one thread, no chance and no time but the simulator's own."""
         fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
         words = random.Random(self.seed)
         chance = SimpleNamespace(token_hex=lambda n: f"{words.getrandbits(8 * n):0{2 * n}x}")
@@ -91,15 +93,14 @@ class World:
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-simulator-", dir=fast)))
             for where, name, value in (
-                (chain, "EPOCH_PATCHES", self.epoch_patches),
                 (anchors, "PART_BYTES", PART_BYTES),
-                (parallel, "default_threads", lambda: 1),
+                (threads, "default_threads", lambda: 1),
                 (spool, "DOWNLOADS", 1),
                 (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
-                (tip, "time", times),
-                (tip, "secrets", chance),
+                (commit, "time", times),
+                (commit, "secrets", chance),
                 (pruning, "secrets", chance),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
@@ -128,8 +129,8 @@ class World:
         self.failure = self.failure or violation
         raise violation
 
-    def new_line(self) -> Line:
-        line = Line(self.ledger, random.Random(self.rng.getrandbits(32)))
+    def new_line(self) -> StoreLink:
+        line = StoreLink(self.ledger, random.Random(self.rng.getrandbits(32)))
         self.lines.append(line)
         return line
 
@@ -145,7 +146,7 @@ class World:
         idle = [one for one in of if one not in self.busy]
         return self.rng.choice(idle) if idle else None
 
-    def act(self, process: Process, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
+    def act(self, process: SimulatedProcess, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
         """Let somebody do something over a line on which things may go wrong."""
         self._stir(process.line)
         self.busy.append(process)
@@ -171,7 +172,7 @@ class World:
             self.bury(process)
         return f"{process.name} {outcome}"
 
-    def _stir(self, line: Line) -> None:
+    def _stir(self, line: StoreLink) -> None:
         """Draw what goes wrong until the process is done."""
         line.calm()
         if self.rng.random() < 0.4 * self.trouble:
@@ -189,19 +190,19 @@ class World:
             event = self.rng.choice(self._meanwhile)
             line.interrupt(self.rng.randint(1, self.rng.choice([6, 40])), lambda: self._happen(event))
 
-    def _settle_faults(self, line: Line) -> None:
+    def _settle_faults(self, line: StoreLink) -> None:
         for store in (line.weather, line.bodies):
             if isinstance(store, FaultyStore):
                 self.faults += store.faults
         line.calm()
 
-    def bury(self, process: Process) -> None:
+    def bury(self, process: SimulatedProcess) -> None:
         """Let go of the publisher, subscriber or squasher of a process that is no more."""
-        if isinstance(process, Trainer):
+        if isinstance(process, SimulatedTrainer):
             process.publisher = None
             process.executor = QueuedExecutor()
             process.futures.clear()
-        elif isinstance(process, Worker):
+        elif isinstance(process, SimulatedWorker):
             process.subscriber = None
         elif self.squasher and self.squasher[0] is process:
             self.squasher = None
