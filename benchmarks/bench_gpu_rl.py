@@ -22,7 +22,6 @@ plays and learns has done its work; what then still goes on behind is counted wh
 import argparse
 import gc
 import inspect
-import json
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import save_results
 import torch
 from bench_codec import json_line, provenance
 from gpu_rl_report import ARMS, Measured, Step, report
@@ -357,7 +357,7 @@ def main() -> None:
     fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}
     print(json_line(fields))
     if options.json:
-        options.json.write_text(json.dumps({**fields, "steps": [asdict(step) for step in found.steps]}) + "\n")
+        save_results.write(options.json, [{**fields, "steps": [asdict(step) for step in found.steps]}])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
 
 TENSORS = 272
-TRAINED = Path(__file__).parent / "results" / "smollm2_h200_2026-11-15.md"
+TRAINED = Path(__file__).parent / "results" / "data" / "smollm2_h200_2026-11-15.json"
 FITTED = {"recorded 3e-06": "NOISE, EPSILON", "3e-06": "nothing; prompts as in the recorded run", "1e-05": "FADE"}
 # Mean share of weights that change over k steps, in 400 steps; Qwen2.5-1.5B without masters, by learning rate.
 PUBLISHED = {
@@ -198,7 +198,7 @@ def main() -> None:
     if asked.gguf:
         dequantised = recording.read_gguf(Path(asked.gguf)).values()
         weights = histogram([recording.round_to_bf16(values) for values in dequantised])
-        trained = json.loads(TRAINED.read_text().strip().splitlines()[-1])["runs"]
+        trained = json.loads(TRAINED.read_text())["runs"]
         for lr, run in trained.items():
             began = time.perf_counter()
             told = forecast(weights, TENSORS, TrainingSettings(float(lr)), steps=len(run["bytes"]))
