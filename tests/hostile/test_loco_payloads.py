@@ -1,17 +1,18 @@
 """Each function below spoils a good payload of a trainer in one way; another must refuse it by name, and at once.
 
-README.md in this folder lists them, behind stars. Whatever an attack does, the hash is made to fit again, unless it is
-what the attack is about: trainers are not strangers to each other, but their disks and networks are.
+Whatever an attack does, the hash is made to fit again, unless it is what the attack is about: trainers are not
+strangers to each other, but their disks and networks are. `pytest --collect-only -q` lists every attack with the error
+it expects.
 """
 
 import hashlib
+import inspect
 import json
 import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,14 +84,13 @@ Spoil = Callable[[Letter], bytes | memoryview | None]  # changes the letter, or 
 
 @dataclass(frozen=True)
 class Attack:
-    name: str
     end: type[PulseError]
     spoil: Spoil
     on: str
 
     @property
-    def line(self) -> str:
-        return f"* {self.name}: {self.end.__name__}"
+    def name(self) -> str:
+        return f"{self.spoil.__name__}-{self.end.__name__}"
 
 
 ATTACKS: list[Attack] = []
@@ -98,7 +98,7 @@ ATTACKS: list[Attack] = []
 
 def attack(end: type[PulseError], on: str = "exact") -> Callable[[Spoil], Spoil]:
     def register(spoil: Spoil) -> Spoil:
-        ATTACKS.append(Attack(spoil.__name__.replace("_", " "), end, spoil, on))
+        ATTACKS.append(Attack(end, spoil, on))
         return spoil
 
     return register
@@ -133,7 +133,7 @@ def letter(mode: str) -> Letter:
     return Letter(json.loads(line), bytes(body[: head.coded]), bytes(body[head.coded :]), coder.described)
 
 
-@pytest.mark.parametrize("case", ATTACKS, ids=lambda case: case.spoil.__name__)
+@pytest.mark.parametrize("case", ATTACKS, ids=lambda case: case.name)
 def test_payload_is_refused_at_once(case: Attack) -> None:
     coder, sent, good = victim(case.on)
     spoilt = letter(case.on)
@@ -160,9 +160,15 @@ def test_an_unspoilt_letter_is_the_payload(mode: str) -> None:
     assert letter(mode).write() == victim(mode)[2]
 
 
-def test_readme_lists_every_payload() -> None:
-    lines = Path(__file__).with_name("README.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("* ")] == [case.line for case in ATTACKS]
+def test_every_function_that_spoils_a_letter_is_an_attack_with_an_expected_error() -> None:
+    """A function without `@attack(...)` would never run."""
+    signatures = {name: inspect.signature(it) for name, it in globals().items() if inspect.isfunction(it)}
+    spoiling = [
+        name
+        for name, signature in signatures.items()
+        if [p.annotation for p in signature.parameters.values()] == [Letter]
+    ]
+    assert spoiling == [case.spoil.__name__ for case in ATTACKS]
 
 
 # -- the head ------------------------------------------------------------------------------------------------------
