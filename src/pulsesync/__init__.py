@@ -16,6 +16,7 @@ Importing this configures nothing and needs no torch; numba is imported at the f
 
 from typing import TYPE_CHECKING, Any
 
+from pulsesync.core.version import __version__ as __version__
 from pulsesync.errors import PulseError
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ __all__ = [
     "loco",
     "warm_up",
 ]
-__version__ = "0.1.0.dev0"
 
 _HOMES = {
     "PublishReport": "publish.publisher",
