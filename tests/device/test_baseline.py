@@ -70,12 +70,12 @@ def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
-def read(store: Any, version: int, like: Mapping[str, torch.Tensor]) -> Model:
+def read(store: Any, version: int, like: Mapping[str, torch.Tensor], **options: Any) -> Model:
     """A version as a worker on the host reads it."""
     out = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items() if name != "tied"}
     if "tied" in like:
         out["tied"] = out["a"]
-    Subscriber(store).sync(out, version=version)
+    Subscriber(store, **options).sync(out, version=version)
     return out
 
 
@@ -197,7 +197,7 @@ def test_masters_are_cast_as_they_are_read_beside_tensors_that_are_not(
 def read_with_host(store: Any, version: int, like: Model, device: str) -> Model:
     """The same while tensors are taken for ones on a GPU: then this is one there too."""
     out = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in like.items()}
-    Subscriber(store).sync(out, version=version)
+    Subscriber(store, **options).sync(out, version=version)
     return out
 
 

@@ -73,9 +73,9 @@ def on_host() -> AbstractContextManager[None]:
     return host_as_device(on=False)
 
 
-def read_on_host(store: Any, number: int, like: Model) -> Model:
+def read_on_host(store: Any, number: int, like: Model, **options: Any) -> Model:
     with on_host():
-        return read(store, number, kept(like))
+        return read(store, number, kept(like), **options)
 
 
 # Versions
@@ -318,8 +318,8 @@ def test_the_anchor_of_an_epochs_end_is_right_while_the_trainer_goes_on(
         pub.flush()
     for number in (0, 1):
         store.delete(keys.manifest_key(number))  # now the anchor is the only way
-    assert equal(read_on_host(store, 2, state), kept(state))
-    assert equal(read_on_host(store, 3, trainer.model), kept(trainer.model))
+    assert equal(read_on_host(store, 2, state, epoch_patches=2), kept(state))
+    assert equal(read_on_host(store, 3, trainer.model, epoch_patches=2), kept(trainer.model))
 
 
 def test_a_publisher_that_begins_again_writes_a_root(trainer: Trainer) -> None:

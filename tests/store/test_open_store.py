@@ -11,10 +11,10 @@ from pulsesync.store import LocalStore, MemoryStore, ObjectStore, RetryStore, op
 def test_the_public_names_are_these() -> None:
     assert stores.__all__ == [
         "CachedStore",
-        "Entry",
         "HttpStore",
         "LocalStore",
         "MemoryStore",
+        "ObjectEntry",
         "ObjectStore",
         "RetryStore",
         "Store",

@@ -393,7 +393,7 @@ def test_every_invariant_is_violated_by_a_planted_fault() -> None:
 @pytest.mark.parametrize(
     ("name", "mistake", "complaint"),
     [
-        ("_moved_elsewhere", lambda self, draft: 0, "Tip._moved_elsewhere, which does not exist"),
+        ("_moved_elsewhere", lambda self, draft: 0, "RunTip._moved_elsewhere, which does not exist"),
         ("commit", lambda self: 0, r"has the parameters \['self .*\], and RunTip.commit has"),
         ("commit", lambda self, draft=None: 0, "draft=None"),
         ("commit", lambda self, *, draft: 0, "keyword-only"),

@@ -18,7 +18,7 @@ from pulsesync.state.slices import LocalTile, Window
 
 
 class TileShareLike(Protocol):
-    """As `shares.Share`."""
+    """What it needs of a `publish.ownership.TileShare`."""
 
     @property
     def layout(self) -> Layout: ...

@@ -1,7 +1,7 @@
 """A live state on a GPU: patches are decoded, checked, applied and undone there; only records and streams cross.
 
 The same transactions as on a host (see `state`), with two differences: patches are committed one by one, because what
-decodes the second must lie in memory, and what would be a dictionary of blocks is a run of changes (`changes.Run`).
+decodes the second must lie in memory, and what would be a dictionary of blocks is one `changes.PileChanges`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -185,7 +185,7 @@ def _bundles(pieces: Sequence[TensorRegion]) -> Iterator[list[TensorRegion]]:
 
 
 class Bundle:
-    """A bundle where a process holds it: a tile whose weights lie in several places. Stands in for a `Place`.
+    """A bundle where a process holds it: a tile whose weights lie in several places. Stands in for a `LocalTile`.
 
     What it reads is good until the same thread reads another bundle.
     """

@@ -87,9 +87,9 @@ def baseline_for(source: Any, keep: Keep | None) -> Baseline:
         return HostBaseline()
     bases: Baseline
     if keep == "hook":
-        bases = device.load("hook").HookBases(where)
+        bases = device.load("hook").HookBaseline(where)
     else:
-        bases = device.load("baseline").DeviceBases(where, keep or "device")
+        bases = device.load("baseline").DeviceBaseline(where, keep or "device")
     return bases
 
 

@@ -117,7 +117,7 @@ def shard_baseline_for(shards: Shards) -> ShardBaseline:
     if isinstance(shards.published, HostSource):
         return HostShardBaseline()
     where = device.find({name: view.tensor for name, view in shards.published.views.items()})
-    keeper: ShardBaseline = device.load("keeper").DeviceKeeper.on(where)
+    keeper: ShardBaseline = device.load("keeper").DeviceShardBaseline.on(where)
     return keeper
 
 

@@ -1,7 +1,7 @@
 """What must hold after every event.
 
-Two things are looked at as they happen instead: `Ledger` sees that nothing is overwritten, and `Book` that versions
-follow from each other.
+Two things are looked at as they happen instead: `Ledger` sees that nothing is overwritten, and `PublishLog` that
+versions follow from each other.
 """
 
 from pulsesync.errors import PulseError
