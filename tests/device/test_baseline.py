@@ -197,7 +197,7 @@ def test_masters_are_cast_as_they_are_read_beside_tensors_that_are_not(
 def read_with_host(store: Any, version: int, like: Model, device: str) -> Model:
     """The same while tensors are taken for ones on a GPU: then this is one there too."""
     out = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in like.items()}
-    Subscriber(store, **options).sync(out, version=version)
+    Subscriber(store).sync(out, version=version)
     return out
 
 
