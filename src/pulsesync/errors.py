@@ -1,56 +1,108 @@
 """What can go wrong, grouped by what the caller should do.
 
     PulseError
-    ├── FormatError                 the bytes are bad: drop them, never apply
+    ├── FormatError                 the bytes are bad: drop them, never apply them
     │   ├── ChecksumError           they are not the bytes that were written
-    │   ├── SignatureError          nobody who is trusted wrote them
-    │   ├── UnsupportedError        a version, codec or dtype this reader does not know
+    │   ├── SignatureError          no trusted key signed them
+    │   ├── UnsupportedError        a version, codec or dtype that this reader does not know
     │   └── LimitError              a count or size is beyond what a reader accepts
-    ├── ChainError                  good bytes, wrong state: take another way (squash, anchor)
-    │   ├── BaseMismatchError       the weights held are not the patch's base
-    │   ├── MissingLinkError        no published path from here to there
+    ├── ChainError                  good bytes, wrong state: use another path (squashed patches, an anchor)
+    │   ├── BaseMismatchError       the local weights are not the patch's base
+    │   ├── MissingLinkError        no published path leads to the version
     │   └── RunChangedError         the location no longer holds what was followed: `follow_replaced=True` starts over
     │       ├── RunReplacedError    it holds another run
     │       ├── RunForkedError      it holds another state under the local version
     │       └── RunRolledBackError  its newest version is older than the local one
     ├── StoreError                  the transport; `retryable` says whether to try again
-    │   ├── NotFoundError
+    │   ├── NotFoundError           there is no such object
     │   │   └── NothingPublishedError   no version can be synced yet: check the location, or wait
-    │   └── ConflictError           somebody else created it first
-    │       └── AnotherPublisherError   the run has one: this one must stop, or take the run up anew
+    │   ├── MissingBucketError      the bucket itself does not exist: create it, or correct the address
+    │   └── ConflictError           another process created the object first
+    │       └── AnotherPublisherError   the run has another publisher: stop one of the two, or resume the run
     ├── ClosedError                 this Publisher or Subscriber can do nothing any more: create another one
-    ├── StateError                  the tensors given do not fit the run: names, dtypes, shapes, memory layout
-    ├── GroupError                  a process of a group died or fell behind: nothing changed, go on in a new group
-    ├── RoundError                  trainers did not complete a round: nothing changed, the next try makes up for it
-    └── VerificationError           weights after apply are not the trainer's: they were put back, stop serving if not
+    ├── StateError                  the tensors do not fit the run: names, dtypes, shapes, memory layout
+    ├── GroupError                  a process of a group died or is late: nothing changed, continue in a new group
+    ├── RoundError                  trainers did not complete a round: nothing changed, the next attempt makes up for it
+    └── VerificationError           weights after apply are not the trainer's: rolled back, or stop serving if `torn`
 
-Each carries its facts as attributes as well as in its message.
+The message says what was expected, what was found and what to do. What a program may want to know is also a field:
+every class declares its own, and one that is None was not known where the error was raised.
+
+Fields are set on the instance and have no defaults on the class: when Ray raises an error of a remote task, it derives
+a class from the error's and looks up on the original only what that class does not have.
 """
-
-from typing import Any
 
 
 class PulseError(Exception):
-    """Base of everything this library raises on purpose. Keyword facts become attributes."""
+    """Base of everything this library raises on purpose.
 
-    def __init__(self, message: str, **facts: Any) -> None:
+    Attributes:
+        failed_rank: The rank at which it happened, if another process of a group failed; None if this one did.
+    """
+
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.__dict__.update(facts)
-
-    def __getattr__(self, name: str) -> Any:  # only for what is not there: lets type checkers accept any fact
-        raise AttributeError(f"this {type(self).__name__} carries no {name!r}")
+        self.failed_rank: int | None = None
 
 
 class FormatError(PulseError):
-    """Bytes that do not say what the format asks for."""
+    """The bytes do not follow the format.
+
+    Attributes:
+        key: The object in the store.
+        part: The id of the part.
+        tensor: The name of the tensor.
+    """
+
+    def __init__(
+        self, message: str, *, key: str | None = None, part: str | None = None, tensor: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.key, self.part, self.tensor = key, part, tensor
 
 
 class ChecksumError(FormatError):
-    """Bytes that differ from those that were written (`expected`, `actual`)."""
+    """The bytes differ from those that were written.
+
+    Attributes:
+        expected: The hash of the bytes that were written.
+        actual: The hash of these bytes.
+        section: The number of the section of the part that is damaged.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        part: str | None = None,
+        tensor: str | None = None,
+        expected: str | None = None,
+        actual: str | None = None,
+        section: int | None = None,
+    ) -> None:
+        super().__init__(message, key=key, part=part, tensor=tensor)
+        self.expected, self.actual, self.section = expected, actual, section
 
 
 class SignatureError(FormatError):
-    """A record without a signature, or with one by a key that is not trusted (`key`)."""
+    """A record is not signed, or signed by a key that is not trusted.
+
+    Attributes:
+        public_key: The key that signed it, as 64 hexadecimal digits; None if the record is not signed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        part: str | None = None,
+        tensor: str | None = None,
+        public_key: str | None = None,
+    ) -> None:
+        super().__init__(message, key=key, part=part, tensor=tensor)
+        self.public_key = public_key
 
 
 class UnsupportedError(FormatError):
@@ -58,26 +110,80 @@ class UnsupportedError(FormatError):
 
 
 class LimitError(FormatError):
-    """A count, size or ratio beyond what a reader accepts."""
+    """A count, size or ratio is beyond what a reader accepts.
+
+    Attributes:
+        value: What was found.
+        limit: The most that is accepted.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        part: str | None = None,
+        tensor: str | None = None,
+        value: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        super().__init__(message, key=key, part=part, tensor=tensor)
+        self.value, self.limit = value, limit
 
 
 class ChainError(PulseError):
-    """Good bytes that do not lead on from the state that is held."""
+    """Good bytes that do not lead on from the local state.
+
+    Attributes:
+        key: The record in the store.
+        version: The version that the record is for.
+        expected: The run, layout or state that is needed, by its id or digest.
+        actual: The one that was found.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        version: int | None = None,
+        expected: str | None = None,
+        actual: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.key, self.version = key, version
+        self.expected, self.actual = expected, actual
 
 
 class BaseMismatchError(ChainError):
-    """The state held is not the one the patch was made against (`expected`, `actual`)."""
+    """The local state is not the one that the patch was made against (`expected`, `actual`)."""
 
 
 class MissingLinkError(ChainError):
-    """No published version leads from the one held to the one asked for."""
+    """No published path leads from the local version to the one asked for (`version`)."""
 
 
 class RunChangedError(ChainError):
-    """The run at a location is not the one that was followed so far (`version`: the local one, `run`: what is there).
+    """The run at a location is not the one that was followed so far (`version`: the local one).
 
     The local weights are unchanged. `sync(follow_replaced=True)` starts over from an anchor of what is there now.
+
+    Attributes:
+        run: The id of the run that is there now.
     """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        version: int | None = None,
+        expected: str | None = None,
+        actual: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        super().__init__(message, key=key, version=version, expected=expected, actual=actual)
+        self.run = run
 
 
 class RunReplacedError(RunChangedError):
@@ -85,17 +191,42 @@ class RunReplacedError(RunChangedError):
 
 
 class RunForkedError(RunChangedError):
-    """The local version exists with another state, so the run was continued from a backup (`expected`, `actual`)."""
+    """The local version is published with another state: the run was continued from a backup (`expected`, `actual`)."""
 
 
 class RunRolledBackError(RunChangedError):
-    """The newest published version (`newest`) is older than the local one, so the run was restored from a backup."""
+    """The newest published version is older than the local one: the run was restored from a backup.
+
+    Attributes:
+        newest: The newest published version.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        version: int | None = None,
+        expected: str | None = None,
+        actual: str | None = None,
+        run: str | None = None,
+        newest: int | None = None,
+    ) -> None:
+        super().__init__(message, key=key, version=version, expected=expected, actual=actual, run=run)
+        self.newest = newest
 
 
 class StoreError(PulseError):
-    """The store could not do what was asked (`key`; `retryable`, if the same call may succeed a little later)."""
+    """The store could not do what was asked.
 
-    retryable: bool = False
+    Attributes:
+        key: The object, or the prefix, that was asked for.
+        retryable: Whether the same call may succeed a little later.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.key, self.retryable = key, retryable
 
 
 class NotFoundError(StoreError):
@@ -103,36 +234,119 @@ class NotFoundError(StoreError):
 
 
 class NothingPublishedError(NotFoundError):
-    """No version that can be synced is published at a location, or not yet (`location`)."""
+    """No version that can be synced is published at a location, or not yet.
+
+    Attributes:
+        location: The address or folder of the run.
+        version: A version that is published, but cannot be reached before the first anchor is; None if there is none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        retryable: bool = False,
+        location: str | None = None,
+        version: int | None = None,
+    ) -> None:
+        super().__init__(message, key=key, retryable=retryable)
+        self.location, self.version = location, version
+
+
+class MissingBucketError(StoreError):
+    """The bucket of an object store does not exist.
+
+    It is not a NotFoundError: for a reader or a publisher, an object that is not there is a normal answer of a store.
+    """
 
 
 class ConflictError(StoreError):
-    """The object exists already and was to be created (`key`)."""
+    """The object was to be created and exists already (`key`)."""
 
 
 class AnotherPublisherError(ConflictError):
-    """A version that was to be published exists: somebody else publishes into the same run (`version`)."""
+    """A version that was to be published exists: another publisher writes to the same run.
+
+    Attributes:
+        version: The version.
+    """
+
+    def __init__(
+        self, message: str, *, key: str | None = None, retryable: bool = False, version: int | None = None
+    ) -> None:
+        super().__init__(message, key=key, retryable=retryable)
+        self.version = version
 
 
 class ClosedError(PulseError):
-    """A Publisher or Subscriber that was closed, belongs to another process, or meets the end of the interpreter."""
+    """A Publisher or Subscriber was closed, belongs to another process, or the interpreter is about to exit."""
 
 
 class StateError(PulseError):
-    """Tensors that do not fit the run: a name, dtype, shape or memory layout (`tensor`)."""
+    """The tensors do not fit the run: a name, dtype, shape or memory layout.
+
+    Attributes:
+        tensor: The name of the tensor.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
 
 
 class GroupError(PulseError):
-    """Processes that work together did not come together in time (`rank`: this one's); no weights have changed."""
+    """The processes of a group did not meet in time, or one of them failed; no weights have changed.
+
+    Attributes:
+        rank: The rank of this process.
+        rejoin: Whether others are already waiting in a new group: the same call can be repeated at once.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, failed_rank: int | None = None, rejoin: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.failed_rank, self.rejoin = rank, failed_rank, rejoin
 
 
 class RoundError(PulseError):
-    """A round between trainers did not come about (`round`); no trainer's state has changed."""
+    """A round between trainers was not completed; no trainer's state has changed.
+
+    Attributes:
+        round: The number of the round.
+    """
+
+    def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 (the word for it, here and in reports)
+        super().__init__(message)
+        self.round = round
 
 
 class VerificationError(PulseError):
     """The state after an apply is not the publisher's; it has been rolled back, unless `torn` is True.
 
-    `torn`: loading an anchor failed halfway. The weights are between two versions; do not use them until a sync
-    succeeds.
+    Attributes:
+        key: The record in the store.
+        version: The version that was applied.
+        tensor: The name of a tensor that differs.
+        expected: The digest of the publisher's state.
+        actual: The digest of the state that was found.
+        torn: Whether loading an anchor failed halfway. The weights are then between two versions; do not use them until
+            a sync succeeds.
     """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        version: int | None = None,
+        tensor: str | None = None,
+        expected: str | None = None,
+        actual: str | None = None,
+        torn: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.key, self.version, self.tensor = key, version, tensor
+        self.expected, self.actual = expected, actual
+        self.torn = torn

@@ -393,7 +393,7 @@ def test_a_base_on_a_device_is_for_tensors_there(keep: Any) -> None:
 
 
 def test_a_way_to_keep_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="there are device, host"):
+    with pytest.raises(ValueError, match="keep must be one of 'device', 'host', 'hook'; got"):
         Publisher(MemoryStore(), keep="disk")  # type: ignore[arg-type]
 
 

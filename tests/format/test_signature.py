@@ -110,7 +110,7 @@ def test_a_record_is_refused_where_nobody_is_trusted() -> None:
 
 
 def test_a_record_signed_by_another_key_is_refused_and_the_key_is_named() -> None:
-    assert refused(signature.sign(VERSION.build(), STRANGER), match="not trusted").key == STRANGER.public
+    assert refused(signature.sign(VERSION.build(), STRANGER), match="not trusted").public_key == STRANGER.public
 
 
 def test_a_changed_line_is_refused() -> None:

@@ -201,7 +201,7 @@ def test_a_rank_that_comes_anew_ends_the_wait_of_the_others_at_once(name: str) -
     def again() -> list[bytes]:
         with pytest.raises(GroupError, match="rank 1 came anew") as caught:
             teams[0].gather(b"to the rank 1 that died")
-        assert caught.value.anew
+        assert caught.value.rejoin
         return teams[0].gather(b"0")
 
     def late() -> list[bytes]:

@@ -393,9 +393,8 @@ def test_a_model_that_cannot_be_divided_by_the_ranks_is_refused(changed: Config,
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(StateError, match="'gpt2'") as refused:
+    with pytest.raises(StateError, match="no map for models of type 'gpt2'"):
         ModelShape.from_config({"model_type": "gpt2"})
-    assert refused.value.family == "gpt2"
     for make in (
         lambda: EngineRank(2, 2),
         lambda: EngineRank(-1, 2),

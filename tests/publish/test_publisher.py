@@ -1674,7 +1674,7 @@ def test_of_two_publishers_one_is_refused_and_the_run_is_the_others() -> None:
         training.step()
         second.publish(training.weights)  # takes the run up
         training.step()
-        with pytest.raises(AnotherPublisherError, match="version 1 is not this") as caught:
+        with pytest.raises(AnotherPublisherError, match="version 1 already exists: another publisher") as caught:
             first.publish(Training(seed=1).weights)
         assert caught.value.version == 1
         second.publish(training.weights)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pulsesync import Subscriber
-from pulsesync.errors import ConflictError, NotFoundError, NothingPublishedError, StoreError
+from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, NothingPublishedError, StoreError
 from pulsesync.store import ObjectStore, RetryStore, open_store
 from pulsesync.testing.stores import StoreTests
 from tests.s3 import Server
@@ -64,7 +64,7 @@ def test_wrong_credentials_are_not_worth_a_retry(s3_server: Server) -> None:
 
 def test_a_bucket_that_is_not_there_is_not_an_empty_run(s3_server: Server) -> None:
     store = ObjectStore("s3://no-such-bucket/run", **s3_server.options)
-    with pytest.raises(StoreError, match="bucket does not exist") as caught:
+    with pytest.raises(MissingBucketError, match="bucket does not exist") as caught:
         store.get("head")
     assert not isinstance(caught.value, NotFoundError)
     assert not caught.value.retryable

@@ -90,7 +90,7 @@ def _report_error(error: PulseError, run: str, kept: HuggingFaceFolder, printer:
     if not isinstance(error, NothingPublishedError):
         printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
         return
-    published, current = error.__dict__.get("version"), kept.current
+    published, current = error.version, kept.current
     if published is not None:
         text = f"waiting for the first anchor of version {published} at {run}, which is probably still being written"
     elif current is not None:

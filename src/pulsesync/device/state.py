@@ -168,17 +168,25 @@ class DeviceState(State):
         for body in self._open(manifest, parts):
             entries = {e.tile: e.sum for e in body.index.entries if e.tile in self.places}
             if not promised.keys().isdisjoint(entries):
-                raise FormatError("two parts of a version change the same tile", version=manifest.version)
+                raise FormatError(f"two parts of version {manifest.version} change the same tile")
             promised.update(entries)
             some, of_tiles = self._decode(body, memories if version else None)
             runs += some
             cuts.update(of_tiles)
         sums = {**self.sums, **self._moved(runs, promised)}
         if self.whole and (then := self._digest(sums)) != manifest.digest:
-            raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=then)
+            raise VerificationError(
+                "digest mismatch: the decoded weights differ from the manifest; weights unchanged",
+                version=manifest.version,
+                expected=manifest.digest,
+                actual=then,
+            )
         later = self.remember(memories, cuts, runs, set(promised)) if version else DeviceHistory()
         if self.whole and (later.digest() if later.tiles else None) != manifest.history:
-            raise VerificationError("the history would not be the publisher's", version=manifest.version)
+            raise VerificationError(
+                "digest mismatch: the history of the epoch differs from the manifest; weights unchanged",
+                version=manifest.version,
+            )
         return DeviceTransition(runs, sums, later)
 
     def _decode(self, body: Body, memories: DeviceHistory | None) -> tuple[list[PileChanges], Mapping[int, int]]:
@@ -203,7 +211,10 @@ class DeviceState(State):
         for ordinal, total in sums.items():
             if total != promised[ordinal]:
                 name = self.layout.tiles[ordinal].tensor.name
-                raise VerificationError(f"tensor {name!r} would not be the publisher's", tensor=name)
+                raise VerificationError(
+                    f"digest mismatch: the decoded tensor {name!r} differs from the part's index; weights unchanged",
+                    tensor=name,
+                )
         return sums
 
     def remember(

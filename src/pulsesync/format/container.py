@@ -122,7 +122,7 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
     if magic != MAGIC:
         raise FormatError("this is not a pulse part: it begins with other bytes")
     if version != VERSION:
-        raise UnsupportedError(f"format version {version:#x}; this reader knows {VERSION:#x}", version=version)
+        raise UnsupportedError(f"format version {version:#x}; this reader knows {VERSION:#x}")
     if flags or reserved:
         raise UnsupportedError("the part uses flags this reader does not know")
     if key != NOT_SEALED:

@@ -228,7 +228,7 @@ class OpenedIndex:
 def open_index(header: container.PartHeader, section: bytes | memoryview, layout: Layout) -> OpenedIndex:
     """Read the index of a part, section 0, whose hash has been checked. Raises: FormatError, and its branches."""
     if header.layout != layout.id:
-        raise FormatError("the part is for another layout", expected=layout.id, actual=header.layout)
+        raise FormatError(f"the part is for another layout: {header.layout[:12]}, not {layout.id[:12]}", part=header.id)
     sizes = [size for size, _ in header.sections]
     return OpenedIndex(header, *index.parse(section, layout.tile_count, sizes))
 

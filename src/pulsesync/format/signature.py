@@ -119,16 +119,16 @@ def check(data: bytes, trust: Collection[str]) -> bytes:
         raise SignatureError("the record is not signed, and a key to trust was given")
     signature = _parse(rest)
     if not _verify(signature["key"], signature["signature"], line):
-        raise SignatureError("the signature does not fit the record", key=signature["key"])
+        raise SignatureError("the signature does not fit the record", public_key=signature["key"])
     if signature["key"] in trust:
         return line
     said = signature.get("delegation")
     if not said or said["by"] not in trust:
-        raise SignatureError(f"signed by {signature['key'][:16]}…, which is not trusted", key=signature["key"])
+        raise SignatureError(f"signed by {signature['key'][:16]}…, which is not trusted", public_key=signature["key"])
     record = load_json(line, "the record")  # it is signed, by somebody: may that one write this?
     run, kind = record.get("run"), record.get("kind")
     if kind != "squash" or not _verify(said["by"], said["signature"], _statement(str(run), signature["key"])):
-        raise SignatureError("the key was not allowed to write this record", key=signature["key"])
+        raise SignatureError("the key was not allowed to write this record", public_key=signature["key"])
     return line
 
 

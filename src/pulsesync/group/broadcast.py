@@ -91,7 +91,7 @@ class Broadcast:
         bucket_weights: int = BUCKET_WEIGHTS,
     ) -> None:
         if method != "auto" and method not in METHODS:
-            raise ValueError(f"no method {method!r}; there are auto, {', '.join(METHODS)}")
+            raise ValueError(f"method must be one of {', '.join(map(repr, ('auto', *METHODS)))}; got {method!r}")
         self.method = method
         self.costs = CostModel(bucket_weights=bucket_weights)
         self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
@@ -255,7 +255,7 @@ class Broadcast:
             raise stream.faults[0]
         self._end_together(notes, "could not take what was sent, so nobody did")
         if len({note["digest"] for note in notes}) > 1:
-            raise VerificationError("the ranks came to different weights, so nobody took them")
+            raise VerificationError("ranks disagree on the result's digest; sync aborted, weights unchanged")
         return point, notes
 
     def _commit(self, stream: SyncSession, point: RankVersion) -> None:
@@ -364,7 +364,7 @@ class Broadcast:
     def _end_together(self, notes: Sequence[Mapping[str, Any]], what: str) -> None:
         for rank, note in enumerate(notes):
             if note["fault"]:
-                raise GroupError(f"rank {rank} {what}: {note['fault']}", rank=rank)
+                raise GroupError(f"rank {rank} {what}: {note['fault']}", rank=self._team.rank, failed_rank=rank)
 
     def _attach(self, source: Any) -> None:
         """Read the source as shards, unless they are the very ones of the last time."""

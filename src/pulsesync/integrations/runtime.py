@@ -74,12 +74,12 @@ class ModelShape:
         which is how transformers saves it; a run published from a live module has both names.
 
         Raises:
-            StateError: a family whose names are not known here (`family`).
+            StateError: the names of this family (`model_type`) are not known here.
         """
         c: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         family = c.get("model_type")
         if family not in _FAMILIES:
-            raise StateError(f"no map for models of type {family!r}; known are {', '.join(_FAMILIES)}", family=family)
+            raise StateError(f"no map for models of type {family!r}; known are {', '.join(_FAMILIES)}")
         tied, bias = bool(c.get("tie_word_embeddings", False)), bool(c.get("attention_bias", False))
         numbers: dict[str, Any] = {
             "layers": c["num_hidden_layers"],
@@ -326,8 +326,6 @@ def _checked(one: Fused, tensor: Any) -> Any:
         raise StateError(
             f"runtime tensor {one.name!r} has shape {shape}; of this model, this rank has {one.shape}",
             tensor=one.name,
-            expected=one.shape,
-            actual=shape,
         )
     if not _contiguous(tensor):
         raise StateError(f"runtime tensor {one.name!r} is not contiguous", tensor=one.name)

@@ -82,7 +82,9 @@ class GroupExchange:
         digests = [note["digest"] if note["round"] == newest else None for note in told]
         source = next(rank for rank, digest in enumerate(digests) if digest)
         if newest and len({digest for digest in digests if digest}) > 1:
-            raise VerificationError(f"trainers hold different states after round {newest}", round=newest)
+            raise VerificationError(
+                f"the trainers' shared states differ after round {newest}: stop, they have diverged"
+            )
         if all(digest == digests[source] for digest in digests):
             return state
         data = state.to_bytes() if self._rank == source else b""
@@ -131,7 +133,7 @@ class GroupExchange:
             return
         told = self._tell({"digest": after.digest})
         if any(note["digest"] != after.digest for note in told):
-            raise VerificationError(f"trainers came to different weights in round {after.round}", round=after.round)
+            raise VerificationError(f"trainers disagree on the digest of round {after.round}: stop, they have diverged")
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
         return None  # a group has no rounds without all of it

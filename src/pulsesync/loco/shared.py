@@ -109,7 +109,7 @@ class SharedState:
         if _seal(head, body) != sha256:
             raise ChecksumError("a shared state is damaged")
         if head["layout"] != like.layout or head["size"] != like.theta.size or len(body) != 8 * like.theta.size:
-            raise FormatError("the shared state is of another model", expected=like.layout, actual=head["layout"])
+            raise FormatError(f"the shared state has layout {head['layout']}, and this model has {like.layout}")
         theta, momentum = np.frombuffer(body, "<f4").astype(np.float32).reshape(2, -1)
         if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
             raise FormatError("a shared state holds what is no number")

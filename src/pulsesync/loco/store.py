@@ -203,11 +203,11 @@ class StoreExchange:
         """Raises: StateError, if somebody else has announced itself by this trainer's name."""
         with suppress(NotFoundError):
             if self._get(_place(coder, f"present/{self.trainer}"), 64) != self._session:
-                raise StateError(f"two trainers are called {self.trainer!r}: this one stops", trainer=self.trainer)
+                raise StateError(f"two trainers are called {self.trainer!r}: this one stops")
 
     def _check_not_gone(self, coder: Coder) -> None:
         if self._is_gone(coder.fragment, coder.round):
-            raise MissingLinkError(f"round {coder.round} is long past: join again", round=coder.round)
+            raise MissingLinkError(f"round {coder.round} is long past: join again")
 
     def _look(
         self, coder: Coder, size: int, read: dict[str, SparseVector], refused: dict[str, list[str]]
@@ -301,7 +301,7 @@ class StoreExchange:
         lost = f"the payload of {trainer} in round {coder.round} is lost ({faults[-1]})"
         if self._has_state(coder.fragment, coder.round):
             self._lost[coder.fragment] = coder.round
-            raise MissingLinkError(f"{lost}: join again, from a later state", round=coder.round) from faults[-1]
+            raise MissingLinkError(f"{lost}: join again, from a later state") from faults[-1]
         raise RoundError(
             f"{lost}, and no shared state of this round or a later one is saved yet. Restore the object, or wait until "
             f"the other trainers have saved a state (every {self._state_every} rounds), which this trainer then takes; "
@@ -323,10 +323,9 @@ class StoreExchange:
             raise FormatError(f"the decision of round {coder.round} names what is no trainer or no payload")
         if record["base"] != coder.base:
             raise VerificationError(
-                f"round {coder.round} goes on from another state than this trainer holds: begin without a saved one",
+                f"round {coder.round} continues from another state than this trainer's: start without a saved one",
                 expected=record["base"],
                 actual=coder.base,
-                round=coder.round,
             )
         return members
 

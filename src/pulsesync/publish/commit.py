@@ -202,10 +202,10 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
             store.get(keys.manifest_key(after.version), 0, 1)
         store.create(key, data)
     except (ConflictError, NotFoundError) as e:
+        found = "already exists" if isinstance(e, ConflictError) else "cannot be created, because its base is gone"
         raise AnotherPublisherError(
-            f"version {manifest.version} is not this publisher's to make: somebody else publishes into this run. "
-            "Nothing of theirs was touched; stop one of the two, or open a new Publisher to take the run up where "
-            "it is now",
+            f"version {manifest.version} {found}: another publisher is writing to this run. Its versions are "
+            "unchanged; stop one of the two, or create a new Publisher to resume the run from its newest version",
             key=key,
             version=manifest.version,
         ) from e

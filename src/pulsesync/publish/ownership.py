@@ -6,7 +6,7 @@ Each tile is the share of one rank, the first that holds all of it. From what al
 
 import glob
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -185,7 +185,12 @@ class RankReport:
         return json.dumps(head).encode() + b"\n" + sums.tobytes() + remembered.tobytes()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "RankReport":
+    def from_ranks(cls, messages: Sequence[bytes]) -> Iterator["RankReport"]:
+        """The reports of all ranks, from their messages in the order of the ranks. Raises: FormatError."""
+        return (cls.from_bytes(data, rank) for rank, data in enumerate(messages))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, rank: int) -> "RankReport":
         """Raises: FormatError, if it is not what `to_bytes` wrote."""
         try:
             head = json.loads(data[: (at := data.index(b"\n") + 1)])
@@ -199,7 +204,7 @@ class RankReport:
                 {n: TileHistorySummary(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},
             )
         except (ValueError, KeyError, TypeError) as e:
-            raise FormatError(f"a rank tells something else than it was asked: {e}") from e
+            raise FormatError(f"malformed message from rank {rank}: {e}") from e
 
 
 @dataclass(frozen=True)

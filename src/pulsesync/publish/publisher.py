@@ -179,11 +179,11 @@ class Publisher:
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if keep not in (None, *get_args(Keep)):
-            raise ValueError(f"no keep={keep!r}; there are {', '.join(get_args(Keep))}")
+            raise ValueError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}; got {keep!r}")
         if keep == "hook" and publish_every != 1:
             raise ValueError("keep='hook' publishes every step: there is no base that could wait for more")
         if codec not in get_args(patch.CodecName):
-            raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
+            raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
         self.store = open_store(location) if isinstance(location, str) else location
         self.codec: patch.CodecName = codec
         self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
@@ -780,7 +780,7 @@ def find_last(reader: RunReader, key: SigningKey | None) -> Manifest | None:
     """
     last = reader.newest()
     if last is not None and key is None and signature.split(reader.store.get(keys.manifest_key(last.version)))[1]:
-        raise SignatureError("the run is signed: take it up with its key", version=last.version)
+        raise SignatureError("this run is signed; pass signing_key= to resume it", key=keys.manifest_key(last.version))
     return last
 
 

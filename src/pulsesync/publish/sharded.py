@@ -126,7 +126,7 @@ class ShardedPublisher:
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if codec not in get_args(patch.CodecName):
-            raise ValueError(f"no codec {codec!r}; there are {', '.join(get_args(patch.CodecName))}")
+            raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
         self.store = open_store(location) if isinstance(location, str) else location
         self.team = team
         self._epoch_patches = epoch_patches
@@ -337,7 +337,7 @@ class ShardedPublisher:
 
     def _judge(self, plan: "_TeamPlan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_CoordinatorMessage":
         """Say whether what all ranks have rebuilt is, together, the last version."""
-        tables = VersionTables().after(map(RankReport.from_bytes, told))
+        tables = VersionTables().after(RankReport.from_ranks(told))
         start = last.at_start  # there nothing that was remembered is needed any more
         if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
             return _CoordinatorMessage()
@@ -370,7 +370,7 @@ class ShardedPublisher:
         return clock.report(plan.layout, self._base.last, None, written)
 
     def _create_root(self, plan: "_TeamPlan", told: Sequence[bytes], step: int) -> "_CoordinatorMessage":
-        tables = VersionTables().after(map(RankReport.from_bytes, told))
+        tables = VersionTables().after(RankReport.from_ranks(told))
         digest = tables.digest(plan.layout)
         record = root_record(plan.last, step, plan.layout.id, digest, self._newest, self._refs, self._epoch_patches)
         data = signed(record, self.signing_key)
@@ -405,7 +405,7 @@ class ShardedPublisher:
 
     def _create(self, base: _RankBase, told: Sequence[bytes], step: int) -> "_CoordinatorMessage":
         """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
-        offers = [RankReport.from_bytes(note) for note in told]
+        offers = list(RankReport.from_ranks(told))
         parts = tuple(part for offer in offers for part in offer.parts)
         assert self._draft is not None
         if not parts:
@@ -469,7 +469,7 @@ class ShardedPublisher:
         return self._hear(lambda: self._create_anchor(base, told)).written
 
     def _create_anchor(self, base: _RankBase, told: Sequence[bytes]) -> "_CoordinatorMessage":
-        parts = tuple(part for note in told for part in RankReport.from_bytes(note).parts)
+        parts = tuple(part for report in RankReport.from_ranks(told) for part in report.parts)
         if not parts:
             parts = tuple(self._put(part) for part in encode_parts((), base.state))
         record = anchor_record(base.last, parts, self._newest)
@@ -526,9 +526,12 @@ def _fault_from(data: bytes, failed: int, rank: int) -> PulseError:
     fault = json.loads(data)
     kind = getattr(errors, fault["kind"], None)
     if not isinstance(kind, type) or not issubclass(kind, PulseError):
-        return GroupError(f"rank {failed} failed: {fault['kind']}: {fault['text']}", failed=failed, rank=rank)
-    facts = {"retryable": fault["retryable"]} if issubclass(kind, StoreError) else {}
-    return kind(f"rank {failed} failed: {fault['text']}", failed=failed, rank=rank, **facts)
+        return GroupError(f"rank {failed} failed: {fault['kind']}: {fault['text']}", rank=rank, failed_rank=failed)
+    error = kind(f"rank {failed} failed: {fault['text']}")
+    error.failed_rank = failed
+    if isinstance(error, StoreError):
+        error.retryable = fault["retryable"]
+    return error
 
 
 @dataclass(frozen=True)

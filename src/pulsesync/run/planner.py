@@ -104,8 +104,6 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
             version=version,
             run=run,
             newest=newest.version,
-            expected=version,
-            actual=newest.version,
         )
 
 

@@ -14,10 +14,10 @@ from pulsesync.errors import (
     FormatError,
     NotFoundError,
     NothingPublishedError,
-    PulseError,
     RunChangedError,
     SignatureError,
     StoreError,
+    VerificationError,
 )
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
@@ -78,8 +78,9 @@ class RunReader:
                 raise FormatError(f"{key} holds a record of kind {record.kind}")
             if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
                 raise ChainError(f"{key} holds version {record.version}", version=record.version)
-        except PulseError as e:
-            raise located(e, key) from None
+        except (FormatError, ChainError) as e:
+            locate(e, key)
+            raise
         return record
 
     def key_of(self, record: Manifest) -> str:
@@ -218,10 +219,10 @@ def location_of(store: Store) -> str:
     return str(next((place for place in named if place), type(inner).__name__))
 
 
-def located(error: PulseError, key: str) -> PulseError:
-    """The same error, with the key of the object it is about."""
-    error.__dict__.setdefault("key", key)
-    return error
+def locate(error: FormatError | ChainError | StoreError | VerificationError, key: str) -> None:
+    """Note in an error which object of the store it is about, unless that is known already."""
+    if error.key is None:
+        error.key = key
 
 
 @contextmanager
@@ -231,7 +232,8 @@ def forgetting(store: Store, key: str) -> Iterator[None]:
         yield
     except FormatError as e:
         forget(store, key)
-        raise located(e, key) from None
+        locate(e, key)
+        raise
 
 
 def describe(record: Manifest) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pulsesync.errors import (
     ChainError,
     ClosedError,
     FormatError,
+    MissingBucketError,
     MissingLinkError,
     NotFoundError,
     NothingPublishedError,
@@ -48,7 +49,7 @@ from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body
 from pulsesync.run.planner import Position
-from pulsesync.run.reader import CACHE_BYTES, RunReader, located, location_of
+from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State, Transition
 from pulsesync.state.slices import Slices
@@ -92,6 +93,7 @@ class _Progress:
     fetched_bytes: int = 0
     replanned: int = 0
     refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
+    failed_record: str | None = None  # the key of the record that this attempt failed at, so that the next avoids it
     torn: bool = False  # whether an anchor was written in part, and nothing whole since
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
 
@@ -102,6 +104,17 @@ class _Progress:
             yield
         finally:
             self.seconds[what] += time.perf_counter() - began
+
+    @contextmanager
+    def applying(self, record: Manifest, records: RunReader) -> Iterator[None]:
+        """If this raises an error, note that it is about this record."""
+        try:
+            yield
+        except PulseError as e:
+            self.failed_record = records.key_of(record)
+            if isinstance(e, FormatError | ChainError | StoreError | VerificationError):
+                locate(e, self.failed_record)
+            raise
 
 
 class _Flag:
@@ -396,10 +409,11 @@ class Subscriber:
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
                 first = first or e
                 traceback.clear_frames(e.__traceback__)  # what it had read need not be held for the next attempt
-                if (about := e.__dict__.get("record") or e.__dict__.get("key", "")) in avoid:
-                    break  # there is no way round it
+                failed_record, progress.failed_record = progress.failed_record, None
+                if (about := failed_record or e.key or "") in avoid:
+                    break  # there is no path that avoids it
                 avoid.add(about)
-                if isinstance(e, FormatError) and "record" in e.__dict__:
+                if isinstance(e, FormatError) and failed_record:
                     progress.refused[about] = e  # its bodies were read twice
                 if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
                     self._forget()  # what is held is not what it was thought to be
@@ -467,10 +481,8 @@ class Subscriber:
                 logger.warning("Starting over from an anchor: %s.", e)
                 self._forget()
                 return self._goal(version, records)
-        except StoreError as e:
-            if e.__dict__.get("no_bucket"):
-                raise records.nothing_published(": the bucket does not exist") from e
-            raise
+        except MissingBucketError as e:
+            raise records.nothing_published(": the bucket does not exist") from e
 
     def _goal(self, version: int | None, records: RunReader) -> Manifest | None:
         local = self._held
@@ -515,7 +527,8 @@ class Subscriber:
                 raise
             raise records.no_anchor(goal) from None
         for record in way:
-            if error := progress.refused.get(records.key_of(record)):
+            if error := progress.refused.get(key := records.key_of(record)):
+                progress.failed_record = key
                 raise error  # before anything else on this path is fetched again
         return way
 
@@ -523,12 +536,12 @@ class Subscriber:
         """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
         assert self._state is not None
         if way and way[0].kind == RecordKind.ANCHOR:
-            with _about(records, way[0]):
+            with progress.applying(way[0], records):
                 self._load(way[0], progress)
             way = way[1:]
         transition: Transition | None = None
         for n, (record, fetching) in enumerate(self._ahead(way), 1):
-            with _about(records, record):
+            with progress.applying(record, records):
                 with progress.timed("fetch"):
                     got = [future.result() for future in fetching]
                 progress.fetched_bytes += sum(size for _, size in got)
@@ -737,13 +750,3 @@ def _pauses(first_s: float, longest_s: float) -> Iterator[float]:
     while True:
         yield first_s
         first_s = min(2 * first_s, longest_s)
-
-
-@contextmanager
-def _about(records: RunReader, record: Manifest) -> Iterator[None]:
-    """Mark an error with the record that led to it, so that the next plan goes round it."""
-    try:
-        yield
-    except PulseError as e:
-        e.__dict__["record"] = records.key_of(record)
-        raise located(e, e.__dict__["record"]) from None

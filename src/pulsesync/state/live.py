@@ -76,7 +76,7 @@ class State:
         self._addresses: dict[str, int] = {}
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
-        self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: only an anchor can help
+        self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: an anchor is required
 
     @classmethod
     def empty(cls, layout: Layout) -> "State":
@@ -240,15 +240,23 @@ class State:
         for body in bodies:
             part = self.decode(body, weights, history if manifest.kind == RecordKind.VERSION else None)
             if not promised.keys().isdisjoint(part.sums):
-                raise FormatError("two parts of a version change the same tile", version=manifest.version)
+                raise FormatError(f"two parts of version {manifest.version} change the same tile")
             patches += part.patches
             promised.update(part.sums)
         sums = {**base.sums, **self.move(patches, promised, base.sums)}
         if self.whole and (then := self._digest(sums)) != manifest.digest:
-            raise VerificationError("the state would not be the publisher's", expected=manifest.digest, actual=then)
+            raise VerificationError(
+                "digest mismatch: the decoded weights differ from the manifest; weights unchanged",
+                version=manifest.version,
+                expected=manifest.digest,
+                actual=then,
+            )
         later = history.after(patches, weights) if manifest.kind == RecordKind.VERSION else History()
         if self.whole and (later.digest() if later.tiles else None) != manifest.history:
-            raise VerificationError("the history would not be the publisher's", version=manifest.version)
+            raise VerificationError(
+                "digest mismatch: the history of the epoch differs from the manifest; weights unchanged",
+                version=manifest.version,
+            )
         return Transition(_composed(base.changes, patches), sums, later)
 
     def decode(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
@@ -272,7 +280,7 @@ class State:
             raise BaseMismatchError("the version has another layout", expected=manifest.layout, actual=self.layout.id)
         if self.untied:
             raise BaseMismatchError(
-                f"a tensor tied to {self.untied!r} differs from it: only an anchor can help", tensor=self.untied
+                f"a tensor tied to {self.untied!r} differs from it; a full resync from an anchor is required"
             )
         if self.whole and manifest.base.digest != (held := self._digest(base.sums)):
             raise BaseMismatchError(
@@ -330,7 +338,10 @@ class State:
             sums[ordinal] = before[ordinal] + by
             if self.places[ordinal].whole and sums[ordinal] != promised[ordinal]:
                 name = one.tile.tensor.name
-                raise VerificationError(f"tensor {name!r} would not be the publisher's", tensor=name)
+                raise VerificationError(
+                    f"digest mismatch: the decoded tensor {name!r} differs from the part's index; weights unchanged",
+                    tensor=name,
+                )
         return sums
 
     def commit(self, transition: Transition) -> Transition:
@@ -385,9 +396,9 @@ class State:
         for body in parts:
             promised = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
             if any(not self.layout.tiles[entry.tile].size for entry in body.index.entries):
-                raise FormatError("the anchor names a tile that has no weights", version=manifest.version)
+                raise FormatError(f"the anchor of version {manifest.version} names a tile that has no weights")
             if not seen.isdisjoint(promised):
-                raise FormatError("two parts of an anchor hold the same tile", version=manifest.version)
+                raise FormatError(f"two parts of the anchor of version {manifest.version} hold the same tile")
             seen |= promised.keys()
             counted = dict.fromkeys(promised, Sum(0, 0))
             for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
@@ -398,7 +409,7 @@ class State:
                 raise VerificationError("a tile of the anchor is not the publisher's", version=manifest.version)
             sums.update((ordinal, total) for ordinal, total in promised.items() if self.places[ordinal].whole)
         if seen != self.places.keys():
-            raise FormatError("the anchor lacks a tile", version=manifest.version)
+            raise FormatError(f"the anchor of version {manifest.version} lacks a tile")
         if self.whole and (actual := self._digest(sums)) != manifest.digest:
             raise VerificationError("the anchor is not its version", expected=manifest.digest, actual=actual)
         return sums

@@ -147,7 +147,9 @@ def _placed(name: str, value: Any) -> Placed:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in value.placements):
-        raise StateError(f"tensor {name!r} is a sum that has not been added up ({value.placements})", tensor=name)
+        raise StateError(
+            f"tensor {name!r}: DTensor has a Partial placement ({value.placements}); redistribute it first", tensor=name
+        )
     whole = tuple(int(n) for n in value.shape)
     if value.device_mesh.get_coordinate() is None:  # not among those who hold it
         return Placed(value.to_local(), whole, (0, 0) if whole else None)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pulsesync.errors import ConflictError, NotFoundError, StoreError
+from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, StoreError
 from pulsesync.store.aws import ENDPOINT_VARIABLES, Credentials, find_credentials
 from pulsesync.store.base import ObjectEntry
 from pulsesync.store.keys import check_key, check_prefix
@@ -199,13 +199,12 @@ def _store_error(error: Exception, what: str, key: str, credentials: Credentials
         return StoreError(f"cannot {what}: {_said(error)}", key=key, retryable=True)
     if isinstance(error, AlreadyExistsError):
         return ConflictError(f"cannot {what}: it exists already", key=key)
-    if isinstance(error, FileNotFoundError) and not (code and code[1] in _NO_BUCKET_CODES):
+    no_bucket = code is not None and code[1] in _NO_BUCKET_CODES
+    if isinstance(error, FileNotFoundError) and not no_bucket:
         return NotFoundError(f"cannot {what}: there is none", key=key)
     source = f" (credentials from {credentials.source})" if credentials and _status(error) in (401, 403) else ""
-    no_bucket = bool(code and code[1] in _NO_BUCKET_CODES)
-    return StoreError(
-        f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error), no_bucket=no_bucket
-    )
+    kind = MissingBucketError if no_bucket else StoreError
+    return kind(f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error))
 
 
 def _is_passing(error: Exception) -> bool:

@@ -73,6 +73,6 @@ class TeamPublisher(ShardedPublisher):
         try:
             return super().publish(source, step=step)
         except GroupError as e:
-            if not getattr(e, "anew", False):
+            if not e.rejoin:
                 raise
         return super().publish(source, step=step)  # what the first attempt committed, if it did, this one settles

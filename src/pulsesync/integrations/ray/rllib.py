@@ -214,7 +214,7 @@ def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, An
     records = RunReader(subscriber.store, subscriber.trust)
     manifest = records.version(version)
     if manifest is None:
-        raise StateError(f"version {version} is not published, or not any more", version=version)
+        raise StateError(f"version {version} is not published, or not any more")
     specs = {spec.name: spec for spec in records.layout(manifest.layout).tensors}
     held = {}
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ class _Reply:
     """What a call to the meeting came to: a problem, or something."""
 
     problem: str = ""
-    anew: bool = False  # with a problem: somebody waits already for all to come together anew
+    rejoin: bool = False  # with a problem: other ranks are already waiting in the next generation
     generation: str = ""
     notes: tuple[bytes, ...] = ()
 
@@ -47,7 +47,7 @@ class Rendezvous:
         self._size = self._size or size
         if size != self._size or not 0 <= rank < size:
             return _Reply(f"rank {rank} of {size} does not belong to this team of {self._size}")
-        self._end(_Reply(f"rank {rank} came anew", anew=True))
+        self._end(_Reply(f"rank {rank} came anew", rejoin=True))
         if rank in self._coming:
             self._coming.pop(rank).set_result(_Reply(f"another process came as rank {rank}"))
         mine = self._coming[rank] = asyncio.get_running_loop().create_future()
@@ -65,7 +65,7 @@ class Rendezvous:
         """Give a note to a round, and wait for those of the others."""
         live = self._live
         if live is None or live.id != generation:
-            return _Reply(f"the team has ended: {self._ended}", anew=bool(self._coming))
+            return _Reply(f"the team has ended: {self._ended}", rejoin=bool(self._coming))
         if number != live.number or rank in live.notes:
             return self._end(_Reply(f"rank {rank} came to round {number}, the others are in round {live.number}"))
         live.notes[rank] = note
@@ -100,7 +100,7 @@ class ActorTeam:
 
     They come together at the first `gather`. After a GroupError they come together anew at the next one, in whatever
     process each rank is by then: every rank then begins again what it did, from its first `gather`. If the error has
-    `anew`, others are waiting for that already.
+    `rejoin`, others are already waiting for that.
 
     Args:
         name: The team's, in the cluster.
@@ -148,5 +148,5 @@ class ActorTeam:
             said = str(e).splitlines()[0][:200]
             raise GroupError(f"{self.name}, rank {self.rank}: {said}", rank=self.rank) from e
         if answer.problem:
-            raise GroupError(f"{self.name}, rank {self.rank}: {answer.problem}", rank=self.rank, anew=answer.anew)
+            raise GroupError(f"{self.name}, rank {self.rank}: {answer.problem}", rank=self.rank, rejoin=answer.rejoin)
         return answer

@@ -177,7 +177,7 @@ class FullReceiver:
         data = self._store.get(_key(wanted))
         held = values(policy)
         if len(data) != sum(2 * weight.numel() for weight in held.values()):
-            raise ChecksumError(f"version {wanted} has {len(data)} bytes, which are not this policy's", version=wanted)
+            raise ChecksumError(f"version {wanted} has {len(data)} bytes, which are not this policy's")
         at = 0
         for _, weight in sorted(held.items()):
             bits = torch.frombuffer(bytearray(data[at : at + 2 * weight.numel()]), dtype=torch.bfloat16)

@@ -87,7 +87,7 @@ def hold(named: Iterable[tuple[str, Any]]) -> tuple[LocalTensors, list[Any]]:
     """What of these tensors this process counts, each memory once and floats alone; and these, in that order.
 
     Raises:
-        StateError: something that is no tensor, or a DTensor that is not added up.
+        StateError: something that is no tensor, or a DTensor with a Partial placement.
     """
     places: set[tuple[Any, ...]] = set()
     found: list[tuple[CountedTensor, Any]] = []
@@ -147,7 +147,9 @@ def _counts_here(name: str, value: Any) -> bool:
     if not _is_dtensor(value):
         return rank_and_size()[0] == 0
     if any(placement.is_partial() for placement in value.placements):
-        raise StateError(f"tensor {name!r} is a sum that has not been added up ({value.placements})", tensor=name)
+        raise StateError(
+            f"tensor {name!r}: DTensor has a Partial placement ({value.placements}); redistribute it first", tensor=name
+        )
     coordinate: Sequence[int] | None = value.device_mesh.get_coordinate()
     if coordinate is None:
         return False

@@ -1,0 +1,118 @@
+"""The errors as an interface: what a caller can read, and that nothing of it is lost between processes."""
+
+import inspect
+import pickle
+import re
+from collections.abc import Iterator
+from typing import Any, assert_type, get_type_hints
+
+import pytest
+
+from pulsesync import errors
+from pulsesync.cli.options import NothingThereError, UsageError
+from pulsesync.errors import ChecksumError, FormatError, GroupError, PulseError, StoreError
+
+PUBLIC = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PulseError)]
+ALL = [*PUBLIC, UsageError, NothingThereError]
+EXAMPLES: dict[object, Any] = {str | None: "abc", int | None: 7, bool: True}  # by the type of a field
+
+
+def fields_of(kind: type[PulseError]) -> dict[str, Any]:
+    """The keywords of a constructor, each with a value of its type."""
+    hints = get_type_hints(kind.__init__)
+    return {name: EXAMPLES[hints[name]] for name in list(inspect.signature(kind).parameters)[1:]}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_constructor_takes_a_message_and_fields_by_keyword_each_with_a_type(kind: type[PulseError]) -> None:
+    message, *fields = inspect.signature(kind).parameters.values()
+    assert (message.name, message.kind) == ("message", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    assert all(field.kind == inspect.Parameter.KEYWORD_ONLY for field in fields)
+    assert get_type_hints(kind.__init__).keys() == {"message", *(field.name for field in fields), "return"}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_field_can_be_read_whether_it_was_given_or_not(kind: type[PulseError]) -> None:
+    given = fields_of(kind)
+    assert vars(kind("why", **given)) == {"failed_rank": None, **given}
+    assert vars(kind("why")) == {
+        "failed_rank": None,
+        **{name: False if v is True else None for name, v in given.items()},
+    }
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_has_the_fields_of_its_base(kind: type[PulseError]) -> None:
+    for base in kind.__mro__:
+        if issubclass(base, PulseError):
+            assert fields_of(base).keys() <= fields_of(kind).keys()
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_the_fields_of_an_error_are_explained_where_it_is_declared(kind: type[PulseError]) -> None:
+    explained = "".join(inspect.getdoc(base) or "" for base in kind.__mro__ if issubclass(base, PulseError))
+    for name in vars(kind("why")):
+        assert re.search(rf"^ {{4}}{name}: ", explained, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_field_that_is_not_declared_can_neither_be_given_nor_read(kind: type[PulseError]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        kind("why", colour="red")  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="colour"):
+        kind("why").colour  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_reads_as_its_message_alone(kind: type[PulseError]) -> None:
+    error = kind("the disk is full", **fields_of(kind))
+    assert (str(error), repr(error)) == ("the disk is full", f"{kind.__name__}('the disk is full')")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_is_pickled_with_all_its_fields(kind: type[PulseError]) -> None:
+    error = kind("the disk is full", **fields_of(kind))
+    error.failed_rank = 3
+    error.add_note("while saving")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_class_derived_from_an_error_without_its_constructor_can_look_fields_up_elsewhere(
+    kind: type[PulseError],
+) -> None:
+    """As Ray does with the error of a remote task; a default on the class would hide the value."""
+    cause = kind("why", **fields_of(kind))
+
+    class Wrapped(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(cause, name)
+
+    wrapped = Wrapped()
+    assert {name: getattr(wrapped, name) for name in vars(cause)} == vars(cause)
+
+
+def test_a_checker_knows_the_type_of_a_field() -> None:
+    """mypy refuses this file if one of these fields has another type, Any included."""
+    assert assert_type(FormatError("why").key, str | None) is None
+    assert assert_type(ChecksumError("why").section, int | None) is None
+    assert assert_type(GroupError("why").failed_rank, int | None) is None
+    assert assert_type(StoreError("why").retryable, bool) is False
+
+
+def test_the_tree_in_the_documentation_is_the_tree_of_classes() -> None:
+    assert errors.__doc__ is not None
+    drawn = re.findall(r"^    ([│├└─ ]*)(\w+Error)", errors.__doc__, re.MULTILINE)
+    assert [(len(indent) // 4, name) for indent, name in drawn] == list(tree(PulseError))
+
+
+def tree(kind: type[PulseError], depth: int = 0) -> Iterator[tuple[int, str]]:
+    """An error and those derived from it in its module, in the order of their declaration, each with its depth."""
+    yield depth, kind.__name__
+    for derived in kind.__subclasses__():
+        if derived in PUBLIC:
+            yield from tree(derived, depth + 1)
