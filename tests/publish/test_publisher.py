@@ -1684,6 +1684,16 @@ def test_of_two_publishers_one_is_refused_and_the_run_is_the_others() -> None:
     assert versions(store) == [0, 1, 2]
 
 
+def test_a_publisher_whose_base_was_pruned_is_refused() -> None:
+    training, store = Training(), MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+        store.delete(keys.manifest_key(0))
+        training.step()
+        with pytest.raises(AnotherPublisherError, match="version 1 cannot be created, because its base is gone"):
+            pub.publish(training.weights)
+
+
 def race(store: Store, count: int, steps: int) -> list[tuple[int, list[dict[str, Any]]]]:
     """Let publishers, each with a training of its own, publish into the same place; return what each committed."""
     ready = threading.Barrier(count)
@@ -2303,7 +2313,9 @@ def test_a_signed_run_is_not_taken_up_without_its_key(key: SigningKey, other: bo
     publish_steps(store, 2, training, signing_key=key)
     with (
         Publisher(store, signing_key=SigningKey.generate() if other else None) as pub,
-        pytest.raises(SignatureError),
+        pytest.raises(
+            SignatureError, match="not trusted" if other else "this run is signed; pass signing_key= to resume"
+        ),
     ):
         pub.publish(training.weights)
     assert versions(store) == [0, 1]

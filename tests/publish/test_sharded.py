@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulsesync import Publisher, SigningKey, Subscriber
-from pulsesync.errors import AnotherPublisherError, GroupError, PulseError, SignatureError, StateError, StoreError
+from pulsesync.errors import (
+    AnotherPublisherError,
+    FormatError,
+    GroupError,
+    PulseError,
+    SignatureError,
+    StateError,
+    StoreError,
+)
 from pulsesync.format.history import History, digest_of
 from pulsesync.format.manifest import RecordKind
 from pulsesync.format.patch import CodecName
@@ -23,6 +31,7 @@ from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
 from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish import anchors
+from pulsesync.publish.ownership import RankReport
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import keys
 from pulsesync.state.sharding import Placed, tensor_parallel
@@ -649,6 +658,11 @@ def test_a_rank_that_cannot_put_its_part_stops_all_and_the_next_publish_covers_b
     assert group.publish(training.weights).version == 1
     assert versions(base) == [0, 1]
     assert equal(synced(base), training.weights)
+
+
+def test_a_message_that_is_no_report_names_the_rank_that_sent_it() -> None:
+    with pytest.raises(FormatError, match="malformed message from rank 1"):
+        list(RankReport.from_ranks([RankReport(()).to_bytes(), b"[]\n"]))
 
 
 def test_an_error_that_is_not_ours_is_a_group_error_elsewhere() -> None:

@@ -114,6 +114,15 @@ def test_a_record_by_a_trusted_key_is_taken_and_any_other_is_refused() -> None:
             known.version(number)
 
 
+def test_an_error_about_a_signature_names_the_record_and_the_key_that_signed_it() -> None:
+    mine, other = SigningKey.generate(), SigningKey.generate()
+    store = store_with(0)
+    store.store.put(keys.manifest_key(0), signature.sign(made(0).build(), other))
+    with pytest.raises(SignatureError) as caught:
+        RunReader(store, {mine.public}).version(0)
+    assert (caught.value.key, caught.value.public_key) == (keys.manifest_key(0), other.public)
+
+
 # -- the newest version --------------------------------------------------------------------------------------------
 
 

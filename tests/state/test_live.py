@@ -177,7 +177,7 @@ def test_a_tile_that_would_not_be_the_publishers_is_named() -> None:
     manifest, parts = writer.advance({**writer.state, "c": nudge(rng, writer.state["c"], 1.0)})
     assert manifest.base is not None
     fitting = replace(manifest, base=replace(manifest.base, digest=held.digest))
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(VerificationError, match="digest mismatch: the decoded tensor 'c' differs") as caught:
         held.prepare(fitting, parts)
     assert caught.value.tensor == "c"
 

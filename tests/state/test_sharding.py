@@ -153,3 +153,19 @@ def test_any_two_splits_of_a_tensor_meet_in_one_layout(by_rows: list[int], by_co
         block = sources[owners[tile.ordinal]].weights(layout).block(tile, 0)
         read[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns] = block.reshape(tile.rows, -1)
     assert np.array_equal(read, whole)
+
+
+def test_a_dtensor_with_a_partial_placement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        value = DTensor.from_local(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Partial()])
+        with pytest.raises(StateError, match="'w': DTensor has a Partial placement") as caught:
+            shards_of({"w": value})
+    finally:
+        distributed.destroy_process_group()
+    assert caught.value.tensor == "w"
