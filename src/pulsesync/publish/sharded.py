@@ -99,10 +99,10 @@ class ShardedPublisher:
     """Publishes a model that is spread over a team of processes: into a new run, or one that is taken up.
 
     Every rank makes one with the same arguments and calls the same methods in the same order. What one rank cannot do,
-    none does: the rank that failed raises its own error and the others one of the same kind that names it
-    (`failed_rank`), or a GroupError; nobody's base advances, and the next publish covers both steps. A rank that dies gives the others a
-    GroupError when the team's time is up, which has to be enough for the slowest rank's upload; a new team then takes
-    the run up.
+    none does: the rank that failed raises its own error, and the others one of the same kind that names it in
+    `failed_rank`, or a GroupError; no rank's base advances, and the next publish covers both steps. If a rank dies, the
+    others raise a GroupError after the team's timeout, which has to be enough for the slowest rank's upload; a new team
+    then resumes the run.
 
     A run is taken up where each of its tiles lies whole in some rank's shards, as with the same team it does, or with
     fewer and larger shards. Otherwise the whole state is published anew, in the same run.
