@@ -4,11 +4,15 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
+from pulsesync.cli import COMMANDS, overview
 from tests import commands
 from tests.commands import PULSE, start
 from tests.runs import publish_steps
@@ -154,6 +158,30 @@ def test_the_help_tells_the_exit_codes_and_every_command_has_one() -> None:
     for name in ("publish", "follow", "log", "inspect", "verify", "squash", "prune", "keygen", "delegate", "relay"):
         assert name in done.out
         assert commands.pulse(name, "--help").code == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_shows_the_first_sentence_of_every_command(name: str) -> None:
+    path, summary = COMMANDS[name]
+    module, _, attribute = path.partition(":")
+    command = getattr(import_module(module), attribute)
+    function = command.default_command if isinstance(command, App) else command
+    assert function.__doc__.split("\n\n")[0] == summary
+    assert summary in " ".join(overview().split())
+
+
+def test_the_list_of_commands_is_shown_without_loading_any_of_them_or_a_parser() -> None:
+    program = "import sys; sys.argv = ['pulse', '--help']; from pulsesync import cli; cli.main()"
+    shown = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {program}"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=60, check=True)
+    assert "publish" in done.stdout
+    loaded = set(done.stderr.split())
+    assert not {"numpy", "numba", "torch", "cyclopts", "rich"} & loaded
+    assert {name for name in loaded if name.startswith("pulsesync")} == {
+        "pulsesync",
+        "pulsesync.cli",
+        "pulsesync.errors",
+    }
 
 
 def test_whoever_stops_reading_gets_no_traceback(tmp_path: Path) -> None:

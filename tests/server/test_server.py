@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import http.client
 import http.server
-import importlib
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pulsesync.cli import serve as serving
 from pulsesync.cli.options import UsageError
 from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
@@ -49,9 +49,8 @@ RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/
 # What the command line calls, with its options as JSON.
 START = """
 import json, sys
-from importlib import import_module
 from pathlib import Path
-serve = import_module("pulsesync.cli.serve")  # of that name there is a command, too
+from pulsesync.cli import serve
 options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
@@ -375,7 +374,6 @@ def test_a_token_may_be_asked_for_in_clear_where_that_is_permitted() -> None:
 def test_a_token_that_was_given_and_is_empty_is_a_usage_error(
     folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = importlib.import_module("pulsesync.cli.serve")  # of that name there is a command, too
     common = {"host": "127.0.0.1", "port": 0, "certificate": None, "private_key": None, "as_json": True}
     relayed = {**common, "cache": tmp_path / "cache", "max_cache": None, "cafile": None, "token_file": None}
     empty = tmp_path / "token"
@@ -684,7 +682,6 @@ def test_a_relay_shows_its_own_token_upstream_and_never_that_of_its_clients(upst
 def test_a_relay_does_not_show_its_token_in_clear_to_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = importlib.import_module("pulsesync.cli.serve")
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "s3cret")
     with pytest.raises(UsageError, match="in clear"):
         serving.relay(

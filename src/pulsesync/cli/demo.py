@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Literal
 
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.live import Live
 
-from pulsesync.cli.options import UsageError, open_place, read_rate
+from pulsesync.cli.options import Amount, Count, Json, Natural, UsageError, open_place, read_rate
 from pulsesync.errors import PulseError
 from pulsesync.lab.charts import draw
 from pulsesync.lab.demo import plots, view
@@ -24,6 +26,95 @@ from pulsesync.lab.demo.view import Line, RunStory
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
 OWN = ("port", "secret")  # of every start of a run anew
+
+app = App(name="demo")
+
+
+@app.default
+def demo(
+    *,
+    steps: Natural = 100,
+    workers: Natural = 2,
+    seed: Count = 0,
+    lr: Amount | None = None,
+    prompts: Natural = 32,
+    group: Natural = 8,
+    delay: Count = 1,
+    publish_every: Natural = 1,
+    sync: Literal["pulse", "full"] = "pulse",
+    trainers: Natural = 1,
+    sync_every: Natural = 8,
+    loco: Literal["pulse", "compact", "dense"] = "pulse",
+    store: str | None = None,
+    read: str | None = None,
+    link: str | None = None,
+    model: str = "demo",
+    device: str = "cpu",
+    out: Path | None = None,
+    recorded: Annotated[bool, Parameter(name="--replay", negative=())] = False,
+    as_json: Json = False,
+) -> int:
+    """Train a small policy by reinforcement, with workers in processes of their own that follow its weights.
+
+    A trainer learns to add by GRPO from what workers generate; workers get its weights through a store alone, and
+    verify that they are what was published. Every step shows the reward, how many BF16 weights changed, the bytes that
+    travelled, and where each worker is. Any process may be killed: it is started again. Ctrl-C stops the run; the same
+    command with --out resumes it. Needs torch: pip install 'pulsesync[torch]'.
+
+    With --trainers 4, four trainers learn on their own, each from its own completions, and meet every few steps: each
+    sends the others what would change the next forward pass, and keeps the rest for later (PULSELoCo). After a round
+    all have the same weights, which is checked; the first trainer publishes them, and workers follow.
+
+    Args:
+        steps: Optimizer steps to take.
+        workers: Processes that generate.
+        seed: Of prompts and completions.
+        lr: AdamW's learning rate, 6e-5 if not given, for several trainers 1e-5, as their outer step goes seven times as
+            far. RL on large models uses 1e-6 to 3e-6; this policy is small, and would learn slowly.
+        prompts: Prompts in a step, in four pieces of work.
+        group: Completions of each.
+        delay: Versions that completions may be behind; 0 is lock-step, with the same weights every time it is run.
+        publish_every: Steps in a version.
+        sync: pulse sends what changed; full sends all weights, to compare with.
+        trainers: Processes that learn. Each has as many prompts in a step as one would have alone.
+        sync_every: Steps that several trainers take between two meetings; --steps is rounded up to whole rounds.
+        loco: What they send each other: pulse, what the next forward pass sees, exactly; compact, that in a few bits
+            each; dense, all of it, which is DiLoCo, to compare with.
+        store: Where the trainer publishes: a folder, s3://…, gs://…, az://…; one in the run's folder if not given.
+            Several trainers meet beside it.
+        read: Where workers read, if it is not there: the address of pulse serve or pulse relay.
+        link: Of each worker to the store, such as 50mbit; without limit if not given.
+        model: demo; smollm2, which python -m pulsesync.lab.demo.smollm2 .models/smollm2 downloads; or a folder with a
+            Hugging Face checkpoint.
+        device: Where models other than demo compute.
+        out: The run's folder, a new one or one that was interrupted; one in runs/, named by the time, if not given.
+        recorded: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, half a minute.
+        as_json: Print one JSON object a step and a summary, for machines.
+
+    Raises:
+        UsageError: the options do not go together, or the run in --out has other settings.
+        PulseError: torch is missing, or a worker's weights are not those that were published.
+    """
+    settings = DemoSettings(
+        steps=steps,
+        workers=workers,
+        seed=seed,
+        lr=lr or (6e-5 if trainers == 1 else 1e-5),
+        prompts=prompts,
+        group=group,
+        delay=delay,
+        publish_every=publish_every,
+        sync=sync,
+        trainers=trainers,
+        sync_every=sync_every,
+        loco=loco,
+        store=read_place(store),
+        read=read_place(read),
+        link=read_link(link),
+        model=find_model(model),
+        device=device,
+    )
+    return (replay if recorded else run)(settings, out, as_json=as_json)
 
 
 def run(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
@@ -44,8 +135,18 @@ def replay(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
     return _watch(ReplayRun, replace(settings, model=str(RECORDED), steps=steps, lr=RATE), out, as_json)
 
 
-def pretrain(seed: int, out: Path, *, as_json: bool) -> int:
-    """Make the checkpoint that a demo begins with; exit code 0. Raises: PulseError."""
+@app.command
+def pretrain(*, seed: Count = 0, out: Path = Path("policy.safetensors"), as_json: Json = False) -> int:
+    """Make the checkpoint that the demo begins with: supervised, until one sum in four is right.
+
+    Args:
+        seed: Of weights and sums.
+        out: File for the BF16 weights.
+        as_json: Print one JSON object at the end, for machines.
+
+    Raises:
+        PulseError: torch is missing.
+    """
     need_torch()
     from pulsesync.lab.demo import pretrain as work
 

@@ -2,8 +2,23 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust, size
+from cyclopts import Parameter
+
+from pulsesync.cli.options import (
+    Amount,
+    Flag,
+    Interval,
+    Json,
+    NothingThereError,
+    Printer,
+    Trust,
+    Version,
+    open_place,
+    read_trust,
+    size,
+)
 from pulsesync.errors import NothingPublishedError, PulseError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
 
@@ -12,16 +27,39 @@ def follow(
     run: str,
     folder: Path,
     *,
-    trust: str | None,
-    cache: Path | None,
-    once: bool,
-    interval_s: float,
-    hold_s: float,
-    version: int | None,
-    follow_replaced: bool,
-    as_json: bool,
+    trust: Trust = None,
+    cache: Path | None = None,
+    once: Flag = False,
+    interval_s: Interval = 1.0,
+    hold_s: Annotated[Amount, Parameter(name="--hold")] = 10.0,
+    version: Version = None,
+    follow_replaced: Flag = False,
+    as_json: Json = False,
 ) -> int:
-    """Follow until interrupted, or once; exit code 0. Raises: PulseError, NothingThereError."""
+    """Keep a folder at the newest version of a run, for programs that load weights from disk.
+
+    FOLDER/current is always a complete, verified version. It is a link to one of two copies, a and b; the other is
+    updated to the next version, and then the link is switched in one step. Resolve the link before you load:
+    `from_pretrained(os.path.realpath("FOLDER/current"))`. The process may be killed at any moment; started again, it
+    resumes from what is in the folder.
+
+    Args:
+        run: The run to follow.
+        folder: Where the weights go: a folder that is empty, does not exist yet, or was followed into before.
+        trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
+        cache: Folder to keep what was fetched in, to share it with other processes; FOLDER/.cache if not given.
+        once: Update to the newest version and end; exit code 3 if there is none yet.
+        interval_s: Seconds between looks at the run.
+        hold_s: Seconds for which a copy that is no longer current stays as it is: time to finish loading it.
+        version: Update to this version, which may be an older one, and end.
+        follow_replaced: If the run was replaced by another one or restored from a backup since the folder was written,
+            start over from what is there now; without this, that is an error.
+        as_json: Print one JSON object for every version, for machines.
+
+    Raises:
+        NothingThereError: with --once or --version, no version can be reached.
+        PulseError: the folder cannot be updated.
+    """
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     with HuggingFaceFolder(
         store, folder, trust=keys, cache=cache, hold_s=hold_s, follow_replaced=follow_replaced

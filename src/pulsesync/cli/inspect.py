@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.cli.log import rows, utc
-from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
+from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, Version, open_place, read_trust
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
@@ -19,11 +19,18 @@ from pulsesync.store import LocalStore
 SHOWN = 100  # versions
 
 
-def show(place: str, *, version: int | None, trust: str | None, as_json: bool) -> int:
-    """Print a run, a version or a part; exit code 0.
+def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json: Json = False) -> int:
+    """Show what a run, a version or a part consists of, after checking every byte of what is shown.
+
+    Args:
+        place: A run, or a file in its `parts`.
+        version: Show this version of the run.
+        trust: Public key of a publisher to trust, or a file of such keys.
+        as_json: Print one JSON object, for machines.
 
     Raises:
-        PulseError: it cannot be read, or its bytes are bad; NothingThereError.
+        NothingThereError: there is no run, or no such version.
+        PulseError: it cannot be read, or its bytes are bad.
     """
     if Path(place).is_file():
         facts, table = _part(Path(place))

@@ -5,14 +5,22 @@ import os
 import re
 from pathlib import Path
 
-from pulsesync.cli.options import NothingThereError, Printer, UsageError, open_place, read_key
+from pulsesync.cli.options import Json, Key, NothingThereError, Printer, UsageError, open_place, read_key
 from pulsesync.errors import PulseError
 from pulsesync.format.signature import SigningKey
 from pulsesync.run.reader import RunReader
 
 
-def keygen(file: Path, *, as_json: bool) -> int:
-    """Write a new signing key that nobody else can read, print its public key; exit code 0. Raises: PulseError."""
+def keygen(file: Path, *, as_json: Json = False) -> int:
+    """Make a key to sign a run with: the secret goes into FILE, the public key is printed, for workers to --trust.
+
+    Args:
+        file: Where the secret goes, readable by you alone. A file that exists is never overwritten.
+        as_json: Print one JSON object, for machines.
+
+    Raises:
+        PulseError: the file exists, or cannot be written.
+    """
     key = SigningKey.generate()
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -28,8 +36,20 @@ def keygen(file: Path, *, as_json: bool) -> int:
     return 0
 
 
-def delegate(run: str, public: str, *, key: Path | None, out: Path | None) -> int:
-    """Print or write the run key's word that another key may squash this run; exit code 0. Raises: PulseError."""
+def delegate(run: str, public: str, *, key: Key = None, out: Path | None = None) -> int:
+    """Let another key write squashed patches of a run, and nothing else; prints what that key's owner needs, as JSON.
+
+    Args:
+        run: The run, or its id.
+        public: Public key of the squasher, as pulse keygen printed it.
+        key: File with the run's own signing key.
+        out: Write it there instead: the file that pulse squash --delegation reads.
+
+    Raises:
+        UsageError: there is no key to sign with, or PUBLIC is not a public key.
+        NothingThereError: there is no run, or no version in it yet.
+        PulseError: it cannot be written.
+    """
     signing_key = read_key(key)
     if signing_key is None:
         raise UsageError("the run's own key speaks here: give it with --key or PULSE_KEY")

@@ -5,13 +5,24 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
+from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, open_place, read_trust
 from pulsesync.maintain.verify import FoundRecord, find_records
 from pulsesync.run.reader import RunReader, describe
 
 
-def log(run: str, *, trust: str | None, limit: int, as_json: bool) -> int:
-    """Print the records of a run, newest first; exit code 0. Raises: PulseError, NothingThereError."""
+def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = False) -> int:
+    """List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.
+
+    Args:
+        run: The run to list.
+        trust: Public key of a publisher to trust, or a file of such keys.
+        limit: Versions to show; 0 for all.
+        as_json: Print one JSON object a record, for machines.
+
+    Raises:
+        NothingThereError: there is no run, or no version in it yet.
+        PulseError: it cannot be read.
+    """
     found = find_records(RunReader(open_place(run), read_trust(trust)), limit or None)[::-1]
     if not found:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")

@@ -1,4 +1,4 @@
-"""What the commands have in common: places and keys as people name them, exit codes, and how things are printed."""
+"""What the commands have in common: types of options, locations and keys, exit codes, and how things are printed."""
 
 import json
 import os
@@ -6,11 +6,24 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.format.signature import Delegation, SigningKey
 from pulsesync.store import RetryStore, Store, open_store
+
+Key = Annotated[Path | None, Parameter(env_var="PULSE_KEY")]
+Trust = Annotated[str | None, Parameter(env_var="PULSE_TRUST")]
+Flag = Annotated[bool, Parameter(negative=())]
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+Count = Annotated[int, Parameter(validator=Number(gte=0))]
+Natural = Annotated[int, Parameter(validator=Number(gte=1))]
+Version = Annotated[int | None, Parameter(validator=Number(gte=0))]
+Amount = Annotated[float, Parameter(validator=Number(gte=0))]
+Interval = Annotated[Amount, Parameter(name="--interval")]
 
 _HEX = re.compile("[0-9a-f]{64}")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:bit(?:/s)?|bps)", re.IGNORECASE)

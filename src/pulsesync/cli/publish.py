@@ -2,10 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
-from pulsesync.cli.options import Printer, open_place, read_key, size
+from pulsesync.cli.options import Amount, Count, Json, Key, Printer, open_place, read_key, size
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.publisher import Publisher
 from pulsesync.state.checkpoint_files import open_checkpoint
@@ -15,15 +16,34 @@ def publish(
     checkpoint: Path,
     run: str,
     *,
-    step: int,
-    cast: str | None,
-    codec: CodecName,
-    key: Path | None,
-    spool: Path | None,
-    anchor_every: float,
-    as_json: bool,
+    step: Count = 0,
+    cast: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2"] | None = None,
+    codec: CodecName = "auto",
+    key: Key = None,
+    spool: Path | None = None,
+    anchor_every: Amount = 1.0,
+    as_json: Json = False,
 ) -> int:
-    """Publish a checkpoint; exit code 0. Raises: PulseError."""
+    """Publish a checkpoint as the next version of a run; the first one begins the run.
+
+    Only what changed since the last version is sent. The files that a loader needs beside the weights (config.json,
+    the tokenizer) are published with it. A trainer publishes from memory with `pulsesync.Publisher`; this command is
+    for checkpoints that another program has written.
+
+    Args:
+        checkpoint: A safetensors file, or a folder as transformers writes it, in shards or not.
+        run: Where to publish.
+        step: The trainer's count of steps, for people.
+        cast: Publish FP32 tensors in this dtype, the one that workers use.
+        codec: How changes are coded; auto picks the smallest.
+        key: File with the key to sign with, from pulse keygen.
+        spool: Folder to keep bodies in, so that the next publish need not fetch the last version.
+        anchor_every: Write an anchor when the patches since the last one add up to this multiple of its size.
+        as_json: Print one JSON object, for machines.
+
+    Raises:
+        PulseError: the checkpoint cannot be read, or not be published.
+    """
     opened = open_checkpoint(checkpoint)
     publisher = Publisher(
         open_place(run),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pulsesync import server
-from pulsesync.cli.options import UsageError, read_token
+from pulsesync.cli.options import Count, Flag, Json, UsageError, read_token
 from pulsesync.errors import NotFoundError
 from pulsesync.store import LocalStore, Store, open_store
 from pulsesync.store.http import HttpStore
@@ -18,15 +18,27 @@ _SIZE = re.compile(r"(\d{1,15})\s?([KMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
 def serve(
     folder: Path,
     *,
-    host: str,
-    port: int,
-    token_file: Path | None,
-    certificate: Path | None,
-    private_key: Path | None,
-    as_json: bool,
-    token_in_clear: bool = False,
+    host: str = "127.0.0.1",
+    port: Count = 8765,
+    token_file: Path | None = None,
+    token_in_clear: Flag = False,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+    as_json: Json = False,
 ) -> int:
-    """Serve a folder until Ctrl-C; exit code 0.
+    """Serve a folder of runs over http, for workers on other machines to read.
+
+    Symbolic links are followed only as far as they stay inside the folder.
+
+    Args:
+        folder: What to serve: a run, or a folder above several.
+        host: The address to listen on; 0.0.0.0 for all of this machine.
+        port: The port; 0 for any that is free.
+        token_file: File with a token that readers must send; else PULSE_TOKEN, else none is required.
+        token_in_clear: Permit that readers on other machines send the token without https.
+        certificate: Certificate for https, in PEM.
+        private_key: Its private key, in PEM.
+        as_json: Print the address as one JSON object, for machines.
 
     Raises:
         UsageError: the token is empty, or would travel in clear; a certificate or its private key is missing.
@@ -54,21 +66,38 @@ def serve(
 def relay(
     upstream: str,
     *,
-    cache: Path | None,
-    max_cache: str | None,
-    cafile: Path | None,
-    host: str,
-    port: int,
-    token_file: Path | None,
-    certificate: Path | None,
-    private_key: Path | None,
-    as_json: bool,
-    token_in_clear: bool = False,
+    cache: Path | None = None,
+    max_cache: str | None = None,
+    cafile: Path | None = None,
     upstream_token_file: Path | None = None,
-    upstream_token_in_clear: bool = False,
-    without_token: bool = False,
+    upstream_token_in_clear: Flag = False,
+    host: str = "127.0.0.1",
+    port: Count = 8765,
+    token_file: Path | None = None,
+    without_token: Flag = False,
+    token_in_clear: Flag = False,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+    as_json: Json = False,
 ) -> int:
-    """Serve what another place has until Ctrl-C, with a cache on this disk; exit code 0.
+    """Serve another location with a cache: the workers of a site fetch each byte from far away once.
+
+    Args:
+        upstream: What to serve: a bucket, or the address of another server.
+        cache: Folder to keep bodies in; one in your cache folder if not given.
+        max_cache: Keep it below this size, such as 500MB or 20GiB; half of the disk space that is free if not given.
+            What was not used for longest is removed first.
+        cafile: Certificates to trust upstream, instead of the system's.
+        upstream_token_file: File with the token that the relay itself sends upstream; else PULSE_UPSTREAM_TOKEN.
+        upstream_token_in_clear: Permit that the relay sends its token to another machine without https.
+        host: The address to listen on; 0.0.0.0 for all of this machine.
+        port: The port; 0 for any that is free.
+        token_file: File with a token that readers must send to the relay; else PULSE_TOKEN, else none is required.
+        without_token: Permit that everybody who can reach the relay reads what its upstream protects by a token.
+        token_in_clear: Permit that readers on other machines send the token without https.
+        certificate: Certificate for https, in PEM.
+        private_key: Its private key, in PEM.
+        as_json: Print the address as one JSON object, for machines.
 
     Raises:
         UsageError: it makes no sense as a place; a token is empty, or would travel in clear; what the upstream protects

@@ -7,13 +7,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
+from cyclopts import App
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from pulsesync.cli.options import NothingThereError, UsageError, open_place, read_trust
+from pulsesync.cli.experiment import experiment
+from pulsesync.cli.options import (
+    Amount,
+    Count,
+    Flag,
+    Json,
+    Natural,
+    NothingThereError,
+    Trust,
+    UsageError,
+    open_place,
+    read_trust,
+)
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.lab.study.recording import Recording
 from pulsesync.lab.study.report import rows, tables
@@ -35,22 +48,52 @@ class StudyOutputs:
     lr: float | None = None
 
 
+app = App(name="study")
+app.command(experiment)
+
+
+@app.default
 def study(
-    places: Sequence[str],
-    wanted: StudyOutputs,
-    *,
-    dtype: str,
-    sample: int,
-    headers: bool,
-    trust: str | None,
-    limit: int,
-    as_json: bool,
+    *places: str,
+    out: Path | None = None,
+    csv: Flag = False,
+    parquet: Flag = False,
+    html: Path | None = None,
+    dtype: Literal["BF16", "F16"] = "BF16",
+    lr: Amount | None = None,
+    sample: Natural = 1 << 20,
+    headers: Flag = False,
+    trust: Trust = None,
+    limit: Count = 0,
+    as_json: Json = False,
 ) -> int:
-    """Show recordings and write what is wanted of them; exit code 0.
+    """Show how many weights change from step to step, where, by how much, and what it costs to send them.
+
+    PLACES are files that a Recorder wrote (*.jsonl; the files of a run's ranks are added up, those of several runs are
+    compared), a run, or safetensors checkpoints: files or folders in order, or one folder of checkpoint-100, step_200,
+    … A run or checkpoints are measured now, which reads every version or checkpoint once.
+
+    Args:
+        places: What to look at.
+        out: Folder for the recording, the report and, if asked for, the tables; not one that PLACES are read from.
+        csv: Write it as three CSV tables: steps, tensors, exponents.
+        parquet: The same as Parquet. Needs pyarrow: pip install 'pulsesync[study]'.
+        html: File for the report: one page with plots that needs nothing else.
+        dtype: The dtype of inference, if checkpoints are in FP32; others are compared in the dtype that most weights
+            have.
+        lr: Learning rate, for the theory's curve of Adam, if the recording does not contain it.
+        sample: Number of weights that are sampled for windows of several steps and other dtypes.
+        headers: Of a run, count by the headers of its patches alone: quick, and without what only weights can show.
+        trust: Public key of a publisher to trust, or a file of such keys.
+        limit: Look at this number of the newest steps; 0 for all.
+        as_json: Print one JSON object a recording, for machines.
 
     Raises:
-        UsageError: nothing to look at, or not together; NothingThereError; PulseError: it cannot be read or written.
+        UsageError: there is nothing to look at, or it does not go together.
+        NothingThereError: there is no such run or file.
+        PulseError: it cannot be read or written.
     """
+    wanted = StudyOutputs(out, csv, parquet, html, lr)
     if (wanted.csv or wanted.parquet) and wanted.out is None:
         raise UsageError("--csv and --parquet write several files: say where, with --out")
     with _progress() as told:

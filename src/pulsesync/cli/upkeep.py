@@ -4,7 +4,21 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from pulsesync.cli.options import NothingThereError, Printer, open_place, read_key, read_trust, size
+from pulsesync.cli.options import (
+    Amount,
+    Flag,
+    Interval,
+    Json,
+    Key,
+    Natural,
+    NothingThereError,
+    Printer,
+    Trust,
+    open_place,
+    read_key,
+    read_trust,
+    size,
+)
 from pulsesync.errors import SignatureError, StoreError
 from pulsesync.maintain.prune import prune as prune_run
 from pulsesync.maintain.squash import Squasher
@@ -14,15 +28,30 @@ from pulsesync.run.reader import RunReader
 def squash(
     run: str,
     *,
-    key: Path | None,
-    delegation: Path | None,
-    trust: str | None,
-    cache: Path | None,
-    follow: bool,
-    interval_s: float,
-    as_json: bool,
+    key: Key = None,
+    delegation: Path | None = None,
+    trust: Trust = None,
+    cache: Path | None = None,
+    follow: Flag = False,
+    interval_s: Interval = 10.0,
+    as_json: Json = False,
 ) -> int:
-    """Write the squashed patches that a run is ready for, once or for ever; exit code 0. Raises: PulseError."""
+    """Write squashed patches: many versions as one, so that a worker that was away catches up with fewer bytes.
+
+    Args:
+        run: The run to squash.
+        key: File with the run's signing key, or with one that it delegates to.
+        delegation: The file that pulse delegate wrote for that key.
+        trust: Public key of a publisher to trust, or a file of such keys.
+        cache: Folder to keep what was fetched in.
+        follow: Continue as the run grows, until interrupted.
+        interval_s: Seconds between looks at the run.
+        as_json: Print one JSON object for each, for machines.
+
+    Raises:
+        NothingThereError: there is no run, or no version in it yet.
+        PulseError: it cannot be read, or not be written.
+    """
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     squasher = Squasher(store, signing_key=read_key(key, delegation), trust=keys, cache=cache)
     if not follow and RunReader(store, keys).newest() is None:
@@ -52,9 +81,30 @@ def squash(
 
 
 def prune(
-    run: str, *, keep_versions: int, keep_hours: float, grace_hours: float, trust: str | None, as_json: bool
+    run: str,
+    *,
+    keep_versions: Natural = 100,
+    keep_hours: Amount = 24.0,
+    grace_hours: Amount = 1.0,
+    trust: Trust = None,
+    as_json: Json = False,
 ) -> int:
-    """Prune a run; exit code 0. Raises: PulseError, NothingThereError."""
+    """Delete old versions that no worker should need; an anchor and every version since it always remain.
+
+    Records are deleted at once; their bodies by a later run of this command, when the grace period is over.
+
+    Args:
+        run: The run to prune.
+        keep_versions: Keep at least this number of the newest versions,
+        keep_hours: and everything younger than this, by the store's clock.
+        grace_hours: Time that a worker has to finish what it began, before bodies are deleted.
+        trust: Public key of a publisher to trust, or a file of such keys.
+        as_json: Print one JSON object, for machines.
+
+    Raises:
+        NothingThereError: there is no run, or no version in it yet.
+        PulseError: it cannot be read, or not be pruned.
+    """
     store, keys = open_place(run), read_trust(trust)
     if RunReader(store, keys).newest() is None:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")

@@ -7,11 +7,32 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from pulsesync.cli.options import NothingThereError, Printer, open_place, read_trust
+from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, open_place, read_trust
 from pulsesync.errors import NotFoundError
 from pulsesync.integrations.folder import identify
 from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run.reader import RunReader
+
+
+def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json: Json = False) -> int:
+    """Replay a whole run and check every hash and digest in it; or find out which version a folder holds.
+
+    Every version is rebuilt from the one before it, and every anchor and squashed patch is compared with the version
+    it leads to. Exit code 1 if something is bad, or if the folder holds no version of the run.
+
+    Args:
+        run: The run to check.
+        folder: A checkpoint, or a folder that pulse follow updates: its digest is computed and compared with the run.
+        trust: Public key of a publisher to trust, or a file of such keys.
+        as_json: Print one JSON object a record, and a summary, for machines.
+
+    Raises:
+        NothingThereError: there is no run, or no version in it yet.
+        PulseError: the run or the folder cannot be read.
+    """
+    if folder is None:
+        return verify_run(run, trust=trust, as_json=as_json)
+    return verify_folder(run, folder, trust=trust, as_json=as_json)
 
 
 def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:

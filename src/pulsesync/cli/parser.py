@@ -1,0 +1,47 @@
+"""Command lines as cyclopts parses them: which command is meant, and what its options are."""
+
+from collections.abc import Sequence
+
+from cyclopts import UNSET, App, ArgumentCollection, CycloptsError
+
+import pulsesync
+from pulsesync.cli import COMMANDS
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Import the command that is named and call it; return its exit code.
+
+    Raises:
+        UsageError: there is no such command or option, or a value makes no sense.
+        PulseError: the command failed.
+    """
+    app = App(name="pulse", version=pulsesync.__version__, suppress_keyboard_interrupt=False, config=_refuse_empty)
+    for name, (path, _) in COMMANDS.items():
+        app.command(path, name=name)
+    try:
+        code: int = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as e:
+        from pulsesync.cli.options import UsageError
+
+        raise UsageError(f"{str(e).strip()} pulse --help lists what there is") from e
+    return code
+
+
+def _refuse_empty(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse a value that is empty: an unset variable in a script must not turn a check off.
+
+    Cyclopts calls this for every command, after the command line and the environment are read.
+
+    Raises:
+        UsageError: it names the option or the variable.
+    """
+    from pulsesync.cli.options import UsageError
+
+    for argument in arguments:
+        for token in argument.tokens:
+            if token.value.strip() or token.implicit_value is not UNSET:
+                continue  # a flag has no value of its own
+            if token.source == "env":
+                raise UsageError(f"{token.keyword} is set but empty; give it a value, or unset it")
+            name = token.keyword or argument.name.removeprefix("--").upper()  # a positional one, as the help writes it
+            raise UsageError(f"{name} is empty; give it a value, or leave it out")
