@@ -16,22 +16,6 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_public_names_are_these() -> None:
-    assert pulsesync.__all__ == [
-        "PublishReport",
-        "Publisher",
-        "PulseError",
-        "ShardedPublisher",
-        "SigningKey",
-        "Slice",
-        "Subscriber",
-        "SyncReport",
-        "loco",
-        "warm_up",
-    ]
-    assert all(hasattr(pulsesync, name) for name in pulsesync.__all__)
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(pulsesync, "subscribe")
 

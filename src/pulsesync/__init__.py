@@ -11,37 +11,103 @@
     with pulse.loco.PulseLoCo(model, optimizer, sync_every=8, exchange=…):   # one of several trainers
         …
 
-Importing this configures nothing and needs no torch; numba is imported at the first use, or by `warm_up`.
+Public are the names in `__all__` here, and those in the `__all__` of the modules that docs/api.md lists. Everything
+else is internal and may change in any version.
+
+Importing this configures nothing and needs neither numpy nor torch: a name is imported at its first use, and numba at
+the first use of a kernel, or by `warm_up`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.core.version import __version__ as __version__
-from pulsesync.errors import PulseError
+from pulsesync.errors import (
+    AnotherPublisherError,
+    BaseMismatchError,
+    ChainError,
+    ChecksumError,
+    ClosedError,
+    ConflictError,
+    FormatError,
+    GroupError,
+    LimitError,
+    MissingLinkError,
+    NotFoundError,
+    NothingPublishedError,
+    PulseError,
+    RoundError,
+    RunChangedError,
+    RunForkedError,
+    RunReplacedError,
+    RunRolledBackError,
+    SignatureError,
+    StateError,
+    StoreError,
+    UnsupportedError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from pulsesync import loco
-    from pulsesync.format.signature import SigningKey
+    from pulsesync.format.signature import Delegation, SigningKey
+    from pulsesync.group.broadcast import Broadcast, BroadcastReport
+    from pulsesync.group.collective import Collective
     from pulsesync.publish.publisher import Publisher, PublishReport
     from pulsesync.publish.sharded import ShardedPublisher
     from pulsesync.run.subscriber import Subscriber, SyncReport
     from pulsesync.run.warmup import warm_up
+    from pulsesync.state.sharding import Placed, tensor_parallel
     from pulsesync.state.slices import Slice
+    from pulsesync.store import open_store
 
 __all__ = [
+    "AnotherPublisherError",
+    "BaseMismatchError",
+    "Broadcast",
+    "BroadcastReport",
+    "ChainError",
+    "ChecksumError",
+    "ClosedError",
+    "Collective",
+    "ConflictError",
+    "Delegation",
+    "FormatError",
+    "GroupError",
+    "LimitError",
+    "MissingLinkError",
+    "NotFoundError",
+    "NothingPublishedError",
+    "Placed",
     "PublishReport",
     "Publisher",
     "PulseError",
+    "RoundError",
+    "RunChangedError",
+    "RunForkedError",
+    "RunReplacedError",
+    "RunRolledBackError",
     "ShardedPublisher",
+    "SignatureError",
     "SigningKey",
     "Slice",
+    "StateError",
+    "StoreError",
     "Subscriber",
     "SyncReport",
+    "UnsupportedError",
+    "VerificationError",
     "loco",
+    "open_store",
+    "tensor_parallel",
     "warm_up",
 ]
 
 _HOMES = {
+    "Broadcast": "group.broadcast",
+    "BroadcastReport": "group.broadcast",
+    "Collective": "group.collective",
+    "Delegation": "format.signature",
+    "Placed": "state.sharding",
     "PublishReport": "publish.publisher",
     "Publisher": "publish.publisher",
     "ShardedPublisher": "publish.sharded",
@@ -49,6 +115,8 @@ _HOMES = {
     "Slice": "state.slices",
     "Subscriber": "run.subscriber",
     "SyncReport": "run.subscriber",
+    "open_store": "store",
+    "tensor_parallel": "state.sharding",
     "warm_up": "run.warmup",
 }
 
@@ -61,3 +129,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pulsesync' has no attribute {name!r}")
     return getattr(import_module(f"pulsesync.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -67,6 +67,8 @@ from pulsesync.state.checkpoint_files import (
 from pulsesync.state.live import State
 from pulsesync.store import CachedStore, Store, open_store
 
+__all__ = ["CopyRecord", "FolderUpdate", "HuggingFaceFolder", "reading"]
+
 MARK, HISTORY, LOCK, CURRENT, CACHE = "pulse.json", "pulse.history", ".lock", "current", ".cache"
 CACHE_BYTES = 4 << 30
 logger = logging.getLogger(__name__)

@@ -23,6 +23,18 @@ from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice, Slices, Span
 from pulsesync.state.views import view_bits
 
+__all__ = [
+    "EngineRank",
+    "Fused",
+    "FusedPiece",
+    "ModelShape",
+    "check_loaded",
+    "for_subscriber",
+    "fused",
+    "grid",
+    "place",
+]
+
 VOCAB_PADDING = 64  # both engines pad the vocabulary to a multiple of this, then divide it by the ranks
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

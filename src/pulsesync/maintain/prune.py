@@ -17,6 +17,8 @@ from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, ObjectEntry, Store
 
+__all__ = ["PruneReport", "prune"]
+
 PRUNED = "pruned/"
 CLOCK = "pruned/clock"  # put to read the store's own time
 ORPHAN_HOURS = 24.0  # after which a body that no record names is taken to be left over from a crash

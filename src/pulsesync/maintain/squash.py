@@ -26,6 +26,8 @@ from pulsesync.state.live import State, Transition
 from pulsesync.state.views import new_tensors
 from pulsesync.store import CachedStore, Store, open_store
 
+__all__ = ["SquashReport", "Squasher"]
+
 HIGHEST = 10  # a span of 2^10 epochs is 32,768 versions
 
 

@@ -29,6 +29,8 @@ from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State
 from pulsesync.store import Store, open_store
 
+__all__ = ["CheckedRecord", "RunVerifier"]
+
 MISSED = 2  # levels without a squashed patch after which none higher is looked for
 _KEY = re.compile(r"(manifests|anchors|squashes/\d\d)/\d{16}", re.ASCII)
 
