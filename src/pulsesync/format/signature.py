@@ -24,15 +24,28 @@ _SIGNATURE = re.compile("[0-9a-f]{128}")
 
 @dataclass(frozen=True)
 class Delegation:
-    """The run key's word that another key may write squashed patches of this run."""
+    """The run key's permission for another key to write squashed patches of this run.
 
-    by: str  # public key of the run
+    Args:
+        by: Public key of the run.
+        signature: The run key's signature of the permission, as `SigningKey.delegate` makes it.
+    """
+
+    by: str
     signature: str
 
 
 @dataclass(frozen=True)
 class SigningKey:
-    """An Ed25519 key to sign with, as 64 hexadecimal digits, and on whose behalf, if it is not the run's own."""
+    """An Ed25519 key to sign with.
+
+    Args:
+        secret: 64 hexadecimal digits, as `pulse keygen` writes them.
+        delegation: The run key's permission, if this is not the run's own key.
+
+    Raises:
+        ValueError: the secret is something else.
+    """
 
     secret: str
     delegation: Delegation | None = None
@@ -63,7 +76,7 @@ class SigningKey:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).sign(message).hex()
 
     def delegate(self, run: str, public: str) -> Delegation:
-        """Let a key squash a run: give the result to whoever holds it, as its SigningKey's delegation."""
+        """Let a key squash a run: its owner passes the result to SigningKey as delegation."""
         return Delegation(self.public, self.sign(_statement(run, public)))
 
 

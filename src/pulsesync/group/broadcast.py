@@ -73,8 +73,8 @@ class Broadcast:
 
     Args:
         group: The process group, the default one if not given; used for nothing else while this is.
-        src: The rank, in the group, that sends; or those that do, where trainers share a model.
-        cast: The dtype that receivers hold, for all FP32 tensors of a source or by name pattern.
+        src: The rank, in the group, that sends; or the ranks, if trainers share a model.
+        cast: The dtype of the receivers, for all FP32 tensors of a source or by name pattern.
         timeout_s: How long to wait for the others, at each message.
         method: How to send; "auto" takes the quickest, by what was measured.
         bucket_weights: How many weights a bucket covers, at most; the same on every rank.

@@ -101,10 +101,17 @@ class FolderUpdate:
 class HuggingFaceFolder:
     """Keeps a folder at the versions of a run. One process at a time may do so; any number may read.
 
-    trust: as for a Subscriber. cache: a folder for bodies that others share; one of its own, kept small, if not given.
-    hold_s: for so long a copy that was current is left as it is, so that whoever began to load it can finish; `reading`
-    gives more than that. shard_bytes: of weights in a file. follow_replaced: as for `Subscriber.sync`: start over from
-    an anchor of what is there, if the location holds another run than the folder or was restored from a backup.
+    Args:
+        location: A path or URL of the run, or a store.
+        folder: Where the weights go: a folder that is empty, does not exist yet, or was used for this before.
+        trust: As for a `Subscriber`.
+        cache: A folder for bodies, which other processes may share; if not given, one in the folder, which is kept
+            small.
+        hold_s: Seconds for which a copy that is no longer current stays as it is, so that a program that has begun to
+            load it can finish; `reading` keeps it longer.
+        shard_bytes: The most bytes of weights in a file.
+        follow_replaced: As for `Subscriber.sync`: if the location has another run than the folder, or was restored from
+            a backup, start over from an anchor.
 
     Raises:
         StoreError: the folder cannot be written, holds something else, or is in use by another process.

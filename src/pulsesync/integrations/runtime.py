@@ -1,7 +1,7 @@
 """Where the weights of a checkpoint lie in an inference engine: fused, spread over ranks, padded; vLLM and SGLang.
 
-    model = Model.from_config(config)  # Llama, Mistral, Qwen2, Qwen3, their MoE models, Mixtral
-    placed = place(model, Rank.vllm(tp, tp_size), dict(engine_model.named_parameters()))
+    model = ModelShape.from_config(config)  # Llama, Mistral, Qwen2, Qwen3, their MoE models, Mixtral
+    placed = place(model, EngineRank.vllm(tp, tp_size), dict(engine_model.named_parameters()))
 
 What comes back names the checkpoint's tensors; its values are views into the engine's memory, each a rectangle of the
 checkpoint's tensor. `for_subscriber` makes of it what a `Subscriber` takes, and `grid` says where a `Publisher` should
@@ -51,28 +51,54 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not say
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a Llama-like model, and what its checkpoint calls its experts."""
+    """The dimensions of a Llama-like model, and what its checkpoint calls its experts; `from_config` reads them.
+
+    Args:
+        layers: Number of layers.
+        hidden: Width of the residual stream.
+        heads: Number of attention heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Width of a head.
+        intermediate: Width of the MLP, in layers without experts.
+        vocab: Rows of the embedding.
+        qkv_bias: Whether the query, key and value projections have biases.
+        o_bias: Whether the output projection of the attention has one.
+        mlp_bias: Whether the projections of the MLP have them.
+        qk_norm: Whether queries and keys are normalised.
+        tied: Whether the embedding is the output matrix too.
+        lm_head: Whether the checkpoint has lm_head.weight; one with tied weights may or may not.
+        experts: Number of experts, in layers with experts.
+        expert_intermediate: Width of an expert.
+        dense_layers: Layers without experts, in a model that has some.
+        moe: Name of the module of a layer that has its experts.
+        expert_names: Names of an expert's gate, up and down projections.
+        shared_intermediate: Width of an expert that every token goes to; 0 if there is none.
+        shared: Its name; by the default name it has a gate, as in Qwen2-MoE.
+
+    Raises:
+        ValueError: the checkpoint has no lm_head.weight, and the weights are not tied.
+    """
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int  # of layers without experts
+    intermediate: int
     vocab: int
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    tied: bool = False  # the embedding is the output matrix too
-    lm_head: bool = True  # whether the checkpoint has lm_head.weight; one with tied weights may or may not
+    tied: bool = False
+    lm_head: bool = True
     experts: int = 0
     expert_intermediate: int = 0
-    dense_layers: frozenset[int] = frozenset()  # those without experts, in a model that has some
-    moe: str = "mlp"  # the module of a layer that has its experts
+    dense_layers: frozenset[int] = frozenset()
+    moe: str = "mlp"
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared_intermediate: int = 0  # of an expert that every token goes to
-    shared: str = "shared_expert"  # its name; by this one it has a gate, as in Qwen2-MoE
+    shared_intermediate: int = 0
+    shared: str = "shared_expert"
 
     def __post_init__(self) -> None:
         if not self.lm_head and not self.tied:
@@ -127,10 +153,19 @@ Part = tuple[int, int]  # which of how many
 
 @dataclass(frozen=True)
 class EngineRank:
-    """Which part of a model a process of an engine holds.
+    """Which part of a model a process of an engine has.
 
-    tp: of attention, dense layers, shared experts and the vocabulary. ep: which experts. expert_tp: of each of those
-    experts; unless it is given the same as tp, and with ep the whole of them.
+    Args:
+        tp: Its tensor-parallel rank, which splits attention, dense layers, shared experts and the vocabulary.
+        tp_size: How many such ranks there are.
+        ep: Its expert-parallel rank, which chooses among the experts.
+        ep_size: How many such ranks there are.
+        expert_tp: Which of how many parts of each of those experts; if not given, the same as of the rest, and with
+            expert parallelism all of them.
+        vocab_padding: The vocabulary is padded to a multiple of this, and then divided by the ranks.
+
+    Raises:
+        ValueError: a rank is not below its size.
     """
 
     tp: int = 0

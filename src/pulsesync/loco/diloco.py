@@ -175,10 +175,10 @@ class DiLoCo(_PeriodicTrainer):
         model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
             Buffers are each trainer's own.
         inner_optimizer: The optimizer of these parameters and no others; its state is this trainer's own.
-        exchange: The way to the other trainers.
+        exchange: Connects this trainer with the others.
         outer: The outer optimizer, the same for all trainers; Nesterov(0.7, 0.9) if not given.
         sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
-        delay: Inner steps that go on while a round is exchanged, in the background.
+        delay: Inner steps that are taken while a round is exchanged in the background.
         blend: The share of this trainer's own weights that is kept when a round comes in (for delay).
         on_round: Called after every round, in the training thread; let one of the trainers publish the model there.
 
@@ -205,18 +205,22 @@ class PulseLoCo(_PeriodicTrainer):
     """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for the next round.
 
     Args:
-        model: This, and all that is not described here, is as for DiLoCo; so is what may be raised.
+        model: As for DiLoCo.
         inner_optimizer: As for DiLoCo.
         exchange: As for DiLoCo.
         outer: As for DiLoCo.
         sync_every: As for DiLoCo.
-        compact: Send values rounded to so many bits below the size of a typical one (2 or 3 do), and keep the
-            remainder; if not given, FP32 values as they are.
-        reach: Let entries fire that so many times their update would make visible. 1 is PULSELoCo's gate; with outer
-            momentum it sends late what dense training would already show, and `outer.reach` costs bytes and does not.
+        compact: Send values rounded to this number of bits below the size of a typical one (2 or 3 are enough), and
+            keep the remainder for later; if not given, FP32 values as they are.
+        reach: Send an entry if this multiple of its update would be visible. 1 is PULSELoCo's gate; with outer momentum
+            it sends later what dense training would already show, which `outer.reach` avoids at the cost of more bytes.
         delay: As for DiLoCo.
         blend: As for DiLoCo.
         on_round: As for DiLoCo.
+
+    Raises:
+        StateError: as for DiLoCo.
+        ValueError: as for DiLoCo.
     """
 
     def __init__(
@@ -240,8 +244,17 @@ class PulseLoCo(_PeriodicTrainer):
 class DDP(FragmentTrainer):
     """Averaging of gradients before every step, dense: what both others are compared with.
 
-    Takes the arguments of DiLoCo so that a comparison changes one word; outer, sync_every, delay and blend mean nothing
-    here.
+    It has the arguments of DiLoCo, so that a comparison changes one word.
+
+    Args:
+        model: As for DiLoCo.
+        inner_optimizer: As for DiLoCo.
+        exchange: As for DiLoCo.
+        outer: Not used.
+        sync_every: Not used: there is a round at every step.
+        delay: Not used.
+        blend: Not used.
+        on_round: As for DiLoCo.
     """
 
     def __init__(

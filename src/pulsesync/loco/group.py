@@ -33,12 +33,16 @@ class GroupExchange:
 
     Args:
         group: The group, the default one if not given. With `delay` it must be used for nothing else: rounds are
-            exchanged behind training, and ranks would meet in other orders.
-        reduce: See above.
-        trainer: This trainer's name, by its rank if not given. Give one that stays if ranks may change when a group
-            is made anew: a trainer is known by it.
-        timeout_s: How long to wait for the others, each time; the group's own timeout may be shorter. Over gloo, a
-            trainer that dies is noticed by all at once; this is for those that hang.
+            exchanged in the background, and ranks would enter collectives in different orders.
+        reduce: How updates are added up: "owner", each trainer adds up a range of the entries; "gather", each adds up
+            all of them. Both give the same bits.
+        trainer: This trainer's name, made from its rank if not given. Give one if ranks may change when the group is
+            created again: a trainer is identified by it.
+        timeout_s: How long to wait for the others, each time; the group's own timeout may be shorter. Over gloo, all
+            notice at once if a trainer dies; this is for those that hang.
+
+    Raises:
+        ValueError: the trainer's name is too long, or has other than plain characters.
     """
 
     def __init__(

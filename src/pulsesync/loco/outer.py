@@ -15,9 +15,15 @@ from pulsesync.loco.gate import CHUNK, F32, SparseVector
 
 @dataclass(frozen=True)
 class SGD:
-    """The outer optimizer: SGD, with momentum if it is not 0, and Nesterov's if it looks ahead.
+    """The outer optimizer. SGD(1.0) is plain averaging.
 
-    SGD(1.0) is plain averaging.
+    Args:
+        lr: Learning rate, above 0.
+        momentum: From 0 to below 1; 0 for none.
+        nesterov: Whether it is Nesterov's momentum.
+
+    Raises:
+        ValueError: a number is out of its range, or nesterov without momentum.
     """
 
     lr: float

@@ -61,10 +61,15 @@ class StoreExchange:
         trainer: This trainer's name, of letters, digits, - and _; another for each, and the same after a restart.
         trainers: How many the first round waits for.
         quorum: How many a round needs once the deadline has passed; the smallest majority of `trainers` if not given.
-        deadline_s: How long to wait for those who said they would come, from when this trainer has sent its update.
-        patience_s: After which a round without a quorum is given up, with a RoundError.
-        poll_s: How often to look.
+        deadline_s: How long to wait for the trainers that announced themselves, from when this one has sent its update.
+        patience_s: A round that has no quorum after this time is given up, with a RoundError.
+        poll_s: Seconds between looks at the store.
         state_every: Rounds between two shared states, which joiners begin with. Older rounds are deleted.
+        clock: Returns the time in seconds.
+        sleep: Waits for a number of seconds.
+
+    Raises:
+        ValueError: the trainer's name has other characters, or a number is out of its range.
     """
 
     def __init__(

@@ -65,7 +65,11 @@ class _Span:
 class Squasher:
     """Follows a run and writes its squashed patches. Several may do so at once: the first to write one wins.
 
-    signing_key: the run's key, or one that it delegates; needed where readers trust keys. trust: as for a Subscriber.
+    Args:
+        location: A path or URL of the run, or a store.
+        signing_key: The run's key, or one that it delegates to; required if readers verify signatures.
+        trust: As for a `Subscriber`.
+        cache: A folder in which fetched bodies are kept; none if not given.
     """
 
     def __init__(

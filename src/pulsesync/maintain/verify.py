@@ -139,9 +139,13 @@ class CheckedRecord:
 
 
 class RunVerifier:
-    """Replays a run into memory: every version from the one before it, every anchor and squashed patch beside that.
+    """Replays a run in memory: every version from the one before it, compared with every anchor and squashed patch.
 
-    Takes memory for one state, and room for one anchor in the temporary folder. trust: as for a Subscriber.
+    It needs memory for one state, and disk space for one anchor in the temporary folder.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        trust: As for a `Subscriber`.
 
     Raises:
         NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.

@@ -141,23 +141,37 @@ class _Failure:
 
 
 class Publisher:
-    """Publishes a changing state into a run: a new one, or one that exists and is taken up where it ended.
-
-    codec: how patches are coded. cast: the dtype that workers use, for all FP32 tensors or by name pattern. grid: how
-    tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces, of which none gets
-    less than min_tile weights, or as the borders themselves. signing_key: records are signed with it. files: small
-    files that belong to the model, as bytes or paths; the `config` and `generation_config` of a source that can write
-    them (`to_json_string`, as Hugging Face models can) are added under the names that they have in a checkpoint, and
-    those of a run that is resumed. Of the same name, the file that is given wins, then the source's, then the run's.
-    publish_every: steps in a version, or "auto", at most max_behind. anchor_every: an anchor is written when the
-    patches since the last one have this fraction of its bytes. spool: a folder of the trainer's own in which bodies are
-    kept for a restart, and anchors until they are uploaded; a temporary one if not given.
-    keep: where the copy of the last version is, for tensors on a GPU: there as well ("device", the default), in pinned
-    host memory ("host"), or nowhere: then it is handed over at every publish ("hook", see `device.hook`).
+    """Publishes a changing state into a run: a new one, or an existing one, which is resumed where it ended.
 
     A publisher belongs to the process that first publishes with it. In a process forked from that one, `publish` and
     `flush` raise ClosedError and `close` does nothing. When the interpreter ends (by return, `sys.exit` or an
     exception) everything that was published is sent first; a signal that ends the process does not wait for it.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        codec: How patches are coded; "auto" chooses the smallest for each.
+        cast: The dtype that workers use, for all FP32 tensors or by name pattern.
+        grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
+            the borders themselves.
+        min_tile: No even piece of the grid has fewer weights than this.
+        signing_key: Signs the records. A signed run can be resumed only with its key.
+        files: Small files that belong to the model, as bytes or paths. The `config` and `generation_config` of a source
+            that can write them (`to_json_string`, as Hugging Face models can) are added under the names that they have
+            in a checkpoint, and those of a run that is resumed. Of the same name, the file given here takes precedence,
+            then the source's, then the run's.
+        publish_every: Steps in a version; "auto" coalesces steps as the link requires.
+        max_behind: The most steps that "auto" puts into a version.
+        anchor_every: An anchor is written when the patches since the last one have this fraction of its bytes.
+        spool: A folder of this trainer alone, in which bodies are kept for a restart, and anchors until they are
+            uploaded; a temporary one if not given.
+        keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
+            default; "host", in pinned host memory; or "hook", nowhere, and the caller passes the old weights to every
+            publish, see `device.hook`.
+        executor: Encodes and sends in the background; None: a thread for versions and one for anchors. It is not shut
+            down here.
+
+    Raises:
+        ValueError: an argument is not one of its choices, or a location that no store is for.
     """
 
     def __init__(

@@ -96,19 +96,31 @@ class _RankDraft:
 
 
 class ShardedPublisher:
-    """Publishes a model that is spread over a team of processes: into a new run, or one that is taken up.
+    """Publishes a model that is sharded over a team of processes: into a new run, or an existing one, which is resumed.
 
-    Every rank makes one with the same arguments and calls the same methods in the same order. What one rank cannot do,
-    none does: the rank that failed raises its own error, and the others one of the same kind that names it in
-    `failed_rank`, or a GroupError; no rank's base advances, and the next publish covers both steps. If a rank dies, the
-    others raise a GroupError after the team's timeout, which has to be enough for the slowest rank's upload; a new team
-    then resumes the run.
+    Every rank makes one with the same arguments and calls the same methods in the same order. If one rank fails, no
+    rank publishes: the rank that failed raises its own error and the others one of the same kind that names it
+    (`failed_rank`), or a GroupError; no base advances, and the next publish covers both steps. If a rank dies, the others
+    get a GroupError when the team's timeout is over, which has to be long enough for the slowest rank's upload; a new
+    team can then resume the run.
 
-    A run is taken up where each of its tiles lies whole in some rank's shards, as with the same team it does, or with
-    fewer and larger shards. Otherwise the whole state is published anew, in the same run.
+    A run is resumed if each of its tiles lies completely in some rank's shards, as it does with the same team, or with
+    fewer and larger shards. Otherwise the full state is published again, in the same run. Anchors are written within
+    `publish`, by all ranks concurrently, after the version.
 
-    codec, cast, grid, min_tile, signing_key, files, anchor_every: as for `Publisher`. Tiles end where shards do; the
-    grid can cut them further. Anchors are written within `publish`, by all ranks at a time, after the version.
+    Args:
+        location: A path or URL of the run, or a store.
+        team: The processes, such as `Collective(group)`.
+        codec: As for `Publisher`.
+        cast: As for `Publisher`.
+        grid: As for `Publisher`. Tiles end where shards do; the grid can cut them further.
+        min_tile: As for `Publisher`.
+        signing_key: As for `Publisher`; rank 0 signs.
+        files: As for `Publisher`.
+        anchor_every: As for `Publisher`.
+
+    Raises:
+        ValueError: an argument is not one of its choices, or a location that no store is for.
     """
 
     def __init__(

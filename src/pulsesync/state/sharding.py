@@ -32,10 +32,13 @@ MAX_NOTE_BYTES = 1 << 28  # of a process's windows, unpacked
 
 @dataclass(frozen=True)
 class Placed:
-    """A plain tensor that is a rectangle of a checkpoint's tensor, which has this shape.
+    """A plain tensor that is a rectangle of a checkpoint's tensor.
 
-    Rows count along the first dimension, columns along all the others together; None is all of them. The tensor's own
-    shape does not matter, its weights and their order do.
+    Args:
+        tensor: The weights, in the checkpoint's order; the tensor's own shape does not matter.
+        shape: The shape of the checkpoint's tensor.
+        rows: From (included) and to (excluded), along the first dimension of that shape; None for all.
+        columns: The same along all other dimensions together.
     """
 
     tensor: Any
@@ -47,9 +50,18 @@ class Placed:
 def tensor_parallel(
     state: Mapping[str, Any], rank: int, size: int, *, rows: Sequence[str] = (), columns: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Say which part of a model plain tensor-parallel tensors are: even pieces of rows or columns, by name pattern.
+    """Return a state with each tensor-parallel shard as `Placed`: even pieces of rows or columns, by name pattern.
 
-    What fits no pattern is held whole, by every rank alike.
+    Args:
+        state: This rank's tensors by name.
+        rank: This rank.
+        size: How many ranks share the model.
+        rows: Name patterns of tensors of which each rank has some rows.
+        columns: Name patterns of tensors of which each rank has some columns. A tensor that fits neither is complete on
+            every rank.
+
+    Raises:
+        StateError: a tensor of one dimension fits a pattern of columns.
     """
     out: dict[str, Any] = {}
     for name, tensor in state.items():

@@ -17,9 +17,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Slice:
-    """Which rows and columns of a tensor are held, from..to; None is all of them.
+    """The rows and columns of a tensor that are local.
 
-    Rows count along the first dimension, columns along all the others together.
+    Args:
+        rows: From (included) and to (excluded), along the first dimension; None for all.
+        columns: The same along all other dimensions together.
     """
 
     rows: Span | None = None

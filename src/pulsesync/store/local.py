@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class LocalStore:
-    """Objects are files below a folder. A file appears under its name only when all of it is on the disk."""
+    """Objects are files below a folder. A file appears under its name only when all of it is on the disk.
+
+    Args:
+        folder: Where the files are; the first write makes it if it does not exist.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -164,6 +168,9 @@ class ServedFolder(ReadOnlyStore, LocalStore):
     A LocalStore follows every link, because the owner of a run may have put its bodies on another disk. A server would
     thereby hand out whatever a process that may write to the run can name. What a link outside leads to is not found
     here, and not listed; the log has one warning for each such link.
+
+    Args:
+        folder: What to serve.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -10,7 +10,11 @@ from pulsesync.store.keys import check_key, check_prefix
 
 
 class MemoryStore:
-    """Objects are kept in a dictionary, and are gone with it. The clock dates them."""
+    """Objects are kept in a dictionary, and are gone with it.
+
+    Args:
+        clock: Returns the time in seconds that objects are dated with.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -52,15 +52,17 @@ class ObjectStore:
 
     Calls are made once, and say whether they may be made again: wrap the store in a RetryStore, as `open_store` does.
     A process forked from one that has made a call can make none: start processes by spawn.
+
+    Args:
+        url: The bucket and the prefix.
+        **options: obstore's settings: `endpoint`, `access_key_id`, `region`, ….
+
+    Raises:
+        ValueError: a URL with a query or without a bucket, an option that this cloud does not have, or an AWS profile
+            that gives no credentials.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Open a location with obstore's settings as keywords: `endpoint`, `access_key_id`, `region`, ….
-
-        Raises:
-            ValueError: a URL with a query or without a bucket, an option that this cloud does not have, or an AWS
-                profile that gives no credentials.
-        """
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 

@@ -16,6 +16,17 @@ class RetryStore:
 
     Before the n-th repetition it waits a random time between nothing and `first_wait_s` × 2^(n−1), but never more than
     `longest_wait_s`: after an outage many workers come back spread out, not all at once.
+
+    Args:
+        store: The store whose calls are repeated.
+        attempts: Calls in all, the first one included.
+        first_wait_s: The longest wait before the first repetition; it doubles for each one after that.
+        longest_wait_s: The limit of that.
+        sleep: Waits for a number of seconds.
+        random: Returns a number from 0 to 1.
+
+    Raises:
+        ValueError: attempts is less than 1.
     """
 
     def __init__(

@@ -12,6 +12,16 @@ class ThrottledStore:
 
     A call that finds the link idle starts at once; others queue behind the bytes that were let in before them. Nothing
     is saved up while the link is idle, so that no second carries more than its share.
+
+    Args:
+        store: The store whose calls are slowed down.
+        bytes_per_s: Bandwidth, of reads and writes of all threads together.
+        latency_s: Added to every call.
+        clock: Returns the time in seconds.
+        sleep: Waits for a number of seconds.
+
+    Raises:
+        ValueError: bytes_per_s is not above 0.
     """
 
     def __init__(

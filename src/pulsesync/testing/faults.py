@@ -13,16 +13,20 @@ T = TypeVar("T")
 
 
 class FaultyStore:
-    """Passes calls on to a store and lets some go wrong. `faults` counts, by kind, what was done.
+    """Passes calls on to a store and lets some go wrong. `faults` counts them, by kind.
 
-    Each keyword is the probability of one kind of fault, drawn anew for every call it may befall:
-        lost: any call is not carried out, and raises a retryable StoreError.
-        unanswered: any call is carried out, and raises a retryable StoreError all the same.
-        truncated: a get returns only a beginning.
-        flipped: a get returns one wrong bit.
-        stale: a get returns what the object was before the last put over it.
-        doubled: a put arrives twice.
-    Calls of one thread fail the same way for the same seed.
+    Each keyword is the probability of one kind of fault, drawn for every call that it applies to. Calls of one thread
+    fail in the same way for the same seed.
+
+    Args:
+        store: The store that carries the calls out.
+        rng: Draws the faults.
+        lost: A call is not carried out, and raises a retryable StoreError.
+        unanswered: A call is carried out, and raises a retryable StoreError all the same.
+        truncated: A get returns only a beginning.
+        flipped: A get returns one wrong bit.
+        stale: A get returns what the object was before the last put over it.
+        doubled: A put arrives twice.
     """
 
     def __init__(

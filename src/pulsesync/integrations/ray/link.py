@@ -22,13 +22,17 @@ class Link:
         sub = link.subscriber()                         # in each rollout actor: of what it holds
         sub.sync(model)
 
-    Nobody is told where anybody is. A rollout actor that was restarted finds its way from an anchor; a trainer that was
-    restarted takes the run up.
+    No process needs the address of another. A rollout actor that was restarted syncs from an anchor; a trainer that was
+    restarted resumes the run.
 
     Args:
-        name: Of the run, in the cluster.
-        at: Where it lives, a path or URL that every node reaches. None: in the object store of this node.
-        timeout_s: How long anybody waits for a call to the object store, or for the other trainers.
+        name: Name of the run in the cluster.
+        at: Where the run is, a path or URL that every node reaches. None: in the object store of this node.
+        timeout_s: How long to wait for a call to the object store, or for the other trainers.
+
+    Raises:
+        ValueError: `at` is a store in the memory of one process.
+        PulseError: Ray is not installed, or this process is in no cluster.
     """
 
     def __init__(self, name: str, at: str | None = None, timeout_s: float = 60.0) -> None:

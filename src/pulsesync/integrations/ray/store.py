@@ -73,7 +73,11 @@ class RayStore:
     """Objects by key, in the cluster of this process. The first to construct a name starts its directory, on its node.
 
     A store that was pickled finds the directory and never starts one: a run that is gone is not taken for an empty one.
-    Everything is gone with the directory (`close`, or its node) and with the cluster. Calls end within timeout_s.
+    Everything is gone with the directory (`close`, or its node) and with the cluster.
+
+    Args:
+        name: Name of the run in the cluster.
+        timeout_s: Every call ends within this time.
 
     Raises:
         PulseError: Ray is not installed, or this process is in no cluster.

@@ -103,9 +103,9 @@ class ActorTeam:
     `rejoin`, others are already waiting for that.
 
     Args:
-        name: The team's, in the cluster.
-        rank: This process's.
-        size: How many there are. For as long as the team exists, until `close`, this stays.
+        name: Name of the team in the cluster.
+        rank: Number of this process in the team.
+        size: Number of processes; it stays the same for as long as the team exists, until `close`.
         timeout_s: How long to wait for the others, each time.
     """
 

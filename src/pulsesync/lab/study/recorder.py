@@ -48,21 +48,21 @@ class Recorder:
     goes wrong in a hook is a warning, after which nothing more is recorded (`fault`).
 
     Args:
-        out: the file, which must not be there yet; None keeps the recording in memory.
-        dtype: the one that inference uses. FP8 only of weights that are held in it: others would take scales.
-        contrast: others to compare with, on the sample; FP8 with a fixed scale for each tensor. Those finer than all
-            that is held are left out: of BF16 weights nobody knows what FP32 ones would have done.
-        windows: steps, to compare with the state so many looks before, on the sample.
-        sample: weights in it, at most; all, where this is more than half of them. Of 2^17, a density of 1 % is told to
-            about 3 % in a step, one of 0.1 % to 9 %.
-        whole: compare all weights, and not only the sample.
-        every: look after every so many steps; what changed in between is told as one.
-        encode_every: make real patches at every so many looks, to tell their sizes: a publisher's work for each codec.
-        facts: what else is worth knowing of the run: goes into the first line. They go before what is seen: `masters`
-            is "BF16" where FP32 tensors are rounded after each step, and then sizes of updates are not told.
+        out: The file, which must not exist yet; None keeps the recording in memory.
+        dtype: The dtype of inference. FP8 only if the weights are in FP8: others would need scales.
+        contrast: Other dtypes to compare with, on the sample; FP8 with a fixed scale for each tensor. Those finer than
+            the dtype of all weights are left out: from BF16 weights one cannot know what FP32 ones would have done.
+        windows: Numbers of looks: the sample is compared with its state that many looks before.
+        sample: Weights in the sample, at most; all of them if this is more than half. With 2^17 weights, a density of
+            1 % is measured to about 3 % in a step, one of 0.1 % to 9 %.
+        whole: Compare all weights, and not only the sample.
+        every: Look after every N-th step; what changed in between is recorded as one change.
+        encode_every: Encode real patches at every N-th look, to record their sizes: a publisher's work for each codec.
+        facts: More facts about the run, for the first line. They override what is observed: set `masters` to "BF16" if
+            FP32 tensors are rounded after each step; then sizes of updates are not recorded.
 
     Raises:
-        PulseError: the file is there, or cannot be.
+        PulseError: the file exists, or cannot be written.
         ValueError: a dtype that weights are not compared in.
     """
 

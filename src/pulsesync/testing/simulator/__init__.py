@@ -93,8 +93,13 @@ class SimulationReport:
 class RunSimulator:
     """One schedule. The same arguments give the same events, and the same result.
 
-    events: how many are drawn. trouble: how often something goes wrong; 0 is a fair day, 1 the usual. publisher,
-    subscriber: the classes of the two ends. store: makes the store, given a clock in seconds.
+    Args:
+        seed: Draws the events and the failures.
+        events: How many events are drawn.
+        trouble: How often something fails: 0 is never, 1 the usual rate.
+        publisher: The class of the publisher.
+        subscriber: The class of the subscribers.
+        store: Makes the store, given a clock in seconds.
     """
 
     def __init__(
