@@ -160,13 +160,19 @@ def test_the_help_tells_the_exit_codes_and_every_command_has_one() -> None:
         assert commands.pulse(name, "--help").code == 0
 
 
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help", "log"], ["--version", "--help"]])
+def test_without_a_command_the_help_is_the_list_of_all_commands(arguments: list[str]) -> None:
+    done = commands.pulse(*arguments)
+    assert (done.code, done.out.rstrip(), done.err) == (0, overview(), "")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_shows_the_first_sentence_of_every_command(name: str) -> None:
     path, summary = COMMANDS[name]
     module, _, attribute = path.partition(":")
     command = getattr(import_module(module), attribute)
     function = command.default_command if isinstance(command, App) else command
-    assert function.__doc__.split("\n\n")[0] == summary
+    assert (function.__doc__ or "").split("\n\n")[0] == summary
     assert summary in " ".join(overview().split())
 
 

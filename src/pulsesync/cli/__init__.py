@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _call(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("--help", "-h"):
+    if not arguments or (arguments[0].startswith("-") and not {"--help", "-h"}.isdisjoint(arguments)):
         print(overview())
         return 0
     from pulsesync.cli.parser import call
