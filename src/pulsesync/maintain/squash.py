@@ -70,6 +70,7 @@ class Squasher:
         signing_key: The run's key, or one that it delegates to; required if readers verify signatures.
         trust: As for a `Subscriber`.
         cache: A folder in which fetched bodies are kept; none if not given.
+        epoch_patches: As for a `Subscriber`.
     """
 
     def __init__(

@@ -146,6 +146,7 @@ class RunVerifier:
     Args:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
+        epoch_patches: As for a `Subscriber`.
 
     Raises:
         NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.

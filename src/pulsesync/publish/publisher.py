@@ -169,6 +169,7 @@ class Publisher:
             publish, see `device.hook`.
         executor: Encodes and sends in the background; None: a thread for versions and one for anchors. It is not shut
             down here.
+        epoch_patches: As for a `Subscriber`.
 
     Raises:
         ValueError: an argument is not one of its choices, or a location that no store is for.

@@ -118,6 +118,7 @@ class ShardedPublisher:
         signing_key: As for `Publisher`; rank 0 signs.
         files: As for `Publisher`.
         anchor_every: As for `Publisher`.
+        epoch_patches: As for a `Subscriber`.
 
     Raises:
         ValueError: an argument is not one of its choices, or a location that no store is for.
