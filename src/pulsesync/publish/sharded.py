@@ -100,9 +100,9 @@ class ShardedPublisher:
 
     Every rank makes one with the same arguments and calls the same methods in the same order. If one rank fails, no
     rank publishes: the rank that failed raises its own error and the others one of the same kind that names it
-    (`failed_rank`), or a GroupError; no base advances, and the next publish covers both steps. If a rank dies, the others
-    get a GroupError when the team's timeout is over, which has to be long enough for the slowest rank's upload; a new
-    team can then resume the run.
+    (`failed_rank`), or a GroupError; no base advances, and the next publish covers both steps. If a rank dies, the
+    others get a GroupError when the team's timeout is over, which has to be long enough for the slowest rank's upload;
+    a new team can then resume the run.
 
     A run is resumed if each of its tiles lies completely in some rank's shards, as it does with the same team, or with
     fewer and larger shards. Otherwise the full state is published again, in the same run. Anchors are written within
