@@ -5,6 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,39 @@ def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(tmp_path: Path) 
 def test_completions_are_never_further_behind_than_allowed(tmp_path: Path) -> None:
     lines = steps_of(tmp_path, steps=5, delay=2, workers=1)
     assert max(line["behind"] for line in lines) <= 2
+
+
+def test_a_trainer_ends_only_after_the_last_goodbye_was_answered() -> None:
+    """A worker that gets no answer to its goodbye cannot know that the run is over, and ends with an error."""
+    from pulsesync.rl.channel import Desk, Office
+    from pulsesync.rl.trainer import Book, serve
+
+    answered = threading.Event()
+
+    class SlowOffice(Office):
+        def accept(self) -> Any:
+            connection = super().accept()
+            send_at_once = connection.send_bytes
+
+            def send_bytes(data: bytes) -> None:
+                time.sleep(0.3)  # as a busy machine takes its time
+                send_at_once(data)
+                answered.set()
+
+            connection.send_bytes = send_bytes  # type: ignore[method-assign, assignment]
+            return connection
+
+    book, office = Book(Settings(workers=1), version=1, digests={1: "a"}), SlowOffice(b"secret")
+    threading.Thread(target=serve, args=(office, book), daemon=True).start()
+    desk = Desk(office.port, b"secret", 0.0)
+    goodbye = {"worker": "worker 0", "state": {}, "goodbye": True, "version": 1, "digest": "a"}
+    with ThreadPoolExecutor(1) as worker:
+        answer = worker.submit(desk.ask, goodbye)
+        assert book.end() == {"worker 0": {"version": 1, "digest": "a"}}
+        assert answered.is_set()
+        assert answer.result() == {"do": "go"}
+    desk.close()
+    office.close()
 
 
 def test_trainers_listen_where_systems_do_not_put_others() -> None:

@@ -95,9 +95,7 @@ class WorkQueue:
             name = facts["worker"]
             self.workers[name] = {**facts["state"], "seen": time.time()}
             if facts.get("goodbye"):
-                self._gone[name] = {"version": facts["version"], "digest": facts["digest"]}
                 self._check(facts)
-                self._changed.notify_all()
                 return {"do": "go"}
             if tensors:
                 self._take(facts, tensors)
@@ -134,6 +132,12 @@ class WorkQueue:
                 f"{facts['worker']} has weights that are not version {facts['version']}",
                 expected=known, actual=facts["digest"],
             )  # fmt: skip
+
+    def dismiss(self, facts: dict[str, Any]) -> None:
+        """A worker has its answer to a goodbye: the trainer need not wait for it any longer."""
+        with self._changed:
+            self._gone[facts["worker"]] = {"version": facts["version"], "digest": facts["digest"]}
+            self._changed.notify_all()
 
     def left(self, name: str | None) -> None:
         """A worker is gone: what it had not finished is for others."""
@@ -172,6 +176,8 @@ def serve(office: TrainerEndpoint, book: WorkQueue) -> None:
                 facts, tensors = unpack(connection.recv_bytes(LARGEST))
                 name = facts["worker"]
                 connection.send_bytes(pack(book.answer(facts, tensors)))
+                if facts.get("goodbye"):
+                    book.dismiss(facts)  # after it was sent: the trainer's process ends with the last goodbye
         book.left(name)
 
     with suppress(OSError):
