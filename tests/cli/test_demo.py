@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ import pulsesync
 from pulsesync.cli.demo import check_trainers, find_model, open_folder, read_link, run
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import ChecksumError
-from pulsesync.lab.demo import smollm2
+from pulsesync.lab.demo import contrast, smollm2
 from pulsesync.lab.demo.replay import RECORDED, RecordedRun
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.testing import load_recorded
@@ -40,7 +41,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 
 def test_the_demo_tells_every_step_and_sums_up(real: tuple[Path, list[dict[str, Any]]]) -> None:
-    *steps, summary = real[1]
+    steps, summary = [event for event in real[1] if event["event"] == "step"], real[1][-1]
     assert [(step["event"], step["step"]) for step in steps] == [("step", 1), ("step", 2), ("step", 3)]
     assert all(0 <= step["reward"] <= 1 and 0 < step["size_bytes"] < step["full_bytes"] for step in steps)
     assert (summary["event"], summary["steps"]) == ("summary", 3)
@@ -52,10 +53,90 @@ def test_the_folder_keeps_the_run(real: tuple[Path, list[dict[str, Any]]]) -> No
     folder, events = real
     assert json.loads((folder / "settings.json").read_text())["steps"] == 3
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert [{"event": "step", **line} for line in lines] == events[:-1]
+    assert [{"event": "step", **line} for line in lines] == events[: len(lines)]
     summary = json.loads((folder / "summary.json").read_text())
     assert {"event": "summary", "folder": str(folder), **summary} == events[-1]
     assert (folder / "plots.svg").read_text().startswith("<svg")
+
+
+def test_the_recorded_steps_follow_the_live_run_and_have_a_key_of_their_own(
+    real: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    replayed = [event["step"] for event in real[1] if event["event"] == "replay_step"]
+    assert replayed == list(range(1, 16))
+    live, recorded = real[1][-1], real[1][-1]["replay"]
+    assert (recorded["steps"], recorded["recounted_at_end"]) == (15, ["0"])
+    assert live["times_smaller"] < 30 < 300 < recorded["times_smaller"]
+    assert live["in_reach_share"] > 0.5 > 0.01 > recorded["in_reach_share"] > 0
+
+
+def test_both_results_are_a_line_each_with_the_reason_below(real: tuple[Path, list[dict[str, Any]]]) -> None:
+    live, recorded = real[1][-1], real[1][-1]["replay"]
+    _, *lines, why, reach, _ = contrast.compare(live, 6e-5, recorded, 3e-6).splitlines()
+    for line, result, lr in zip(lines, (live, recorded), ("6e-05", "3e-06"), strict=True):
+        assert f" {lr} " in line
+        assert f" {result['changed_share']:.1%} " in line
+        assert line.endswith(f" {result['times_smaller']:.0f} times smaller than all weights")
+    assert why.startswith("Why they differ: ")
+    assert f"for {live['in_reach_share']:.1%} of the policy's weights" in reach
+    assert f"for {recorded['in_reach_share']:.1%} of SmolLM2's" in reach
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_both_results_side_by_side(tmp_path: Path) -> None:
+    """About 12 s."""
+    pytest.importorskip("torch")
+    done = commands.pulse("demo", "--steps", 2, "--workers", 1, "--prompts", 8, "--group", 4, "--out", tmp_path / "run")
+    assert (done.code, done.err) == (0, "")
+    assert len([line for line in done.out.splitlines() if line.startswith("step ")]) == 2 + 15
+    live = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert done.out.endswith(f"\n\n{contrast.compare(live, 6e-5, live['replay'], 3e-6)}\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "followed"),
+    [
+        ({}, True), ({"steps": 3, "workers": 5, "lr": 1e-6, "delay": 0}, True), ({"sync": "full"}, False),
+        ({"model": ".models/smollm2"}, False), ({"trainers": 4}, False), ({"publish_every": 2}, False),
+        ({"store": "s3://bucket/run"}, False), ({"read": "http://host/run"}, False), ({"link": 1e6}, False),
+    ],
+)  # fmt: skip
+def test_only_runs_that_compare_with_the_recorded_steps_are_followed_by_them(
+    settings: dict[str, Any], followed: bool
+) -> None:
+    assert contrast.makes_sense(DemoSettings(**settings)) is followed
+
+
+def test_weights_in_reach_are_those_that_one_learning_rate_rounds_to_another_value() -> None:
+    for weights, lr in ((contrast.policy_weights(), 6e-5), (contrast.recorded_weights(), 3e-6)):
+        before = weights.astype(np.float32)
+        moved = before + np.copysign(np.float32(lr), before)
+        changed = np.mean(moved.astype(ml_dtypes.bfloat16).view(np.uint16) != weights.view(np.uint16))
+        assert contrast.share_in_reach(weights, lr) == pytest.approx(changed, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_demo_that_was_interrupted_in_the_recorded_steps_resumes_there(tmp_path: Path) -> None:
+    """About 25 s: two starts of a trainer with torch."""
+    pytest.importorskip("torch")
+    small = ("--steps", 1, "--workers", 1, "--prompts", 4, "--group", 4)
+    process = commands.start("demo", *small, "--out", tmp_path / "run", "--json")
+    assert process.stdout
+    shown = [json.loads(process.stdout.readline()) for _ in range(2)]
+    assert [event["event"] for event in shown] == ["step", "replay_step"]
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    shown += map(json.loads, out.splitlines())
+    assert not (tmp_path / "run" / "summary.json").exists()
+    done = commands.pulse("demo", *small, "--out", tmp_path / "run", "--json")
+    assert (done.code, done.err) == (0, "")
+    *rest, summary = done.events
+    assert [event["step"] for event in shown + rest if event["event"] == "step"] == [1]
+    steps = [event["step"] for event in shown + rest if event["event"] == "replay_step"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 15
+    assert summary["replay"]["workers"]["worker 0"]["version"] == 15
 
 
 def test_a_run_that_has_ended_is_left_alone(real: tuple[Path, list[dict[str, Any]]]) -> None:

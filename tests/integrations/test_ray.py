@@ -28,6 +28,7 @@ from pulsesync.run.reader import RunReader
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice
 from pulsesync.testing import StoreTests, mutate, random_bits
+from tests.examples import Example
 
 ray = pytest.importorskip("ray", reason="pip install 'pulsesync[ray]': the Ray integration is NOT tested")
 
@@ -745,6 +746,14 @@ def on_two_nodes(body: str) -> str:
         prefix="ray", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:  # paths of sockets are short
         return run(code, RAY_TMPDIR=folder)
+
+
+@pytest.mark.slow
+def test_the_example_ends_with_the_same_weights_in_every_actor(tmp_path: Path) -> None:
+    """About 12 s."""
+    with Example("ray_workers.py", tmp_path, RAY_ADDRESS=ray.get_runtime_context().gcs_address) as example:
+        last = example.lines(timeout_s=100)[-1]
+    assert last == "all 2 rollout actors have the weights of version 10, bit for bit"
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""What `pulse demo` does: start a run across processes, show it while it goes, sum it up, and keep it in a folder."""
+"""What `pulse demo` does: start a run across processes, show it while it goes, sum it up, and keep it in a folder.
+
+A run of the demo's own policy ends with the recorded steps of a language model, and with both results side by side.
+"""
 
 import json
 import shlex
@@ -18,14 +21,17 @@ from rich.live import Live
 
 from pulsesync.cli.options import Amount, Count, Json, Natural, UsageError, open_place, read_rate
 from pulsesync.errors import PulseError
+from pulsesync.lab import contrast
 from pulsesync.lab.charts import draw
 from pulsesync.lab.demo import plots, view
+from pulsesync.lab.demo.replay import RATE, RECORDED, RecordedRun, ReplayRun
 from pulsesync.lab.demo.run import DemoRun
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.view import Line, RunStory
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
 OWN = ("port", "secret")  # of every start of a run anew
+FILES = "settings.json, steps.jsonl, summary.json, plots.svg"  # that a run leaves in its folder
 
 app = App(name="demo")
 
@@ -61,6 +67,10 @@ def demo(
     travelled, and where each worker is. Any process may be killed: it is started again. Ctrl-C stops the run; the same
     command with --out resumes it. Needs torch: pip install 'pulsesync[torch]'.
 
+    This policy is small and learns at a rate that changes many of its weights in a step. So the recorded steps of
+    --replay are played afterwards, for a few seconds, and both results are printed side by side. This is left out for
+    runs with --model, --sync full, --trainers, --publish-every, --store, --read or --link.
+
     With --trainers 4, four trainers learn on their own, each from its own completions, and meet every few steps: each
     sends the others what would change the next forward pass, and keeps the rest for later (PULSELoCo). After a round
     all have the same weights, which is checked; the first trainer publishes them, and workers follow.
@@ -88,7 +98,7 @@ def demo(
             Hugging Face checkpoint.
         device: Where models other than demo compute.
         out: The run's folder, a new one or one that was interrupted; one in runs/, named by the time, if not given.
-        recorded: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, half a minute.
+        recorded: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, a few seconds.
         as_json: Print one JSON object a step and a summary, for machines.
 
     Raises:
@@ -120,19 +130,22 @@ def demo(
 def run(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
     """Train with workers that follow; exit code 0. Raises: PulseError, if anything was not as it was published."""
     need_torch()
-    return _watch(DemoRun, check_trainers(settings), out, as_json)
+    settings = check_trainers(settings)
+    folder, shown = open_folder(out, settings)
+    story, summary = _watch(DemoRun, folder, settings, shown, as_json)
+    finish = _contrast if contrast.makes_sense(settings) else _sum_up
+    return finish(folder, story, summary, as_json)
 
 
 def replay(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
     """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
-    from pulsesync.lab.demo.replay import RATE, RECORDED, RecordedRun, ReplayRun
-
     if settings.trainers > 1:
         raise UsageError("--replay plays what one trainer did: leave out --trainers to see it, or --replay to train")
     if settings.sync != "pulse" or settings.model != "demo":
         raise UsageError("--replay plays a recorded run by PULSESync: --sync and --model are for real ones")
-    steps = min(settings.steps, len(RecordedRun.load(RECORDED).changes))
-    return _watch(ReplayRun, replace(settings, model=str(RECORDED), steps=steps, lr=RATE), out, as_json)
+    settings = _recorded(settings)
+    folder, shown = open_folder(out, settings)
+    return _sum_up(folder, *_watch(ReplayRun, folder, settings, shown, as_json), as_json)
 
 
 @app.command
@@ -259,19 +272,32 @@ def open_folder(out: Path | None, settings: DemoSettings) -> tuple[Path, int]:
 # What is shown
 
 
-def _watch(kind: type[DemoRun], settings: DemoSettings, out: Path | None, as_json: bool) -> int:
-    folder, told = open_folder(out, settings)
+def _watch(
+    kind: type[DemoRun], folder: Path, settings: DemoSettings, shown: int, as_json: bool, event: str = "step",
+    resumed_by: Path | None = None,
+) -> tuple[RunStory, Line]:  # fmt: skip
+    """Start a run's processes and show it to its end; return its story and its summary.
+
+    Args:
+        kind: What starts the processes.
+        folder: The run's.
+        settings: The run's.
+        shown: How many of its lines an earlier start has shown already.
+        as_json: Print one JSON object a line.
+        event: What these objects say they are.
+        resumed_by: The folder to give to --out after an interruption, if not the run's own.
+    """
     story = RunStory(settings)
     try:
-        with kind(folder, settings) as run, _screen(story, run, as_json) as show:
+        with kind(folder, settings) as run, _screen(story, run, as_json, event) as show:
             for number, line in enumerate(run.lines()):
                 story.add(line)
-                if number >= told:  # the rest was shown when it happened
+                if number >= shown:
                     show(line)
     except KeyboardInterrupt:
         if not as_json:
-            step = story.last["step"] if story.last else 0
-            print(f"pulse: stopped after step {step}; with --out {folder} it goes on from there", file=sys.stderr)
+            step, out = story.last["step"] if story.last else 0, resumed_by or folder
+            print(f"pulse: stopped after step {step}; the same command with --out {out} resumes it", file=sys.stderr)
         raise
     recounted = [name for name, process in run.processes.items() if name.isdecimal() and process.returncode == 0]
     summary = story.summary(run.restarts, recounted)
@@ -279,24 +305,50 @@ def _watch(kind: type[DemoRun], settings: DemoSettings, out: Path | None, as_jso
         for name, left in json.loads((folder / "final.json").read_text())["workers"].items():
             if name in summary["workers"]:
                 summary["workers"][name].update(version=left["version"], recounted=left["version"])
+    return story, summary
+
+
+def _sum_up(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
+    return _end(folder, story, summary, f"{view.tell(story, summary)}\n{folder}: {FILES}", as_json)
+
+
+def _contrast(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
+    """Play the recorded steps, and end with both runs side by side; the summary has the replay under its own key."""
+    settings = _recorded(DemoSettings(workers=story.settings.workers))
+    if not as_json:
+        print(f"\n{view.tell(story, summary)}\n\n{contrast.announce(settings)}", flush=True)
+    place, shown = open_folder(folder / "replay", settings)
+    _, replayed = _watch(ReplayRun, place, settings, shown, as_json, event="replay_step", resumed_by=folder)
+    summary["in_reach_share"] = contrast.share_in_reach(contrast.policy_weights(), story.settings.lr)
+    replayed["in_reach_share"] = contrast.share_in_reach(contrast.recorded_weights(), settings.lr)
+    summary["replay"] = replayed
+    compared = contrast.compare(summary, story.settings.lr, replayed, settings.lr)
+    return _end(folder, story, summary, f"{folder}: {FILES}\n\n{compared}", as_json)
+
+
+def _end(folder: Path, story: RunStory, summary: Line, text: str, as_json: bool) -> int:
+    """Keep the summary in the run's folder, and print it or a text."""
     (folder / "plots.svg").write_text(draw(plots.panels(story), f"{folder.name}: {summary['steps']} steps"))
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")  # last: it says that the run has ended
-    if as_json:
-        print(json.dumps({"event": "summary", "folder": str(folder), **summary}))
-    else:
-        print(f"\n{view.tell(story, summary)}\n{folder}: settings.json, steps.jsonl, summary.json, plots.svg")
+    print(json.dumps({"event": "summary", "folder": str(folder), **summary}) if as_json else f"\n{text}")
     return 0
 
 
+def _recorded(settings: DemoSettings) -> DemoSettings:
+    """The same settings for a replay of the recording, with no more steps than it has."""
+    steps = min(settings.steps, len(RecordedRun.load(RECORDED).changes))
+    return replace(settings, model=str(RECORDED), steps=steps, lr=RATE)
+
+
 @contextmanager
-def _screen(story: RunStory, run: DemoRun, as_json: bool) -> Iterator[Callable[[Line], None]]:
+def _screen(story: RunStory, run: DemoRun, as_json: bool, event: str) -> Iterator[Callable[[Line], None]]:
     """Yield what shows a step: drawn in place on a terminal, else a line each."""
     workers = f"{run.settings.workers} worker{'s' if run.settings.workers > 1 else ''}"
     trainers = "a trainer" if run.settings.trainers == 1 else f"{run.settings.trainers} trainers"
     title = f"{run.folder}: {trainers}, {workers}, {run.settings.store} between them"
     console = Console(highlight=False)
     if as_json:
-        yield lambda line: print(json.dumps({"event": "step", **line}), flush=True)
+        yield lambda line: print(json.dumps({"event": event, **line}), flush=True)
     elif sys.stdout.isatty() and not console.is_dumb_terminal:
         first = view.show(story, run.restarts, title)
         with Live(first, console=console, auto_refresh=False, vertical_overflow="visible") as live:

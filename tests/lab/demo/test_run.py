@@ -64,12 +64,12 @@ def test_completions_are_never_further_behind_than_allowed(tmp_path: Path) -> No
 
 def test_a_trainer_ends_only_after_the_last_goodbye_was_answered() -> None:
     """A worker that gets no answer to its goodbye cannot know that the run is over, and ends with an error."""
-    from pulsesync.rl.channel import Desk, Office
-    from pulsesync.rl.trainer import Book, serve
+    from pulsesync.lab.demo.channel import TrainerEndpoint, WorkerEndpoint
+    from pulsesync.lab.demo.trainer import WorkQueue, serve
 
     answered = threading.Event()
 
-    class SlowOffice(Office):
+    class SlowEndpoint(TrainerEndpoint):
         def accept(self) -> Any:
             connection = super().accept()
             send_at_once = connection.send_bytes
@@ -82,9 +82,9 @@ def test_a_trainer_ends_only_after_the_last_goodbye_was_answered() -> None:
             connection.send_bytes = send_bytes  # type: ignore[method-assign, assignment]
             return connection
 
-    book, office = Book(Settings(workers=1), version=1, digests={1: "a"}), SlowOffice(b"secret")
+    book, office = WorkQueue(DemoSettings(workers=1), version=1, digests={1: "a"}), SlowEndpoint(b"secret")
     threading.Thread(target=serve, args=(office, book), daemon=True).start()
-    desk = Desk(office.port, b"secret", 0.0)
+    desk = WorkerEndpoint(office.port, b"secret", 0.0)
     goodbye = {"worker": "worker 0", "state": {}, "goodbye": True, "version": 1, "digest": "a"}
     with ThreadPoolExecutor(1) as worker:
         answer = worker.submit(desk.ask, goodbye)

@@ -1,0 +1,60 @@
+"""Two trainers that learn on their own and meet every eight steps, by PULSELoCo through a folder.
+
+    python examples/loco_folder.py runs/meeting
+
+Each trainer is a process with data of its own. In a round, each sends only the updates that change the BF16 value of a
+weight, and keeps the rest for later rounds. The folder may be a URL such as s3://bucket/meeting, and the trainers on
+different machines: they need no open ports. docs/LOCO.md has the details. Ends with
+
+    after 4 rounds both trainers have the same weights, bit for bit
+"""
+
+import argparse
+import hashlib
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+from torch import nn
+
+from pulsesync.loco import PulseLoCo, RoundReport, StoreExchange
+
+TRAINERS = ("trainer-0", "trainer-1")
+ROUNDS, SYNC_EVERY = 4, 8
+
+
+def train(location: str, name: str) -> str:
+    """One trainer, from the first step to the last round; returns the SHA-256 of its weights."""
+    torch.manual_seed(0)  # all trainers start from the same weights ...
+    model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
+    data = torch.Generator().manual_seed(TRAINERS.index(name))  # ... and have data of their own
+
+    def show(report: RoundReport) -> None:
+        share, dense = report.sent / report.total, 4 * report.total
+        print(f"{name}, round {report.round}: sent {share:.1%}, {report.sent_bytes:,} of {dense:,} bytes", flush=True)
+
+    exchange = StoreExchange(location, name, trainers=len(TRAINERS))
+    with PulseLoCo(model, optimizer, exchange=exchange, sync_every=SYNC_EVERY, on_round=show):
+        for _ in range(ROUNDS * SYNC_EVERY):
+            batch = torch.randn(32, 128, generator=data)
+            nn.functional.mse_loss(model(batch), -batch).backward()
+            optimizer.step()  # every eighth of these is a round
+            optimizer.zero_grad()
+    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Two trainers that meet every few steps, by PULSELoCo.")
+    parser.add_argument("location", help="where the trainers meet: a folder, or a URL such as s3://bucket/meeting")
+    given = parser.parse_args()
+
+    with ProcessPoolExecutor(len(TRAINERS), mp_context=get_context("spawn")) as processes:
+        digests = set(processes.map(partial(train, given.location), TRAINERS))
+    assert len(digests) == 1, f"the trainers' weights differ: {digests}"
+    print(f"after {ROUNDS} rounds both trainers have the same weights, bit for bit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The examples run as their docstrings say, and end with the line that is promised there.
+
+That of Ray is run in tests/integrations/test_ray.py, where there is a cluster.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples import EXAMPLES, Example, command_of
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)  # on a machine without cached kernels each process compiles them
+TIMEOUT_S = 100
+
+
+def test_a_worker_follows_a_trainer_to_the_same_digest(tmp_path: Path) -> None:
+    """About 6 s."""
+    with Example("worker.py", tmp_path) as worker, Example("trainer.py", tmp_path) as trainer:
+        published, followed = trainer.lines(TIMEOUT_S), worker.lines(TIMEOUT_S)
+    assert re.fullmatch("version 20 has digest [0-9a-f]{64}", published[-1])
+    assert followed[-1] == published[-1]
+
+
+@pytest.mark.slow
+def test_a_worker_has_what_ranks_of_fsdp2_published_together(tmp_path: Path) -> None:
+    """About 8 s."""
+    with Example("fsdp2.py", tmp_path) as ranks:
+        assert ranks.lines(TIMEOUT_S)[-1] == "version 5: the worker has the gathered weights, bit for bit"
+
+
+@pytest.mark.slow
+def test_trainers_that_meet_in_a_folder_agree_on_the_weights(tmp_path: Path) -> None:
+    """About 8 s."""
+    with Example("loco_folder.py", tmp_path) as trainers:
+        assert trainers.lines(TIMEOUT_S)[-1] == "after 4 rounds both trainers have the same weights, bit for bit"
+
+
+def test_the_list_of_examples_is_complete_and_has_their_commands() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    scripts = [path.name for path in EXAMPLES.glob("*.py")]
+    assert len(scripts) == 5
+    for script in scripts:
+        assert f"[{script}]({script})" in listed
+        assert f"`{command_of(script)}`" in listed
