@@ -21,7 +21,8 @@ import pulsesync
 from pulsesync.cli.demo import check_trainers, find_model, open_folder, read_link, run
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import ChecksumError
-from pulsesync.lab.demo import contrast, smollm2
+from pulsesync.lab import contrast
+from pulsesync.lab.demo import smollm2
 from pulsesync.lab.demo.replay import RECORDED, RecordedRun
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.testing import load_recorded
