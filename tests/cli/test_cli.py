@@ -183,11 +183,7 @@ def test_the_list_of_commands_is_shown_without_loading_any_of_them_or_a_parser()
     assert "publish" in done.stdout
     loaded = set(done.stderr.split())
     assert not {"numpy", "numba", "torch", "cyclopts", "rich"} & loaded
-    assert {name for name in loaded if name.startswith("pulsesync")} == {
-        "pulsesync",
-        "pulsesync.cli",
-        "pulsesync.errors",
-    }
+    assert not {name for name in loaded if name.startswith("pulsesync.cli.")}
 
 
 def test_whoever_stops_reading_gets_no_traceback(tmp_path: Path) -> None:
