@@ -697,7 +697,7 @@ def cut(name: str, whole: np.ndarray, layout: str, place: int) -> np.ndarray:
 
 def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "torch.md").read_text()
-    example = page.partition("<!-- run by tests/integrations/test_torch.py -->\n```python\n")[2].partition("```")[0]
+    example = page.partition("<!-- run by tests/group/test_broadcast.py -->\n```python\n")[2].partition("```")[0]
     script = tmp_path / "sync.py"
     script.write_text(example)
     with socket.create_server(("127.0.0.1", 0)) as free:
