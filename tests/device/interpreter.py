@@ -10,7 +10,8 @@ def mend() -> None:
 
     It keeps the program's number in a global: two concurrent launches would spoil each other. At every launch, and at
     every call of one device function from another, it replaces the language's functions by its own; finding them takes
-    longer than most of our kernels. Nothing else uses the language in this process, so the replacements stay.
+    longer than most of our kernels. Nothing else uses the language in this process, so the replacements stay. And it
+    makes every sum a second time in 64 bits, to see whether it overflowed, and then ignores what it found.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -43,3 +44,4 @@ def mend() -> None:
     interpreter.GridExecutor.mended = True
     interpreter._patch_lang = replace_once
     interpreter._get_np_dtype = numpy_dtype
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
