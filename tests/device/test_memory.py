@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pulsesync import Publisher
 from pulsesync import device as devices
@@ -49,11 +46,15 @@ def test_wrappers_without_memory_are_refused(device: str) -> None:
     assert caught.value.tensor == "a"
 
 
-@pytest.mark.parametrize("how", [Shard(0), Replicate()], ids=str)
-def test_tensors_that_ranks_share_are_refused_and_the_way_is_shown(how: Any, alone: None) -> None:
+@pytest.mark.parametrize("how", ["sharded", "replicated"])
+def test_tensors_that_ranks_share_are_refused_and_the_way_is_shown(how: str, alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh  # here: a second that others need not wait
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    placement: Placement = Shard(0) if how == "sharded" else Replicate()
     mesh = init_device_mesh("cpu", (1,))
     with pytest.raises(StateError, match="ShardedPublisher"):
-        view({name: distribute_tensor(torch.ones(4, 2), mesh, [how]) for name in "ab"})
+        view({name: distribute_tensor(torch.ones(4, 2), mesh, [placement]) for name in "ab"})
 
 
 def test_tensors_without_weights_need_no_memory(device: str) -> None:
