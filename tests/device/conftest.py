@@ -41,6 +41,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane for every two decisions, at both ends, where the format asks for 4,096: 32 of them in small blocks.
 
-    It is also what makes these tests quick: the interpreter takes 10 ms a round, whatever its lanes.
+    It is also what makes these tests quick: the interpreter takes as long for a round of one lane as of 32.
     """
     monkeypatch.setattr(spec, "LANE_DECISIONS", 2)

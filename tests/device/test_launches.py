@@ -87,8 +87,7 @@ def follow(
         return late(make, 1 + count * epoch_patches, compiled)
 
 
-# Ten seconds: the interpreter takes half a second for each end of a version, and it takes two epochs of four patches.
-@pytest.mark.slow
+# Two seconds: two epochs of four patches in the interpreter, at both ends.
 def test_neither_end_compiles_after_the_third_version(
     device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +97,7 @@ def test_neither_end_compiles_after_the_third_version(
     assert {one.kernel for one in compiled} == set(cuda.__all__)
 
 
-# Four seconds each: two epochs of three patches in the interpreter.
+# A second each: two epochs of three patches in the interpreter.
 @pytest.mark.parametrize(("keep", "dtype"), [("host", torch.float32), ("hook", torch.bfloat16)])
 def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_is(
     keep: Keep,
