@@ -23,7 +23,7 @@ RUN = "0123456789abcdef" * 2
 FLOATS = [name for name, kind in DTYPES.items() if kind.exponent_shift is not None]
 
 # For tests that take a millisecond an example.
-many = settings(max_examples=max(100, settings.default.max_examples))
+many = settings(max_examples=max(100, settings().max_examples))
 seeds = st.integers(0, 2**32 - 1)
 densities = st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0])
 
@@ -98,7 +98,7 @@ def random_layout(seed: int, dtypes: Sequence[str] = tuple(DTYPES), shapes: Sequ
     rng = np.random.default_rng(seed)
     specs = []
     for i in range(int(rng.integers(1, 4, endpoint=True))):
-        shape = (shapes or SHAPES)[rng.integers(0, len(shapes or SHAPES))]
+        shape = (shapes or SHAPES)[int(rng.integers(0, len(shapes or SHAPES)))]
         whole = TensorSpec(f"tensor.{i}", str(rng.choice(list(dtypes))), shape)
         grid = (cuts(rng, whole.rows), cuts(rng, whole.columns)) if rng.random() < 0.5 else ((), ())
         specs.append(TensorSpec(whole.name, whole.dtype, shape, *grid))
@@ -182,7 +182,7 @@ class Writer:
             patch.encode_whole(self.layout, self.layout.tiles[first::pieces], self.state, self.sums)
             for first in range(pieces)
         ]
-        return replace(root, kind=RecordKind.ANCHOR, parts=_refs(parts)), [part.data for part in parts]
+        return replace(root, kind=RecordKind.ANCHOR, parts=_refs(parts)), [bytes(part.data) for part in parts]
 
     def advance(self, new: Mapping[str, Bits], new_epoch: bool = False) -> tuple[Manifest, list[bytes]]:
         if new_epoch:
@@ -194,7 +194,7 @@ class Writer:
         )
         self.history = self.history.after(part.patches, self.state)
         self.state, self.sums, self.version = copied(new), {**self.sums, **part.sums}, self.version + 1
-        return self._manifest(base, [part], self.history.index), [part.data]
+        return self._manifest(base, [part], self.history.index), [bytes(part.data)]
 
     def mark(self) -> Mark:
         return Mark(BaseRef(self.version, self.digest), self.state, self.sums)
@@ -203,7 +203,7 @@ class Writer:
         """One patch from an earlier state to this one, without a history."""
         part = patch.encode(self.layout, self.layout.tiles, since.state, self.state, since.sums, codec=codec)
         record = self._manifest(since.base, [part], self.history.index)
-        return replace(record, kind=RecordKind.SQUASH, history=None), [part.data]
+        return replace(record, kind=RecordKind.SQUASH, history=None), [bytes(part.data)]
 
     def _manifest(self, base: BaseRef | None, parts: Sequence[patch.EncodedPart], index: int) -> Manifest:
         return Manifest(

@@ -164,7 +164,8 @@ def test_a_folder_without_a_lock_is_left_alone(temporary: Path) -> None:
 def test_a_lock_that_another_process_removes_before_it_is_held_is_made_anew(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, met = fcntl.flock, []
+    flock = fcntl.flock
+    met: list[Path] = []
 
     def interrupted(handle: int, how: int) -> None:
         if not met:
@@ -183,7 +184,8 @@ def test_a_lock_that_another_process_removes_before_it_is_held_is_made_anew(
 def test_a_lock_that_a_sweeping_process_has_first_is_made_anew(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, met = fcntl.flock, []
+    flock = fcntl.flock
+    met: list[int] = []
 
     def quicker(handle: int, how: int) -> None:
         if not met:

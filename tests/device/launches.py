@@ -74,7 +74,7 @@ class _Pointer:
     """A tensor as it would lie on a GPU, where every allocation begins at a multiple of 512 bytes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self._offset = tensor.dtype, tensor.storage_offset() * tensor.element_size()
+        self.dtype, self._offset = tensor.dtype, int(tensor.storage_offset()) * tensor.element_size()
 
     def data_ptr(self) -> int:
         return self._offset

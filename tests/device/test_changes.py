@@ -55,8 +55,8 @@ def fetched(runs: Sequence[PileChanges]) -> Changed:
         for tile, begin, end in zip(run.pile.tiles, starts, starts[1:], strict=False):
             if begin < end:
                 assert tile.ordinal not in out
-                bits = (array[begin:end].view(np.uint16) for array in (old, new))
-                out[tile.ordinal] = BlockChange(0, where[begin:end].view(np.uint32), *bits)
+                before, after = (array[begin:end].view(np.uint16) for array in (old, new))
+                out[tile.ordinal] = BlockChange(0, where[begin:end].view(np.uint32), before, after)
     return out
 
 

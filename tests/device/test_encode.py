@@ -93,10 +93,10 @@ def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: s
     part, transition = pair.encode(first)
     pair.last, _ = pair.writer.advance(first)
     pair.state.commit(transition)
-    part, transition = pending.after(transition).encode(pair.last, "history")
+    part, second = pending.after(transition).encode(pair.last, "history")
     record, (data,) = pair.writer.advance(then)
     assert bytes(part.data) == bytes(data)
-    pair.state.commit(transition)
+    pair.state.commit(second)
     assert pair.state.recount() == record.digest
 
 

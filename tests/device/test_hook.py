@@ -119,6 +119,7 @@ def test_nothing_of_the_weights_is_kept_between_publishes(trainer: Trainer) -> N
     with hooked(MemoryStore()) as pub:
         pub.publish(trainer.masters)
         for _ in range(3):
+            assert pub._tip is not None
             assert isinstance(pub._tip.state, HookState)
             assert (pub._tip.state.flats, pub._tip.state.readers) == ({}, [])  # nor of what read them
             trainer.publish(pub).result(30)
@@ -345,13 +346,14 @@ def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeyp
     """Work is queued before and after every call, the store is slow, and anchors are written on the way."""
     store, futures, states = Watched(), [], []
     store.before = lambda verb, key: time.sleep(0.02)
-    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    cuda: Any = torch.cuda  # its types are not complete
+    stream = cuda.Stream() if side else cuda.current_stream()
     with torch.cuda.stream(stream), hooked(store, codec="auto", anchor_every=0.0, epoch_patches=3) as pub:
         masters = {"a": torch.randn(1 << 23, device="cuda") * 0.02}
         weights = {"a": masters["a"].bfloat16()}
         pub.publish(masters)
         for step in range(8):
-            torch.cuda._sleep(20_000_000)
+            cuda._sleep(20_000_000)
             masters["a"][step::97] *= 1.01
             futures.append(pub.publish(masters, old=weights, step=step, wait=False))
             weights["a"].copy_(masters["a"])

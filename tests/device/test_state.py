@@ -1,6 +1,6 @@
 """A live state on a device: transactions, snapshots, ties, slices and anchors, as on the host."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -236,7 +236,7 @@ def test_slices_of_whole_tiles_are_followed(device: str, many_lanes: None) -> No
     assert here.find_damage() is None
 
 
-REFUSED = {
+REFUSED: dict[str, Callable[[Any], Any]] = {
     "missing": lambda model: {"b": model["b"]},
     "is not contiguous": lambda model: {**model, "a": model["a"].t().contiguous().t()},
     "is F16": lambda model: {**model, "a": model["a"].half()},

@@ -53,7 +53,8 @@ def finished(
     old: dict[str, Bits], new: dict[str, Bits], codec: patch.CodecName, views: bool = False
 ) -> tuple[patch.FinishedPart, list[str]]:
     """A part by `finish`, and which of its changes were looked at."""
-    weights, looks = FlatWeights(old), []
+    weights = FlatWeights(old)
+    looks: list[str] = []
     diffs = patch.find_diff(LAYOUT.tiles, old, new, codec)
     shared, coded = code_against_old(diffs, weights, None, None)
     if views:

@@ -52,7 +52,7 @@ def test_damage_in_a_large_part_is_found_by_any_number_of_threads(threads: int) 
     damaged = bytearray(data)
     damaged[-container.ALONE - 1] ^= 1
     with pytest.raises(ChecksumError) as caught:
-        container.open_part(damaged, id_, threads)
+        container.open_part(bytes(damaged), id_, threads)
     assert caught.value.section == 3
 
 

@@ -1,5 +1,6 @@
 import json
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pulsesync.format import layout as layouts
 from tests.helpers import random_layout, seeds
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
-TABLE = {
+TABLE: dict[str, Any] = {
     "format": layouts.FORMAT,
     "tensors": [
         {"columns": [2], "dtype": "BF16", "name": "a", "rows": [1, 3], "shape": [4, 5]},
@@ -31,7 +32,7 @@ def changed(**fields: object) -> bytes:
 
 
 def tensor(**fields: object) -> bytes:
-    return changed(tensors=[{**TABLE["tensors"][0], **fields}], ties={})  # type: ignore[index, dict-item]
+    return changed(tensors=[{**TABLE["tensors"][0], **fields}], ties={})
 
 
 @given(seeds)
@@ -95,8 +96,8 @@ def test_another_way_to_write_the_same_is_refused(other: bytes) -> None:
         (changed(ties={"b": "a"}), FormatError),
         (changed(ties={"": "a"}), LimitError),
         (changed(ties={"x" * 1025: "a"}), LimitError),
-        (changed(tensors=TABLE["tensors"][::-1]), FormatError),  # type: ignore[index]
-        (changed(tensors=[TABLE["tensors"][1]] * 2, ties={}), FormatError),  # type: ignore[index]
+        (changed(tensors=TABLE["tensors"][::-1]), FormatError),
+        (changed(tensors=[TABLE["tensors"][1]] * 2, ties={}), FormatError),
         (tensor(name=""), LimitError),
         (tensor(name="x" * 1025), LimitError),
         (tensor(name="\ud800"), FormatError),
@@ -126,7 +127,7 @@ def test_what_is_not_a_layout_is_refused(data: bytes, error: type) -> None:
 
 def test_a_tensor_that_lacks_a_field_is_refused() -> None:
     for field in ("name", "dtype", "shape"):
-        entry = {key: value for key, value in TABLE["tensors"][1].items() if key != field}  # type: ignore[index, union-attr]
+        entry = {key: value for key, value in TABLE["tensors"][1].items() if key != field}
         with pytest.raises(FormatError, match="must hold"):
             layouts.parse(changed(tensors=[entry], ties={}))
 

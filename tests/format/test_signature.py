@@ -349,6 +349,6 @@ def test_trust_that_is_given_must_hold_public_keys(keys: Any) -> None:
 
 def test_trust_is_one_key_or_several_or_not_asked_for() -> None:
     assert signature.trusted(None) is None
-    assert signature.trusted(KEY.public) == {KEY.public}
-    assert signature.trusted(KEY.public.upper()) == {KEY.public}
-    assert signature.trusted([KEY.public, STRANGER.public]) == {KEY.public, STRANGER.public}
+    assert signature.trusted(KEY.public) == frozenset({KEY.public})
+    assert signature.trusted(KEY.public.upper()) == frozenset({KEY.public})
+    assert signature.trusted([KEY.public, STRANGER.public]) == frozenset({KEY.public, STRANGER.public})

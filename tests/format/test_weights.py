@@ -136,7 +136,8 @@ def test_overlays_on_overlays_read_as_the_patches_applied(seed: int, depth: int)
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     state = random_state(rng, layout)
     weights: FlatWeights | Overlay = FlatWeights(state)
-    before, latest, composed = copied(state), state, {}
+    before, latest = copied(state), state
+    composed: dict[tuple[int, int], BlockChange] = {}
     for _ in range(depth):
         new = changed_state(rng, latest, 0.2, small=False)
         patches = encode(layout, latest, new, codec="gap").patches

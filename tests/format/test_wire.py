@@ -1,4 +1,5 @@
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def test_a_plane_that_repeats_itself_is_packed() -> None:
     assert wire.plane(bytes(16))[0] == wire.RAW
 
 
-def zstd_plane(data: bytes, **options: object) -> bytes:
+def zstd_plane(data: bytes, **options: Any) -> bytes:
     frame = zstandard.ZstdCompressor(**options).compress(data)
     return bytes([wire.ZSTD]) + wire.number(len(frame)) + frame
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,14 +113,15 @@ class Run:
         """Write down what a reader must arrive at."""
         assert self.last is not None
         self._write(keys.HEAD, str(self.last.version).encode())
-        np.savez_compressed(self.folder / "expected.npz", **self.state.flats)
+        arrays: dict[str, Any] = dict(self.state.flats)
+        np.savez_compressed(self.folder / "expected.npz", **arrays)
 
     def _share(self, pieces: int) -> list[Sequence[Tile]]:
         return [self.layout.tiles[first::pieces] for first in range(pieces)]
 
     def _put(self, parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
         for part in parts:
-            self._write(keys.part_key(part.id), part.data)
+            self._write(keys.part_key(part.id), bytes(part.data))
         return tuple(PartRef(part.id, len(part.data)) for part in parts)
 
     def _add_file(self, name: str, data: bytes) -> FileRef:
@@ -159,10 +161,10 @@ class Run:
 
 def noise(seed: int, count: int) -> Bits:
     """Random 64-bit numbers, the same for ever (splitmix64)."""
-    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
-    z = (z ^ z >> 30) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> 27) * np.uint64(0x94D049BB133111EB)
-    return z ^ z >> 31
+    z: Bits = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)
 
 
 def some(seed: int, dtype: str, count: int) -> Bits:
@@ -185,12 +187,14 @@ def move(bits: Bits, steps: np.ndarray) -> Bits:
     sign = 1 << 8 * bits.itemsize - 1
     wide = bits.astype(np.int64)
     order = (wide ^ np.where(wide & sign, 2 * sign - 1, sign)) + steps & 2 * sign - 1
-    return (order ^ np.where(order & sign, sign, 2 * sign - 1)).astype(bits.dtype)
+    moved: Bits = (order ^ np.where(order & sign, sign, 2 * sign - 1)).astype(bits.dtype)
+    return moved
 
 
 def train_(flat: Bits, dtype: str, seed: int) -> None:
     """Change weights as training does: the smaller, the likelier and the further; a rare one by a lot."""
     kind, z = DTYPES[dtype], noise(seed, flat.size)
+    assert kind.exponent_shift is not None
     magnitude = flat.astype(np.int64) & (1 << 8 * kind.itemsize - 1) - 1
     below_top = (1 << 8 * kind.itemsize - 2 - kind.exponent_shift) - 3 - (magnitude >> kind.exponent_shift)
     odds = np.select([below_top >= 6, below_top >= 4, below_top >= 2], [160, 64, 8], 1)  # of 256
@@ -216,6 +220,7 @@ def bf16_history(folder: Path) -> None:
     run = Run(folder, specs, flats, {"lm_head": "embed", "lm_head.copy": "embed"})
 
     def next_weights() -> dict[str, Bits]:
+        assert run.last is not None
         seed = 100 * (run.last.version + 1)
         new = run.flats
         for i, spec in enumerate(specs[:2]):
@@ -258,6 +263,7 @@ def two_parts(folder: Path) -> None:
     run = Run(folder, specs, {spec.name: some(21 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)})
 
     def step(codec: patch.CodecName, pieces: int) -> None:
+        assert run.last is not None
         seed = 100 * (run.last.version + 1)
         new = run.flats
         train_(new["a"], "BF16", seed)
@@ -282,6 +288,7 @@ def dtypes(folder: Path) -> None:
     run = Run(folder, specs, flats)
 
     def step(codec: patch.CodecName) -> None:
+        assert run.last is not None
         seed = 100 * (run.last.version + 1)
         new = run.flats
         for i, spec in enumerate(specs):
@@ -312,9 +319,11 @@ def dtypes(folder: Path) -> None:
 def _special_values(dtype: str) -> Bits:
     """Both zeros, the ends of the subnormals, infinities or their like, and NaNs with several payloads."""
     kind = DTYPES[dtype]
+    assert kind.exponent_shift is not None
     sign, one = 1 << 8 * kind.itemsize - 1, 1 << kind.exponent_shift
     positive = np.array([0, 1, one - 1, one, sign - one, sign - one + 1, sign - 2, sign - 1], np.int64)
-    return np.r_[positive, positive | sign].astype(kind.bits)
+    values: Bits = np.r_[positive, positive | sign].astype(kind.bits)
+    return values
 
 
 def gap_and_dense(folder: Path) -> None:
@@ -356,6 +365,7 @@ def signed_squash(folder: Path) -> None:
     assert root is not None
 
     def step(codec: patch.CodecName, pieces: int = 1) -> None:
+        assert run.last is not None
         seed = 100 * (run.last.version + 1)
         new = run.flats
         train_(new["proj"], "BF16", seed)

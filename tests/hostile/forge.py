@@ -23,7 +23,7 @@ import zstandard
 
 from pulsesync.core import digest
 from pulsesync.core.types import Codec, TensorSpec
-from pulsesync.errors import NotFoundError, NothingPublishedError, PulseError
+from pulsesync.errors import NotFoundError, NothingPublishedError, PulseError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, signature, tables, wire
 from pulsesync.format.epochs import EPOCH_PATCHES
@@ -33,7 +33,7 @@ from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.live import State
-from pulsesync.store.base import ObjectEntry
+from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 
 RUN = "0123456789abcdef" * 2
 ANY = 1 << 70  # no limit: forging is not where numbers are judged
@@ -297,7 +297,8 @@ class Version:
     trusted: SigningKey | None = None  # who signs those
 
     def copy(self) -> "Version":
-        return pickle.loads(pickle.dumps(self))
+        copied: Version = pickle.loads(pickle.dumps(self))
+        return copied
 
     def objects(self) -> dict[str, bytes]:
         """What a store would hold of it."""
@@ -536,17 +537,23 @@ def sample(name: str) -> Sample:
     before, last = run.state.flats, run.latest
     codecs = {"mixed": ("history", "gap", "dense", "context"), "big": ("history",)}
     good = run.advance(*codecs.get(name, (name,)))
-    others = [body for part in last.parts for *_, body in part.payloads()]
+    others = _bodies(last)
     return Sample(name, run.layout, good, run.published, before, run.state.flats, run.state.history, others)
+
+
+def _bodies(version: Version) -> list[Any]:
+    """The payloads of a version."""
+    return [body for part in version.parts if isinstance(part, Part) for *_, body in part.payloads()]
 
 
 def _squash_sample() -> Sample:
     """A squash over the first epoch of a signed run, by a delegate; the patches it is in place of are gone."""
     run = Run(SPECS, TIES, KEY)
-    root, before, others = run.manifest, run.state.flats, []
+    root, before = run.manifest, run.state.flats
+    others: list[Any] = []
     for _ in range(EPOCH_PATCHES):
         run.advance("history")
-        others = others or [body for part in run.latest.parts for *_, body in part.payloads()]
+        others = others or _bodies(run.latest)
     good = run.squash(root, before)
     last = run.latest
     good.beside[last.key] = last.manifest
@@ -566,7 +573,7 @@ NAMES = ("mixed", "history", "context", "gap", "dense", "anchor", "squash")
 # -- the reader under attack ---------------------------------------------------------------------------------------
 
 
-class MemoryStore:
+class MemoryStore(ReadOnlyStore):
     """Objects in memory: what was published, and over it what an attacker put there."""
 
     def __init__(self, published: dict[str, bytes]) -> None:
@@ -578,6 +585,9 @@ class MemoryStore:
             if key in objects:
                 return bytes(memoryview(objects[key])[begin:end])  # a copy, as from a disk
         raise NotFoundError(f"there is no {key}", key=key)
+
+    def _read_only(self, key: str) -> StoreError:
+        return StoreError("a reader wrote to the store it reads", key=key)
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         found = self.published | self.forged
@@ -628,7 +638,7 @@ class Victim:
 
     def take_back(self) -> None:
         """The same at once, after a version was accepted."""
-        if self.kept is None or self.subscriber._state is not self.state:
+        if self.kept is None or self.state is None or self.subscriber._state is not self.state:
             self.reset()
             return
         self.memory[:] = np.frombuffer(self.held, np.uint8)
@@ -673,5 +683,6 @@ class Victim:
         return self.memory.tobytes() == self.right
 
     def history_is_right(self) -> bool:
+        assert self.subscriber._state is not None
         held = self.subscriber._state.history
         return held.tiles.keys() == self.target.history.tiles.keys() and held.digest() == self.target.history.digest()

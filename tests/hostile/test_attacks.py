@@ -170,7 +170,8 @@ def body(v: Version, tensor: str = "main") -> Any:
 
 
 def table_of(v: Version) -> forge.Table:
-    return part_of(v).index.tables[body(v).table]
+    table: forge.Table = part_of(v).index.tables[body(v).table]
+    return table
 
 
 def frame(claimed: int, *blocks: bytes, head: int = 0xA0, window: bytes = b"") -> bytes:
@@ -192,7 +193,7 @@ def store_frame(plane: Plane, data: bytes) -> None:
 
 def first_plane(v: Version) -> Plane:
     """A plane whose content a frame may replace: 2,048 bytes of the dense tensor `main`."""
-    planes = body(v).planes
+    planes: list[Plane] = body(v).planes
     assert len(planes[0].content) == 2048
     return planes[0]
 
@@ -2001,7 +2002,8 @@ def a_start_that_names_rubbish(v: Version) -> dict[str, bytes]:
 
 
 def tensors(v: Version) -> dict[str, Any]:
-    return json.loads(forge.sample("anchor").layout.data)
+    table: dict[str, Any] = json.loads(forge.sample("anchor").layout.data)
+    return table
 
 
 def entry(table: dict[str, Any], name: str) -> dict[str, Any]:
@@ -2230,7 +2232,7 @@ def a_tile_for_each_weight(v: Version) -> None:
 @attack(LimitError, on="big.anchor")
 def a_grid_of_the_tiles_that_a_hundred_other_tensors_do_not_use(v: Version) -> None:
     cuts = list(range(1, 240))  # 57,600 tiles, and 5.8 kB in all
-    table = [{"dtype": "U8", "name": f"{i:02x}", "shape": []} for i in range(105)]
+    table: list[dict[str, Any]] = [{"dtype": "U8", "name": f"{i:02x}", "shape": []} for i in range(105)]
     table.append({"columns": cuts, "dtype": "U8", "name": "main", "rows": cuts, "shape": [240, 240]})
     forge.new_layout(v, {"format": "pulse-layout/1-draft", "tensors": table, "ties": {}})
 
@@ -2432,9 +2434,8 @@ def test_a_tensor_for_which_there_is_no_memory_is_an_error_with_its_name() -> No
 
 def test_a_history_part_is_refused_where_no_history_is_kept() -> None:
     good = forge.sample("history")
-    (part,) = good.version.parts
     with pytest.raises(FormatError):
-        patch.decode(part.write(), good.layout, good.before, history=None)
+        patch.decode(part_of(good.version).write(), good.layout, good.before, history=None)
 
 
 def test_a_layout_of_more_than_128_mib_is_not_parsed() -> None:

@@ -70,7 +70,8 @@ def masters() -> np.ndarray:
     ends = np.array([0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x807FFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)
     found = np.r_[ties, ties - 1, ties + 1, ends, random_bits(np.random.default_rng(3), np.uint32, (60,))]
     nans = (found & 0x7FFFFFFF) > 0x7F800000
-    return found[~nans].astype(np.uint32)
+    numbers: np.ndarray = found[~nans].astype(np.uint32)
+    return numbers
 
 
 def test_masters_are_rounded_as_torch_casts_them(device: str) -> None:

@@ -55,8 +55,9 @@ class Case:
         self.old[0][30:] |= sign - kind.bits.type(1)  # keep most of the large block cold: decisions take long here
         self.new = [nudge(rng, bits, 0.3, 9) for bits in self.old]
         self.new[0][30:] = nudge(rng, self.old[0][30:], 0.02)
-        self.old[1][:4] = [0, sign, 1, sign]  # half the circle, by either way; one place across zero; far
-        self.new[1][:4] = [~kind.bits.type(0), sign - 1, sign | kind.bits.type(1), sign >> kind.bits.type(1)]
+        self.old[1][:4] = np.array([0, sign, 1, sign])  # half the circle, by either way; one place across zero; far
+        far: list[Any] = [~kind.bits.type(0), sign - 1, sign | kind.bits.type(1), sign >> kind.bits.type(1)]
+        self.new[1][:4] = far
         self.old[3][:], self.new[3][:] = 1, 2
         self.pile = pile_of(self.dtype, list(self.sizes), self.device)
         symbols = tables.symbol_count(width)
@@ -111,7 +112,8 @@ class Case:
         out = []
         for b, (where, _, symbols, extras, *_) in enumerate(self.splits):
             tail = (self.cumulative, np.empty(0, np.uint32), self.decided[b][0].size, self.lanes[b])
-            out.append(reference.encode_block(*self.block(b), where, symbols, extras, *tail))
+            arguments: tuple[Any, ...] = (*self.block(b), where, symbols, extras, *tail)
+            out.append(reference.encode_block(*arguments))
         return out
 
     # On the device
@@ -392,7 +394,8 @@ def by_reference(c: Case, job: Job) -> tuple[np.ndarray, Bits, int]:
     table = c.cumulative if job.cumulative is None else job.cumulative
     nothing = np.empty(0, np.uint32), np.empty(0, np.uint8)
     tail = (table, c.contexts.symbols, c.lanes[job.block], job.stream, job.count, 0, *nothing)
-    positions, new, _, fault = reference.decode_block(*c.block(job.block), *tail)
+    arguments: tuple[Any, ...] = (*c.block(job.block), *tail)
+    positions, new, _, fault = reference.decode_block(*arguments)
     return positions, new, fault
 
 

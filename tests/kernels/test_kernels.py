@@ -68,11 +68,13 @@ class Case:
 
     @cached_property
     def steps(self) -> tuple[Any, ...]:
-        return reference.steps(*self.changed[1:], self.shift)
+        _, old, new = self.changed
+        return reference.steps(old, new, self.shift)
 
     @cached_property
     def split(self) -> tuple[Any, ...]:
-        return reference.split(self.changed[0], self.changed[2], *self.steps[:3], self.shift, self.cut)
+        (positions, _, new), (symbols, extras, classes_, *_) = self.changed, self.steps
+        return reference.split(positions, new, symbols, extras, classes_, self.shift, self.cut)
 
     @property
     def hot(self) -> tuple[Any, ...]:
@@ -104,11 +106,13 @@ class Case:
     def encode(self, kernel: ModuleType) -> np.ndarray:
         at, _, symbols, extras = self.hot
         tail = (self.cumulative, tables.reciprocals(self.frequencies), self.count(reference)[0], self.lanes)
-        return kernel.encode_block(*self.block, at, symbols, extras, *tail)
+        words: np.ndarray = kernel.encode_block(*self.block, at, symbols, extras, *tail)
+        return words
 
     def decode(self, kernel: ModuleType, stream: np.ndarray, count: int) -> tuple[Any, ...]:
         tail = (self.lanes, stream, count, self.index, *self.entering)
-        return kernel.decode_block(*self.block, self.cumulative, self.contexts.symbols, *tail)
+        read: tuple[Any, ...] = kernel.decode_block(*self.block, self.cumulative, self.contexts.symbols, *tail)
+        return read
 
 
 def any_case(seed: int) -> Case:
@@ -147,7 +151,7 @@ def assert_decodes(case: Case, found: tuple[Any, ...]) -> None:
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), sizes, densities)
-def test_changed_equals_the_reference(seed: int, dtype: type, size: int, density: float) -> None:
+def test_changed_equals_the_reference(seed: int, dtype: type[Any], size: int, density: float) -> None:
     rng = np.random.default_rng(seed)
     old = random_bits(rng, dtype, (size,))
     new = mutate(rng, old, density)
@@ -163,7 +167,7 @@ def test_changed_takes_arrays_that_begin_anywhere(seed: int, offset: int, densit
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), st.integers(0, 3000))
-def test_pick_and_scatter_equal_the_reference(seed: int, dtype: type, size: int) -> None:
+def test_pick_and_scatter_equal_the_reference(seed: int, dtype: type[Any], size: int) -> None:
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 256, size).astype(dtype)
     positions = np.flatnonzero(rng.random(size) < 0.2).astype(np.uint32)
@@ -264,7 +268,9 @@ def test_decode_block_remembers_as_the_reference_does(case: Case) -> None:
 
 def advanced(kernel: ModuleType, case: Case) -> np.ndarray:
     positions, _, new = case.changed
-    return kernel.advance_history(case.old, case.shift, case.tracked, case.cut, case.last, positions, new, case.index)
+    block = case.old, case.shift, case.tracked, case.cut, case.last
+    ages: np.ndarray = kernel.advance_history(*block, positions, new, case.index)
+    return ages
 
 
 @many
@@ -400,7 +406,7 @@ rectangles = st.tuples(st.integers(1, 6), st.integers(0, 3000), st.integers(0, 5
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16]), rectangles)
-def test_digest_rectangle_equals_the_reference(seed: int, dtype: type, shape: tuple[int, int, int, int]) -> None:
+def test_digest_rectangle_equals_the_reference(seed: int, dtype: type[Any], shape: tuple[int, int, int, int]) -> None:
     rows, columns, more, start = shape
     stride = columns + more
     units = random_bits(np.random.default_rng(seed), dtype, (start + rows * stride,))
@@ -410,7 +416,7 @@ def test_digest_rectangle_equals_the_reference(seed: int, dtype: type, shape: tu
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16]), rectangles, st.integers(0, 1 << 44))
 def test_digest_rectangle_of_units_that_begin_later_is_that_of_the_whole(
-    seed: int, dtype: type, shape: tuple[int, int, int, int], far: int
+    seed: int, dtype: type[Any], shape: tuple[int, int, int, int], far: int
 ) -> None:
     rows, columns, more, start = shape
     stride = columns + more
@@ -425,7 +431,7 @@ def test_digest_rectangle_of_units_that_begin_later_is_that_of_the_whole(
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16]), st.integers(0, 300), st.integers(1, 1 << 47))
-def test_digest_change_equals_the_reference(seed: int, dtype: type, count: int, end: int) -> None:
+def test_digest_change_equals_the_reference(seed: int, dtype: type[Any], count: int, end: int) -> None:
     rng = np.random.default_rng(seed)
     indices = np.unique(rng.integers(0, end, count, dtype=np.uint64))
     old, new = (random_bits(rng, dtype, (indices.size,)) for _ in range(2))

@@ -35,9 +35,11 @@ from pulsesync.errors import (
     StoreError,
 )
 from pulsesync.format import manifest as manifests
+from pulsesync.format import patch, signature
 from pulsesync.publish import anchors
 from pulsesync.publish.baseline import HostDifference
 from pulsesync.run import keys
+from pulsesync.run.spool import Outbox
 from pulsesync.state.live import State
 from pulsesync.store import LocalStore, MemoryStore, Store
 from pulsesync.testing import random_bits
@@ -107,7 +109,7 @@ def test_numpy_master_weights_arrive_as_numpy_casts_them(dtype: str) -> None:
 
 
 def test_only_fp32_is_cast_and_patterns_say_where() -> None:
-    weights = {
+    weights: dict[str, np.ndarray] = {
         "layer.weight": np.ones(4, np.float32),
         "layer.scale": np.ones(4, np.float32),
         "layer.half": np.ones(4, np.float16),
@@ -593,7 +595,7 @@ def test_a_step_that_is_not_coalesced_stays_alone_whatever_follows_and_holds_up_
             later.result(0.05)  # one version is being sent and one is queued: no third is kept in memory
         gate.open.set()
         assert (alone.result(10).version, alone.result().folded) == (2, 0)
-        assert later.result(10).result(10).version == 3  # type: ignore[union-attr]
+        assert later.result(10).result(10).version == 3
     assert equal(synced(gate.store), training.weights)
 
 
@@ -681,7 +683,10 @@ def test_on_a_slow_link_auto_folds_steps_and_not_more_than_it_may() -> None:
         store.before = lambda verb, key: time.sleep(0.15) if key.startswith("parts/") else None
         for step in range(10):
             training.step()
-            reports.append(pub.publish(training.weights, step=step, wait=step == 0))
+            if step == 0:
+                reports.append(pub.publish(training.weights, step=step))
+            else:
+                reports.append(pub.publish(training.weights, step=step, wait=False))
             time.sleep(0.002)
         waited = [pub._pace.target(), *(isinstance(r, Future) and r.result().version is None for r in reports)]
     assert waited[0] == 4
@@ -846,7 +851,13 @@ def test_what_is_pending_when_a_commit_goes_unanswered_follows_it() -> None:
     with Publisher(flaky.store) as pub:
         pub.publish(training.weights)
         flaky.times = 1
-        flaky.store.before = lambda verb, key: reached.set() or go.wait(10) if key == keys.manifest_key(1) else None
+
+        def hold(verb: str, key: str) -> None:
+            if key == keys.manifest_key(1):
+                reached.set()
+                go.wait(10)
+
+        flaky.store.before = hold
         training.step()
         first = pub.publish(training.weights, wait=False)
         assert reached.wait(10)
@@ -897,7 +908,8 @@ def test_a_base_that_failed_to_move_to_a_committed_version_is_moved_by_the_next(
     room: type, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record is there when memory lacks for what follows; another version waits to be compared with it."""
-    training, store, states, move, failed = Training(), Watched(), [], getattr(room, verb), []
+    training, store, states, move = Training(), Watched(), [], getattr(room, verb)
+    failed: list[tuple[Any, ...]] = []
     go, reached = threading.Event(), threading.Event()
 
     def fail_once(*args: Any) -> Any:
@@ -908,7 +920,13 @@ def test_a_base_that_failed_to_move_to_a_committed_version_is_moved_by_the_next(
 
     with Publisher(store) as pub:
         pub.publish(training.weights)
-        store.before = lambda _, key: reached.set() or go.wait(10) if key == keys.manifest_key(1) else None
+
+        def hold(verb: str, key: str) -> None:
+            if key == keys.manifest_key(1):
+                reached.set()
+                go.wait(10)
+
+        store.before = hold
         monkeypatch.setattr(room, verb, fail_once)
         futures = []
         for step in (1, 2):
@@ -949,7 +967,7 @@ def test_a_failure_is_raised_by_publish_by_flush_and_by_close_once_each_and_logg
     future = failed(pub, training)
     assert [r.levelname for r in caplog.records] == ["ERROR"]
     assert "Step 0 was not published: StoreError: the line is down" in caplog.text
-    raised = []
+    raised: list[StoreError | None] = []
     for call in (lambda: pub.publish(training.weights), pub.flush, pub.flush, pub.close, pub.close):
         try:
             call()
@@ -1143,7 +1161,8 @@ def test_failures_are_bounded_in_number_and_hold_none_of_the_memory_they_took() 
             weights["w"][:] = step + 1
             with suppress(StoreError):
                 wait_for([pub.publish(weights, wait=False)], 10)
-        pub._tip._unsure = None  # type: ignore[union-attr] - the last one, which may have been committed
+        assert pub._tip is not None
+        pub._tip._unsure = None  # the last one, which may have been committed
         kept_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -1826,13 +1845,13 @@ def test_a_root_that_was_cut_off_before_its_anchor_gets_one_from_the_next_publis
         pub.publish(training.weights)
     store.fail_at()
     assert versions(store) == [0]
-    slow = anchors.Outbox.waiting
+    slow = Outbox.waiting
 
-    def waiting(outbox: anchors.Outbox) -> Iterator[tuple[int, bytes]]:
+    def waiting(outbox: Outbox) -> Iterator[tuple[int, bytes]]:
         time.sleep(0.1)  # a disk that takes its time
         return slow(outbox)
 
-    monkeypatch.setattr(anchors.Outbox, "waiting", waiting)
+    monkeypatch.setattr(Outbox, "waiting", waiting)
     with Publisher(store, spool=tmp_path / "second") as pub:
         pub.publish(training.weights)
     assert equal(synced(store), training.weights)
@@ -1987,7 +2006,7 @@ def test_an_anchor_written_while_versions_go_on_is_the_state_it_is_of(
 ) -> None:
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
     training, store, go = Training(), MemoryStore(), threading.Event()
-    encode, reading = anchors.patch.encode_whole, threading.Event()
+    encode, reading = patch.encode_whole, threading.Event()
 
     def slowly(*args: Any, **options: Any) -> Any:
         if anchored(store):  # not the first
@@ -1995,7 +2014,7 @@ def test_an_anchor_written_while_versions_go_on_is_the_state_it_is_of(
             assert go.wait(10)
         return encode(*args, **options)
 
-    monkeypatch.setattr(anchors.patch, "encode_whole", slowly)
+    monkeypatch.setattr(patch, "encode_whole", slowly)
     states = []
     with Publisher(store, anchor_every=0, epoch_patches=short_epochs) as pub:
         for _ in range(3):
@@ -2160,7 +2179,7 @@ def test_a_part_that_changed_on_disk_is_not_uploaded_and_the_next_epoch_has_an_a
 def test_a_run_whose_only_anchor_changed_on_disk_is_resumed_with_a_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, store, part_of = Training(), Watched(), anchors.Outbox.part
+    training, store, part_of = Training(), Watched(), Outbox.part
 
     def slowly(*args: Any) -> bytes:
         time.sleep(0.1)  # until the publisher waits for it
@@ -2172,7 +2191,7 @@ def test_a_run_whose_only_anchor_changed_on_disk_is_resumed_with_a_root(
     (part,) = (tmp_path / "outbox" / "0" / "parts").iterdir()
     part.write_bytes(part.read_bytes()[:-1] + b"?")
     store.fail_at()
-    monkeypatch.setattr(anchors.Outbox, "part", slowly)
+    monkeypatch.setattr(Outbox, "part", slowly)
     training.step()
     with Publisher(store, spool=tmp_path) as pub:
         assert pub.publish(training.weights).version == 1
@@ -2246,7 +2265,7 @@ def test_an_anchor_gives_way_to_versions_that_are_being_sent(monkeypatch: pytest
             assert go.wait(10)
 
     with Publisher(store, codec="gap") as pub:
-        stage = anchors.Outbox.stage
+        stage = Outbox.stage
         staged = threading.Event()
 
         def staging(*args: Any) -> Any:
@@ -2254,7 +2273,7 @@ def test_an_anchor_gives_way_to_versions_that_are_being_sent(monkeypatch: pytest
             assert staged.wait(10)
             return refs
 
-        monkeypatch.setattr(anchors.Outbox, "stage", staging)
+        monkeypatch.setattr(Outbox, "stage", staging)
         pub.publish(training.weights, wait=False)
         store.before = watch
         training.step()
@@ -2299,7 +2318,7 @@ def test_one_record_by_somebody_else_is_refused_and_the_weights_stay(key: Signin
     store, held = Watched(), worker()
     publish_steps(store, 3, signing_key=key)
     where = keys.anchor_key(0) if what == "anchors" else keys.manifest_key(1)
-    store.put(where, manifests.signature.sign(record(store, where).build(), SigningKey.generate()))
+    store.put(where, signature.sign(record(store, where).build(), SigningKey.generate()))
     store.gets.clear()
     with pytest.raises(SignatureError):
         Subscriber(store, trust=key.public).sync(held)

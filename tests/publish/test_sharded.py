@@ -41,6 +41,7 @@ from pulsesync.testing import FaultyStore, random_bits
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
 
 BF16 = ml_dtypes.bfloat16
+UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Crew:
@@ -378,7 +379,7 @@ def test_any_rectangles_of_any_dtype_make_the_whole_model(seed: int, size: int, 
     for n in range(4):
         shape = tuple(int(k) for k in rng.integers(0, 9, rng.integers(1, 4)))
         dtype = np.dtype(dtypes[rng.integers(len(dtypes))])
-        weights[f"t{n}"] = random_bits(rng, np.dtype(f"u{dtype.itemsize}"), shape).view(dtype)
+        weights[f"t{n}"] = random_bits(rng, UNSIGNED[dtype.itemsize], shape).view(dtype)
     cuts = {name: _random_cells(rng, array, size) for name, array in weights.items()}
 
     def split(state: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -1004,7 +1005,8 @@ def test_a_signed_run_is_taken_up_with_its_key_alone() -> None:
     store, training, key = MemoryStore(), Training(), SigningKey.generate()
     Group(store, 2, signing_key=key).publish(training.weights)
     training.step()
-    for options in ({}, {"signing_key": SigningKey.generate()}):
+    others: list[dict[str, Any]] = [{}, {"signing_key": SigningKey.generate()}]
+    for options in others:
         assert all(isinstance(e, SignatureError) for e in Group(store, 2, **options).try_publish(training.weights))
     Group(store, 2, signing_key=key).publish(training.weights)
     assert versions(store) == [0, 1]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -417,6 +418,7 @@ def test_what_is_wrong_with_a_version_that_was_asked_for_is_said(how: str) -> No
     Spoiler(store, place(store, "last part"), how)
     with pytest.raises((FormatError, NotFoundError)) as caught:
         sub.sync(held, version=4)
+    assert isinstance(caught.value, FormatError | NotFoundError)
     assert caught.value.key == place(store, "last part")
     assert equal(held, states[3])
 
@@ -1088,7 +1090,8 @@ def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatc
         local = {"layer.0.weight": np.zeros((32, 48), ml_dtypes.bfloat16)}
         sub.sync(local)
         sharded.step()
-        decode, seen = patch.decode_tiles, []
+        decode = patch.decode_tiles
+        seen: list[tuple[str, int]] = []
 
         def watched(*args: Any, **options: Any) -> Any:
             made = decode(*args, **options)
@@ -1435,8 +1438,14 @@ def test_a_subscriber_that_syncs_is_refused_by_name_in_a_forked_process(call: st
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=0)
     entered, go = threading.Event(), threading.Event()
-    store.before = lambda verb, key: (entered.set(), go.wait(30)) if key.startswith("parts/") else None
-    calls = {
+
+    def hold(verb: str, key: str) -> None:
+        if key.startswith("parts/"):
+            entered.set()
+            go.wait(30)
+
+    store.before = hold
+    calls: dict[str, Callable[[], object]] = {
         "sync": lambda: sub.sync(held),
         "watch": lambda: next(sub.watch(held)),
         "verify": sub.verify,
@@ -1819,7 +1828,8 @@ def test_fp32_weights_follow_a_bf16_run_bit_for_bit(codec: patch.CodecName, fill
                 assert path == (("anchor",) if step == 0 else ("patch",) * (3 if step == 5 else 1))
                 assert equal(held, widened(training.weights))
                 sub.verify(held)
-            before = kept(training.weights) if step == 2 else locals().get("before")
+            if step == 2:
+                before = kept(training.weights)
             training.step()
     assert sub.sync(held, version=2).path == ("undo",)
     assert equal(held, widened(before))

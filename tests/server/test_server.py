@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -374,7 +374,13 @@ def test_a_token_may_be_asked_for_in_clear_where_that_is_permitted() -> None:
 def test_a_token_that_was_given_and_is_empty_is_a_usage_error(
     folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = {"host": "127.0.0.1", "port": 0, "certificate": None, "private_key": None, "as_json": True}
+    common: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "certificate": None,
+        "private_key": None,
+        "as_json": True,
+    }
     relayed = {**common, "cache": tmp_path / "cache", "max_cache": None, "cafile": None, "token_file": None}
     empty = tmp_path / "token"
     empty.write_text("\n")
@@ -801,7 +807,12 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def test_a_relay_refuses_to_write() -> None:
     shared = CoalescingStore(MemoryStore())
-    for write in (lambda: shared.put("a", b""), lambda: shared.create("a", b""), lambda: shared.delete("a")):
+    writes: list[Callable[[], object]] = [
+        lambda: shared.put("a", b""),
+        lambda: shared.create("a", b""),
+        lambda: shared.delete("a"),
+    ]
+    for write in writes:
         with pytest.raises(StoreError, match="read-only"):
             write()
 

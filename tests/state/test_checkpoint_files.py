@@ -1,6 +1,7 @@
 """Checkpoints and folders on mapped memory, against the safetensors library and transformers themselves."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_a_full_disk_is_said_before_anything_is_mapped(tmp_path: Path, monkeypat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(PulseError, match="No space left"):
         TensorFolder.create(tmp_path, plan_files(layouts.make([TensorSpec("w", "F32", (4,))])))
 
@@ -251,8 +252,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loaded(folder: Path) -> Any:
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(folder.resolve())
 
 

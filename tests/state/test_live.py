@@ -1,7 +1,7 @@
 """Applying a version is a transaction: all of it, or nothing and the same again."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef, RecordKind
+from pulsesync.format.patch import CodecName
 from pulsesync.state import live as states
-from pulsesync.state.live import Snapshot, State
+from pulsesync.state.live import Snapshot, State, Transition
 from pulsesync.state.slices import Slice, Slices
 from tests.helpers import (
     Writer,
@@ -50,8 +51,8 @@ def start() -> tuple[Writer, State, np.random.Generator]:
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in SPECS}
     writer = Writer(layout, state)
     held = reader(layout, state)
-    for codec in ("history", "auto"):
-        writer.codec = codec  # type: ignore[assignment]
+    codecs: list[CodecName] = ["history", "auto"]
+    for writer.codec in codecs:
         apply(held, writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
     return writer, held, rng
 
@@ -265,7 +266,7 @@ def test_two_parts_over_disjoint_tiles_apply_together() -> None:
     ]
     later = earlier.after([p for part in parts for p in part.patches], old)
     refs = tuple(PartRef(part.id, len(part.data)) for part in parts)
-    apply(held, (replace(manifest, parts=refs, history=later.digest()), [part.data for part in parts]))
+    apply(held, (replace(manifest, parts=refs, history=later.digest()), [bytes(part.data) for part in parts]))
     assert same(held.flats, new)
 
 
@@ -369,7 +370,7 @@ def test_a_snapshot_stays_as_it_was_while_commits_go_on(seed: int, actions: list
     writer = Writer(layout, random_state(rng, layout), "gap")
     held = reader(layout, writer.state)
     taken: list[tuple[Snapshot, dict[str, Bits], dict[int, Sum]]] = []
-    undo = []
+    undo: list[Transition] = []
     for action in actions:
         if action == "snapshot":
             taken.append((held.snapshot(), copied(held.flats), dict(held.sums)))
@@ -563,7 +564,7 @@ def cut_out(bits: Bits, spec: TensorSpec, held: Slice) -> Bits:
     return bits.reshape(spec.rows, spec.columns)[slice(*rows), slice(*columns)].reshape(-1).copy()
 
 
-def sliced(layout: Layout, state: dict[str, Bits], slices: dict[str, Slice | None]) -> dict[str, Bits]:
+def sliced(layout: Layout, state: dict[str, Bits], slices: Mapping[str, Slice | None]) -> dict[str, Bits]:
     """What a worker with these slices, by exact name, holds of a state."""
     held = {spec.name: slices.get(spec.name, Slice()) for spec in layout.tensors}
     return {spec.name: cut_out(state[spec.name], spec, w) for spec in layout.tensors if (w := held[spec.name])}

@@ -2,6 +2,7 @@
 
 import zlib
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def columns(name: str, begin: int, end: int) -> Placed:
     return Placed(table[:, begin:end].copy(), FULL[name].shape, columns=(begin, end))
 
 
-def told(*shards: Shards) -> list:
+def told(*shards: Shards) -> list[Any]:
     return [windows_from(windows_to(one))[0] for one in shards]
 
 
@@ -158,10 +159,12 @@ def test_any_two_splits_of_a_tensor_meet_in_one_layout(by_rows: list[int], by_co
 def test_a_dtensor_with_a_partial_placement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from torch import distributed
-    from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         value = DTensor.from_local(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Partial()])
         with pytest.raises(StateError, match="'w': DTensor has a Partial placement") as caught:

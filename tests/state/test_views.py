@@ -10,7 +10,8 @@ from pulsesync.format import layout as layouts
 from pulsesync.state.views import new_tensors, read_published, view_bits
 from pulsesync.testing import random_bits
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
 
 ARRAYS = {
     "BOOL": np.bool_,

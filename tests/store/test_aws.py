@@ -147,7 +147,11 @@ def test_without_credentials_and_metadata_the_error_lists_what_was_tried(home: H
 
 def test_a_user_without_a_home_folder_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda _: {}[0])  # as for a user id that the container does not know
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)  # as for a user id that the container does not know
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
     assert find_credentials({}, {"AWS_ACCESS_KEY_ID": "k"}).source == "AWS_ACCESS_KEY_ID"
 
 

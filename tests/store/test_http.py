@@ -416,7 +416,12 @@ def test_what_is_not_a_key_is_not_asked_for(key: str) -> None:
 
 def test_writing_is_refused() -> None:
     store = HttpStore("http://127.0.0.1:1")
-    for write in (lambda: store.put("a", b""), lambda: store.create("a", b""), lambda: store.delete("a")):
+    writes: list[Callable[[], object]] = [
+        lambda: store.put("a", b""),
+        lambda: store.create("a", b""),
+        lambda: store.delete("a"),
+    ]
+    for write in writes:
         with pytest.raises(StoreError, match="read-only"):
             write()
 

@@ -366,7 +366,12 @@ def test_a_link_that_appears_between_the_check_and_the_opening_is_not_followed(
 
 def test_a_served_folder_is_not_written(linked: Path) -> None:
     store = ServedFolder(linked)
-    for write in (lambda: store.put("x", b""), lambda: store.create("x", b""), lambda: store.delete("parts/a")):
+    writes: list[Callable[[], object]] = [
+        lambda: store.put("x", b""),
+        lambda: store.create("x", b""),
+        lambda: store.delete("parts/a"),
+    ]
+    for write in writes:
         with pytest.raises(StoreError, match="for reading"):
             write()
     assert store.get("parts/a") == b"1"

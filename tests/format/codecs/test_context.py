@@ -136,10 +136,10 @@ def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, FrequencyTable]:
     """One block coded by hand: what patch.encode does over many."""
     shift = BF16.exponent_shift or 0
     positions, before, after = cpu.changed(old, new)
-    *hot, cold, moved, entering_at, entering = cpu.split(
+    at, bits, symbols, extras, cold, moved, entering_at, entering = cpu.split(
         positions, after, *cpu.steps(before, after, shift)[:3], shift, cut
     )
-    changes = context.HotChanges(*hot, entering_at, entering)
+    changes = context.HotChanges(at, bits, symbols, extras, entering_at, entering)
     top = max(1, cut)
     contexts = tables.Contexts(max(0, top - 24), min(24, top), 1, 41)
     counts = contexts.empty()

@@ -1,5 +1,7 @@
 """Heads of many payloads at once: the bytes of `context`, payload by payload, and what it reads and refuses."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -125,7 +127,8 @@ def test_the_longest_steps_and_gaps_are_read(dtype: str) -> None:
 
 # What is wrong
 
-SMALL = Heads(3, 121, *np.array([[2, 0, 1], [4, 1, 1], [3, 0, 2]]), np.array([1, 200, BLOCK]), np.array([1, -90, 5]))
+BY_BLOCK: Any = np.array([[2, 0, 1], [4, 1, 1], [3, 0, 2]])
+SMALL = Heads(3, 121, BY_BLOCK[0], BY_BLOCK[1], BY_BLOCK[2], np.array([1, 200, BLOCK]), np.array([1, -90, 5]))
 DENSE = SMALL._replace(changes=np.array([2, 9, 1]), words=np.array([3, 0, 2]))  # all blocks have changes
 MANY_COLD = DENSE._replace(cold=np.arange(40) * 130, steps=np.arange(40) * 7 + 1)
 WEIGHTS = 2 * BLOCK + 40
