@@ -3,12 +3,18 @@
 import ctypes
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Many containers tell Python to keep no bytecode. Then pytest rewrites every assertion of every file anew, each time and
+# in each of its processes, and every process that a test starts compiles the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)
