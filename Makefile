@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
+TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
 # The GPU targets make and install nothing: they take this machine's own Python, with its torch and Triton.
 OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test gpu-test gpu-bench lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all gpu-test gpu-bench lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -23,8 +24,14 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
 	@$(BIN)/python -m pulsesync.lab.demo.smollm2 .models/smollm2
 
-test: $(VENV)/.dev  ## run the tests
-	$(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
+test: $(VENV)/.dev  ## run the fast tests, which cover every module: at most five minutes
+	$(TESTS) -m "not slow"
+
+test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
+	$(TESTS) -m slow
+
+test-all: $(VENV)/.dev  ## run every test
+	$(TESTS)
 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)

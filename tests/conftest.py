@@ -1,9 +1,11 @@
-"""Settings that hold for every test, and where the tests of the GPU path keep their tensors."""
+"""Settings that hold for every test, where the tests of the GPU path keep their tensors, and the slow tier's size."""
 
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -45,3 +47,34 @@ def device() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not GPU:
         pytest.skip("needs a CUDA device: run make gpu-test on a machine that has one")
+
+
+# The slow tier: a run without it says at its end how many tests it left out.
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = 0
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    if items:
+        items[0].config.stash[LEFT_OUT] += sum(item.get_closest_marker("slow") is not None for item in items)
+
+
+# With pytest-xdist every worker collects all tests, and so deselects as many: the report of any one is the number.
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash[LEFT_OUT]:
+        said = f"{left_out} slow tests were left out: make test-slow runs them, make test-all runs everything"
+        terminalreporter.write_sep("=", said, yellow=True, bold=True)
