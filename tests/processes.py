@@ -159,18 +159,25 @@ def _child(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    import ml_dtypes  # loaded here, so that no process loads it again; the same for FSDP
+    import torch.distributed.fsdp
+
     from tests.loco.fleet import load
 
+    assert ml_dtypes
+    assert torch.distributed.fsdp
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are gone at once
     torch.set_num_threads(1)
     load()
     print("ready", flush=True)
     for line in sys.stdin:
+        order = json.loads(line)
+        importlib.import_module(order["module"])  # here, once, instead of in every process
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.alarm(PROCESS_S + 10)  # whatever becomes of the test
-            _child(json.loads(line))
+            _child(order)
         print(pid, flush=True)
 
 
