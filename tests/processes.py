@@ -162,6 +162,7 @@ def main() -> None:
     import ml_dtypes  # loaded here, so that no process loads it again; the same for FSDP
     import torch.distributed.fsdp
 
+    from pulsesync import warm_up
     from tests.loco.fleet import load
 
     assert ml_dtypes
@@ -169,6 +170,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are gone at once
     torch.set_num_threads(1)
     load()
+    warm_up()
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,4 +1,4 @@
-"""The short form of the trial that `make chaos` runs for longer: about two minutes, because the processes are real.
+"""The short forms of the trials that `make chaos` runs for longer: seconds in `make test`, a minute in the slow tier.
 
 Nothing wrong is ever used, and nothing is lost in silence: every publish that was acknowledged is in the store, and
 every one that is not there raised or was logged, by a log outside the processes that are killed.
@@ -12,23 +12,25 @@ from tests.chaos import trials
 from tests.chaos.trials import Trial
 from tests.s3 import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * trials.DEADLINE_S + 20)]
+pytestmark = pytest.mark.timeout(2 * trials.DEADLINE_S + 20)
 
 
 @pytest.mark.parametrize(
     "trial",
     [
+        pytest.param(trials.killed("folder", kills=10), id="killed"),
+        pytest.param(trials.ended(points=4, how=("return",)), id="ended"),
+        pytest.param(trials.refused("folder", "background"), id="disk-full"),
+        pytest.param(trials.replaced(), id="replaced"),
         *(
-            pytest.param(trials.killed(transport, kills=36), id=f"killed-{transport}")
+            pytest.param(trials.killed(transport, kills=36), id=f"killed-often-{transport}", marks=pytest.mark.slow)
             for transport in trials.TRANSPORTS
         ),
-        pytest.param(trials.ended(points=24, how=("return",)), id="ended"),
-        pytest.param(trials.refused("folder", "background"), id="disk-full"),
-        pytest.param(trials.refused("s3", "background"), id="refused"),
-        pytest.param(trials.hung(seconds=1.0), id="hung"),
-        pytest.param(trials.slow_server(), id="slow-server"),
-        pytest.param(trials.replaced(), id="replaced"),
-        pytest.param(trials.restored(), id="restored"),
+        pytest.param(trials.ended(points=24, how=("return",)), id="ended-anywhere", marks=pytest.mark.slow),
+        pytest.param(trials.refused("s3", "background"), id="refused", marks=pytest.mark.slow),
+        pytest.param(trials.hung(seconds=1.0), id="hung", marks=pytest.mark.slow),
+        pytest.param(trials.slow_server(), id="slow-server", marks=pytest.mark.slow),
+        pytest.param(trials.restored(), id="restored", marks=pytest.mark.slow),
     ],
 )
 def test_no_wrong_weights_and_no_silent_loss(trial: Trial, tmp_path: Path, s3_server: Server) -> None:

@@ -21,6 +21,7 @@ from tests.s3 import Server, free_ports
 TRANSPORTS = ["folder", "s3", "relays"]
 MODES = ["wait", "background", "every-step"]
 BETWEEN_S = 0.1  # kills, on average
+CONCURRENT_EXITS = 4  # processes, each with a run of its own: most of their time they wait for a slow store
 DEADLINE_S = 100.0
 Trial = Callable[[Path, Server], Counts]
 
@@ -86,11 +87,14 @@ def ended(points: int, how: tuple[str, ...] = ("return", "exit", "raise")) -> Tr
     def trial(folder: Path, _s3: Server) -> Counts:
         counts = Counts("the interpreter ends, folder")
         with Zoo(folder) as zoo:
-            for point in range(points):
-                for way in how:
-                    name, run = f"publisher {point} {way}", folder / f"run-{point}-{way}"
+            cases = [(point, way, folder / f"run-{point}-{way}") for point in range(points) for way in how]
+            for first in range(0, len(cases), CONCURRENT_EXITS):
+                runs = {}
+                for point, way, run in cases[first : first + CONCURRENT_EXITS]:
+                    runs[name := f"publisher {point} {way}"] = run
                     zoo.start(name, role="exiting publisher", location=str(run), ends_at=point, how=way, steps=6)
-                    zoo.join(name, timeout_s=30)
+                zoo.join(*runs, timeout_s=30)
+                for name, run in runs.items():
                     counts += balance("", zoo, str(run), names=[name])
                     counts.exits += 1
                     shutil.rmtree(run)

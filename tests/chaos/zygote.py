@@ -50,7 +50,9 @@ class Trainer:
         """Publish the state of a step. Raises: what the publisher raises, after it was reported."""
         say("begun", step=step)
         try:
-            result = self.publisher.publish(state_after(step), step=step, **self.options)
+            result: PublishReport | Future[PublishReport] = self.publisher.publish(
+                state_after(step), step=step, **self.options
+            )
         except BaseException as e:
             say("raised", step=step, call="publish", error=type(e).__name__)
             raise

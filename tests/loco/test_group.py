@@ -108,7 +108,7 @@ def count_rounds(trainer: Trainer, counter: Counter) -> list[tuple[int, int]]:
     return counted
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, fleet: Fleet) -> list[dict[Any, Any]]:
     return fleet.run(all_ways, request.param)
 
@@ -204,7 +204,7 @@ def garble(exchange: Any, call: int, how: int) -> None:
     exchange._swap = swap
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_damaged_bytes_at_one_trainer_fail_the_round_for_all_and_the_next_one_works(fleet: Fleet, size: int) -> None:
     ranks = fleet.run(garbled, size)
     assert all(rank == ranks[0] for rank in ranks)  # the same words, the same digests
@@ -457,7 +457,7 @@ def test_when_a_trainer_is_killed_the_others_go_on_without_it_and_nothing_of_the
 
 
 @pytest.mark.parametrize("point", [POINTS[0], "at any moment"])
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2, 3))])
 def test_every_trainer_of_four_finds_at_once_that_one_was_killed_and_three_go_on(
     fleet: Fleet, victim: int, point: str
 ) -> None:
@@ -514,7 +514,7 @@ def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int
 
 
 @pytest.mark.parametrize("victim", [0, 2])  # with the first, the others' ranks change
-@pytest.mark.parametrize("tries", [0, 2])
+@pytest.mark.parametrize("tries", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_one_that_did_not_hear_of_a_round_which_others_committed_is_left_with_what_its_payload_left(
     fleet: Fleet, victim: int, tries: int
 ) -> None:

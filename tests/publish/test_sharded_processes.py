@@ -211,8 +211,17 @@ def assert_published(location: str, step: int) -> None:
 # -- tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["auto", "context", "gap"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "codec"),
+    [
+        (2, "auto"),
+        (3, "gap"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"))
+        ),
+    ],
+)
 def test_what_fsdp_trains_arrives_bit_for_bit_after_every_step(
     fleet: Fleet, tmp_path: Path, size: int, codec: str
 ) -> None:

@@ -21,6 +21,10 @@ torch = pytest.importorskip("torch")
 
 from pulsesync.lab.demo.rounds import Peer  # noqa: E402 - needs torch
 from pulsesync.lab.demo.trainer import WorkQueue  # noqa: E402
+from tests.lab.demo.forked import ForkedRun  # noqa: E402
+from tests.processes import Fleet, fleet  # noqa: E402
+
+__all__ = ["fleet"]
 
 SMALL = DemoSettings(trainers=2, workers=2, sync_every=2, prompts=4, group=4, shards=2, checkpoint_every=2)
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256", "loco")
@@ -38,10 +42,10 @@ def versions_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(tmp_path: Path) -> None:
+def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(fleet: Fleet, tmp_path: Path) -> None:
     runs = []
     for name in ("one", "two"):
-        with DemoRun(tmp_path / name, replace(SMALL, steps=6, delay=0, seed=3)) as run:
+        with ForkedRun(fleet, tmp_path / name, replace(SMALL, steps=6, delay=0, seed=3)) as run:
             runs.append(list(run.lines()))
     for first, second in zip(*runs, strict=True):
         for line in (first, second):
@@ -68,10 +72,10 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_goes_on_when_a_trainer_the_first_trainer_and_a_worker_are_killed(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_a_trainer_the_first_trainer_and_a_worker_are_killed(fleet: Fleet, tmp_path: Path) -> None:
     killed: set[str] = set()
     settings = replace(SMALL, steps=14, loco="compact")
-    with DemoRun(tmp_path, settings) as run:
+    with ForkedRun(fleet, tmp_path, settings) as run:
         for line in run.lines():
             for name, when in (("trainer-1", 2), ("trainer", 6), ("0", 10)):
                 if line["step"] >= when and name not in killed:

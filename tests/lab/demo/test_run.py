@@ -8,27 +8,35 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pulsesync.lab.demo.run import PORTS, DemoRun, _free_ports
+from pulsesync.lab.demo.run import PORTS, _free_ports
 from pulsesync.lab.demo.settings import DemoSettings
 
 pytest.importorskip("torch")
-SMALL = {"prompts": 8, "group": 4, "shards": 2, "checkpoint_every": 2}
+
+from tests.lab.demo.forked import ForkedRun
+from tests.processes import Fleet, fleet
+
+__all__ = ["fleet"]
+
+SMALL = DemoSettings(prompts=8, group=4, shards=2, checkpoint_every=2)
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256")
 
 
-def steps_of(folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    with DemoRun(folder, DemoSettings(**SMALL, **settings)) as run:
+def steps_of(fleet: Fleet, folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    with ForkedRun(fleet, folder, replace(SMALL, **settings)) as run:
         return list(run.lines())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_in_lock_step_patches_and_full_weights_give_the_same_run_bit_for_bit(tmp_path: Path) -> None:
-    runs = {way: steps_of(tmp_path / way, steps=4, delay=0, sync=way, seed=3) for way in ("pulse", "full")}
+def test_in_lock_step_patches_and_full_weights_give_the_same_run_bit_for_bit(fleet: Fleet, tmp_path: Path) -> None:
+    runs = {sync: steps_of(fleet, tmp_path / sync, steps=4, delay=0, sync=sync, seed=3) for sync in ("pulse", "full")}
     assert len(runs["pulse"]) == 4
     for by_patch, whole in zip(runs["pulse"], runs["full"], strict=True):
         assert {key: by_patch[key] for key in SAME} == {key: whole[key] for key in SAME}
@@ -37,11 +45,12 @@ def test_in_lock_step_patches_and_full_weights_give_the_same_run_bit_for_bit(tmp
     assert len({line["weights_sha256"] for line in runs["pulse"]}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(fleet: Fleet, tmp_path: Path) -> None:
     killed: set[str] = set()
     steps = []
-    with DemoRun(tmp_path, DemoSettings(**SMALL, steps=9, workers=2)) as run:
+    with ForkedRun(fleet, tmp_path, replace(SMALL, steps=9, workers=2)) as run:
         for line in run.lines():
             steps.append(line["step"])
             for name, when in (("0", 2), ("trainer", 5)):
@@ -57,8 +66,8 @@ def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(tmp_path: Path) 
     assert len(final["workers"]) == 2
 
 
-def test_completions_are_never_further_behind_than_allowed(tmp_path: Path) -> None:
-    lines = steps_of(tmp_path, steps=5, delay=2, workers=1)
+def test_completions_are_never_further_behind_than_allowed(fleet: Fleet, tmp_path: Path) -> None:
+    lines = steps_of(fleet, tmp_path, steps=5, delay=2, workers=1)
     assert max(line["behind"] for line in lines) <= 2
 
 

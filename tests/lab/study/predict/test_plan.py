@@ -1,5 +1,7 @@
 """The answers of a plan follow from its forecast."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from pulsesync.lab.study.predict.plan import ENOUGH, SyncPlan, make_plan
 SEVEN = ModelFacts("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
 
 
+@cache  # most tests ask for the same one, and a plan takes half a second
 def plan(bandwidth: float = 200e6, step_s: float = 50.0, *, cores: int = 16, **training: object) -> SyncPlan:
     return make_plan(SEVEN, TrainingSettings(1e-6, **training), bandwidth, step_s, cores=cores)  # type: ignore[arg-type]
 
