@@ -140,7 +140,11 @@ def test_a_figure_has_title_and_description() -> None:
 
 
 def test_several_charts_share_a_picture() -> None:
-    shown = [Panel("one", {"a": [(0, 1)]}), Bars("two", ["x"], {"s": [1.0]}), HeatMap("three", ["r"], ["c"], [[1.0]])]
+    shown: list[Chart] = [
+        Panel("one", {"a": [(0, 1)]}),
+        Bars("two", ["x"], {"s": [1.0]}),
+        HeatMap("three", ["r"], ["c"], [[1.0]]),
+    ]
     root = ET.fromstring(draw(shown, "all"))
     groups = [child for child in root if child.tag == f"{SVG}g"]
     assert [next(iter(group)).text for group in groups] == ["one", "two", "three"]

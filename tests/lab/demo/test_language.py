@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ END, PAD = 0, 1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama of two layers with tied embeddings, and a tokenizer for which numbers have one token or two."""
     import tokenizers
 
@@ -49,26 +50,26 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def game(folder):
+def game(folder: str) -> LanguageModel:
     return LanguageModel(folder, group=4, device="cpu")
 
 
-def optimizer_of(policy):
+def optimizer_of(policy: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 
 
-def with_rewards(rollouts):
+def with_rewards(rollouts: Rollouts) -> Rollouts:
     """The same, as if the first of each group of four had been right."""
     return Rollouts(
         rollouts.tokens, rollouts.log_probabilities, torch.tensor([1.0, 0, 0, 0] * (len(rollouts.tokens) // 4))
     )
 
 
-def bits(policy):
+def bits(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.view(torch.int16) for name, weight in values(policy).items()}
 
 
-def test_a_policy_has_fp32_weights_of_bf16_values_each_under_one_name(game):
+def test_a_policy_has_fp32_weights_of_bf16_values_each_under_one_name(game: LanguageModel) -> None:
     state = game.policy().state_dict()
     assert "model.embed_tokens.weight" in state
     assert "lm_head.weight" not in state
@@ -77,8 +78,9 @@ def test_a_policy_has_fp32_weights_of_bf16_values_each_under_one_name(game):
         assert torch.equal(weight, weight.bfloat16().float())
 
 
-def test_a_policy_can_be_saved_and_loaded_again(game):
-    one, other = game.policy(), game.policy()
+def test_a_policy_can_be_saved_and_loaded_again(game: LanguageModel) -> None:
+    one: Any = game.policy()
+    other: Any = game.policy()
     with torch.no_grad():
         for weight in one.parameters():
             weight.add_(1.0)
@@ -86,7 +88,7 @@ def test_a_policy_can_be_saved_and_loaded_again(game):
     assert torch.equal(other.lm_head.weight, one.model.embed_tokens.weight)
 
 
-def test_rollouts_have_a_row_for_each_sample_and_shards_can_be_joined(game):
+def test_rollouts_have_a_row_for_each_sample_and_shards_can_be_joined(game: LanguageModel) -> None:
     policy = game.policy()
     parts = [game.play(policy, 3, seed) for seed in range(6)]
     joined = Rollouts.join(parts)
@@ -97,7 +99,7 @@ def test_rollouts_have_a_row_for_each_sample_and_shards_can_be_joined(game):
     assert (asked == asked[:, :1]).all()
 
 
-def test_a_seed_decides_prompts_and_completions(game):
+def test_a_seed_decides_prompts_and_completions(game: LanguageModel) -> None:
     policy = game.policy()
     one, same, other = (game.play(policy, 4, seed) for seed in (1, 1, 2))
     assert torch.equal(one.tokens, same.tokens)
@@ -105,7 +107,7 @@ def test_a_seed_decides_prompts_and_completions(game):
     assert not torch.equal(one.tokens, other.tokens)
 
 
-def test_short_prompts_are_padded_on_the_left(game):
+def test_short_prompts_are_padded_on_the_left(game: LanguageModel) -> None:
     short, long = game._prompt(11, 11), game._prompt(23, 48)
     assert len(short) == len(long)
     assert short[:4] == [PAD] * 4
@@ -113,7 +115,7 @@ def test_short_prompts_are_padded_on_the_left(game):
     assert PAD not in long
 
 
-def test_log_probabilities_are_those_of_a_plain_forward_pass_without_padding(game):
+def test_log_probabilities_are_those_of_a_plain_forward_pass_without_padding(game: LanguageModel) -> None:
     policy = game.policy()
     asked = torch.tensor([game._prompt(11, 11), game._prompt(11, 23), game._prompt(23, 48)])
     completed, likely = game._complete(policy, asked, torch.Generator().manual_seed(3))
@@ -128,7 +130,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass_without_padding(gam
         torch.testing.assert_close(learned[counted], expected[counted], rtol=0, atol=1e-4)
 
 
-def test_nothing_follows_an_end_token(game):
+def test_nothing_follows_an_end_token(game: LanguageModel) -> None:
     policy = game.policy()
     rollouts = game.play(policy, 16, 5)
     completed, counted = rollouts.tokens[:, -ANSWER:], game.counted(rollouts.tokens)
@@ -142,7 +144,7 @@ def test_nothing_follows_an_end_token(game):
         assert (likely[length:] == 0).all()
 
 
-def test_tokens_after_an_end_token_do_not_change_what_is_learned(game):
+def test_tokens_after_an_end_token_do_not_change_what_is_learned(game: LanguageModel) -> None:
     played = with_rewards(game.play(game.policy(), 8, 5))
     tokens = played.tokens.clone()
     after = ~game.counted(tokens)
@@ -157,7 +159,7 @@ def test_tokens_after_an_end_token_do_not_change_what_is_learned(game):
         assert torch.equal(weight, learned[1][name])
 
 
-def test_the_first_integer_decides_the_reward(game, monkeypatch):
+def test_the_first_integer_decides_the_reward(game: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "SMALLEST", 23)
     monkeypatch.setattr(language, "LARGEST", 23)
     said = torch.tensor([[SYMBOLS.index(symbol) for symbol in text] + [END] for text in ("46", "47", "?4", "-4")])
@@ -167,7 +169,7 @@ def test_the_first_integer_decides_the_reward(game, monkeypatch):
     assert [first_integer(text) for text in ("71.", "It is 71", "-5", "none")] == [71, 71, -5, None]
 
 
-def test_a_step_makes_what_was_rewarded_likelier(game):
+def test_a_step_makes_what_was_rewarded_likelier(game: LanguageModel) -> None:
     policy = game.policy()
     rollouts = with_rewards(game.play(policy, 4, 7))
     before = game.log_probabilities(policy, rollouts.tokens).detach()
@@ -178,7 +180,7 @@ def test_a_step_makes_what_was_rewarded_likelier(game):
     assert gained[0::4].sum() > gained[1::4].sum()
 
 
-def test_samples_are_taken_in_pieces_with_the_same_result(game, monkeypatch):
+def test_samples_are_taken_in_pieces_with_the_same_result(game: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts, learned = with_rewards(game.play(game.policy(), 4, 7)), []
     for rows in (64, 3):
         monkeypatch.setattr(language, "ROWS", rows)
@@ -190,7 +192,7 @@ def test_samples_are_taken_in_pieces_with_the_same_result(game, monkeypatch):
         torch.testing.assert_close(weight, learned[1][1][name], rtol=0, atol=1e-5)
 
 
-def test_equal_rewards_teach_nothing(game):
+def test_equal_rewards_teach_nothing(game: LanguageModel) -> None:
     policy = game.policy()
     played, before = game.play(policy, 2, 7), bits(policy)
     same = Rollouts(played.tokens, played.log_probabilities, torch.ones_like(played.rewards))
@@ -198,7 +200,7 @@ def test_equal_rewards_teach_nothing(game):
     assert all(torch.equal(weight, before[name]) for name, weight in bits(policy).items())
 
 
-def test_a_worker_that_is_given_the_published_values_plays_as_the_trainer_would(game):
+def test_a_worker_that_is_given_the_published_values_plays_as_the_trainer_would(game: LanguageModel) -> None:
     trainer, worker = game.policy(), game.policy()
     before = bits(trainer)
     game.learn(trainer, optimizer_of(trainer), with_rewards(game.play(worker, 4, 7)))
@@ -209,12 +211,12 @@ def test_a_worker_that_is_given_the_published_values_plays_as_the_trainer_would(
     assert torch.equal(game.play(trainer, 4, 8).tokens, game.play(worker, 4, 8).tokens)
 
 
-def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(PulseError, match=r"holds no checkpoint"):
         LanguageModel(str(tmp_path), 4, "cpu")
 
 
-def test_a_tokenizer_without_chat_template_is_refused(folder, tmp_path):
+def test_a_tokenizer_without_chat_template_is_refused(folder: str, tmp_path: Path) -> None:
     for path in Path(folder).iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -225,7 +227,7 @@ def test_a_tokenizer_without_chat_template_is_refused(folder, tmp_path):
         LanguageModel(str(tmp_path), 4, "cpu")
 
 
-def test_without_transformers_the_error_names_the_extra(folder, monkeypatch):
+def test_without_transformers_the_error_names_the_extra(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(PulseError, match=r"transformers is not installed: pip install 'pulsesync\[llm\]'"):
         LanguageModel(folder, 4, "cpu")

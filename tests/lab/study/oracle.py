@@ -43,7 +43,7 @@ def scaled(values: np.ndarray, first: np.ndarray, dtype: str) -> np.ndarray:
     if dtype not in LARGEST:
         return values
     limit = np.float32(LARGEST[dtype])
-    return np.clip(values * (limit / np.abs(first).max()), -limit, limit)
+    return np.asarray(np.clip(values * (limit / np.abs(first).max()), -limit, limit))
 
 
 def ordered(b: np.ndarray) -> np.ndarray:

@@ -76,7 +76,9 @@ def test_every_count_of_every_step_is_what_the_oracle_says(
         assert step.windows == {k: oracle.since(states[: n + 1], k, dtype) for k in (1, 2, 4) if k <= n}
         expected = {d: oracle.since(states[: n + 1], 1, d, states[0]) for d in contrast}
         assert step.contrast == expected
-        assert step.sizes["plain"].predicted >= 4 * step.all_changed
+        predicted = step.sizes["plain"].predicted
+        assert predicted is not None
+        assert predicted >= 4 * step.all_changed
         assert step.sizes["plain"].real is None
     assert recorder.recording.size == sum(w.size for w in states[0].values())
 
@@ -130,7 +132,9 @@ class Net(torch.nn.Module):
                 weight.mul_(0.1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.up(self.embed(tokens)).square().mean() + self.head(self.embed(tokens)).square().mean()
+        up: torch.Tensor = self.up(self.embed(tokens))
+        head: torch.Tensor = self.head(self.embed(tokens))
+        return up.square().mean() + head.square().mean()
 
 
 def train(
@@ -157,7 +161,8 @@ def train(
         loss = net(torch.randint(0, 12, (4, 9)))
         optimizer.zero_grad()
         loss.backward()
-        slopes.append({n: np.zeros(names[n].shape) if names[n].grad is None else names[n].grad.numpy() for n in order})
+        grads = {n: names[n].grad for n in order}
+        slopes.append({n: np.zeros(names[n].shape) if g is None else g.numpy() for n, g in grads.items()})
         optimizer.step()
         states.append({name: names[name].detach().numpy().copy() for name in order})
     return net, states, slopes, torch.rand(3)
@@ -277,7 +282,8 @@ def test_updates_over_several_steps_are_not_told_in_learning_rates() -> None:
 def test_a_group_that_stands_still_has_no_updates_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     for way in ("numba", "numpy", "torch"):
         one, two = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5))
-        optimizer = torch.optim.SGD([{"params": [one], "lr": 0.0}, {"params": [two]}], lr=0.5)
+        groups: list[dict[str, Any]] = [{"params": [one], "lr": 0.0}, {"params": [two]}]
+        optimizer = torch.optim.SGD(groups, lr=0.5)
         with counted_by(way, monkeypatch):
             recorder = Recorder().attach(optimizer)
             one.grad, two.grad = torch.ones(3), torch.ones(5)
@@ -289,7 +295,7 @@ class NoRate(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
             for weight in self.param_groups[0]["params"]:
                 weight -= weight.grad

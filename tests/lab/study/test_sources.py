@@ -64,6 +64,7 @@ def test_a_run_whose_anchor_cannot_hold_its_weights_takes_no_memory_for_them(sto
     tensor = {"dtype": "BF16", "name": "main", "shape": [1 << 27]}
     forge.new_layout(version, {"format": "pulse-layout/1-draft", "tensors": [tensor], "ties": {}})
     (part,) = version.parts
+    assert isinstance(part, forge.Part)
     part.place([(0, 0, bytes(16), forge.Dense([forge.Plane(b"x")]))])
     for key, data in version.objects().items():
         store.put(key, data)

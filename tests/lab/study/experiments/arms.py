@@ -1,14 +1,16 @@
 """Arms small enough for tests: a policy of some thousand weights, two prompts, a few steps."""
 
+from typing import Any
+
 from pulsesync.lab.demo.policy import PolicyShape
 from pulsesync.lab.study.experiments.arm import Arm
 
 TINY = PolicyShape(16, 1, 2)
 
 
-def tiny(name: str = "an arm", **changes) -> Arm:
+def tiny(name: str = "an arm", **changes: Any) -> Arm:
     """Learns from what it is shown, so that there are gradients although a policy so small gets nothing right."""
-    settings = {
+    settings: dict[str, Any] = {
         "algorithm": "sft",
         "shape": TINY,
         "prompts": 2,

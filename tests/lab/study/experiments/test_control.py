@@ -1,35 +1,37 @@
 """TD3 and its pendulum."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from pulsesync.lab.study.experiments import control
+from pulsesync.lab.study.experiments.arm import Arm
 from pulsesync.lab.study.experiments.control import GAMMA, TD3, Pendulums, Replay
 from tests.lab.study.experiments.arms import tiny
 
 CPU = torch.device("cpu")
 
 
-def arm_of(**changes):
+def arm_of(**changes: Any) -> Arm:
     return tiny(game="pendulum", algorithm="td3", **changes)
 
 
-def pendulums_at(angle, speed):
+def pendulums_at(angle: float, speed: float) -> Pendulums:
     some = Pendulums(1, torch.Generator().manual_seed(0), CPU)
     some.angle, some.speed = torch.tensor([angle]), torch.tensor([speed])
     return some
 
 
-def test_a_pendulum_that_stands_still_stays_and_costs_nothing():
+def test_a_pendulum_that_stands_still_stays_and_costs_nothing() -> None:
     some = pendulums_at(0.0, 0.0)
     seen, reward = some.step(torch.zeros(1, 1))
     assert seen.tolist() == [[1.0, 0.0, 0.0]]
     assert reward.item() == 0.0
 
 
-def test_a_push_follows_the_equations():
+def test_a_push_follows_the_equations() -> None:
     some = pendulums_at(math.pi / 2, 1.0)
     seen, reward = some.step(torch.tensor([[3.0]]))  # more than the motor can: 2 is the torque
     assert reward.item() == pytest.approx(-((math.pi / 2) ** 2 + 0.1 + 0.004))
@@ -39,18 +41,18 @@ def test_a_push_follows_the_equations():
     )
 
 
-def test_a_turn_more_or_less_costs_the_same():
+def test_a_turn_more_or_less_costs_the_same() -> None:
     costs = [pendulums_at(0.5 + turns * 2 * math.pi, 0.0).step(torch.zeros(1, 1))[1].item() for turns in (-1, 0, 2)]
     assert costs == pytest.approx([-0.25] * 3, abs=1e-5)
 
 
-def test_what_is_drawn_was_added():
+def test_what_is_drawn_was_added() -> None:
     replay = Replay(torch.Generator().manual_seed(0), CPU)
     replay.add(torch.ones(64, 3), torch.full((64, 1), 2.0), torch.full((64, 1), 3.0), torch.full((64, 3), 4.0))
     assert [part.unique().tolist() for part in replay.draw()] == [[1.0], [2.0], [3.0], [4.0]]
 
 
-def test_what_the_critic_wants_is_the_reward_and_the_lesser_of_two_expectations():
+def test_what_the_critic_wants_is_the_reward_and_the_lesser_of_two_expectations() -> None:
     student = TD3(arm_of())
     after, reward = torch.randn(5, 3), torch.randn(5, 1)
     with torch.no_grad():
@@ -63,12 +65,12 @@ def test_what_the_critic_wants_is_the_reward_and_the_lesser_of_two_expectations(
     assert student.critic_loss(seen, action, wanted).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_the_actor_and_targets_move_only_when_asked():
+def test_the_actor_and_targets_move_only_when_asked() -> None:
     student = TD3(arm_of())
     batch = [torch.randn(8, 3), torch.randn(8, 1), torch.randn(8, 1), torch.randn(8, 3)]
     held = [[w.clone() for w in m.parameters()] for m in (student.actor, student._critic_target, student.critic)]
 
-    def moved():
+    def moved() -> list[bool]:
         models = (student.actor, student._critic_target, student.critic)
         now = [list(model.parameters()) for model in models]
         return [not all(map(torch.equal, old, new)) for old, new in zip(held, now, strict=True)]
@@ -79,7 +81,7 @@ def test_the_actor_and_targets_move_only_when_asked():
     assert moved() == [True, True, True]
 
 
-def test_a_critic_that_sees_one_moment_learns_its_worth():
+def test_a_critic_that_sees_one_moment_learns_its_worth() -> None:
     torch.manual_seed(0)
     student = TD3(arm_of(lr=1e-3))
     moment = [
@@ -92,7 +94,7 @@ def test_a_critic_that_sees_one_moment_learns_its_worth():
     assert losses[-1] < losses[0] / 100
 
 
-def test_an_actor_learns_where_to_push():
+def test_an_actor_learns_where_to_push() -> None:
     """Where pushing hard to one side is what pays, an actor ends up doing so."""
     torch.manual_seed(0)
     student, generator = TD3(arm_of(lr=1e-3)), torch.Generator().manual_seed(0)
@@ -103,7 +105,7 @@ def test_an_actor_learns_where_to_push():
         assert student.actor(torch.randn(64, 3, generator=generator)).mean() > 0.8
 
 
-def test_training_tells_a_reward_before_every_step_of_the_critic():
+def test_training_tells_a_reward_before_every_step_of_the_critic() -> None:
     arm = arm_of(steps=4)
     torch.manual_seed(0)
     rewards = list(control.train(arm, 0, TD3(arm)))

@@ -1,5 +1,8 @@
 """Sweeps with a language model: a Llama of some thousand random weights."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +20,7 @@ END, PAD = 0, 1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     import tokenizers
 
     path = tmp_path_factory.mktemp("llama")
@@ -53,7 +56,7 @@ def folder(tmp_path_factory):
     [{}, {"algorithm": "grpo", "delay": 1, "updates": 2}, {"masters": "bf16"}, {"masters": "rounded", "delay": 1}],
     ids=str,
 )
-def test_an_arm_is_recorded(changes, folder, tmp_path):
+def test_an_arm_is_recorded(changes: dict[str, Any], folder: str, tmp_path: Path) -> None:
     arm = tiny(game="language", model=folder, **changes)
     loop.train(arm, 0, tmp_path / "a.jsonl", tmp_path)
     recording = Recording.read(tmp_path / "a.jsonl")
@@ -63,7 +66,7 @@ def test_an_arm_is_recorded(changes, folder, tmp_path):
         assert all(step.all_changed for step in recording.steps)
 
 
-def test_what_is_shown_says_the_sum_and_ends(folder):
+def test_what_is_shown_says_the_sum_and_ends(folder: str) -> None:
     game = LanguageModel(folder, group=4, device="cpu")
     shown = game.show(2, 0)
     assert len(shown.tokens) == 8
@@ -77,7 +80,7 @@ def test_what_is_shown_says_the_sum_and_ends(folder):
     assert shown.log_probabilities.shape == (8, ANSWER)
 
 
-def test_a_model_learns_what_it_is_shown(folder):
+def test_a_model_learns_what_it_is_shown(folder: str) -> None:
     from pulsesync.lab.study.experiments.learners import make_learner
 
     arm = tiny(game="language", model=folder)
@@ -88,7 +91,7 @@ def test_a_model_learns_what_it_is_shown(folder):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_a_sweep_runs_on_a_model(folder, tmp_path):
+def test_a_sweep_runs_on_a_model(folder: str, tmp_path: Path) -> None:
     (one,) = runner.choose(["warm-up"], model=folder, quick=True, steps=2)
     runner.run([one], tmp_path)
     page = (tmp_path / one.name / "results.md").read_text()

@@ -1,5 +1,7 @@
 """Losses against values computed by hand, and that a policy learns by them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,25 +9,25 @@ from pulsesync.errors import PulseError
 from pulsesync.lab.demo import task
 from pulsesync.lab.demo.game import AdditionGame
 from pulsesync.lab.demo.grpo import Rollouts
-from pulsesync.lab.demo.policy import fresh
+from pulsesync.lab.demo.policy import fresh, log_probabilities
 from pulsesync.lab.study.experiments import learners
 from pulsesync.lab.study.experiments.learners import LAMBDA, PPO, make_learner
 from tests.lab.study.experiments.arms import TINY, tiny
 
 
-def learner_of(algorithm, lr=1e-3, prompts=4):
+def learner_of(algorithm: str, lr: float = 1e-3, prompts: int = 4) -> Any:
     arm = tiny(algorithm=algorithm, lr=lr, prompts=prompts)
     policy = fresh(0, TINY)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     return make_learner(arm, AdditionGame(arm.group), policy, optimizer)
 
 
-def first_digit_is_one(rollouts):
+def first_digit_is_one(rollouts: Rollouts) -> Rollouts:
     """The same, as if answers that begin with 1 were right: something that a policy of any size can learn."""
     return Rollouts(rollouts.tokens, rollouts.log_probabilities, (rollouts.tokens[:, task.PROMPT] == 1).float())
 
 
-def test_advantages_are_sums_of_discounted_surprises():
+def test_advantages_are_sums_of_discounted_surprises() -> None:
     values, rewards = torch.tensor([[0.5, 0.25, 0.75], [0.0, 0.0, 0.0]]), torch.tensor([1.0, 0.0])
     surprises = [-0.25, 0.5, 0.25]
     expected = [
@@ -39,7 +41,7 @@ def test_advantages_are_sums_of_discounted_surprises():
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
-def test_a_policy_learns_what_is_rewarded(algorithm):
+def test_a_policy_learns_what_is_rewarded(algorithm: str) -> None:
     learner = learner_of(algorithm, lr=1e-2, prompts=16)
     rewards = []
     for batch in range(30):
@@ -50,7 +52,7 @@ def test_a_policy_learns_what_is_rewarded(algorithm):
     assert sum(rewards[-5:]) / 5 > 0.6
 
 
-def test_ppo_learns_the_value_of_what_it_did():
+def test_ppo_learns_the_value_of_what_it_did() -> None:
     learner = learner_of("ppo")
     rollouts = learner.game.show(2, 0)  # all right: the value is 1
     for _ in range(300):
@@ -60,7 +62,7 @@ def test_ppo_learns_the_value_of_what_it_did():
     assert values.mean() > 0.8
 
 
-def test_ppo_reads_the_same_log_probabilities_as_grpo():
+def test_ppo_reads_the_same_log_probabilities_as_grpo() -> None:
     learner = learner_of("ppo")
     rollouts = learner.game.play(learner.policy, 4, 0)
     now, values = learner._look(rollouts)
@@ -69,12 +71,12 @@ def test_ppo_reads_the_same_log_probabilities_as_grpo():
     assert not values.any()  # the head begins at zero
 
 
-def test_ppo_needs_the_demo_policy():
+def test_ppo_needs_the_demo_policy() -> None:
     with pytest.raises(PulseError, match="value head"):
-        PPO(tiny(algorithm="ppo"), AdditionGame(4), torch.nn.Linear(2, 2), None)
+        PPO(tiny(algorithm="ppo"), AdditionGame(4), layer := torch.nn.Linear(2, 2), torch.optim.SGD(layer.parameters()))
 
 
-def test_supervised_loss_is_the_cross_entropy_of_the_answers():
+def test_supervised_loss_is_the_cross_entropy_of_the_answers() -> None:
     learner = learner_of("sft")
     rollouts = learner.game.show(4, 0)
     logits = learner.policy(rollouts.tokens[:, :-1])[:, -task.ANSWER :]
@@ -84,19 +86,19 @@ def test_supervised_loss_is_the_cross_entropy_of_the_answers():
     assert learner.prepare(rollouts)().item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_what_is_shown_is_right_and_no_prompt_comes_twice_for_a_group():
+def test_what_is_shown_is_right_and_no_prompt_comes_twice_for_a_group() -> None:
     rollouts = AdditionGame(4).show(8, 0)
     asked = rollouts.tokens[:, : task.PROMPT]
     assert task.rewards(asked, rollouts.tokens[:, task.PROMPT :]).all()
     assert len(asked.unique(dim=0)) == 32
 
 
-def test_reinforce_compares_with_a_running_mean():
+def test_reinforce_compares_with_a_running_mean() -> None:
     learner = learner_of("reinforce")
     tokens, likely = AdditionGame(4).show(1, 0).tokens, torch.zeros(4, task.ANSWER)
     learner.prepare(Rollouts(tokens, likely, torch.ones(4)))
     assert learner.baseline.item() == 1.0
     step = learner.prepare(Rollouts(tokens, likely, torch.zeros(4)))
     assert learner.baseline.item() == pytest.approx(0.9)
-    now = learners.grpo.log_probabilities(learner.policy, tokens, task.ANSWER)
+    now = log_probabilities(learner.policy, tokens, task.ANSWER)
     assert step().item() == pytest.approx(now.mean().item(), rel=1e-5)  # minus the mean of -1 times log-probability

@@ -10,7 +10,7 @@ from pulsesync.lab.study.experiments.optimizers import Lion, Pair, make_optimize
 from tests.lab.study.experiments.arms import TINY, tiny
 
 
-def test_lion_moves_every_weight_by_the_rate_along_the_sign_of_its_average():
+def test_lion_moves_every_weight_by_the_rate_along_the_sign_of_its_average() -> None:
     weight = nn.Parameter(torch.tensor([1.0, 1.0, 1.0]))
     lion = Lion([weight], lr=0.5, betas=(0.9, 0.5))
     weight.grad = torch.tensor([3.0, -0.1, 0.0])
@@ -21,14 +21,14 @@ def test_lion_moves_every_weight_by_the_rate_along_the_sign_of_its_average():
     assert weight.tolist() == [0.0, 1.0, 1.0]
 
 
-def test_lion_leaves_weights_without_gradient():
+def test_lion_leaves_weights_without_gradient() -> None:
     weight = nn.Parameter(torch.ones(2))
     Lion([weight], lr=0.5).step()
     assert weight.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="NOT TESTED: this torch has no Muon")
-def test_muon_takes_the_matrices_inside_layers_and_adamw_the_rest():
+def test_muon_takes_the_matrices_inside_layers_and_adamw_the_rest() -> None:
     policy = Policy(TINY)
     pair = make_optimizer(tiny(optimizer="muon", lr=0.25), policy)
     assert isinstance(pair, Pair)
@@ -41,7 +41,7 @@ def test_muon_takes_the_matrices_inside_layers_and_adamw_the_rest():
     assert {group["lr"] for group in pair.param_groups} == {0.25}
 
 
-def test_hooks_and_rates_of_a_pair_reach_both():
+def test_hooks_and_rates_of_a_pair_reach_both() -> None:
     one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     pair = warm_up(Pair(torch.optim.SGD([one], lr=1.0), torch.optim.SGD([two], lr=2.0)), 4)
     seen = []
@@ -52,7 +52,7 @@ def test_hooks_and_rates_of_a_pair_reach_both():
     assert seen == [(-0.25, -0.5), (-0.75, -1.5), (-1.5, -3.0), (-2.5, -5.0), (-3.5, -7.0)]
 
 
-def test_without_warm_up_the_first_step_has_the_whole_rate():
+def test_without_warm_up_the_first_step_has_the_whole_rate() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = warm_up(torch.optim.SGD([weight], lr=1.0), 0)
     weight.grad = torch.ones(1)
@@ -61,7 +61,7 @@ def test_without_warm_up_the_first_step_has_the_whole_rate():
 
 
 @pytest.mark.parametrize("masters", ["fp32", "rounded"])
-def test_rounding_after_a_step_loses_small_updates(masters):
+def test_rounding_after_a_step_loses_small_updates(masters: str) -> None:
     layer = nn.Linear(2, 1, bias=False)
     nn.init.ones_(layer.weight)
     optimizer = make_optimizer(tiny(lr=1e-4, masters=masters), layer)

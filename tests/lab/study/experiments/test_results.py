@@ -1,6 +1,9 @@
 """Numbers of a recording that was written by hand, and the pages."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,14 @@ from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader
 NAMES = ("layers.0.experts.0.up.weight", "layers.0.experts.1.up.weight", "head.weight")
 
 
-def recording_of(*changed, windows=(1, 2), lr=None, moved=(), arm=None, **facts):
+def recording_of(
+    *changed: tuple[int, ...],
+    windows: tuple[int, ...] = (1, 2),
+    lr: float | None = None,
+    moved: Mapping[int, int] | None = None,
+    arm: Arm | None = None,
+    **facts: Any,
+) -> Recording:
     """Three tensors of 100 weights, half of them in the sample; so many of each change in each step."""
     if arm is not None:
         facts["arm"] = arm.to_json()
@@ -32,14 +42,14 @@ def recording_of(*changed, windows=(1, 2), lr=None, moved=(), arm=None, **facts)
             sizes={"gap": PatchBytes(100), "context": PatchBytes(90, 30)},
             facts={"reward": number / 10},
             lr=lr,
-            moved=dict(moved),
+            moved=dict(moved or {}),
         )
         for number, counts in enumerate(changed)
     ]
     return Recording(header, tuple(steps))
 
 
-def test_every_column_is_what_the_counts_say():
+def test_every_column_is_what_the_counts_say() -> None:
     found = measure(recording_of((0, 0, 6), (30, 0, 6), (30, 0, 0), median=0.02))
     assert found == pytest.approx(
         {
@@ -72,19 +82,19 @@ def test_every_column_is_what_the_counts_say():
     )
 
 
-def test_the_trough_is_the_lowest_ten_steps_in_a_row():
+def test_the_trough_is_the_lowest_ten_steps_in_a_row() -> None:
     changed = [(0, 0, 3)] * 20 + [(0, 0, 30)] * 10 + [(0, 0, 6)] * 30
     found = measure(recording_of(*changed))
     assert (found["first"], found["trough"], found["trough step"], found["plateau"]) == (99.0, 90.0, 25.0, 98.0)
 
 
-def test_a_run_in_which_nothing_changed_leaves_shares_of_changes_out():
+def test_a_run_in_which_nothing_changed_leaves_shares_of_changes_out() -> None:
     found = measure(recording_of((0, 0, 0)))
     assert found["k1"] == 100.0
     assert not {"overlap late", "bits", "same way"} & found.keys()
 
 
-def test_the_mean_update_is_over_the_whole_sample_and_times_the_rate():
+def test_the_mean_update_is_over_the_whole_sample_and_times_the_rate() -> None:
     """Half of a sample of 150 moved by the rate or up to √2 of it; the others did not, and were not always counted."""
     for moved in ({0: 75}, {0: 75, -100: 75}):
         found = measure(recording_of((1, 0, 0), lr=3e-6, moved=moved))
@@ -93,24 +103,24 @@ def test_the_mean_update_is_over_the_whole_sample_and_times_the_rate():
 
 
 @pytest.mark.parametrize("masters", ["fp32", "rounded", "bf16"])
-def test_without_masters_nothing_is_told_of_what_only_masters_hold(masters):
+def test_without_masters_nothing_is_told_of_what_only_masters_hold(masters: Any) -> None:
     found = measure(recording_of((1, 0, 0), lr=3e-6, moved={0: 75}, arm=Arm("an arm", masters=masters)))
     assert ({"moved", "F32"} & found.keys()) == ({"moved", "F32"} if masters == "fp32" else set())
     assert {"BF16", "F8_E4M3"} <= found.keys()
 
 
-def test_two_digits_count_and_the_deviation_has_as_many_places():
+def test_two_digits_count_and_the_deviation_has_as_many_places() -> None:
     cells = [results.ResultRow("", {"x": values}).cell("x", results.TWO_DIGITS) for values in ((123.4, 123.4), (3.0,))]
     cells += [results.ResultRow("", {"x": values}).cell("x", results.TWO_DIGITS) for values in ((0.0123,), (0.0,))]
     assert cells == ["123 ± 0", "3.0", "0.012", "0.0"]
 
 
-def test_a_recording_without_steps_says_nothing():
+def test_a_recording_without_steps_says_nothing() -> None:
     assert measure(recording_of()) == {}
 
 
 @pytest.fixture
-def experiment(tmp_path):
+def experiment(tmp_path: Path) -> Experiment:
     arms = (Arm("one", game="pendulum"), Arm("two"))
     rows = (
         Row("theirs", "a paper", {"k1": 99.5, "first": 99.9}, beside="one"),
@@ -127,14 +137,14 @@ def experiment(tmp_path):
     return experiment
 
 
-def rows(page, title):
+def rows(page: str, title: str) -> dict[str, dict[str, str]]:
     """Of the table with this title, cells by the name of the row."""
     table = page.split(f"## {title}")[1].split("\n\n")[1]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {line[0]: dict(zip(cells[0][1:], line[1:], strict=True)) for line in cells if line[0] != "---"}
 
 
-def test_a_page_has_a_row_for_every_arm_and_every_published_figure(experiment, tmp_path):
+def test_a_page_has_a_row_for_every_arm_and_every_published_figure(experiment: Experiment, tmp_path: Path) -> None:
     results.write_results(experiment, tmp_path / "test")
     page = (tmp_path / "test" / "results.md").read_text()
     assert page.startswith("# test: Why?\n")
@@ -153,7 +163,7 @@ def test_a_page_has_a_row_for_every_arm_and_every_published_figure(experiment, t
     assert "Published: a book; a paper." in page
 
 
-def test_the_index_has_every_arm_of_every_experiment(experiment, tmp_path):
+def test_the_index_has_every_arm_of_every_experiment(experiment: Experiment, tmp_path: Path) -> None:
     experiment.save(tmp_path / "test")
     results.write_index(tmp_path)
     page = (tmp_path / "results.md").read_text()
@@ -162,21 +172,23 @@ def test_the_index_has_every_arm_of_every_experiment(experiment, tmp_path):
     assert "| *a paper: theirs* | *99.500* |  |  |  |" in page
 
 
-def test_an_arm_that_was_not_run_has_an_empty_row(experiment, tmp_path):
+def test_an_arm_that_was_not_run_has_an_empty_row(experiment: Experiment, tmp_path: Path) -> None:
     results.path_of(tmp_path / "test", experiment.arms[1], 0).unlink()
     results.write_results(experiment, tmp_path / "test")
     assert set(rows((tmp_path / "test" / "results.md").read_text(), "Weights unchanged")["two"].values()) == {""}
 
 
 @pytest.mark.parametrize("changes", [{"lr": 1e-3}, {"steps": 4}, {"masters": "bf16"}])
-def test_a_recording_of_another_configuration_is_not_shown(changes, experiment, tmp_path):
+def test_a_recording_of_another_configuration_is_not_shown(
+    changes: dict[str, Any], experiment: Experiment, tmp_path: Path
+) -> None:
     arm, folder = experiment.arms[1], tmp_path / "test"
     recording_of((3, 3, 3), arm=replace(arm, **changes), seed=0).write(results.path_of(folder, arm, 0))
     results.write_results(experiment, folder)
     assert set(rows((folder / "results.md").read_text(), "Weights unchanged")["two"].values()) == {""}
 
 
-def test_a_recording_from_another_device_is_shown(experiment, tmp_path):
+def test_a_recording_from_another_device_is_shown(experiment: Experiment, tmp_path: Path) -> None:
     arm, folder = experiment.arms[1], tmp_path / "test"
     recording_of((3, 3, 3), arm=replace(arm, device="cuda"), seed=0).write(results.path_of(folder, arm, 0))
     results.write_results(experiment, folder)

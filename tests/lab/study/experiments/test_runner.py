@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,13 +20,13 @@ from tests import commands
 from tests.lab.study.experiments.arms import tiny
 
 
-def experiment_of(*arms, **changes):
+def experiment_of(*arms: Arm, **changes: Any) -> Experiment:
     return Experiment("small", "Does it work?", arms, **{"seeds": (0, 1)} | changes)
 
 
-def test_every_arm_and_seed_is_recorded_and_the_configuration_saved(tmp_path):
+def test_every_arm_and_seed_is_recorded_and_the_configuration_saved(tmp_path: Path) -> None:
     experiment = experiment_of(tiny("one arm"), tiny("arm 2, 1e-3"))
-    told = []
+    told: list[str] = []
     runner.run([experiment], tmp_path, tell=told.append)
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == [
         "arm-2-1e-3-seed0.jsonl",
@@ -40,11 +42,16 @@ def test_every_arm_and_seed_is_recorded_and_the_configuration_saved(tmp_path):
     assert len(told) == 5  # a policy is made, and four arms run
 
 
-def test_what_is_finished_is_not_run_again_and_what_differs_is(tmp_path, monkeypatch):
+def test_what_is_finished_is_not_run_again_and_what_differs_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arm = tiny("one")
     runner.run([experiment_of(arm)], tmp_path)
-    run = []
-    monkeypatch.setattr(runner, "_train", lambda arm, seed, *_: run.append((arm.name, seed)) or 0.0)
+    run: list[tuple[str, int]] = []
+
+    def train(arm: Arm, seed: int, *_: object) -> float:
+        run.append((arm.name, seed))
+        return 0.0
+
+    monkeypatch.setattr(runner, "_train", train)
     runner.run([experiment_of(arm, tiny("two"))], tmp_path)
     assert run == [("two", 0), ("two", 1)]
     run.clear()
@@ -55,10 +62,10 @@ def test_what_is_finished_is_not_run_again_and_what_differs_is(tmp_path, monkeyp
     assert run == []
 
 
-def test_a_run_that_was_interrupted_is_run_again(tmp_path, monkeypatch):
+def test_a_run_that_was_interrupted_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arm = tiny("one")
 
-    def die(*_):
+    def die(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "_check", die)
@@ -74,7 +81,7 @@ def test_a_run_that_was_interrupted_is_run_again(tmp_path, monkeypatch):
     assert not path.with_name(f"{path.name}.part").exists()
 
 
-def test_an_arm_that_fails_is_told_and_the_others_are_run(tmp_path):
+def test_an_arm_that_fails_is_told_and_the_others_are_run(tmp_path: Path) -> None:
     experiment = experiment_of(tiny("bad", game="language", model="nowhere"), tiny("good"), seeds=(0,))
     with pytest.raises(PulseError, match=r"1 failed: small: bad, seed 0: .*nowhere holds no checkpoint"):
         runner.run([experiment], tmp_path)
@@ -82,10 +89,12 @@ def test_an_arm_that_fails_is_told_and_the_others_are_run(tmp_path):
     assert "| good |" in (tmp_path / "small" / "results.md").read_text()
 
 
-def test_a_policy_that_cannot_be_made_stops_only_arms_that_need_it(tmp_path, monkeypatch):
+def test_a_policy_that_cannot_be_made_stops_only_arms_that_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = loop.begin
 
-    def begin(arm, policies):
+    def begin(arm: Arm, policies: Path) -> Any:
         if arm.shape.width == 32:
             raise PulseError("no luck")
         return real(arm, policies)
@@ -97,7 +106,7 @@ def test_a_policy_that_cannot_be_made_stops_only_arms_that_need_it(tmp_path, mon
     assert path_of(tmp_path / "small", experiment.arms[1], 0).exists()
 
 
-def test_a_recording_is_not_replaced_by_one_of_fewer_steps(tmp_path):
+def test_a_recording_is_not_replaced_by_one_of_fewer_steps(tmp_path: Path) -> None:
     experiment = experiment_of(tiny("one"), seeds=(0,))
     runner.run([experiment], tmp_path)
     path = path_of(tmp_path / "small", experiment.arms[0], 0)
@@ -109,7 +118,7 @@ def test_a_recording_is_not_replaced_by_one_of_fewer_steps(tmp_path):
     assert len(Recording.read(path).steps) == 4
 
 
-def test_pages_show_seeds_that_were_run_before(tmp_path, monkeypatch):
+def test_pages_show_seeds_that_were_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = experiment_of(tiny("one"))
     runner.run([experiment], tmp_path)
     pages = [tmp_path / "results.md", tmp_path / "small" / "results.md"]
@@ -120,10 +129,10 @@ def test_pages_show_seeds_that_were_run_before(tmp_path, monkeypatch):
     assert Experiment.load(tmp_path / "small").seeds == (0, 1)
 
 
-def test_an_interrupt_does_not_leave_pages_unwritten(tmp_path, monkeypatch):
+def test_an_interrupt_does_not_leave_pages_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = results.write_results
 
-    def write(*args):
+    def write(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         real(*args)
 
@@ -133,18 +142,18 @@ def test_an_interrupt_does_not_leave_pages_unwritten(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def interrupt_itself():
+def interrupt_itself() -> float:
     os.kill(os.getpid(), signal.SIGINT)
     return 0.0
 
 
 @pytest.mark.slow
-def test_a_child_is_not_interrupted():
+def test_a_child_is_not_interrupted() -> None:
     assert runner._work([(interrupt_itself, (), "one"), (interrupt_itself, (), "two")], 2, print) == []
 
 
 @pytest.mark.slow
-def test_several_processes_record_the_same(tmp_path):
+def test_several_processes_record_the_same(tmp_path: Path) -> None:
     experiment = experiment_of(tiny("one"))
     runner.run([experiment], tmp_path / "alone")
     runner.run([experiment], tmp_path / "together", jobs=2)
@@ -156,13 +165,13 @@ def test_several_processes_record_the_same(tmp_path):
         assert [step.changed for step in runs[0].steps] == [step.changed for step in runs[1].steps]
 
 
-def test_what_is_asked_for_changes_every_arm():
+def test_what_is_asked_for_changes_every_arm() -> None:
     (one,) = runner.choose(["lr"], steps=7, seeds=[4, 5], device="cuda", quick=True)
     assert {(arm.steps, arm.device, arm.prompts) for arm in one.arms} == {(7, "cuda", 2)}
     assert one.seeds == (4, 5)
 
 
-def test_a_model_takes_the_sweeps_that_make_sense(tmp_path):
+def test_a_model_takes_the_sweeps_that_make_sense(tmp_path: Path) -> None:
     chosen = runner.choose(["all"], model=str(tmp_path / "smol"))
     assert [one.name for one in chosen] == [f"{name}-smol" for name in sweeps.WITH_LANGUAGE]
     assert {(arm.game, arm.model) for one in chosen for arm in one.arms} == {("language", str(tmp_path / "smol"))}
@@ -172,7 +181,7 @@ def test_a_model_takes_the_sweeps_that_make_sense(tmp_path):
         runner.choose(["scale"], model=str(tmp_path))
 
 
-def test_every_experiment_is_sound():
+def test_every_experiment_is_sound() -> None:
     assert list(sweeps.EXPERIMENTS) == [
         "lr",
         "windows",
@@ -194,25 +203,25 @@ def test_every_experiment_is_sound():
         assert len(experiment.seeds) == 3
 
 
-def test_names_that_are_not_there_are_told():
+def test_names_that_are_not_there_are_told() -> None:
     with pytest.raises(PulseError, match="no experiment speed: there are lr, "):
         sweeps.find(["speed"])
 
 
-def test_an_arm_is_the_same_after_a_file():
+def test_an_arm_is_the_same_after_a_file() -> None:
     arm = Arm("a", betas=(0.9, 0.95))
     assert json.loads(json.dumps(arm.to_json())) == arm.to_json()
     assert arm.to_json()["betas"] == [0.9, 0.95]
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = experiment_of(tiny("one"), published=(Row("them", "a paper", {"k1": 99.0}),))
     monkeypatch.setattr(sweeps, "EXPERIMENTS", {"small": experiment})
     monkeypatch.setattr(module, "EXPERIMENTS", {"small": experiment})
 
 
-def test_the_module_runs_and_lists(small, tmp_path, capsys):
+def test_the_module_runs_and_lists(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main(["list"]) == 0
     assert capsys.readouterr().out == "small       1 arms  Does it work?\n"
     assert module.main(["small", "--out", str(tmp_path), "--seeds", "3", "--steps", "2"]) == 0
@@ -224,14 +233,16 @@ def test_the_module_runs_and_lists(small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("options", "folder"), [([], "experiments"), (["--quick"], "experiments-quick")])
-def test_quick_runs_have_a_folder_of_their_own(options, folder, small, tmp_path, monkeypatch):
+def test_quick_runs_have_a_folder_of_their_own(
+    options: list[str], folder: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "_train", lambda *_: 0.0)
     assert module.main(["small", *options]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [folder]
 
 
-def test_the_command_runs_and_lists(small, tmp_path):
+def test_the_command_runs_and_lists(small: None, tmp_path: Path) -> None:
     assert "Does it work?" in commands.pulse("study", "experiment", "list").out
     done = commands.pulse("study", "experiment", "small", "--out", tmp_path, "--seeds", "3", "--steps", "2")
     assert done.code == 0
@@ -240,7 +251,7 @@ def test_the_command_runs_and_lists(small, tmp_path):
     commands.pulse("study", "experiment", "small", "--seeds", "x").refused(2, "give them as 0,1,2")
 
 
-def test_the_module_needs_no_command_line_packages():
+def test_the_module_needs_no_command_line_packages() -> None:
     import subprocess
 
     program = (
