@@ -191,7 +191,7 @@ def test_the_publisher_keeps_a_copy_of_its_own(folder: str) -> None:
 
 def test_a_grid_takes_numbers_of_pieces_and_borders(folder: str) -> None:
     weights = {name: np.zeros((8, 6), np.float32) for name in ("even", "borders", "mixed", "whole")}
-    grid = {"even": (2, 3), "borders": ([1, 5], [4]), "mixed": (4, [3])}
+    grid: dict[str, Any] = {"even": (2, 3), "borders": ([1, 5], [4]), "mixed": (4, [3])}
     sub, held = Subscriber(folder), {n: w + 1 for n, w in weights.items()}
     with Publisher(folder, grid=grid, min_tile=1) as pub:
         pub.publish(weights)

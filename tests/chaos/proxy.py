@@ -79,17 +79,17 @@ class Proxy:
 
     def _pass_on(self, data: bytes, source: socket.socket, sink: socket.socket, from_client: bool) -> bool:
         """Whether the connection goes on after these bytes."""
-        while self.mode == "hang" and not self._closed:
+        while self._is("hang") and not self._closed:
             time.sleep(0.02)
-        if self.mode == "drop" or self._closed:
+        if self._is("drop") or self._closed:
             return False
-        if self.mode == "refuse":
+        if self._is("refuse"):
             if from_client:
                 source.sendall(_REFUSAL)
             return False
-        if self.mode == "trickle" and not from_client:
+        if self._is("trickle") and not from_client:
             for i in range(len(data)):
-                if self.mode != "trickle":
+                if not self._is("trickle"):
                     sink.sendall(data[i:])
                     break
                 sink.sendall(data[i : i + 1])
@@ -97,6 +97,10 @@ class Proxy:
             return True
         sink.sendall(data)
         return True
+
+    def _is(self, mode: Mode) -> bool:
+        """Asked again each time: another thread may have changed it."""
+        return self.mode == mode
 
     def _end(self, one: socket.socket) -> None:
         self._open.discard(one)

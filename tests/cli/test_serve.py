@@ -63,8 +63,7 @@ def test_a_relay_shows_its_token_in_clear_only_if_that_is_permitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "s3cret")
-    relay = ("relay", FAR, "--cache", tmp_path, "--host", "192.0.2.7")
-    relay += ("--without-token",)
+    relay = ("relay", FAR, "--cache", tmp_path, "--host", "192.0.2.7", "--without-token")
     assert pulse(*relay).refused(2, "--upstream-token-in-clear")
     assert pulse(*relay, "--token-in-clear").refused(2, "--upstream-token-in-clear")
     assert pulse(*relay, "--upstream-token-in-clear").refused(1, "cannot listen")

@@ -109,7 +109,7 @@ def awkward(rank: int, size: int, folder: str) -> dict[str, bool]:
     """From every awkward bit pattern to every other: −0.0, infinities, NaN payloads, subnormals."""
     old, new = np.meshgrid(np.array(AWKWARD, np.uint16), np.array(AWKWARD, np.uint16))
     then = np.repeat(new, 40)
-    exact = {}
+    exact: dict[str, bool] = {}
     with group(folder, "one", rank, size):
         for method in METHODS:
             model = {"w": torch.from_numpy(np.repeat(old, 40).copy()).view(torch.bfloat16)}
@@ -854,10 +854,10 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
         time.sleep(0.4)
         plain(self, *args)
 
-    Collective.send_ = send_  # type: ignore[method-assign]
     if rank == 0:
         change_(model, rng, 0.001)
-    sync(cast, rank, model)
+    with patch.object(Collective, "send_", send_):
+        sync(cast, rank, model)
     distributed.destroy_process_group()
     return bits(model)
 
@@ -942,10 +942,8 @@ def half_written(rank: int, size: int, folder: str) -> Any:
             plain(self, flat, number, block)
             raise MemoryError
 
-        Bundle.write_block = write_block  # type: ignore[method-assign]
-        with pytest.raises(MemoryError):
+        with patch.object(Bundle, "write_block", write_block), pytest.raises(MemoryError):
             sync(cast, rank, model)
-        Bundle.write_block = plain  # type: ignore[method-assign]
         assert cast.version is None
     else:
         sync(cast, rank, model)
@@ -1002,8 +1000,8 @@ def gathered(rank: int, size: int, folder: str) -> int:
             most[0] = sum(bucket.message.nbytes for bucket in self.made)
             return plain(self, *args)
 
-        SyncSession.conclude = conclude  # type: ignore[method-assign]
-        (cast.push if rank < 4 else cast.pull_)(mine)
+        with patch.object(SyncSession, "conclude", conclude):
+            (cast.push if rank < 4 else cast.pull_)(mine)
     assert np.array_equal(mine["w"].tensor.numpy(), whole[a:b])
     return most[0]
 

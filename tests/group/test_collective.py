@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def bereaved(rank: int, size: int, folder: str, victim: int, call: str, devices:
     os.environ["GLOO_SOCKET_IFNAME"] = ",".join(["lo"] * devices)
     join_group(folder, "group", rank, size)
     team, began = Collective(timeout_s=GROUP_TIMEOUT_S), 0.0
-    messages = {
+    messages: dict[str, Callable[[], object]] = {
         "gather": lambda: team.gather_rows(np.zeros(8, np.uint8)),
         "broadcast": lambda: team.broadcast_(np.zeros(1 << 16, np.uint8), 0),
         "swap": lambda: team.swap([bytes(1 << 16)] * size, 1 << 16),

@@ -89,6 +89,6 @@ def test_more_buckets_hide_more_of_the_shorter_stages() -> None:
         {"dense": MethodCost(EndpointTime(1e-8, 0), EndpointTime(1e-8, 0), EndpointTime(0, 0), None)},
         byte_s=1e-8,
         bucket_weights=1 << 20,
-    )  # type: ignore[dict-item]
+    )
     assert known.seconds("dense", load(1 << 20, 0)) == pytest.approx(0.042, rel=0.01)
     assert known.seconds("dense", load(1 << 24, 0)) == pytest.approx(0.336 * (1 + 1 / 16), rel=0.01)

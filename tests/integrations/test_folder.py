@@ -68,6 +68,7 @@ def test_versions_alternate_between_two_copies(trainer: Trainer, store: MemorySt
             state = trainer.publish()
             flip = folder.update()
             assert flip
+            mark = flip.mark
             assert (flip.mark.version, flip.mark.step, flip.folder.name) == (
                 version,
                 10 * (version + 1),
@@ -76,7 +77,7 @@ def test_versions_alternate_between_two_copies(trainer: Trainer, store: MemorySt
             assert flip.began == ("nothing", "copy", "memory", "memory", "memory")[version]
             assert equal(current(tmp_path / "f"), state)
             assert folder.update() is None
-    assert read_mark(tmp_path / "f" / "current") == flip.mark
+    assert read_mark(tmp_path / "f" / "current") == mark
     names = {path.name for path in (tmp_path / "f" / "current").iterdir()}
     assert names == {".lock", "config.json", "tokenizer.json", "model.safetensors", "pulse.json", "pulse.history"}
 
@@ -392,7 +393,7 @@ def test_identify_knows_every_version_and_what_is_none(trainer: Trainer, store: 
     assert bits_of(tmp_path / "f", store).record is None
 
 
-def good(folder: Path, digests: dict[int, str], store: Any) -> int | None:
+def good(folder: Path, digests: dict[int, str], store: Any) -> int:
     """The version in a folder that is to be read from now on; it must be what it says, bit for bit."""
     where = (folder / "current").resolve()
     mark = read_mark(where)

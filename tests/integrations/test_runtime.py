@@ -273,7 +273,15 @@ def test_a_second_name_for_memory_that_is_mapped_is_passed_over() -> None:
 
 
 def test_experts_that_are_shared_may_have_deepseeks_name_and_then_no_gate() -> None:
-    numbers = {"layers": 1, "hidden": 4, "heads": 2, "kv_heads": 2, "head_dim": 2, "intermediate": 4, "vocab": 64}
+    numbers: dict[str, Any] = {
+        "layers": 1,
+        "hidden": 4,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 2,
+        "intermediate": 4,
+        "vocab": 64,
+    }
     model = ModelShape(**numbers, experts=2, expert_intermediate=2, shared_intermediate=6, shared="shared_experts")
     held = {one.name: one for one in fused(model, EngineRank.vllm(1, 2))}
     gate_up = held["model.layers.0.mlp.shared_experts.gate_up_proj.weight"]
@@ -395,14 +403,15 @@ def test_a_model_that_cannot_be_divided_by_the_ranks_is_refused(changed: Config,
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(StateError, match="no map for models of type 'gpt2'"):
         ModelShape.from_config({"model_type": "gpt2"})
-    for make in (
-        lambda: EngineRank(2, 2),
-        lambda: EngineRank(-1, 2),
-        lambda: EngineRank(ep=1),
-        lambda: EngineRank(expert_tp=(2, 2)),
-    ):
+    numbers: list[dict[str, Any]] = [
+        {"tp": 2, "tp_size": 2},
+        {"tp": -1, "tp_size": 2},
+        {"ep": 1},
+        {"expert_tp": (2, 2)},
+    ]
+    for some in numbers:
         with pytest.raises(ValueError, match="no rank"):
-            make()
+            EngineRank(**some)
     with pytest.raises(ValueError, match="groups"):
         EngineRank.sglang(0, 4, ep_size=3)
     with pytest.raises(ValueError, match="tied"):
@@ -721,7 +730,8 @@ def by_checkpoint(c: Config, w: Tensors, tokens: Any) -> Any:
                 x = x + chosen[:, e, None] * mlp(y, f"{at}.block_sparse_moe.experts.{e}", "w1", "w3", "w2")
         else:
             x = x + mlp(y, f"{at}.mlp")
-    return normed(x, w["model.norm.weight"], c) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+    head = w["lm_head.weight" if "lm_head.weight" in w else "model.embed_tokens.weight"]
+    return normed(x, w["model.norm.weight"], c) @ head.T
 
 
 def by_engine(c: Config, held: list[tuple[EngineRank, Tensors]], tokens: Any) -> Any:
@@ -765,7 +775,7 @@ def by_engine(c: Config, held: list[tuple[EngineRank, Tensors]], tokens: Any) ->
         x = x + sum(
             feed(normed(x, w[f"{at}.post_attention_layernorm.weight"], c), rank, w, f"{at}.{moe}") for rank, w in held
         )
-    shards = [w.get("lm_head.weight", w["model.embed_tokens.weight"]) for _, w in held]
+    shards = [w["lm_head.weight" if "lm_head.weight" in w else "model.embed_tokens.weight"] for _, w in held]
     logits = [normed(x, w["model.norm.weight"], c) @ shard.T for (_, w), shard in zip(held, shards, strict=True)]
     return torch.cat(logits, -1)[:, : c["vocab_size"]]
 

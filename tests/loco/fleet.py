@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulsesync.loco import DDP, DiLoCo, GroupExchange, Nesterov, PulseLoCo, RoundReport, StoreExchange
+from pulsesync.loco import DDP, DiLoCo, Nesterov, PulseLoCo, RoundReport, StoreExchange
 from pulsesync.loco.shared import LARGEST_UPDATE
 from pulsesync.store import MemoryStore, Store
 
@@ -213,11 +213,13 @@ class Trainer:
 
     @property
     def residual(self) -> np.ndarray:
-        return self.loco.state_dict()["private"]["residuals"][0].numpy()
+        values: np.ndarray = self.loco.state_dict()["private"]["residuals"][0].numpy()
+        return values
 
     @property
     def theta(self) -> np.ndarray:
-        return self.loco.state_dict()["shared"][0]["theta"].numpy()
+        values: np.ndarray = self.loco.state_dict()["shared"][0]["theta"].numpy()
+        return values
 
     @property
     def weights(self) -> np.ndarray:
@@ -226,7 +228,7 @@ class Trainer:
     @property
     def update(self) -> np.ndarray:
         """What it would tell now."""
-        return self.residual + (self.theta - self.weights)
+        return np.asarray(self.residual + (self.theta - self.weights))
 
     def everything(self) -> str:
         """A hash of all that a failed round must leave as it was, but for the inner optimizer's own steps."""
@@ -311,7 +313,7 @@ def together(*calls: Callable[[], Any], timeout_s: float = 40.0) -> list[Any]:
 
 def load() -> None:
     """Have every kernel loaded that rounds use."""
-    assert GroupExchange
-    for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}):
+    choices: list[dict[str, Any]] = [{}, {"compact": 2}, {"kind": "DiLoCo"}]
+    for options in choices:
         with Trainer(alone(), 0, sync_every=1, **options) as trainer:
             trainer.step(2)

@@ -13,6 +13,7 @@ from pulsesync.loco.gate import (
     LOWEST_UNIT,
     MOST_BITS,
     DenseGate,
+    GateRule,
     SparseVector,
     SplitUpdate,
     VisibilityGate,
@@ -23,7 +24,7 @@ from pulsesync.loco.gate import (
 from pulsesync.loco.outer import SGD, aggregate, mean_of
 from tests.helpers import many, seeds
 
-RULES = [DenseGate(), VisibilityGate(), *(VisibilityGate(bits) for bits in range(MOST_BITS + 1))]
+RULES: list[GateRule] = [DenseGate(), VisibilityGate(), *(VisibilityGate(bits) for bits in range(MOST_BITS + 1))]
 COMPACT = [rule for rule in RULES if isinstance(rule, VisibilityGate) and rule.bits is not None]
 SMALLEST = 2.0**-149  # of FP32; of BF16 it is 2^-133
 
@@ -49,7 +50,8 @@ def random_floats(rng: np.random.Generator, size: int, lowest: int, highest: int
     exponents = rng.integers(lowest, highest, size, endpoint=True).astype(np.uint32)
     mantissas = rng.integers(0, 1 << 23, size).astype(np.uint32) >> rng.integers(0, 23, size).astype(np.uint32)
     signs = rng.integers(0, 2, size).astype(np.uint32)
-    return (signs << np.uint32(31) | exponents << np.uint32(23) | mantissas).view(np.float32)
+    bits: np.ndarray = signs << np.uint32(31) | exponents << np.uint32(23) | mantissas
+    return bits.view(np.float32)
 
 
 def wild(seed: int, size: int = 300) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,9 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "no entries at all in one tensor": {"shapes": {"none": (0, 3), "five": (5,)}, "lr": 0.1},
 }
 STEPS = 6
+REDUCES: tuple[Literal["owner", "gather"], ...] = ("owner", "gather")
 
 
 class Counter:
@@ -40,11 +42,11 @@ class Counter:
 
     def __init__(self, size: int) -> None:
         self.sent = self.received = 0
-        distributed, size = torch.distributed, size
+        distributed: Any = torch.distributed  # in this process its functions are replaced
         plain_gather, plain_op = distributed.all_gather, distributed.P2POp
         counter = self
 
-        class Op(plain_op):  # type: ignore[misc, valid-type]
+        class Op(plain_op):  # type: ignore[misc,valid-type]
             def __new__(cls, op: Any, tensor: Any, *rest: Any) -> Any:
                 counter.sent += tensor.nbytes if op is distributed.isend else 0
                 counter.received += tensor.nbytes if op is distributed.irecv else 0
@@ -58,18 +60,19 @@ class Counter:
         distributed.all_gather, distributed.P2POp = all_gather, Op
 
 
-def all_ways(rank: int, size: int, folder: str) -> dict[str, Any]:
+def all_ways(rank: int, size: int, folder: str) -> dict[tuple[str, str], Any]:
     """Every way, over every exchange."""
     counter = Counter(size)
-    out: dict[str, Any] = {}
+    out: dict[tuple[str, str], Any] = {}
     with group(folder, "all", rank, size):
         for number, (way, options) in enumerate(WAYS.items()):
-            for exchange_name in ("owner", "gather", "store"):
-                if exchange_name == "store":
-                    exchange: Any = meet(f"{folder}/store-{number}", f"{rank:05d}", size)
-                else:
-                    exchange = GroupExchange(reduce=exchange_name)
-                trainer = Trainer(exchange, rank, **options)
+            makers: dict[str, Callable[[], Any]] = {
+                "owner": GroupExchange,
+                "gather": partial(GroupExchange, reduce="gather"),
+                "store": partial(meet, f"{folder}/store-{number}", f"{rank:05d}", size),
+            }
+            for exchange_name, make_exchange in makers.items():
+                trainer = Trainer(make_exchange(), rank, **options)
                 counted = count_rounds(trainer, counter)
                 with trainer:
                     digests, weights = [], []
@@ -93,7 +96,8 @@ def all_ways(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 def count_rounds(trainer: Trainer, counter: Counter) -> list[tuple[int, int]]:
     """What was passed between the beginning of a round and its end, in each."""
-    watched, counted = trainer.exchange, []
+    watched: Any = trainer.exchange
+    counted: list[tuple[int, int]] = []
     propose, confirm, began = watched.propose, watched.confirm, [0, 0]
 
     def counted_propose(*args: Any) -> Any:
@@ -158,7 +162,7 @@ def garbled(rank: int, size: int, folder: str) -> list[Any]:
     """In turn each rank gets damaged bytes, in each collective of a round, of each kind: then all go on."""
     out: list[Any] = []
     with group(folder, "garbled", rank, size):
-        for reduce in ("owner", "gather"):
+        for reduce in REDUCES:
             for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}):
                 trainer = Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options)
                 with trainer:
@@ -184,7 +188,7 @@ def garble(exchange: Any, call: int, how: int) -> None:
     plain, calls = exchange._swap, [0]
 
     def swap(outgoing: Any, most: int) -> list[bytes]:
-        got = plain(outgoing, most)
+        got: list[bytes] = plain(outgoing, most)
         calls[0] += 1
         if calls[0] == call + 1:
             del exchange._swap
@@ -249,28 +253,34 @@ def test_other_models_and_settings_are_refused_by_all_and_other_weights_give_way
     assert ranks[0].count(True) == 3
 
 
+def gradient_of(trainer: Trainer, number: int) -> torch.Tensor:
+    gradient = trainer.parameters[number].grad
+    assert gradient is not None
+    return gradient
+
+
 def not_finite(rank: int, size: int, folder: str) -> list[Any]:
     """Rank 1 has nothing that can be sent."""
     out: list[Any] = []
     with group(folder, "nan", rank, size):
-        for reduce in ("owner", "gather"):
-            for options in ({}, {"kind": "DiLoCo"}, {"kind": "DDP"}):
+        for reduce in REDUCES:
+            for options in cast("list[dict[str, Any]]", [{}, {"kind": "DiLoCo"}, {"kind": "DDP"}]):
                 with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
                     trainer.step(2)
                     before, began = trainer.everything(), time.monotonic()
-                    good = trainer.modules[0].norm.detach().clone()
+                    good = trainer.modules[0].get_parameter("norm").detach().clone()
                     trainer.gradients()
                     if rank == 1 and options.get("kind") == "DDP":
-                        trainer.parameters[0].grad[2] = float("nan")
+                        gradient_of(trainer, 0)[2] = float("nan")
                     elif rank == 1:
                         with torch.no_grad():
-                            trainer.modules[0].norm[2] = float("inf")
+                            trainer.modules[0].get_parameter("norm")[2] = float("inf")
                     fails(StateError if rank == 1 else RoundError, trainer.optimizer.step)
                     assert options.get("kind") == "DDP" or trainer.everything() == before
                     assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
                     if rank == 1:
                         with torch.no_grad():
-                            trainer.modules[0].norm.copy_(good)
+                            trainer.modules[0].get_parameter("norm").copy_(good)
                     trainer.step()
                     out.append((trainer.loco.rounds, trainer.loco.digests))
     return out
@@ -286,14 +296,14 @@ def overflowing(rank: int, size: int, folder: str) -> list[Any]:
     """Some ranks have finite updates: the sum of two is not finite, and that of one is too large."""
     out: list[Any] = []
     with group(folder, "overflowing", rank, size):
-        for reduce, diverged in (("owner", 2), ("gather", 2), ("owner", 1)):
+        for reduce, diverged in ((REDUCES[0], 2), (REDUCES[1], 2), (REDUCES[0], 1)):
             for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}, {"kind": "DDP"}):
                 with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
                     trainer.step(2)
                     weights = trainer.weights
                     if options.get("kind") == "DDP":
                         trainer.gradients()
-                        trainer.parameters[2].grad[0] = 3e38 if rank < diverged else 1.0
+                        gradient_of(trainer, 2)[0] = 3e38 if rank < diverged else 1.0
                         trainer.optimizer.step()
                     else:
                         if rank < diverged:
@@ -335,7 +345,7 @@ def parted(rank: int, size: int, folder: str) -> str:
             assert trainer.everything() == before
             inner.__dict__.pop("propose", None)
             trainer.step()
-            return trainer.loco.digests[0]
+            return str(trainer.loco.digests[0])
 
 
 def test_trainers_that_came_to_different_weights_all_say_so_and_commit_nothing(fleet: Fleet) -> None:
@@ -547,7 +557,7 @@ def grown(rank: int, size: int, folder: str) -> dict[str, Any]:
                 raise RoundError("so says this test")
 
             inner.confirm = confirm
-            fails(RoundError, lambda: trainer.step(2))
+            fails(RoundError, partial(trainer.step, 2))
         else:
             trainer.step(2)
         assert trainer.loco.rounds == [2 - old]

@@ -27,7 +27,7 @@ def f32(*values: float) -> np.ndarray:
 
 
 def rounded(x: float) -> float:
-    return struct.unpack("<f", struct.pack("<f", x))[0]
+    return float(struct.unpack("<f", struct.pack("<f", x))[0])
 
 
 def sparse(size: int, entries: dict[int, float]) -> SparseVector:
@@ -89,18 +89,20 @@ def test_the_first_step_from_no_momentum_is_torchs_first_step() -> None:
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_a_step_gives_the_same_bits_whatever_chunks_and_threads(outer: SGD, monkeypatch: pytest.MonkeyPatch) -> None:
     given_ = vectors(5, 3001)
-    expected = outer.step(*given_)
+    theta, mean, momentum = given_
+    expected = outer.step(theta, mean, momentum)
     for chunk, count in ((1 << 18, 1), (3001, 1), (3000, 2), (17, 1), (17, 8), (256, 3)):
         monkeypatch.setattr(outers, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
-        for found, wanted in zip(outer.step(*given_), expected, strict=True):
+        for found, wanted in zip(outer.step(theta, mean, momentum), expected, strict=True):
             assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
 
 
 def test_a_step_modifies_nothing_it_is_given() -> None:
     given_ = vectors(1)
     before = [x.copy() for x in given_]
-    Nesterov().step(*given_)
+    theta, mean, momentum = given_
+    Nesterov().step(theta, mean, momentum)
     assert all(np.array_equal(a, b) for a, b in zip(given_, before, strict=True))
 
 
@@ -216,11 +218,12 @@ def test_a_round_whose_mean_diverges_is_empty_and_only_its_number_changes(total:
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_the_largest_updates_of_the_largest_round_are_taken(outer: SGD) -> None:
     before = SharedState("layout", f32(0.5, -0.5), f32(0.0, 0.0))
-    most = aggregate([sparse(2, {0: LARGEST_UPDATE, 1: -LARGEST_UPDATE})] * MAX_TRAINERS, 2)
+    largest = float(LARGEST_UPDATE)
+    most = aggregate([sparse(2, {0: largest, 1: -largest})] * MAX_TRAINERS, 2)
     decided = Outcome({f"{i:04d}": "1" * 64 for i in range(MAX_TRAINERS)}, most)
     counted, after = before.resolve(decided, outer)
     assert counted is decided
-    one = Outcome({"ada": "1" * 64}, f32(LARGEST_UPDATE, -LARGEST_UPDATE))
+    one = Outcome({"ada": "1" * 64}, f32(largest, -largest))
     for _ in range(100):  # and what momentum adds is finite
         counted, after = after.resolve(one, outer)
         assert counted is one

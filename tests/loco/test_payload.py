@@ -80,11 +80,11 @@ def check_comes_back(coder: Coder, sent: SparseVector, unit: int | None) -> Payl
 
 
 def bits_of(x: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", x))[0]
+    return int(struct.unpack("<I", struct.pack("<f", x))[0])
 
 
 def value_of(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def grid(x: float) -> int:
@@ -136,7 +136,8 @@ def slow_read(data: bytes, theta: np.ndarray, momentum: np.ndarray) -> dict[int,
     out = {}
     for number, (place, before, after) in enumerate(places):
         assert before == old[place]
-        moved = step(*orders(np.array([before, after], np.uint16)), 16)
+        at, to = orders(np.array([before, after], np.uint16))
+        moved = step(at, to, 16)
         sign = -1.0 if (before >> 15 == 1) == (moved > 0) else 1.0
         if head["mode"] == "compact":
             assert not rest
@@ -326,6 +327,7 @@ def test_the_coded_part_is_a_weight_patch_of_one_tensor_with_sums_from_zero() ->
     header, _ = container.open_part(body[: head.coded])
     layout = layouts.make([TensorSpec("fired", "BF16", (300,))])
     assert header.layout == layout.id
+    assert one.described is not None
     found = patch.decode(body[: head.coded], layout, {"fired": one.described})
     assert set(found.sums) == {0}
     assert found.sums[0] != Sum(0, 0)

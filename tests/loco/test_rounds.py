@@ -226,14 +226,14 @@ def test_an_outer_optimizer_of_torch_is_refused_by_name() -> None:
     model = torch.nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="Nesterov"):
-        PulseLoCo(model, inner, outer=torch.optim.SGD(model.parameters(), lr=0.7), exchange=alone())
+        PulseLoCo(model, inner, outer=torch.optim.SGD(model.parameters(), lr=0.7), exchange=alone())  # type: ignore[arg-type]
 
 
 def test_discard_goes_back_to_the_shared_weights_and_training_goes_on() -> None:
     with Trainer(alone(), 0, sync_every=2) as t:
         t.step(2)
         with torch.no_grad():
-            t.modules[0].norm[0] = float("nan")
+            t.modules[0].get_parameter("norm")[0] = float("nan")
         with pytest.raises(StateError, match=r"discard\(\)"):
             t.step(2)
         t.loco.discard()
@@ -274,8 +274,8 @@ def test_masters_may_be_given_by_name() -> None:
 
 def test_frozen_parameters_are_left_out_and_left_alone() -> None:
     model = Weights()
-    model.norm.requires_grad_(False)
-    frozen = model.norm.detach().clone()
+    model.get_parameter("norm").requires_grad_(False)
+    frozen = model.get_parameter("norm").detach().clone()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     with DiLoCo(model, optimizer, exchange=alone(), sync_every=1) as loco:
         for p in model.parameters():
@@ -284,7 +284,7 @@ def test_frozen_parameters_are_left_out_and_left_alone() -> None:
         optimizer.step()
         assert loco.last_report is not None
         assert loco.last_report.total == flat(model).size - frozen.numel()
-    assert torch.equal(model.norm, frozen)
+    assert torch.equal(model.get_parameter("norm"), frozen)
     with pytest.raises(StateError, match="no parameters"):
         DiLoCo(Weights().requires_grad_(False), optimizer, exchange=alone())
 
@@ -339,16 +339,16 @@ def test_an_update_that_is_not_finite_is_refused_by_name_and_nothing_is_sent(
     with Trainer(meet(store, "a", 1), 0, sync_every=2, **options) as t:
         t.step(2)
         before, keys = t.everything(), [e.key for e in store.list("rounds/")]
-        good = t.modules[0].norm.detach().clone()
+        good = t.modules[0].get_parameter("norm").detach().clone()
         with torch.no_grad():
-            t.modules[0].norm[3] = float(value)
+            t.modules[0].get_parameter("norm")[3] = float(value)
         with pytest.raises(StateError, match="'norm' is not finite") as caught:
             t.step(2)
         assert caught.value.tensor == "norm"
         assert t.everything() == before
         assert {e.key for e in store.list("rounds/")} - set(keys) == {"rounds/0000/0000000002/left/a"}  # nobody waits
         with torch.no_grad():
-            t.modules[0].norm.copy_(good)
+            t.modules[0].get_parameter("norm").copy_(good)
         t.step(2)
         assert t.loco.rounds == [2]
 
@@ -559,7 +559,7 @@ def test_rounds_are_published_and_a_workers_weights_are_the_bf16_view_of_theta(t
     store = MemoryStore()
     models = [Weights() for _ in range(2)]
     held = {name: torch.zeros_like(p, dtype=torch.bfloat16) for name, p in models[0].named_parameters()}
-    seen = []
+    seen: list[Any] = []
 
     def train(i: int, publisher: Publisher | None) -> None:
         subscriber = Subscriber(place)

@@ -8,8 +8,11 @@ import pickle
 import random
 import signal
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +27,19 @@ from tests.processes import Fleet, alive, fleet, told
 from tests.s3 import Server, s3_server
 
 __all__ = ["fleet", "s3_server"]
+
+
+@contextlib.contextmanager
+def offers(trainer: Trainer, offered: list[np.ndarray]) -> Iterator[None]:
+    """Note every update that a trainer prepares to send."""
+    plain = trainer.exchange.prepare
+
+    def prepare(*args: Any) -> Any:
+        offered.append(trainer.update)
+        return plain(*args)
+
+    with mock.patch.object(trainer.exchange, "prepare", prepare):
+        yield
 
 
 class Table:
@@ -49,10 +65,9 @@ class Table:
 
     def round(self, names: str) -> None:
         """One round of these: each sends while those before it wait."""
-        first, *rest = names
-        if rest:
-            self.turns.meanwhile.append(lambda: self.round("".join(rest)))
-        self.all[first].step(2)
+        if names[1:]:
+            self.turns.meanwhile.append(lambda: self.round(names[1:]))
+        self.all[names[0]].step(2)
 
     def names_of(self, prefix: str = "rounds/") -> list[str]:
         return [entry.key for entry in self.store.list(prefix)]
@@ -144,9 +159,8 @@ def test_one_that_is_late_keeps_all_it_has_to_tell_and_follows_the_others(late: 
         table.round("ab")
     c.step()
     offered: list[np.ndarray] = []
-    plain = c.exchange.prepare
-    c.exchange.prepare = lambda *args: (offered.append(c.update), plain(*args))[1]  # type: ignore[func-returns-value]
-    c.step()
+    with offers(c, offered):
+        c.step()
     assert c.loco.rounds == [late + 1]
     assert not c.reports[-1].took_part
     assert c.reports[-1].sent_bytes < 100  # that it is there
@@ -169,9 +183,8 @@ def test_one_that_was_away_until_rounds_are_gone_takes_the_state_and_keeps_what_
         table.round("ab")
     assert table.names_of("rounds/0000/0000000002/") == ["rounds/0000/0000000002/decided"]
     offered: list[np.ndarray] = []
-    plain = c.exchange.prepare
-    c.exchange.prepare = lambda *args: (offered.append(c.update), plain(*args))[1]  # type: ignore[func-returns-value]
-    c.step()
+    with offers(c, offered):
+        c.step()
     assert c.loco.rounds == [8]
     np.testing.assert_array_equal(c.residual, offered[0])
     settle(table.all.values())
@@ -224,7 +237,12 @@ def test_one_that_stalled_before_deciding_does_not_decide_a_round_that_is_long_g
 
     c.exchange.inner._decide = stalled
     table.turns.meanwhile.append(lambda: None)
-    c.exchange.inner._is_time = lambda *args: (delattr(c.exchange.inner, "_is_time"), True)[1]
+
+    def is_time(*_: object) -> bool:
+        del c.exchange.inner._is_time
+        return True
+
+    c.exchange.inner._is_time = is_time
     c.step(2)
     assert c.loco.rounds == [9]
     settle(table.all.values())
@@ -808,7 +826,7 @@ def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, option
         table.seat("a", store=store)
         table.round("ab")
         store.left, store.after = call, after
-        table.turns.meanwhile.append(lambda t=table: t.round("b"))
+        table.turns.meanwhile.append(partial(table.round, "b"))
         before = table["a"].everything()
         try:
             table["a"].step(2)

@@ -147,7 +147,7 @@ class Drift(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self._trainer, self._size, self._steps, self._steady = trainer, np.float32(size / (1 << 23)), 0, steady
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self._steps += 1
         for i, parameter in enumerate(self.param_groups[0]["params"]):
             own = integers(1000 * self._trainer + 100 * self._steps + i, parameter.numel()) * self._size
@@ -168,12 +168,13 @@ def network() -> torch.nn.Module:
 
 
 def drifted(
-    kind: type[DiLoCo], size: float, rounds: int, trainers: int = 3, steady: bool = False, **options: Any
+    kind: type[DiLoCo | PulseLoCo], size: float, rounds: int, trainers: int = 3, steady: bool = False, **options: Any
 ) -> tuple[list[list[RoundReport]], list[np.ndarray]]:
     """The reports of every trainer, and the weights that each ended with."""
 
     def train(i: int, exchange: StoreExchange) -> tuple[list[RoundReport], np.ndarray]:
-        model, reports = network(), []
+        model = network()
+        reports: list[RoundReport] = []
         optimizer = Drift(model.parameters(), i, size, steady)
         with kind(model, optimizer, exchange=exchange, sync_every=4, on_round=reports.append, **options):
             for _ in range(4 * rounds):
@@ -241,7 +242,8 @@ def test_weights_less_the_mean_residual_stay_where_averaging_would_be(compact: i
                 optimizer.step()
             state = loco.state_dict()
         residuals[i] = state["private"]["residuals"][0].numpy().astype(np.float64)
-        return state["shared"][0]["theta"].numpy().astype(np.float64)
+        theta: np.ndarray = state["shared"][0]["theta"].numpy().astype(np.float64)
+        return theta
 
     gated = together(3, train)[0]
     dense = drifted(DiLoCo, 2.0**-15, 6, outer=SGD(1.0))[1][0]

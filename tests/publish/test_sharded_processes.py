@@ -108,12 +108,13 @@ def follow(pub: ShardedPublisher, model: Any, optimizer: Any, location: str, cou
 
 
 def fsdp(rank: int, size: int, folder: str, location: str, seed: int = 0, key: str = "", **options: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     signing_key = SigningKey(key) if key else None
     with group(folder, "fsdp", rank, size):
         model = build(seed)
-        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (size,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         pub = ShardedPublisher(
             location, Collective(timeout_s=TIMEOUT_S), cast="BF16", signing_key=signing_key, **options
@@ -122,11 +123,12 @@ def fsdp(rank: int, size: int, folder: str, location: str, seed: int = 0, key: s
 
 
 def mesh(rank: int, size: int, folder: str, location: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     with group(folder, "mesh", rank, size):
-        where = torch.distributed.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+        where = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
         model = build(0)
         parallelize_module(model, where["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=where["data"])
@@ -137,10 +139,11 @@ def mesh(rank: int, size: int, folder: str, location: str) -> Any:
 
 def copies(rank: int, size: int, folder: str, location: str) -> Any:
     """Hybrid: sharded over two, and that twice."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     with group(folder, "copies", rank, size):
-        where = torch.distributed.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copy", "shard"))
+        where = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copy", "shard"))
         model = build(0)
         fully_shard(model, mesh=where)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
