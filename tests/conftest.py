@@ -13,10 +13,14 @@ from hypothesis import settings
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Many containers tell Python to keep no bytecode. Then pytest rewrites every assertion of every file anew, each time and
-# in each of its processes, and every process that a test starts compiles the package again.
+# Many containers tell Python to keep no bytecode. Then pytest rewrites every assertion of every file anew, each time
+# and in each of its processes, and every process that a test starts compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Two test processes share the machine, and their tensors are small: torch's threads would mostly wait for each other,
+# and burn a core while they do (measured: the tests of the lab take 25 CPU seconds with two threads, 11 with one).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)

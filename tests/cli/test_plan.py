@@ -55,7 +55,7 @@ def test_machines_get_the_same_as_one_object(checkpoint: Path) -> None:
     assert "syncs of 2 steps" in told["unlike_measured"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", ["lion", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_the_error_is_the_one_that_runs_of_this_kind_support(checkpoint: Path, optimizer: Optimizer) -> None:
     training = TrainingSettings(3e-6, {"adamw": ADAM, "lion": LION}[optimizer], optimizer=optimizer)
     found = find(training)
@@ -106,11 +106,16 @@ def test_optimizers_without_a_theory_are_refused_with_the_reason(checkpoint: Pat
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
-        (("--betas", "0.5,0.9"), "error not measured for adamw with betas of 0.5 and 0.9 and FP32 masters"),
         (("--optimizer", "lion", "--no-masters"), "not measured for lion with betas of 0.9 and 0.99 and no masters"),
-        (("--dtype", "F8_E4M3"), "error not measured for F8_E4M3"),
         (("--every", 4, "--warm-up", 9), "error not measured for syncs of 4 steps; a warm-up"),
-        (("--every", 1000), "error not measured for syncs of 1000 steps"),
+        *(
+            pytest.param(options, saying, marks=pytest.mark.slow)
+            for options, saying in [
+                (("--betas", "0.5,0.9"), "error not measured for adamw with betas of 0.5 and 0.9 and FP32 masters"),
+                (("--dtype", "F8_E4M3"), "error not measured for F8_E4M3"),
+                (("--every", 1000), "error not measured for syncs of 1000 steps"),
+            ]
+        ),
     ],
 )
 def test_of_runs_unlike_those_measured_it_says_so_and_claims_nothing(

@@ -164,6 +164,7 @@ def wait_until(true: Callable[[], bool], within_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_an_object_whose_owner_died_under_a_reader_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RayStore(name)
     store.put("parts/a", bytes(BIG))
@@ -232,6 +233,7 @@ def test_a_rank_that_comes_anew_ends_the_wait_of_the_others_at_once(name: str) -
         teams[1].gather(b"from a rank 1 that was taken for dead")
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_rank_do_not_both_get_in(name: str) -> None:
     first, second, other = (ActorTeam(name, rank, 2, timeout_s=20) for rank in (0, 0, 1))
     with pytest.raises(GroupError):
@@ -250,6 +252,7 @@ def test_two_processes_of_one_rank_do_not_both_get_in(name: str) -> None:
     assert told[1].result() == told[2].result() == [b"0", b"1"]
 
 
+@pytest.mark.slow
 def test_another_size_is_refused(name: str) -> None:
     teams = [ActorTeam(name, rank, 2) for rank in range(2)]
     at_once(*(lambda t=team: t.gather(b"") for team in teams))
@@ -260,6 +263,7 @@ def test_another_size_is_refused(name: str) -> None:
         ActorTeam(name, 2, 2)
 
 
+@pytest.mark.slow
 def test_a_team_whose_actor_was_killed_comes_together_anew(name: str) -> None:
     teams = [ActorTeam(name, rank, 2) for rank in range(2)]
     at_once(*(lambda t=team: t.gather(b"") for team in teams))
@@ -411,6 +415,7 @@ def single_publisher(link: Link, **options: Any) -> Publisher:
     return publisher
 
 
+@pytest.mark.slow
 def test_who_publishes_into_a_run_that_somebody_else_took_up_must_stop(name: str) -> None:
     link = Link(name)
     with single_publisher(link) as first, single_publisher(link) as second:
@@ -436,6 +441,7 @@ def test_a_run_in_the_object_store_is_bounded_by_pruning(name: str) -> None:
     assert same(held, state_at(0, seed=1))
 
 
+@pytest.mark.slow
 def test_closing_a_link_frees_what_ray_holds_and_leaves_what_is_elsewhere(name: str, tmp_path: Path) -> None:
     for link in (Link(name), Link(name, at=str(tmp_path / "run"))):
         link.publisher().publish(state_at(0))

@@ -95,11 +95,16 @@ def test_for_runs_like_those_measured_the_error_is_the_one_of_the_table(training
     ("changed", "saying"),
     [
         ({"every": 4}, "syncs of 4 steps"),
-        ({"warm_up": 20}, "a warm-up"),
-        ({"betas": (0.8, 0.9)}, "adamw with betas of 0.8 and 0.9 and FP32 masters"),
         ({"betas": (0.8, 0.9), "masters": False}, "adamw with betas of 0.8 and 0.9 and no masters"),
-        ({"lr": 5e-7}, "a learning rate of 5e-07"),
-        ({"lr": 1e-4, "betas": theory.LION, "optimizer": "lion"}, "a learning rate of 0.0001"),
+        *(
+            pytest.param(changed, saying, marks=pytest.mark.slow)
+            for changed, saying in [
+                ({"warm_up": 20}, "a warm-up"),
+                ({"betas": (0.8, 0.9)}, "adamw with betas of 0.8 and 0.9 and FP32 masters"),
+                ({"lr": 5e-7}, "a learning rate of 5e-07"),
+                ({"lr": 1e-4, "betas": theory.LION, "optimizer": "lion"}, "a learning rate of 0.0001"),
+            ]
+        ),
     ],
 )
 def test_nothing_is_claimed_of_runs_unlike_those_that_were_measured(changed: dict[str, object], saying: str) -> None:
@@ -108,7 +113,9 @@ def test_nothing_is_claimed_of_runs_unlike_those_that_were_measured(changed: dic
     assert told.evidence == ()
 
 
-@pytest.mark.parametrize("weights", [100_000, 200_000_000, 7_600_000_000])
+@pytest.mark.parametrize(
+    "weights", [100_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (200_000_000, 7_600_000_000))]
+)
 def test_nothing_is_claimed_of_models_smaller_or_larger_than_those_that_were_measured(weights: int) -> None:
     told = make_plan(ModelFacts("model", 1, normal_classes(0.02, weights), ""), TrainingSettings(1e-6), 200e6, 50.0)
     assert told.unlike == (f"a model of {told.model.size:,} weights",)
