@@ -128,12 +128,11 @@ def test_an_answer_that_does_not_come_in_time_may_be_asked_for_again(name: str) 
 
 
 def test_an_error_of_a_task_is_raised_here_with_its_fields() -> None:
-    @ray.remote(num_cpus=0)
     def fail() -> None:
         raise StoreError("no answer", key="head", retryable=True)
 
     with pytest.raises(StoreError, match="no answer") as caught:
-        ray.get(fail.remote())
+        ray.get(ray.remote(num_cpus=0)(fail).remote())
     assert (caught.value.key, caught.value.retryable) == ("head", True)
 
 

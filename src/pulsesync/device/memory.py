@@ -153,7 +153,7 @@ class DeviceStream:
     """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def __call__(self, after: Sequence["StreamPoint"] = ()) -> Iterator[None]:
@@ -175,7 +175,7 @@ class StreamPoint:
     """A point in the caller's stream: what was launched before it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.event = torch.cuda.Event() if device.type == "cuda" else None
         if self.event is not None:
             self.event.record(torch.cuda.current_stream(device))
 

@@ -59,7 +59,7 @@ def climb(
     """Take one step on a batch; return the loss before it, where it was computed."""
     value = loss(policy, rollouts, better, gain)
     optimizer.zero_grad()
-    value.backward()  # type: ignore[no-untyped-call]
+    value.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), LARGEST_NORM)
     optimizer.step()
     return value.detach()

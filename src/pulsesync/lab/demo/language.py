@@ -108,7 +108,7 @@ class LanguageModel:
             rows = teaching[first : first + ROWS]
             now = self.log_probabilities(policy, tokens[rows])
             part = -(gain(now, then[rows], better[rows, None]) * counted[rows]).sum() / total
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward()
             value += part.detach()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), grpo.LARGEST_NORM)
         optimizer.step()
@@ -212,5 +212,5 @@ def _name_once(model: nn.Module) -> None:
     def accept(_module: nn.Module, unfit: Any) -> None:
         unfit.missing_keys[:] = [name for name in unfit.missing_keys if name not in second]
 
-    model.register_state_dict_post_hook(leave_out)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_post_hook(accept)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(leave_out)
+    model.register_load_state_dict_post_hook(accept)

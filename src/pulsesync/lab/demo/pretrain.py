@@ -41,7 +41,7 @@ def pretrain(
         logits = policy(torch.cat([asked, right], dim=1)[:, :-1])[:, -task.ANSWER :]
         loss = functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), right.reshape(-1))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         if step % CHECK_EVERY == 0:

@@ -149,7 +149,7 @@ def _layers(inputs: int, outputs: int) -> list[nn.Module]:
 
 def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
 
 

@@ -99,7 +99,7 @@ class PPO(Learner):
         loss = loss + VALUE_SHARE * (values - wanted).square().mean()
         for optimizer in (self.optimizer, self.value_optimizer):
             optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.policy.parameters(), grpo.LARGEST_NORM)
         self.optimizer.step()
         self.value_optimizer.step()
