@@ -16,6 +16,9 @@ from pulsesync.lab.study.predict.forecast import Optimizer, TrainingSettings, fo
 from pulsesync.lab.study.predict.models import read_model
 from pulsesync.lab.study.predict.theory import ADAM, LION
 from tests.commands import pulse
+from tests.forecasts import forecast_once
+
+__all__ = ["forecast_once"]
 
 ASKED = ("--lr", "1e-6", "--bandwidth", "200mbit", "--step-time", "50")
 

@@ -35,8 +35,14 @@ def mended(trainer: Trainer, name: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["prepare", "propose", "confirm"])
-@pytest.mark.parametrize("error", [RoundError("no"), StoreError("no", retryable=True), KeyboardInterrupt()])
-@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "DiLoCo"}, {"delay": 1}])
+@pytest.mark.parametrize(
+    "error",
+    [RoundError("no"), KeyboardInterrupt(), pytest.param(StoreError("no", retryable=True), marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"compact": 2}, {"delay": 1}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"kind": "DiLoCo"}))],
+)
 def test_a_failure_out_of_step_changes_nothing_and_the_next_step_tries_again(
     verb: str, error: BaseException, options: dict[str, Any]
 ) -> None:

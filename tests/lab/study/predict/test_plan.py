@@ -1,7 +1,5 @@
 """The answers of a plan follow from its forecast."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 
@@ -10,11 +8,13 @@ from pulsesync.lab.study.predict import evidence, theory
 from pulsesync.lab.study.predict.forecast import TrainingSettings
 from pulsesync.lab.study.predict.models import ModelFacts, largest_normal, normal_classes, scale_of
 from pulsesync.lab.study.predict.plan import ENOUGH, SyncPlan, make_plan
+from tests.forecasts import forecast_once
+
+__all__ = ["forecast_once"]
 
 SEVEN = ModelFacts("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
 
 
-@cache  # most tests ask for the same one, and a plan takes half a second
 def plan(bandwidth: float = 200e6, step_s: float = 50.0, *, cores: int = 16, **training: object) -> SyncPlan:
     return make_plan(SEVEN, TrainingSettings(1e-6, **training), bandwidth, step_s, cores=cores)  # type: ignore[arg-type]
 
