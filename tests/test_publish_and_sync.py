@@ -81,8 +81,8 @@ def test_a_run_goes_on_over_epochs(folder: str, monkeypatch: pytest.MonkeyPatch)
             pub.publish(training.weights)
             sub.sync(held)
             assert equal(held, training.weights)
-            assert sub.held is not None
-            places.append((sub.held.epoch, sub.held.index))
+            assert sub.position is not None
+            places.append((sub.position.epoch, sub.position.index))
             training.step()
     assert places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
 
@@ -135,7 +135,7 @@ def test_reports_count_what_happened(folder: str) -> None:
         sub.sync(held)
         a["w"][:7] = 2
         second, synced = pub.publish(a, step=3), sub.sync(held)
-    assert (second.step, second.changed, second.density, second.folded) == (3, 7, 0.007, 0)
+    assert (second.step, second.changed, second.density, second.coalesced) == (3, 7, 0.007, 0)
     assert (synced.step, synced.path, synced.changed, synced.replanned) == (3, ("patch",), 7, 0)
     local = LocalStore(folder).get(keys.manifest_key(0))  # is read again: is it still the same run?
     assert synced.fetched_bytes == second.payload_bytes + len(local)

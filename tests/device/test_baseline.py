@@ -232,7 +232,7 @@ def test_what_is_published_is_what_was_there_at_the_call(keep: Keep, device: str
         go.set()
         reports = [future.result(30) for future in futures]
     assert [report.version for report in reports] == [1, 2, 2]
-    assert reports[2].folded == 1
+    assert reports[2].coalesced == 1
     assert equal(read(store, 1, states[0]), states[0])
     assert equal(read(store, 2, states[2]), states[2])
 

@@ -154,7 +154,7 @@ def test_a_version_goes_before_the_next_is_compared(trainer: Trainer) -> None:
         go.set()
         second = trainer.publish(pub)
         assert first.done()
-        assert second.result(30).folded == 0
+        assert second.result(30).coalesced == 0
     assert versions(store) == [0, 1, 2]
     assert equal(read_on_host(store, 2, trainer.model), kept(trainer.model))
 

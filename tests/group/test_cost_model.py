@@ -1,4 +1,4 @@
-"""Which way a sync goes: rules on what was measured."""
+"""Which cost a sync goes: rules on what was measured."""
 
 import numpy as np
 import pytest
@@ -48,10 +48,10 @@ def test_what_a_sync_really_took_moves_the_estimate_there() -> None:
     there = load(1_000_000, 0.01)
     for _ in range(20):
         known.learn("coded", there, MethodTiming(0.5, 0.25, 1.5, 12_345))
-    way = known.ways["coded"]
-    assert way.source.of(there) == pytest.approx(0.5, rel=0.01)
-    assert way.receiver.of(there) == pytest.approx(0.25, rel=0.01)
-    assert way.wire_bytes(there) == pytest.approx(12_345)
+    cost = known.methods["coded"]
+    assert cost.source.of(there) == pytest.approx(0.5, rel=0.01)
+    assert cost.receiver.of(there) == pytest.approx(0.25, rel=0.01)
+    assert cost.wire_bytes(there) == pytest.approx(12_345)
     assert known.seconds("coded", there) == pytest.approx(1.5, rel=0.01)
 
 
@@ -79,9 +79,9 @@ def test_codecs_are_tried_on_the_models_own_weights() -> None:
     known = CostModel()
     try_methods(known, (values.view(np.uint32) >> 16).astype(np.uint16), "BF16")
     for method in METHODS:
-        way = known.ways[method]
-        assert 0 < way.source.of(load(1_000_000, 0.01)) < 10
-        assert way != CostModel().ways[method]
+        cost = known.methods[method]
+        assert 0 < cost.source.of(load(1_000_000, 0.01)) < 10
+        assert cost != CostModel().methods[method]
 
 
 def test_more_buckets_hide_more_of_the_shorter_stages() -> None:

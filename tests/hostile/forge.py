@@ -626,7 +626,7 @@ class Victim:
             self.subscriber.sync(self.tensors)
         assert self.memory.tobytes() == self.held
         self.state = self.subscriber._state
-        self.kept = (self.state.sums, self.state.history, self.subscriber._held) if self.state else None
+        self.kept = (self.state.sums, self.state.history, self.subscriber._position) if self.state else None
         self.remembered = self._remembered()
 
     def refresh(self) -> None:
@@ -642,7 +642,7 @@ class Victim:
             self.reset()
             return
         self.memory[:] = np.frombuffer(self.held, np.uint8)
-        self.state.sums, self.state.history, self.subscriber._held = self.kept
+        self.state.sums, self.state.history, self.subscriber._position = self.kept
         self.subscriber._undo.clear()
 
     def _remembered(self) -> Any:
@@ -650,7 +650,7 @@ class Victim:
         if state is None:
             return None
         known = [(k, t.cut, [b.tobytes() for b in t.blocks]) for k, t in sorted(state.history.tiles.items())]
-        return dict(state.sums), state.history.index, known, self.subscriber._held
+        return dict(state.sums), state.history.index, known, self.subscriber._position
 
     def feed(self, objects: dict[str, bytes]) -> PulseError | None:
         """Sync with these objects in the store. Return the error, or None if they were accepted."""
@@ -666,13 +666,13 @@ class Victim:
     @property
     def forgot(self) -> bool:
         """It holds nothing, though it did: it will have to find its way anew."""
-        return self.kept is not None and self.subscriber._held is None
+        return self.kept is not None and self.subscriber._position is None
 
     @property
     def untouched(self) -> bool:
         """No weight differs from before, and no sum or byte of history, unless all of it was forgotten."""
         same = self.memory.tobytes() == self.held
-        return same and (self.subscriber._held is None or self._remembered() == self.remembered)
+        return same and (self.subscriber._position is None or self._remembered() == self.remembered)
 
     def accepted_the_right_state(self) -> bool:
         """The weights are those published, and what the reader counted of them is true."""

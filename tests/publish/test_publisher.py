@@ -478,9 +478,9 @@ def test_while_a_version_is_under_way_ten_more_become_one() -> None:
             later.append(pub.publish(training.weights, step=step, wait=False))
             assert not later[-1].done()
         gate.open.set()
-        assert (first.result(10).version, first.result().step, first.result().folded) == (1, 1, 0)
+        assert (first.result(10).version, first.result().step, first.result().coalesced) == (1, 1, 0)
         reports = [future.result(10) for future in later]
-    assert {(r.version, r.step, r.folded) for r in reports} == {(2, 11, 9)}
+    assert {(r.version, r.step, r.coalesced) for r in reports} == {(2, 11, 9)}
     assert versions(gate.store) == [0, 1, 2]
     assert equal(synced(gate.store), training.weights)
 
@@ -571,7 +571,7 @@ def test_without_coalescing_every_step_is_a_version() -> None:
             training.step()
             states.append(kept(training.weights))
             futures.append(pub.publish(training.weights, step=step, wait=False, coalesce=False))
-        assert [(f.result(10).version, f.result().folded) for f in futures] == [(1, 0), (2, 0), (3, 0)]
+        assert [(f.result(10).version, f.result().coalesced) for f in futures] == [(1, 0), (2, 0), (3, 0)]
     sub, held = Subscriber(store), worker()
     for number, state in enumerate(states, 1):
         assert sub.sync(held, version=number).step == number
@@ -594,7 +594,7 @@ def test_a_step_that_is_not_coalesced_stays_alone_whatever_follows_and_holds_up_
         with pytest.raises(TimeoutError):
             later.result(0.05)  # one version is being sent and one is queued: no third is kept in memory
         gate.open.set()
-        assert (alone.result(10).version, alone.result().folded) == (2, 0)
+        assert (alone.result(10).version, alone.result().coalesced) == (2, 0)
         assert later.result(10).result(10).version == 3
     assert equal(synced(gate.store), training.weights)
 
@@ -636,7 +636,7 @@ def test_so_many_steps_go_into_a_version() -> None:
                 last = kept(training.weights)
             training.step()
     assert [r.version for r in reports] == [0, None, None, 1, None, None, 2, None]
-    assert [(r.step, r.folded) for r in reports if r.version] == [(3, 2), (6, 2)]
+    assert [(r.step, r.coalesced) for r in reports if r.version] == [(3, 2), (6, 2)]
     assert equal(synced(store), last)
 
 
@@ -658,7 +658,7 @@ def test_now_publishes_whatever_was_said() -> None:
             pub.publish(training.weights, step=step)
             training.step()
         report = pub.publish(training.weights, step=3, now=True)
-    assert (report.version, report.folded) == (1, 2)
+    assert (report.version, report.coalesced) == (1, 2)
     assert equal(synced(store), training.weights)
 
 
@@ -1028,7 +1028,7 @@ def test_the_publish_that_raises_a_failure_publishes_nothing_and_the_next_covers
             pub.publish(training.weights)
         assert versions(store) == [0]
         report = pub.publish(training.weights)
-        assert (report.version, report.folded) == (1, 0)
+        assert (report.version, report.coalesced) == (1, 0)
     assert equal(synced(store), training.weights)
 
 

@@ -1635,7 +1635,7 @@ def test_a_run_that_was_forked_behind_a_worker_raises_and_is_followed_if_asked(l
             training.weights["norm"].view(np.uint16)[step] ^= 1
             pub.publish(training.weights, step=step)
         pub.flush()
-    assert version(store, 10).run == sub.held.run  # type: ignore[union-attr]
+    assert version(store, 10).run == sub.position.run  # type: ignore[union-attr]
     with pytest.raises(RunForkedError) as caught:
         sub.sync(held)
     assert (caught.value.version, caught.value.expected) == (10, expected)

@@ -258,7 +258,7 @@ def put_what_must_be_created(self: CachedStore, key: str, data: bytes) -> None:
 def report_before_the_commit(
     self: Subscriber, transition: Transition, record: Manifest, progress: Any, goes_on: bool
 ) -> None:
-    self._hold(record)
+    self._move_to(record)
     SUBSCRIBER_COMMIT(self, transition, record, progress, goes_on)
 
 
@@ -270,7 +270,7 @@ def verify_without_counting(self: Subscriber, source: Any | None = None) -> str:
 def resume_from_any_weights(self: Subscriber, source: Any, version: int, history: bytes | None) -> bool:
     record = RunReader(self.store, self.trust).version(version)
     if record is not None and not RESUME(self, source, version, history):
-        self._hold(record)
+        self._move_to(record)
     return record is not None
 
 

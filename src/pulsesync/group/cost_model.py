@@ -79,7 +79,7 @@ ASSUMED: Mapping[Method, MethodCost] = {
 class CostModel:
     """What is known of methods and link, and what follows for the next sync."""
 
-    ways: dict[Method, MethodCost] = field(default_factory=lambda: dict(ASSUMED))
+    methods: dict[Method, MethodCost] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: int = 1 << 24
     link_known: bool = False
@@ -93,10 +93,10 @@ class CostModel:
 
     def _by_stages(self, method: Method, load: TransferLoad) -> float:
         """Its longest stage, and of the others what the first bucket cannot hide. Ends that share cores take longer."""
-        way = self.ways[method]
-        stages = [way.source.of(load), way.wire_bytes(load) * self.byte_s, way.receiver.of(load)]
+        cost = self.methods[method]
+        stages = [cost.source.of(load), cost.wire_bytes(load) * self.byte_s, cost.receiver.of(load)]
         buckets = max(1.0, load.weights / self.bucket_weights)
-        return max(stages) + (sum(stages) - max(stages)) / buckets + way.apply.of(load)
+        return max(stages) + (sum(stages) - max(stages)) / buckets + cost.apply.of(load)
 
     def choose(self, loads: Sequence[TransferLoad]) -> list[Method]:
         """The method for each tile: one for all where that is quickest, else each its own.
@@ -107,7 +107,7 @@ class CostModel:
         total = sum(loads, TransferLoad(0, 0, 0.0))
         took = {method: self.seconds(method, total) for method in METHODS}
         near = [method for method in METHODS if took[method] <= max(1.05 * min(took.values()), SOON_S)]
-        best = min(near, key=lambda method: self.ways[method].wire_bytes(total))
+        best = min(near, key=lambda method: self.methods[method].wire_bytes(total))
         if self.last and took[self.last] <= KEPT * took[best]:
             best = self.last
         own = [min(METHODS, key=lambda method, load=load: self._sum(method, load)) for load in loads]  # type: ignore[misc]
@@ -116,9 +116,9 @@ class CostModel:
         return own if mixed < 0.9 * together and together > SOON_S else [best] * len(loads)
 
     def _sum(self, method: Method, load: TransferLoad) -> float:
-        way = self.ways[method]
-        work_s = way.source.of(load) + way.receiver.of(load) + way.apply.of(load)
-        return work_s + way.wire_bytes(load) * self.byte_s
+        cost = self.methods[method]
+        work_s = cost.source.of(load) + cost.receiver.of(load) + cost.apply.of(load)
+        return work_s + cost.wire_bytes(load) * self.byte_s
 
     def learn(self, method: Method, load: TransferLoad, took: "MethodTiming") -> None:
         """Take in what a sync by one method has taken; the load says what really changed.
@@ -128,12 +128,12 @@ class CostModel:
         """
         if method != "dense" and load.changed < ENOUGH:
             return
-        way, self.last = self.ways[method], method
-        change_bytes = way.change_bytes
+        cost, self.last = self.methods[method], method
+        change_bytes = cost.change_bytes
         if change_bytes is not None:
             change_bytes += NEW * (took.sent_bytes / load.changed - change_bytes)
-        source, receiver = way.source.learnt(load, took.source_s), way.receiver.learnt(load, took.receiver_s)
-        self.ways[method] = MethodCost(source, receiver, way.apply, change_bytes)
+        source, receiver = cost.source.learnt(load, took.source_s), cost.receiver.learnt(load, took.receiver_s)
+        self.methods[method] = MethodCost(source, receiver, cost.apply, change_bytes)
         off = min(max(took.total_s / max(self._by_stages(method, load), 1e-9), 1 / MOST_OFF), MOST_OFF)
         mean = sum(self.off.values(), off) / (1 + len(self.off))
         self.off = {one: value + FORGOTTEN * (mean - value) for one, value in self.off.items()}
@@ -159,8 +159,8 @@ class CostModel:
         source, receiver, apply = (
             _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
         )
-        change_bytes = None if self.ways[method].change_bytes is None else high.sent_bytes / high.load.changed
-        self.ways[method] = MethodCost(source, receiver, apply, change_bytes)
+        change_bytes = None if self.methods[method].change_bytes is None else high.sent_bytes / high.load.changed
+        self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
 
 
 @dataclass(frozen=True)

@@ -221,22 +221,22 @@ class HuggingFaceFolder:
         Raises:
             RunChangedError: the location no longer holds the run of the folder; NothingPublishedError.
         """
-        records, held = RunReader(self.store, self.trust), self.current
+        records, current = RunReader(self.store, self.trust), self.current
         try:
-            if held:
-                records.check_run(held.run, held.version, held.digest)
+            if current:
+                records.check_run(current.run, current.version, current.digest)
         except RunChangedError as e:
             if not self.follow_replaced:
                 raise
             logger.warning("Starting over from an anchor: %s.", e)
-            held = None
+            current = None
         if version is not None:
             goal = records.version(version)
             if goal is None:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
-            return None if held and (held.run, held.version) == (goal.run, goal.version) else goal
-        newest = records.newest(held.version if held else -1)
-        if newest is None and held is None:
+            return None if current and (current.run, current.version) == (goal.run, goal.version) else goal
+        newest = records.newest(current.version if current else -1)
+        if newest is None and current is None:
             raise records.nothing_published()
         return newest
 
@@ -276,8 +276,14 @@ class HuggingFaceFolder:
         """Open a copy for writing, with a reader that holds what can be held; say where from."""
         mark, history = side.mark(), side.history()
         side.unmark()
-        held = side.reader.held if side.reader else None
-        if side.weights and side.weights.plan == plan and side.weights.in_place and held and held.run == goal.run:
+        position = side.reader.position if side.reader else None
+        if (
+            side.weights
+            and side.weights.plan == plan
+            and side.weights.in_place
+            and position
+            and position.run == goal.run
+        ):
             return "memory"
         if not TensorFolder.fits(side.folder, plan):
             TensorFolder.create(side.folder, plan)

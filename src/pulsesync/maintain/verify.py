@@ -166,7 +166,7 @@ class RunVerifier:
         if not self.found:
             raise NotFoundError("there is no run here: no version is published", key="manifests/")
         self._state: State | None = None
-        self._held: Position | None = None
+        self._position: Position | None = None
         self._files: dict[str, str | None] = {}  # id -> fault
         self._spool = Path()
 
@@ -200,25 +200,27 @@ class RunVerifier:
     ) -> Iterator[CheckedRecord]:
         record = found.record
         assert record is not None
-        onward = self._held is not None and record.base is not None and self._held.version == record.base.version
+        onward = (
+            self._position is not None and record.base is not None and self._position.version == record.base.version
+        )
         with _told() as faults:
             if onward:
                 self._replay(record)
             elif record.base is not None and not anchors:
-                self._held = None
+                self._position = None
                 raise MissingLinkError(f"version {record.base.version}, from which it follows, could not be replayed")
             elif not anchors:
-                self._held = None
+                self._position = None
                 raise MissingLinkError("nothing leads here: it has no base, and its anchor is not there, or not yet")
             else:
-                self._held = None
+                self._position = None
             self._check_files(record)
         checked = [CheckedRecord(found.key, record, faults[0] if faults else None)]
         for one in anchors:
             with _told() as faults:
                 self._check_anchor(one.record, record)
             checked.append(CheckedRecord(one.key, one.record, faults[0] if faults else None))
-        if self._held is None and anchors and not checked[0].fault:
+        if self._position is None and anchors and not checked[0].fault:
             checked[0] = CheckedRecord(found.key, record, "it can be reached by its anchor alone, which is bad")
         yield from checked
         for one in squashes:
@@ -228,11 +230,11 @@ class RunVerifier:
 
     def _replay(self, record: Manifest) -> None:
         assert self._state is not None
-        held, self._held = self._held, None  # until it is done
-        planner.accept(held, record)
+        position, self._position = self._position, None  # until it is done
+        planner.accept(position, record)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in record.parts]
         self._state.commit(self._state.prepare(record, bodies))
-        self._held = Position.of(record)
+        self._position = Position.of(record)
 
     def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
         """Check an anchor against its version; and if no patch has led to that, go on from here."""
@@ -242,23 +244,23 @@ class RunVerifier:
         if self._state is None or self._state.layout.id != anchor.layout:
             layout = self._records.layout(anchor.layout)
             check_room(self.store, anchor, layout)
-            self._state, self._held = State.empty(layout), None
+            self._state, self._position = State.empty(layout), None
         spool = AnchorSpool(self._spool)
         bodies, _ = spool.fetch(anchor, self.store, self._state.layout)
         try:
             sums = self._state.check_whole(anchor, bodies)
-            if self._held is None:
+            if self._position is None:
                 self._state.load_whole(bodies, sums)
-                self._held = Position.of(record)
+                self._position = Position.of(record)
         finally:
             spool.keep_only(None)
 
     def _check_squash(self, squash: Manifest | None) -> None:
         """Decode a squashed patch over its base, which the state is at, and hold it against the version it leads to."""
         assert squash is not None
-        if self._held is None or self._state is None:
+        if self._position is None or self._state is None:
             raise MissingLinkError("its base could not be replayed")
-        planner.accept(self._held, squash)
+        planner.accept(self._position, squash)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in squash.parts]
         self._state.prepare(squash, bodies)
         version = self._records.version(squash.version)

@@ -187,7 +187,7 @@ def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
     Without an anchor, infinitely many. Raises: StoreError.
     """
     try:
-        way = planner.find_path(None, last, look)
+        path = planner.find_path(None, last, look)
     except (ChainError, FormatError):
         return None, math.inf
-    return way[0].starts, sum(record.size_bytes for record in way if record.kind != RecordKind.ANCHOR)
+    return path[0].starts, sum(record.size_bytes for record in path if record.kind != RecordKind.ANCHOR)

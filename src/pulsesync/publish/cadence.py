@@ -52,8 +52,8 @@ class Cadence:
 
     def published(self) -> int:
         """A version with all waiting steps is on its way; return how many were folded into it beside the last."""
-        folded, self.waiting = max(0, self.waiting - 1), 0
-        return folded
+        coalesced, self.waiting = max(0, self.waiting - 1), 0
+        return coalesced
 
     def sent(self, sent: SentVersion) -> None:
         """Take note of a version that was committed."""

@@ -76,7 +76,7 @@ class PublishReport:
     total: int  # weights
     payload_bytes: int  # all that the version added to the store
     full_bytes: int  # what the whole state would be
-    folded: int  # publishes before this one that are in this version
+    coalesced: int  # publishes before this one that are in this version
     blocked_s: float  # the caller was held
     encode_s: float
     store_s: float
@@ -112,7 +112,7 @@ class _PendingVersion:
     step: int
     base: int  # version
     difference: Difference
-    folded: int
+    coalesced: int
     alone: bool  # no later step is coalesced with it
     blocked_s: float = 0.0
     futures: list[_PublishFuture] = field(default_factory=list)
@@ -227,7 +227,7 @@ class Publisher:
         self._bases: Baseline | None = None  # how the base is kept, once a source was seen
         self._tip: RunTip | None = None  # the end of the run, once it is known
         self._refs: tuple[FileRef, ...] = ()
-        self._way_bytes = 0.0  # patches since the newest anchor
+        self._path_bytes = 0.0  # patches since the newest anchor
         self._pending: _PendingVersion | None = None
         self._latest: _PublishFuture | None = None
         self._sending = False
@@ -541,7 +541,7 @@ class Publisher:
                     state = self._rebuild(last, layout, bases, shown)
         if state is not None:
             self._tip = RunTip(self.store, self._sign, last, state)
-            self._way_bytes = self._way_since_anchor(last)
+            self._path_bytes = self._path_since_anchor(last)
             self._maybe_anchor(self._tip)
         return last
 
@@ -560,12 +560,12 @@ class Publisher:
             return None
         return bases.adopt(reader.state) if reader.state and reader.version == last.version else None
 
-    def _way_since_anchor(self, last: Manifest) -> float:
+    def _path_since_anchor(self, last: Manifest) -> float:
         """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
-        newest, way_bytes = path_since_anchor(last, self._records().look)
+        newest, path_bytes = path_since_anchor(last, self._records().look)
         if newest is not None:
             self._anchors.newest = max(newest, self._anchors.newest or 0)
-        return way_bytes
+        return path_bytes
 
     # Roots
 
@@ -593,7 +593,7 @@ class Publisher:
         except AnotherPublisherError as e:
             self._lost = e
             raise
-        self._tip, self._way_bytes = RunTip(self.store, self._sign, manifest, state), math.inf
+        self._tip, self._path_bytes = RunTip(self.store, self._sign, manifest, state), math.inf
         self._failures.clear()
         self._pace.published()
         blocked_s = time.perf_counter() - began
@@ -617,7 +617,7 @@ class Publisher:
     def _enqueue(self, tip: RunTip, job: _PendingVersion, wait: bool, began: float) -> _PublishFuture:
         """Have a difference from the base sent; it takes the place of one that has not been begun."""
         if self._pending:
-            job.folded += 1 + self._pending.folded
+            job.coalesced += 1 + self._pending.coalesced
             job.futures += self._pending.futures
         future = _PublishFuture(awaited=wait)
         job.futures.append(future)
@@ -728,13 +728,13 @@ class Publisher:
             self._advance(tip, draft)
             self._failures.clear()
             stored = time.perf_counter()
-            self._pace.sent(SentVersion(job.folded + 1, stored - began))
+            self._pace.sent(SentVersion(job.coalesced + 1, stored - began))
         return report_of(
             tip.state.layout,
             draft.manifest,
             draft.transition.changed,
             written,
-            job.folded,
+            job.coalesced,
             job.blocked_s,
             encoded - began,
             stored - encoded,
@@ -746,7 +746,7 @@ class Publisher:
         if pending is not None and pending.base == tip.last.version:
             pending.difference, pending.base = pending.difference.after(draft.transition), draft.manifest.version
         tip.advance(draft)
-        self._way_bytes += draft.manifest.size_bytes
+        self._path_bytes += draft.manifest.size_bytes
 
     # Anchors
 
@@ -766,14 +766,14 @@ class Publisher:
                 self._anchors.finish(tip.last.run)  # it may be on the disk already
             return
         longest = self.anchor_every * tip.state.layout.size_bytes
-        if not self._anchors.owed and self._way_bytes >= longest and not math.isinf(self._way_bytes):
+        if not self._anchors.owed and self._path_bytes >= longest and not math.isinf(self._path_bytes):
             try:
-                self._way_bytes = self._way_since_anchor(tip.last)
+                self._path_bytes = self._path_since_anchor(tip.last)
             except StoreError as e:  # then by what was counted here
                 logger.info("The path from the newest anchor could not be measured: %s", e)
-        if self._anchors.owed or self._way_bytes >= longest:
+        if self._anchors.owed or self._path_bytes >= longest:
             self._anchors.begin(tip.state.snapshot(), tip.last)
-            self._way_bytes = 0
+            self._path_bytes = 0
 
     def _records(self) -> RunReader:
         return reader_of(self.store, self.signing_key, self._epoch_patches)
@@ -817,7 +817,7 @@ def report_of(
     manifest: Manifest,
     changed: int | None,
     written: int,
-    folded: int,
+    coalesced: int,
     blocked_s: float,
     encode_s: float,
     store_s: float,
@@ -830,7 +830,7 @@ def report_of(
         layout.size,
         written,
         layout.size_bytes,
-        folded,
+        coalesced,
         blocked_s,
         encode_s,
         store_s,

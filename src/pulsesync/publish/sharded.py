@@ -62,7 +62,7 @@ from pulsesync.state.live import State, Transition
 from pulsesync.state.sharding import Shards, Windows, layout_of, owner_of, shards_of, windows_from, windows_to
 from pulsesync.store import Store, open_store
 
-LEAD = 0
+COORDINATOR = 0
 MAX_FAULT = 1000  # characters of an error that are told to the others
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class ShardedPublisher:
         self._tables = VersionTables()
         self._refs: tuple[FileRef, ...] = ()
         self._newest: int | None = None  # epoch of the newest anchor
-        self._way_bytes = 0.0  # patches since then
+        self._path_bytes = 0.0  # patches since then
 
     # For people
 
@@ -231,14 +231,14 @@ class ShardedPublisher:
                 raise _fault_from(one[2:], rank, self.team.rank)
         return value, [one[2:] for one in told]
 
-    def _hear(self, work: "Callable[[], _CoordinatorMessage]") -> "_CoordinatorMessage":
+    def _receive(self, work: "Callable[[], _CoordinatorMessage]") -> "_CoordinatorMessage":
         """Let the lead do something, and return what it says of it."""
         _, told = self._together(lambda: (None, work().to_bytes() if self._leads else b""))
-        return _CoordinatorMessage.from_bytes(told[LEAD])
+        return _CoordinatorMessage.from_bytes(told[COORDINATOR])
 
     @property
     def _leads(self) -> bool:
-        return self.team.rank == LEAD
+        return self.team.rank == COORDINATOR
 
     def _begin(self, source: Any, step: int) -> tuple[Shards, int]:
         """Read the source; agree on the step, and on what the last version is."""
@@ -260,9 +260,9 @@ class ShardedPublisher:
             versions = tuple(map(json.loads, told))
         if len(set(versions)) > 1:
             self._base = None  # some missed what became of the last version: all take the run up anew
-        elif due[LEAD] and not any(unsure):
+        elif due[COORDINATOR] and not any(unsure):
             self._try_anchor()
-        return shards, steps[LEAD]
+        return shards, steps[COORDINATOR]
 
     def _settle(self) -> None:
         """Find out what became of a version whose end somebody did not hear of; advance to it if it was committed."""
@@ -273,9 +273,9 @@ class ShardedPublisher:
                 self._advance(draft, draft.record)
             return _CoordinatorMessage(self._base.record if self._base else b"")
 
-        word = self._hear(look)
-        if self._draft and word.record and self._draft.is_of(self._parse(word.record)):
-            self._advance(self._draft, word.record)
+        message = self._receive(look)
+        if self._draft and message.record and self._draft.is_of(self._parse(message.record)):
+            self._advance(self._draft, message.record)
         self._draft = None
 
     def _advance(self, draft: _RankDraft, record: bytes) -> None:
@@ -285,7 +285,7 @@ class ShardedPublisher:
         if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
             base.state.commit(draft.transition)
         self._base = replace(base, last=last, record=record)
-        self._way_bytes += last.size_bytes
+        self._path_bytes += last.size_bytes
         self._tables = draft.tables or self._tables
         self._draft = None
 
@@ -296,8 +296,8 @@ class ShardedPublisher:
         _, told = self._together(lambda: (None, windows_to(shards)))
         everyones, ties = agreed([windows_from(note) for note in told])
         layout = layout_of(everyones, ties, self.grid, self.min_tile)
-        word = self._hear(lambda: self._find_last(source))
-        plan = _TeamPlan(layout, everyones, word.record, self._parse(word.record) if word.record else None)
+        message = self._receive(lambda: self._find_last(source))
+        plan = _TeamPlan(layout, everyones, message.record, self._parse(message.record) if message.record else None)
         if plan.last is not None:
             self._take_up(plan, plan.last, shards)
         return plan
@@ -327,10 +327,10 @@ class ShardedPublisher:
         found, told = self._together(rebuild)
         if found is None or not all(told):
             return
-        word = self._hear(lambda: self._judge(plan, last, found[0].layout, told))
-        if word.record:
+        message = self._receive(lambda: self._judge(plan, last, found[0].layout, told))
+        if message.record:
             self._base = _RankBase(last, plan.record, *found)
-            if word.anchor:
+            if message.anchor:
                 self._try_anchor()
 
     def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> State | None:
@@ -355,7 +355,7 @@ class ShardedPublisher:
         if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
             return _CoordinatorMessage()
         self._tables = tables
-        self._way_bytes = self._way_since_anchor(last)
+        self._path_bytes = self._path_since_anchor(last)
         return _CoordinatorMessage(plan.record, anchor=self._due(last, layout))
 
     def _reader(self) -> RunReader:
@@ -377,9 +377,9 @@ class ShardedPublisher:
             return (share, state), RankReport.of(state, share).to_bytes()
 
         found, told = self._together(copy)
-        word = self._hear(lambda: self._create_root(plan, told, step))
-        self._base = _RankBase(self._parse(word.record), word.record, *found)
-        written = word.written + self._write_anchor(self._base)
+        message = self._receive(lambda: self._create_root(plan, told, step))
+        self._base = _RankBase(self._parse(message.record), message.record, *found)
+        written = message.written + self._write_anchor(self._base)
         return clock.report(plan.layout, self._base.last, None, written)
 
     def _create_root(self, plan: "_TeamPlan", told: Sequence[bytes], step: int) -> "_CoordinatorMessage":
@@ -389,7 +389,7 @@ class ShardedPublisher:
         data = signed(record, self.signing_key)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
         written = len(plan.layout.data) + create(self.store, record, data, plan.last)
-        self._tables, self._way_bytes = tables, math.inf
+        self._tables, self._path_bytes = tables, math.inf
         return _CoordinatorMessage(data, written=written)
 
     # Patches
@@ -397,11 +397,11 @@ class ShardedPublisher:
     def _publish_patch(self, base: _RankBase, shards: Shards, step: int, clock: "_PublishTimes") -> PublishReport:
         """Find and put what changed, each rank in its own tiles; commit it as one version; move the bases."""
         _, told = self._together(lambda: (None, self._offer(base, shards, clock).to_bytes()))
-        word = self._hear(lambda: self._create(base, told, step))
+        message = self._receive(lambda: self._create(base, told, step))
         if self._draft is not None:  # the lead is there already
-            self._advance(self._draft, word.record)
-        report = clock.report(base.state.layout, self._parse(word.record), word.changed, word.written)
-        if word.anchor:
+            self._advance(self._draft, message.record)
+        report = clock.report(base.state.layout, self._parse(message.record), message.changed, message.written)
+        if message.anchor:
             self._try_anchor()
         return report
 
@@ -446,18 +446,18 @@ class ShardedPublisher:
         if not last.at_start or self._newest == last.starts:
             return False
         longest = self.anchor_every * layout.size_bytes
-        if longest <= self._way_bytes < math.inf:
+        if longest <= self._path_bytes < math.inf:
             try:
-                self._way_bytes = self._way_since_anchor(last)
+                self._path_bytes = self._path_since_anchor(last)
             except StoreError as e:  # then by what was counted here
                 logger.info("The path from the newest anchor could not be measured: %s", e)
-        return self._way_bytes >= longest
+        return self._path_bytes >= longest
 
-    def _way_since_anchor(self, last: Manifest) -> float:
-        newest, way_bytes = path_since_anchor(last, self._reader().look)
+    def _path_since_anchor(self, last: Manifest) -> float:
+        newest, path_bytes = path_since_anchor(last, self._reader().look)
         if newest is not None:
             self._newest = max(newest, self._newest or 0)
-        return way_bytes
+        return path_bytes
 
     def _try_anchor(self) -> None:
         """Write an anchor, or leave it to a later publish: anchors can wait, versions cannot."""
@@ -479,7 +479,7 @@ class ShardedPublisher:
             return None, RankReport(tuple(self._put(part) for part in parts)).to_bytes()
 
         _, told = self._together(put)
-        return self._hear(lambda: self._create_anchor(base, told)).written
+        return self._receive(lambda: self._create_anchor(base, told)).written
 
     def _create_anchor(self, base: _RankBase, told: Sequence[bytes]) -> "_CoordinatorMessage":
         parts = tuple(part for report in RankReport.from_ranks(told) for part in report.parts)
@@ -489,7 +489,7 @@ class ShardedPublisher:
         data = signed(record, self.signing_key)
         with suppress(ConflictError):  # somebody was quicker: the run has its anchor
             self.store.create(keys.anchor_key(base.last.starts), data)
-        self._newest, self._way_bytes = base.last.starts, 0.0
+        self._newest, self._path_bytes = base.last.starts, 0.0
         return _CoordinatorMessage(data, written=record.size_bytes)
 
 

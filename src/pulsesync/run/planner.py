@@ -39,28 +39,30 @@ class Position:
         return epochs.started_by(self.epoch, self.index)
 
 
-def accept(held: Position | None, record: Manifest) -> None:
-    """Check that a record may come next after what is held.
+def accept(position: Position | None, record: Manifest) -> None:
+    """Check that a record may follow a position.
 
     Raises:
-        ChainError: it belongs to another run or place; MissingLinkError: it does not lead on from what is held.
+        ChainError: it belongs to another run, or elsewhere in its epoch; MissingLinkError: it does not follow the
+            position.
     """
-    if held is not None and record.run != held.run:
-        raise ChainError("the version belongs to another run", expected=held.run, actual=record.run)
+    if position is not None and record.run != position.run:
+        raise ChainError("the version belongs to another run", expected=position.run, actual=record.run)
     if record.kind == RecordKind.ANCHOR:
         return
-    if record.base is None or held is None:
+    if record.base is None or position is None:
         raise MissingLinkError(f"version {record.version} cannot be reached from here", version=record.version)
-    if (record.base.version, record.base.digest) != (held.version, held.digest):
+    if (record.base.version, record.base.digest) != (position.version, position.digest):
         raise MissingLinkError(
-            f"version {record.version} follows {record.base.version}; {held.version} is held", version=record.version
+            f"version {record.version} follows {record.base.version}; the local version is {position.version}",
+            version=record.version,
         )
     if record.kind == RecordKind.SQUASH:
-        in_place = held.at_start and record.at_start and record.starts > held.starts
+        in_place = position.at_start and record.at_start and record.starts > position.starts
     elif record.index == 1:
-        in_place = held.at_start and record.epoch == held.starts
+        in_place = position.at_start and record.epoch == position.starts
     else:
-        in_place = (record.epoch, record.index) == (held.epoch, held.index + 1)
+        in_place = (record.epoch, record.index) == (position.epoch, position.index + 1)
     if not in_place:
         raise ChainError(f"version {record.version} is out of place in its epoch", version=record.version)
 
@@ -110,33 +112,33 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
 Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says
 
 
-def find_path(held: Position | None, goal: Manifest, look: Look) -> list[Manifest]:
-    """The records that lead from what is held to a version, in order: whichever way has fewer bytes.
+def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Manifest]:
+    """The records that lead from a position to a version, in order, by the path with the fewest bytes.
 
     Raises:
-        ChainError: what is held is of another run; MissingLinkError: no published way leads there.
+        ChainError: the position is of another run; MissingLinkError: no published path leads there.
     """
-    if held is not None and held.run != goal.run:
-        raise ChainError("the version belongs to another run", expected=held.run, actual=goal.run)
-    ways: list[list[Manifest]] = []
-    fault: ChainError = MissingLinkError(f"no way leads to version {goal.version}", version=goal.version)
-    if held is not None and held.version <= goal.version:
+    if position is not None and position.run != goal.run:
+        raise ChainError("the version belongs to another run", expected=position.run, actual=goal.run)
+    paths: list[list[Manifest]] = []
+    fault: ChainError = MissingLinkError(f"no published path leads to version {goal.version}", version=goal.version)
+    if position is not None and position.version <= goal.version:
         try:
-            ways.append(_onward(held, goal, look))
+            paths.append(_onward(position, goal, look))
         except MissingLinkError:
             pass
         except ChainError as e:
             fault = e
         else:
-            if goal.anchor is None or goal.anchor <= held.epoch:
-                return ways[0]  # an anchor would only be further back
+            if goal.anchor is None or goal.anchor <= position.epoch:
+                return paths[0]  # an anchor would only be further back
     for anchor in _anchors(goal, look):
         with suppress(ChainError):
-            ways.append([anchor, *_onward(Position.of(anchor), goal, look)])
+            paths.append([anchor, *_onward(Position.of(anchor), goal, look)])
             break
-    if not ways:
+    if not paths:
         raise fault
-    return min(ways, key=lambda way: sum(record.size_bytes for record in way))
+    return min(paths, key=lambda path: sum(record.size_bytes for record in path))
 
 
 def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
@@ -162,31 +164,31 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
             to_try.insert(0, anchor.anchor)
 
 
-def _onward(held: Position, goal: Manifest, look: Look) -> list[Manifest]:
+def _onward(position: Position, goal: Manifest, look: Look) -> list[Manifest]:
     """Patches, and squashed patches where there are some that lead there, from one version to a later one.
 
     Raises:
         MissingLinkError: a version is not there, or does not follow; ChainError: it is out of place.
     """
     try:
-        return _walk(held, goal, look, squashed=True)
+        return _walk(position, goal, look, squashed=True)
     except ChainError:
-        return _walk(held, goal, look, squashed=False)
+        return _walk(position, goal, look, squashed=False)
 
 
-def _walk(held: Position, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
-    at, way = held, []
+def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
+    at, path = position, []
     last = goal.starts if goal.at_start else goal.epoch
     while at.version < goal.version:
         record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
             raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
         accept(at, record)
-        way.append(record)
+        path.append(record)
         at = Position.of(record)
     if (at.version, at.digest) != (goal.version, goal.digest):
-        raise ChainError(f"the way to version {goal.version} leads elsewhere", version=goal.version)
-    return way
+        raise ChainError(f"the path to version {goal.version} leads to another state", version=goal.version)
+    return path
 
 
 def _squash(at: Position, last: int, look: Look) -> Manifest | None:

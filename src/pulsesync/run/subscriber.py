@@ -188,7 +188,7 @@ class Subscriber:
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
         self._state: State | None = None
-        self._held: Position | None = None
+        self._position: Position | None = None
         self._step: int | None = None
         self._undo: deque[tuple[Position, int, Transition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
@@ -256,15 +256,15 @@ class Subscriber:
     @property
     def version(self) -> int | None:
         """The version the weights are at; None before the first sync."""
-        return self._held.version if self._held else None
+        return self._position.version if self._position else None
 
     @property
     def state(self) -> State | None:
         return self._state
 
     @property
-    def held(self) -> Position | None:
-        return self._held
+    def position(self) -> Position | None:
+        return self._position
 
     # Syncing
 
@@ -307,7 +307,7 @@ class Subscriber:
                 try:
                     return self._sync(source, version, verify, follow_replaced)
                 except StoreError as e:
-                    awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._held is None)
+                    awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._position is None)
                     left_s = until - time.monotonic()
                     if not awaited or left_s <= 0:
                         raise
@@ -347,7 +347,7 @@ class Subscriber:
         """
         self._check_open()
         pauses = _pauses(interval_s, max_interval_s)
-        followed, waiting = self._held is not None, False
+        followed, waiting = self._position is not None, False
         while not self._closed.is_set():
             try:
                 report = self.sync(source, wait_s=wait_s, verify=verify, follow_replaced=follow_replaced)
@@ -424,14 +424,14 @@ class Subscriber:
 
     def _find_repairs(self) -> None:
         """Recount the local weights; if something else wrote to some, forget that they were at a version."""
-        damaged = self._state.find_damaged() if self._state is not None and self._held is not None else ()
+        damaged = self._state.find_damaged() if self._state is not None and self._position is not None else ()
         if damaged:
-            assert self._held is not None
+            assert self._position is not None
             logger.warning(
                 "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
                 "weights are loaded again from an anchor.",
                 len(damaged),
-                self._held.version,
+                self._position.version,
                 damaged[0],
             )
             self._forget()
@@ -441,11 +441,11 @@ class Subscriber:
         return self._state is not None and self._state.find_damage() is not None
 
     def _report(self, progress: _Progress, records: RunReader) -> SyncReport:
-        assert self._held is not None
+        assert self._position is not None
         assert self._step is not None
         repaired, self._to_repair = self._to_repair, ()
         return SyncReport(
-            version=self._held.version,
+            version=self._position.version,
             step=self._step,
             path=tuple(progress.path),
             changed=progress.changed,
@@ -454,7 +454,7 @@ class Subscriber:
             fetch_s=progress.seconds["fetch"],
             prepare_s=progress.seconds["prepare"],
             apply_s=progress.seconds["apply"],
-            digest=self._held.digest,
+            digest=self._position.digest,
             repaired=repaired,
         )
 
@@ -467,8 +467,8 @@ class Subscriber:
         if self._go_back(goal, progress):
             return
         with progress.timed("fetch"):
-            way = self._way(goal, records, progress)
-        self._walk(way, records, progress)
+            path = self._find_path(goal, records, progress)
+        self._walk(path, records, progress)
 
     def _find_goal(self, version: int | None, records: RunReader, follow_replaced: bool) -> Manifest | None:
         """The version to go to, None if it is the local one; checked to be of the run that was followed so far."""
@@ -485,7 +485,7 @@ class Subscriber:
             raise records.nothing_published(": the bucket does not exist") from e
 
     def _goal(self, version: int | None, records: RunReader) -> Manifest | None:
-        local = self._held
+        local = self._position
         if local:
             records.check_run(local.run, local.version, local.digest)
         goal = records.newest(local.version if local else -1) if version is None else records.version(version)
@@ -510,49 +510,49 @@ class Subscriber:
         self._state = state
         if state.whole and not state.untied and (start := records.start(state.digest)):
             state.history = History(start.index)
-            self._hold(start)
+            self._move_to(start)
             progress.path.append("start")
 
-    def _way(self, goal: Manifest, records: RunReader, progress: _Progress) -> list[Manifest]:
-        held = self._held
-        if held and held.version > goal.version:
-            held = None  # backwards: from an anchor
+    def _find_path(self, goal: Manifest, records: RunReader, progress: _Progress) -> list[Manifest]:
+        position = self._position
+        if position and position.version > goal.version:
+            position = None  # backwards: from an anchor
         if records.avoid:
             with suppress(ChainError):  # what was bad is avoided if there is another way
-                return planner.find_path(held, goal, records.look)
+                return planner.find_path(position, goal, records.look)
         try:
-            way = planner.find_path(held, goal, records.fetched)
+            path = planner.find_path(position, goal, records.fetched)
         except MissingLinkError:
-            if self._held is not None or goal.anchor is not None or records.avoid:
+            if self._position is not None or goal.anchor is not None or records.avoid:
                 raise
             raise records.no_anchor(goal) from None
-        for record in way:
+        for record in path:
             if error := progress.refused.get(key := records.key_of(record)):
                 progress.failed_record = key
                 raise error  # before anything else on this path is fetched again
-        return way
+        return path
 
-    def _walk(self, way: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
+    def _walk(self, path: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
         """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
         assert self._state is not None
-        if way and way[0].kind == RecordKind.ANCHOR:
-            with progress.applying(way[0], records):
-                self._load(way[0], progress)
-            way = way[1:]
+        if path and path[0].kind == RecordKind.ANCHOR:
+            with progress.applying(path[0], records):
+                self._load(path[0], progress)
+            path = path[1:]
         transition: Transition | None = None
-        for n, (record, fetching) in enumerate(self._ahead(way), 1):
+        for n, (record, fetching) in enumerate(self._ahead(path), 1):
             with progress.applying(record, records):
                 with progress.timed("fetch"):
                     got = [future.result() for future in fetching]
                 progress.fetched_bytes += sum(size for _, size in got)
                 with progress.timed("prepare"):
                     transition = self._state.prepare(record, [body for body, _ in got], after=transition)
-            if n == len(way) or not self._state.stacks:
+            if n == len(path) or not self._state.stacks:
                 self._commit(transition, record, progress, goes_on=n > 1 and not self._state.stacks)
                 transition = None
             progress.path.append("squash" if record.kind == RecordKind.SQUASH else "patch")
 
-    def _ahead(self, way: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
+    def _ahead(self, path: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
         """Yield records with their bodies under way, some of them further along than the one that is wanted."""
         assert self._state is not None
         state = self._state
@@ -560,7 +560,7 @@ class Subscriber:
         executor = self._executor or ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
         waiting: deque[tuple[Manifest, list[Future[tuple[Body, int]]]]] = deque()
         try:
-            for record in way:
+            for record in path:
                 fetching = [executor.submit(fetch_body, self.store, ref, state.layout, wanted) for ref in record.parts]
                 waiting.append((record, fetching))
                 if len(waiting) > AHEAD:
@@ -577,20 +577,20 @@ class Subscriber:
     def _commit(self, transition: Transition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
         """Bring a transition into the weights; goes_on: it is taken back together with the one before."""
         assert self._state is not None
-        before, kept = (self._held, self._step), list(self._undo)
+        before, kept = (self._position, self._step), list(self._undo)
         self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
         with progress.timed("apply"):
             try:
                 back = self._state.commit(transition)
             finally:  # and what is held is what the weights are
                 if self._state.history is transition.history:
-                    self._hold(record)
+                    self._move_to(record)
                 else:
                     self._undo.extend(kept)
         progress.changed += transition.changed
         if goes_on and kept:
-            held, step, earlier = kept.pop()
-            kept.append((held, step, self._state.join(back, earlier)))
+            position, step, earlier = kept.pop()
+            kept.append((position, step, self._state.join(back, earlier)))
         elif before[0] is not None:
             kept.append((before[0], before[1] or 0, back))
         self._undo.extend(kept)
@@ -615,7 +615,7 @@ class Subscriber:
                 finally:
                     progress.torn = state.torn
                 self._state = state
-                self._hold(anchor)
+                self._move_to(anchor)
             progress.changed += sum(len(flat) for flat in state.flats.values())
             if self._cache is not None:
                 spool.keep_only(anchor)
@@ -631,27 +631,29 @@ class Subscriber:
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
         """Undo kept syncs down to a version, in one commit, if one of them began there."""
-        depth = next((n for n, (held, _, _) in enumerate(reversed(self._undo), 1) if held == Position.of(goal)), None)
+        depth = next(
+            (n for n, (position, _, _) in enumerate(reversed(self._undo), 1) if position == Position.of(goal)), None
+        )
         if self._state is None or depth is None:
             return False
         taken = [self._undo[-1 - n] for n in range(depth)]
         with progress.timed("apply"):
-            for held, step, back in taken:
+            for position, step, back in taken:
                 self._undo.pop()
                 try:
                     self._state.commit(back)
                 finally:
                     if self._state.history is back.history:
-                        self._held, self._step = held, step
+                        self._position, self._step = position, step
         progress.changed += sum(back.changed for _, _, back in taken)
         progress.path.append("undo")
         return True
 
-    def _hold(self, record: Manifest) -> None:
-        self._held, self._step = Position.of(record), record.step
+    def _move_to(self, record: Manifest) -> None:
+        self._position, self._step = Position.of(record), record.step
 
     def _forget(self) -> None:
-        self._state, self._held, self._step = None, None, None
+        self._state, self._position, self._step = None, None, None
         self._undo.clear()
 
     # Restarts and checks
@@ -682,7 +684,7 @@ class Subscriber:
                 return False
         self._forget()
         self._state, state.history = state, known
-        self._hold(record)
+        self._move_to(record)
         return True
 
     def verify(self, source: Any | None = None) -> str:
@@ -692,7 +694,7 @@ class Subscriber:
             VerificationError: they are not: somebody else wrote them, or the tensors are other ones than were synced.
         """
         self._check_open()
-        if self._state is None or self._held is None:
+        if self._state is None or self._position is None:
             raise VerificationError("nothing has been synced yet")
         if source is not None and not self._state.holds(source):
             raise VerificationError("these are not the tensors that were synced")
@@ -706,7 +708,9 @@ class Subscriber:
         if actual != expected:
             tiles, now = self._state.layout.tiles, self._state.sums
             first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
-            self._damage = f"the weights are not version {self._held.version}: something else has written to {first!r}"
+            self._damage = (
+                f"the weights are not version {self._position.version}: something else has written to {first!r}"
+            )
             self._check_scrub(expected, actual)
         return actual
 
