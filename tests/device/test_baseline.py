@@ -271,14 +271,13 @@ def test_training_on_during_a_publish_cannot_change_what_is_published(keep: Keep
     """Work is queued before and after every call, and the store is slow: comparing, encoding and training overlap."""
     store, futures, states = Watched(), [], []
     store.before = lambda verb, key: time.sleep(0.02)
-    cuda: Any = torch.cuda  # its types are not complete
-    stream = cuda.Stream() if side else cuda.current_stream()
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
     with torch.cuda.stream(stream), Publisher(store, keep=keep) as pub:
         weights = {"a": (torch.randn(1 << 23, device="cuda") * 0.02).bfloat16()}
         bits = weights["a"].view(torch.int16)
         pub.publish(weights)
         for step in range(8):
-            cuda._sleep(20_000_000)
+            torch.cuda._sleep(20_000_000)
             bits[step::97] += 1
             futures.append(pub.publish(weights, step=step, wait=False))
             states.append(bits.clone())

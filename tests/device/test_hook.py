@@ -346,14 +346,13 @@ def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeyp
     """Work is queued before and after every call, the store is slow, and anchors are written on the way."""
     store, futures, states = Watched(), [], []
     store.before = lambda verb, key: time.sleep(0.02)
-    cuda: Any = torch.cuda  # its types are not complete
-    stream = cuda.Stream() if side else cuda.current_stream()
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
     with torch.cuda.stream(stream), hooked(store, codec="auto", anchor_every=0.0, epoch_patches=3) as pub:
         masters = {"a": torch.randn(1 << 23, device="cuda") * 0.02}
         weights = {"a": masters["a"].bfloat16()}
         pub.publish(masters)
         for step in range(8):
-            cuda._sleep(20_000_000)
+            torch.cuda._sleep(20_000_000)
             masters["a"][step::97] *= 1.01
             futures.append(pub.publish(masters, old=weights, step=step, wait=False))
             weights["a"].copy_(masters["a"])
