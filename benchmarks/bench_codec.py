@@ -134,9 +134,14 @@ class Ours:
         before, after = flat(old), flat(new)
         history = self._history
         part = patch.encode(
-            self.layout, self.layout.tiles, before, after, self._sums, codec=self.codec,
+            self.layout,
+            self.layout.tiles,
+            before,
+            after,
+            self._sums,
+            codec=self.codec,
             history=history if self.remembers else None,
-        )  # fmt: skip
+        )
         sums = {**self._sums, **part.sums}
         state = digest.state_digest(self.layout.tiles, sums)
         later = history.after(part.patches, before)
@@ -437,10 +442,15 @@ def report(bench: Bench, source: str, rounds: int) -> None:
     extra = notes(bench, by_name, bounds)
     base = diffs[1]
     rows = [
-        [one.name, shown(one.spread("find")), f"{1e9 * one.spread('find')['p50'] / total:.2f}",
-         f"{4e-9 * total / one.spread('find')['p50']:.1f}", f"{one.over(base, 'find'):.1f}"]
+        [
+            one.name,
+            shown(one.spread("find")),
+            f"{1e9 * one.spread('find')['p50'] / total:.2f}",
+            f"{4e-9 * total / one.spread('find')['p50']:.1f}",
+            f"{one.over(base, 'find'):.1f}",
+        ]
         for one in diffs
-    ]  # fmt: skip
+    ]
     print(table(["finding what changed", "s", "ns a weight", "GB/s moved", "numpy ÷ it"], rows) + "\n")
     found = {one.name: {"find_s": one.spread("find"), "numpy_over_it": one.over(base, "find")} for one in diffs}
     about = provenance("basilica-sdk", "torch", "xxhash")

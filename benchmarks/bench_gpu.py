@@ -39,9 +39,35 @@ DEVICE = torch.device("cuda")
 SPREAD = 0.17  # standard deviation of the weights
 FIRST_CLASS = 100  # of the shares that follow: of the weights with this exponent and the next ones, those that changed
 SHARES = [
-    1, 1, 1, 1, 1, 1, 1, 0.9968, 0.9985, 0.9935, 0.989, 0.9827, 0.9651, 0.9335, 0.8732, 0.7555, 0.4633, 0.3086, 0.1244,
-    0.0156, 0.0361, 0.0001, 0, 0, 0, 0, 0, 0,
-]  # fmt: skip
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    0.9968,
+    0.9985,
+    0.9935,
+    0.989,
+    0.9827,
+    0.9651,
+    0.9335,
+    0.8732,
+    0.7555,
+    0.4633,
+    0.3086,
+    0.1244,
+    0.0156,
+    0.0361,
+    0.0001,
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+]
 PIECE = 1 << 26  # weights made at a time
 FAMILIES = [  # up to how many weights; width, inner width, width of keys and values, words: as models of that size have
     (0.2e9, (576, 1536, 192, 49152)),
@@ -58,10 +84,19 @@ def shapes(weights: float) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner, kv, words = next(shape for most, shape in FAMILIES if weights <= most)
     fixed = {"embed": (words, hidden), "head": (words, hidden), "norm": (hidden,)}
     layer = {
-        "q": (hidden, hidden), "q.bias": (hidden,), "k": (kv, hidden), "k.bias": (kv,), "v": (kv, hidden),
-        "v.bias": (kv,), "o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden),
-        "down": (hidden, inner), "norm1": (hidden,), "norm2": (hidden,),
-    }  # fmt: skip
+        "q": (hidden, hidden),
+        "q.bias": (hidden,),
+        "k": (kv, hidden),
+        "k.bias": (kv,),
+        "v": (kv, hidden),
+        "v.bias": (kv,),
+        "o": (hidden, hidden),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
+    }
     yield from fixed.items()
     count = sum(int(np.prod(shape)) for shape in fixed.values())
     per_layer = sum(int(np.prod(shape)) for shape in layer.values())

@@ -280,12 +280,20 @@ def make_tiny(folder: str, width: int, layers: int) -> None:
     template = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}<bot>"
     transformers().PreTrainedTokenizerFast(
         tokenizer_object=letters, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=template
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
     config = transformers().LlamaConfig(
-        vocab_size=len(symbols), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 16, num_key_value_heads=width // 32, max_position_embeddings=128,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=symbols["<end>"], pad_token_id=symbols["<pad>"],
-    )  # fmt: skip
+        vocab_size=len(symbols),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 16,
+        num_key_value_heads=width // 32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=symbols["<end>"],
+        pad_token_id=symbols["<pad>"],
+    )
     torch.manual_seed(0)
     transformers().LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 

@@ -41,9 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
     knobs.runtime.jit_post_compile_hook = hook
     torch.manual_seed(0)
-    model = {
-        name: (torch.randn(shape, device=DEVICE) * SPREAD).bfloat16() for name, shape in shapes(options.weights)
-    }  # fmt: skip
+    model = {name: (torch.randn(shape, device=DEVICE) * SPREAD).bfloat16() for name, shape in shapes(options.weights)}
     by_density = [chances(density) for density in DENSITIES]
     worker = {name: torch.zeros_like(weights) for name, weights in model.items()}
     store, late = MemoryStore(), 0

@@ -39,11 +39,19 @@ def main() -> None:
     sizes = [sum(line["size_bytes"] for line in lines) for lines in (full, patches)]
     print(f"{len(full)} steps in lock-step: weights, rewards, losses and rollouts equal at every one.")
     print(f"Bytes: {sizes[0]:,} by full weights, {sizes[1]:,} by patches, {sizes[0] / sizes[1]:.1f} times fewer.")
-    print(json.dumps({
-        "bench": "identical", **provenance("torch"), "steps": len(full),
-        "full_bytes": sizes[0], "pulse_bytes": sizes[1],
-        "reward": [line["reward"] for line in full], "last_weights_sha256": full[-1]["weights_sha256"],
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "bench": "identical",
+                **provenance("torch"),
+                "steps": len(full),
+                "full_bytes": sizes[0],
+                "pulse_bytes": sizes[1],
+                "reward": [line["reward"] for line in full],
+                "last_weights_sha256": full[-1]["weights_sha256"],
+            }
+        )
+    )
     if options.plot:
         both = {"full": full, "pulse": patches}
         curves = {name: [(line["step"], line["reward"]) for line in lines] for name, lines in both.items()}

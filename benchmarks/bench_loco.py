@@ -38,9 +38,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1 if options.device == "cpu" else 8)
     game = open_game(DemoSettings(model=options.model, device=options.device, group=options.group))
     fleet = Fleet(
-        game, trainers=options.trainers, sync_every=options.every, lr=options.lr, outer=Nesterov(0.7, 0.9),
-        prompts=options.prompts, group=options.group, seed=options.seed,
-    )  # fmt: skip
+        game,
+        trainers=options.trainers,
+        sync_every=options.every,
+        lr=options.lr,
+        outer=Nesterov(0.7, 0.9),
+        prompts=options.prompts,
+        group=options.group,
+        seed=options.seed,
+    )
     rounds: list[dict[str, Any]] = []
     for number in range(1, options.rounds + 1):
         updates = fleet.work()

@@ -46,17 +46,25 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1 if options.device == "cpu" else 8)
     game = open_game(DemoSettings(model=options.model, device=options.device, group=options.group))
     fleet = Fleet(
-        game, trainers=options.trainers, sync_every=options.every, lr=options.lr,
-        outer=OUTERS[options.outer][arm == "slow"], prompts=options.prompts, group=options.group, seed=seed,
+        game,
+        trainers=options.trainers,
+        sync_every=options.every,
+        lr=options.lr,
+        outer=OUTERS[options.outer][arm == "slow"],
+        prompts=options.prompts,
+        group=options.group,
+        seed=seed,
         forward=options.forward,
-    )  # fmt: skip
+    )
     rules: dict[str, list[GateRule]] = {
-        "gate": [VisibilityGate()], "reach": [VisibilityGate(None, OUTERS[options.outer][0].reach)],
-        "reach compact": [VisibilityGate(2, OUTERS[options.outer][0].reach)], "compact": [VisibilityGate(3)],
+        "gate": [VisibilityGate()],
+        "reach": [VisibilityGate(None, OUTERS[options.outer][0].reach)],
+        "reach compact": [VisibilityGate(2, OUTERS[options.outer][0].reach)],
+        "compact": [VisibilityGate(3)],
         "no feedback": [NoFeedback()],
         "top-k": [Chosen(True, seed * 100 + r) for r in range(options.trainers)],
         "random-k": [Chosen(False, seed * 100 + r) for r in range(options.trainers)],
-    }  # fmt: skip
+    }
     rule = rules.get(arm, [DenseGate()]) * options.trainers
     budget = json.loads(Path(options.budget).read_text())["payload"] if options.budget else []
     began, payloads, fired, evaluated = time.time(), [], [], [fleet.evaluate(options.evaluated)]
@@ -80,13 +88,30 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         if (number + 1) % options.look_every == 0 or number + 1 == options.rounds:
             evaluated.append(fleet.evaluate(options.evaluated))
         if options.say:
-            print(arm, seed, number + 1, f"{fleet.rewards[-1]:.3f} {evaluated[-1]:.4f}", *payloads[-1:], *fired[-1:],
-                  f"{time.time() - began:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                arm,
+                seed,
+                number + 1,
+                f"{fleet.rewards[-1]:.3f} {evaluated[-1]:.4f}",
+                *payloads[-1:],
+                *fired[-1:],
+                f"{time.time() - began:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return {
-        "options": _kept(options), "arm": arm, "seed": seed, "start": evaluated[0], "final": evaluated[-1],
-        "evaluated": evaluated, "rewards": fleet.rewards, "payload": payloads, "fired": fired,
-        "dense_bytes": 4 * fleet.shared.theta.size, "seconds": time.time() - began,
-    }  # fmt: skip
+        "options": _kept(options),
+        "arm": arm,
+        "seed": seed,
+        "start": evaluated[0],
+        "final": evaluated[-1],
+        "evaluated": evaluated,
+        "rewards": fleet.rewards,
+        "payload": payloads,
+        "fired": fired,
+        "dense_bytes": 4 * fleet.shared.theta.size,
+        "seconds": time.time() - began,
+    }
 
 
 def _kept(options: argparse.Namespace) -> dict[str, Any]:

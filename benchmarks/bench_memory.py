@@ -154,10 +154,18 @@ def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict
     after = digest.state_digest(layout.tiles, {**worker.sums, **part.sums})
     later = before.after(part.patches, worker.flats)
     manifest = Manifest(
-        run="0" * 32, version=1, step=0, epoch=0, index=point.index, base=BaseRef(0, worker.digest), layout=layout.id,
-        parts=(PartRef(part.id, len(part.data)),), digest=after, history=later.digest() if later.tiles else None,
+        run="0" * 32,
+        version=1,
+        step=0,
+        epoch=0,
+        index=point.index,
+        base=BaseRef(0, worker.digest),
+        layout=layout.id,
+        parts=(PartRef(part.id, len(part.data)),),
+        digest=after,
+        history=later.digest() if later.tiles else None,
         created=0,
-    )  # fmt: skip
+    )
     (folder / "part").write_bytes(part.data)
     (folder / "manifest").write_bytes(manifest.build())
     return {

@@ -71,23 +71,33 @@ def compare(name: str, told: Forecast, changed: Sequence[float], sent: Sequence[
     densities, sizes = [sync.density for sync in told.syncs], [sync.sizes["history"] for sync in told.syncs]
     singly = [abs(a / b - 1) for a, b in zip(sizes, sent, strict=True)]
     return {
-        "run": name, "steps": len(sent), "fitted": FITTED.get(name, "nothing"),
-        "changed": statistics.mean(changed), "predicted_changed": statistics.mean(densities),
-        "bytes": statistics.mean(sent), "predicted_bytes": statistics.mean(sizes),
-        "error": statistics.mean(sizes) / statistics.mean(sent) - 1, "mean_step_error": statistics.mean(singly),
-        "worst_step_error": max(singly), "by_step": [list(sent), sizes],
-    }  # fmt: skip
+        "run": name,
+        "steps": len(sent),
+        "fitted": FITTED.get(name, "nothing"),
+        "changed": statistics.mean(changed),
+        "predicted_changed": statistics.mean(densities),
+        "bytes": statistics.mean(sent),
+        "predicted_bytes": statistics.mean(sizes),
+        "error": statistics.mean(sizes) / statistics.mean(sent) - 1,
+        "mean_step_error": statistics.mean(singly),
+        "worst_step_error": max(singly),
+        "by_step": [list(sent), sizes],
+    }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print("| run | steps | constants fitted on it | changed, measured / predicted | bytes a sync, measured / predicted "
-          "| error of the mean | error of a single sync, mean / most |")  # fmt: skip
+    print(
+        "| run | steps | constants fitted on it | changed, measured / predicted | bytes a sync, measured / predicted "
+        "| error of the mean | error of a single sync, mean / most |"
+    )
     print("|---|--:|---|--:|--:|--:|--:|")
     for row in rows:
-        print(f"| {row['run']} | {row['steps']} | {row['fitted']} "
-              f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} "
-              f"| {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} | {row['error']:+.1%} "
-              f"| {row['mean_step_error']:.1%} / {row['worst_step_error']:.1%} |")  # fmt: skip
+        print(
+            f"| {row['run']} | {row['steps']} | {row['fitted']} "
+            f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} "
+            f"| {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} | {row['error']:+.1%} "
+            f"| {row['mean_step_error']:.1%} / {row['worst_step_error']:.1%} |"
+        )
 
 
 def show_steps(row: dict[str, Any]) -> None:
@@ -124,26 +134,32 @@ def judge(line: dict[str, Any]) -> dict[str, Any]:
     for when, begin in (("", 0), ("late_", late)):
         mean = told.mean(begin)
         out |= {
-            f"{when}changed": statistics.mean(changed[begin:]), f"{when}predicted_changed": mean.density,
-            f"{when}bytes": statistics.mean(sent[begin:]), f"{when}predicted_bytes": mean.sizes["history"],
-        }  # fmt: skip
+            f"{when}changed": statistics.mean(changed[begin:]),
+            f"{when}predicted_changed": mean.density,
+            f"{when}bytes": statistics.mean(sent[begin:]),
+            f"{when}predicted_bytes": mean.sizes["history"],
+        }
         for what in ("changed", "bytes"):
             out[f"{when}{what}_off"] = out[f"{when}predicted_{what}"] / out[f"{when}{what}"] - 1
     return out
 
 
 def show_heldout(rows: Sequence[dict[str, Any]]) -> None:
-    print("| model | weights | optimizer | rate | steps | changed, measured / predicted | off | in the last third "
-          "| bytes a sync, measured / predicted | off | in the last third |")  # fmt: skip
+    print(
+        "| model | weights | optimizer | rate | steps | changed, measured / predicted | off | in the last third "
+        "| bytes a sync, measured / predicted | off | in the last third |"
+    )
     print("|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for row in rows:
         how = f"{row['optimizer']} {row['betas'][0]:g}, {row['betas'][1]:g}" + (
             "" if row["masters"] else ", no masters"
         )
-        print(f"| {row['name']} | {row['weights']:,} | {how} | {row['lr']:g} | {row['steps']} "
-              f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} | {row['changed_off']:+.0%} "
-              f"| {row['late_changed_off']:+.0%} | {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} "
-              f"| {row['bytes_off']:+.0%} | {row['late_bytes_off']:+.0%} |")  # fmt: skip
+        print(
+            f"| {row['name']} | {row['weights']:,} | {how} | {row['lr']:g} | {row['steps']} "
+            f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} | {row['changed_off']:+.0%} "
+            f"| {row['late_changed_off']:+.0%} | {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} "
+            f"| {row['bytes_off']:+.0%} | {row['late_bytes_off']:+.0%} |"
+        )
 
 
 def evidence_of(rows: Sequence[dict[str, Any]]) -> dict[Any, tuple[Evidence, ...]]:

@@ -170,27 +170,37 @@ def report(by_way: dict[str, Measured], args: argparse.Namespace) -> None:
     full_bytes = float(np.mean(by_way["full"].sync_bytes))
     rows = [
         [
-            way, f"{np.mean(one.sync_bytes):,.0f}", f"{full_bytes / np.mean(one.sync_bytes):.2f}",
-            shown(one.sync_s, 1e3), shown(one.publish_s, 1e3), shown(one.steps_per_s, 1.0, 0),
+            way,
+            f"{np.mean(one.sync_bytes):,.0f}",
+            f"{full_bytes / np.mean(one.sync_bytes):.2f}",
+            shown(one.sync_s, 1e3),
+            shown(one.publish_s, 1e3),
+            shown(one.steps_per_s, 1.0, 0),
         ]
         for way, one in by_way.items()
-    ]  # fmt: skip
+    ]
     head = ["sync", "bytes to an env-runner", "full ÷ this", "sync ms", "of it publish ms", "env steps/s"]
     print(table(head, rows) + "\n")
     turns = [[str(n + 1), *(f"{one.rewards[n]:.2f}" for one in by_way.values())] for n in range(args.iterations)]
     print("Mean return of an episode, by iteration:\n")
     print(table(["iteration", *by_way], turns) + "\n")
     fields = {
-        "bench": "ray", "seed": SEED, **vars(args), **provenance("ray", "torch", "gymnasium"),
+        "bench": "ray",
+        "seed": SEED,
+        **vars(args),
+        **provenance("ray", "torch", "gymnasium"),
         "ways": {
             way: {
-                "sync_bytes": float(np.mean(one.sync_bytes)), "sync_s": spread(one.sync_s),
-                "publish_s": spread(one.publish_s), "steps_per_s": spread(one.steps_per_s), "rewards": one.rewards,
+                "sync_bytes": float(np.mean(one.sync_bytes)),
+                "sync_s": spread(one.sync_s),
+                "publish_s": spread(one.publish_s),
+                "steps_per_s": spread(one.steps_per_s),
+                "rewards": one.rewards,
                 "last_weights": one.weights[-1][:16],
             }
             for way, one in by_way.items()
         },
-    }  # fmt: skip
+    }
     print(json_line(fields))
 
 

@@ -85,10 +85,16 @@ def measure(game: Any, settings: DemoSettings, options: dict[str, Any]) -> dict[
 
 def row(name: str, got: dict[str, float]) -> list[str]:
     return [
-        name, f"{got['weights']:,}", f"{got['density']:.2%}", f"{1e3 * got['learn_s']:.1f}",
-        f"{1e3 * got['play_s']:.1f}", f"{1e3 * got['recorder_s']:.2f}", f"{got['share_of_learning']:.1%}",
-        f"{got['recorder_over_learning']:.1%}", f"{got['share_of_step']:.1%}",
-    ]  # fmt: skip
+        name,
+        f"{got['weights']:,}",
+        f"{got['density']:.2%}",
+        f"{1e3 * got['learn_s']:.1f}",
+        f"{1e3 * got['play_s']:.1f}",
+        f"{1e3 * got['recorder_s']:.2f}",
+        f"{got['share_of_learning']:.1%}",
+        f"{got['recorder_over_learning']:.1%}",
+        f"{got['share_of_step']:.1%}",
+    ]
 
 
 def main() -> None:
@@ -99,9 +105,13 @@ def main() -> None:
     given = parser.parse_args()
     demo = given.model == "demo"
     settings = DemoSettings(
-        steps=given.steps, model=given.model, device=given.device, prompts=32, group=8 if demo else 16,
+        steps=given.steps,
+        model=given.model,
+        device=given.device,
+        prompts=32,
+        group=8 if demo else 16,
         lr=6e-5 if demo else 3e-6,
-    )  # fmt: skip
+    )
     game = open_game(settings)
     found = {name: measure(game, settings, options) for name, options in VARIANTS.items()}
     print(f"{given.model} on {given.device}: medians of {given.steps} steps.\n")

@@ -80,11 +80,20 @@ def densities(recorded: Recording, log: Sequence[dict[str, Any]]) -> str:
         assert (step.step, step.all_changed) == (told["step"], told["changed"]), "the recorder has counted otherwise"
         again = "" if not step.step else f"{step.again / step.all_changed:.1%}"
         same = "" if not step.again else f"{step.same_way / step.again:.1%}"
-        rows.append([
-            f"{step.step}", f"{told['density']:.4%}", f"{step.all_changed / recorded.size:.4%}", f"{told['changed']:,}",
-            f"{step.all_changed:,}", f"{told['one_ulp']:.2%}", f"{step.units.get(1, 0) / step.all_changed:.2%}",
-            again, same, f"{step.hot or 0:.2%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{step.step}",
+                f"{told['density']:.4%}",
+                f"{step.all_changed / recorded.size:.4%}",
+                f"{told['changed']:,}",
+                f"{step.all_changed:,}",
+                f"{told['one_ulp']:.2%}",
+                f"{step.units.get(1, 0) / step.all_changed:.2%}",
+                again,
+                same,
+                f"{step.hot or 0:.2%}",
+            ]
+        )
     head = ["step", "log: density", "recorder", "log: changed", "recorder", "log: by one unit", "recorder"]
     return table([*head, "changed a step before", "the same way", "hot"], rows)
 

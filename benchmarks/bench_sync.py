@@ -320,10 +320,15 @@ def report_sweep(points: list[Point], rates: list[float | None]) -> list[dict[st
                 spread = point.spread("total_s")
                 seconds[method] = spread["p50"]
                 cells.append(f"{spread['p50']:.2f} ({spread['p20']:.2f}–{spread['p80']:.2f}; {len(point.rows)})")
-                out.append({
-                    "method": method, "bits_per_s": rate, "measured": True, "steps": len(point.rows),
-                    **{name: point.spread(name) for name in COLUMNS},
-                })  # fmt: skip
+                out.append(
+                    {
+                        "method": method,
+                        "bits_per_s": rate,
+                        "measured": True,
+                        "steps": len(point.rows),
+                        **{name: point.spread(name) for name in COLUMNS},
+                    }
+                )
             else:
                 assert rate is not None
                 seconds[method] = modelled(points, method, rate)
@@ -378,17 +383,29 @@ def report_anchors(points: list[Point], bench: Bench, patches: list[int]) -> dic
     for fraction in (0.5, 1.0, 2.0, 4.0):
         steps = epochs.EPOCH_PATCHES * math.ceil(fraction * full / mean / epochs.EPOCH_PATCHES)
         each = anchor / steps
-        rows.append([
-            f"anchor_every={fraction:g}", f"{steps:,}", f"{mean:,.0f}", f"{each:,.0f}", f"{mean + each:,.0f}",
-            f"{each / mean:.0%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"anchor_every={fraction:g}",
+                f"{steps:,}",
+                f"{mean:,.0f}",
+                f"{each:,.0f}",
+                f"{mean + each:,.0f}",
+                f"{each / mean:.0%}",
+            ]
+        )
         out[f"{fraction:g}"] = {"steps": steps, "anchor_bytes_per_step": each, "with_anchors": mean + each}
     pulse = float(np.mean([row["written_bytes"] for p in points if p.method == "pulse" for row in p.rows]))
     each = full / GRAIL_ANCHOR_STEPS
-    rows.append([
-        "PULSE's code: full weights each 10", "10", f"{pulse:,.0f}", f"{each:,.0f}", f"{pulse + each:,.0f}",
-        f"{each / pulse:.0%}",
-    ])  # fmt: skip
+    rows.append(
+        [
+            "PULSE's code: full weights each 10",
+            "10",
+            f"{pulse:,.0f}",
+            f"{each:,.0f}",
+            f"{pulse + each:,.0f}",
+            f"{each / pulse:.0%}",
+        ]
+    )
     print(
         f"Anchors: {anchor:,} bytes for {full:,} of weights, {bench.trainer.root_s:.1f} s with the first version. The"
         " trainer writes them behind its versions; a worker that follows fetches none. One is due at the start of the"
@@ -441,10 +458,15 @@ def report_busy(points: list[Point], weights: int, anchors: dict[str, Any]) -> d
         " (wait=False) and scale with cores.\n"
     )
     return {
-        "formula": "B = 8 S / (Tc (1/U - 1))", "step_s": STEP_S, "utilisation": BUSY, "weights": BIG,
-        "bits_per_s": {name: needed(size) for name, size in sizes.items()}, "bytes": sizes, "stops_s": stops,
+        "formula": "B = 8 S / (Tc (1/U - 1))",
+        "step_s": STEP_S,
+        "utilisation": BUSY,
+        "weights": BIG,
+        "bits_per_s": {name: needed(size) for name, size in sizes.items()},
+        "bytes": sizes,
+        "stops_s": stops,
         "codec_s": codec,
-    }  # fmt: skip
+    }
 
 
 # -- joining late --------------------------------------------------------------------------------------------------
@@ -482,9 +504,11 @@ def report_joining(bench: Bench) -> dict[str, Any]:
         bench.link.shape(None)
         bench.check(worker, count - 1, name)
         joined[name] = {
-            "path": synced["path"], "fetched_bytes": synced["fetched_bytes"], "total_s": synced["done"] - told,
+            "path": synced["path"],
+            "fetched_bytes": synced["fetched_bytes"],
+            "total_s": synced["done"] - told,
             **{part: synced[part] for part in ("fetch_s", "prepare_s", "apply_s")},
-        }  # fmt: skip
+        }
 
     patches = replay(bench, epoch_patches=count)
     join("holds the start; patches one by one", start)
@@ -497,10 +521,16 @@ def report_joining(bench: Bench) -> dict[str, Any]:
     join("holds nothing; an anchor of its own version", None)
     anchor = bench.trainer.anchor_bytes
     rows = [
-        [f"{steps}", f"{sum(patches[:steps]):,}", f"{size:,}", f"{sum(patches[:steps]) / size:.2f}",
-         f"{anchor / size:.0f}", f"{100 * size / bench.source.full_bytes:.2f} %"]
+        [
+            f"{steps}",
+            f"{sum(patches[:steps]):,}",
+            f"{size:,}",
+            f"{sum(patches[:steps]) / size:.2f}",
+            f"{anchor / size:.0f}",
+            f"{100 * size / bench.source.full_bytes:.2f} %",
+        ]
         for steps, (size, _) in sorted(squashed.items())
-    ]  # fmt: skip
+    ]
     print(
         f"Joining late. Bytes from the start of the run (squashes made by Squasher, with epochs of {short} and {count} "
         "patches instead of 32):\n"
@@ -509,10 +539,15 @@ def report_joining(bench: Bench) -> dict[str, Any]:
     print(table(head, rows) + "\n")
     print(f"The same over {say_rate(JOIN_RATE)}, {count} steps late:\n")
     rows = [
-        [name, _path(one["path"]), f"{one['fetched_bytes']:,}", f"{one['total_s']:.2f}",
-         *(f"{one[part]:.2f}" for part in ("fetch_s", "prepare_s", "apply_s"))]
+        [
+            name,
+            _path(one["path"]),
+            f"{one['fetched_bytes']:,}",
+            f"{one['total_s']:.2f}",
+            *(f"{one[part]:.2f}" for part in ("fetch_s", "prepare_s", "apply_s")),
+        ]
         for name, one in joined.items()
-    ]  # fmt: skip
+    ]
     print(table(["worker", "way", "bytes", "s", "fetch s", "prepare s", "apply s"], rows) + "\n")
     sizes = {str(steps): {"squash": size, "patches": sum(patches[:steps])} for steps, (size, _) in squashed.items()}
     return {"squashes": sizes, "joined": joined, "patch_bytes": patches, "squash_s": squashed[count][1]}
@@ -533,10 +568,16 @@ def report_pace(trainer: Trainer, load: float, step_s: float, mean_patch: float)
     for every in (1, 2, 4, 8, "auto"):
         one = paced(trainer, every, rate, step_s)
         out[str(every)] = one
-        rows.append([
-            f"{every!r}", f"{one['versions']}", f"{one['bytes_per_step']:,.0f}", f"{one['stale_steps']:.2f}",
-            f"{one['link_share']:.0%}", f"{one['held_s']:.3f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{every!r}",
+                f"{one['versions']}",
+                f"{one['bytes_per_step']:,.0f}",
+                f"{one['stale_steps']:.2f}",
+                f"{one['link_share']:.0%}",
+                f"{one['held_s']:.3f}",
+            ]
+        )
     print(
         f"publish_every, wait=False, {trainer.source.about}, {len(trainer.source.steps) - 1} steps of {step_s:g} s"
         f" through a ThrottledStore of {8 * rate / 1e6:.2f} Mbit/s, which one step's patch fills for {load:.0%} of a"
@@ -583,9 +624,12 @@ def paced(trainer: Trainer, every: Any, rate: float, step_s: float) -> dict[str,
         sent[report.version] = report
     trainer.end()
     return {
-        "versions": len(sent), "bytes_per_step": sum(r.payload_bytes for r in sent.values()) / (count - 1),
-        "stale_steps": stale, "link_share": used / rate / (ended - began), "held_s": held / (count - 1),
-    }  # fmt: skip
+        "versions": len(sent),
+        "bytes_per_step": sum(r.payload_bytes for r in sent.values()) / (count - 1),
+        "stale_steps": stale,
+        "link_share": used / rate / (ended - began),
+        "held_s": held / (count - 1),
+    }
 
 
 def staleness(events: list[tuple[float, int, int]], began: float, ended: float) -> float:
@@ -637,10 +681,16 @@ def report_memory(source: Source, folder: Path) -> list[dict[str, Any]]:
         " Publishing patches includes the copy that the first version leaves.\n"
     )
     rows = [
-        [one["what"], f"{one['peak_bytes'] / 1e6:.1f}", f"{one['peak_bytes'] / full:.2f}",
-         f"{one['peak_own_bytes'] / 1e6:.1f}", f"{one['stays_bytes'] / 1e6:.1f}", f"{one['history_bytes'] / 1e6:.1f}"]
+        [
+            one["what"],
+            f"{one['peak_bytes'] / 1e6:.1f}",
+            f"{one['peak_bytes'] / full:.2f}",
+            f"{one['peak_own_bytes'] / 1e6:.1f}",
+            f"{one['stays_bytes'] / 1e6:.1f}",
+            f"{one['history_bytes'] / 1e6:.1f}",
+        ]
         for one in out
-    ]  # fmt: skip
+    ]
     print(table(["", "peak MB", "of the weights", "of its own MB", "stays MB", "history MB"], rows))
     print("\nOf its own: without pages of mapped files, which the system takes back when it needs them.")
     if not all(one["peak_was_reset"] for one in out):
@@ -692,9 +742,15 @@ def run(given: argparse.Namespace, source: Source, folder: Path) -> dict[str, An
         if given.plot:
             plot(swept, source, passed, given.plot)
         return {
-            "link": link.name, "unshaped_bits_per_s": passed, "load": os.getloadavg(), "points": swept,
-            "anchors": anchors, "joining": joining, "busy": busy, "paces": paces,
-        }  # fmt: skip
+            "link": link.name,
+            "unshaped_bits_per_s": passed,
+            "load": os.getloadavg(),
+            "points": swept,
+            "anchors": anchors,
+            "joining": joining,
+            "busy": busy,
+            "paces": paces,
+        }
 
 
 def pace_of_a_longer_run(folder: Path) -> dict[str, Any]:

@@ -126,12 +126,17 @@ def cost_model(points: list[Point]) -> str:
             bits = "–" if "dense" in way else f"{8 * found['sent_bytes'] / found['changed']:.1f}"
             rows.append(
                 [
-                    f"{point['case'].split(',')[0]}, {point['link']}", way, f"{2 * point['weights'] / size:.1f}",
-                    f"{2 * point['weights'] / found['sent_bytes']:.1f}", bits,
-                    f"{1e3 * work_s(found):.1f}", f"{1e3 * predicted:.1f}", f"{1e3 * found['seconds']:.1f}",
+                    f"{point['case'].split(',')[0]}, {point['link']}",
+                    way,
+                    f"{2 * point['weights'] / size:.1f}",
+                    f"{2 * point['weights'] / found['sent_bytes']:.1f}",
+                    bits,
+                    f"{1e3 * work_s(found):.1f}",
+                    f"{1e3 * predicted:.1f}",
+                    f"{1e3 * found['seconds']:.1f}",
                     f"{found['seconds'] / predicted:.2f}",
                 ]
-            )  # fmt: skip
+            )
     head = ["case, link", "method", "X modelled", "X sent", "bits a change", "work ms", "predicted ms", "measured ms"]
     return (
         "**The cost model**: S bytes dense, S/X sparse, X = 1/(3ρ) for index and value (6 bytes a change); predicted "

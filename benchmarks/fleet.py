@@ -56,9 +56,18 @@ class Fleet:
     """Trainers of one policy, their shared state, and rounds between them."""
 
     def __init__(
-        self, game: Game, *, trainers: int, sync_every: int, lr: float, outer: SGD, prompts: int, group: int, seed: int,
+        self,
+        game: Game,
+        *,
+        trainers: int,
+        sync_every: int,
+        lr: float,
+        outer: SGD,
+        prompts: int,
+        group: int,
+        seed: int,
         forward: str = "FP32",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.game, self.trainers, self.sync_every, self.outer = game, trainers, sync_every, outer
         self.prompts, self.group, self.seed = prompts, group, seed
         self.policy = game.policy()
@@ -145,9 +154,7 @@ class Fleet:
 
 
 def _rows(rollouts: Rollouts, begin: int, end: int) -> Rollouts:
-    return Rollouts(
-        rollouts.tokens[begin:end], rollouts.log_probabilities[begin:end], rollouts.rewards[begin:end]
-    )  # fmt: skip
+    return Rollouts(rollouts.tokens[begin:end], rollouts.log_probabilities[begin:end], rollouts.rewards[begin:end])
 
 
 # What an exchange of these updates sends

@@ -159,5 +159,8 @@ def report(found: Measured, options: argparse.Namespace, origin: dict[str, Any])
         print(table(["the most that was allocated on the GPU", "MB"], sizes) + "\n")
     return {
         "arms": {name: {what: spread(values) for what, values in arm.items() if values} for name, arm in arms.items()},
-        "shares": shares, "weights": found.weights, "memory_bytes": memory(found), "verify_s": spread(found.checks_s),
-    }  # fmt: skip
+        "shares": shares,
+        "weights": found.weights,
+        "memory_bytes": memory(found),
+        "verify_s": spread(found.checks_s),
+    }

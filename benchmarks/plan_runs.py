@@ -70,9 +70,15 @@ class Run:
     def start_only(self) -> "Run":
         """What the weights before the first step depend on."""
         return Run(
-            self.family, self.width, self.layers, self.vocabulary, self.start, self.pretraining, rows=self.rows,
+            self.family,
+            self.width,
+            self.layers,
+            self.vocabulary,
+            self.start,
+            self.pretraining,
+            rows=self.rows,
             length=self.length,
-        )  # fmt: skip
+        )
 
     @property
     def name(self) -> str:
@@ -84,10 +90,17 @@ class Run:
     @property
     def arm(self) -> Arm:
         return Arm(
-            self.name, algorithm=self.algorithm, optimizer=self.optimizer, lr=self.lr, betas=self.betas,
-            masters="fp32" if self.masters else "rounded", warm_up=0, steps=self.steps, prompts=16,
+            self.name,
+            algorithm=self.algorithm,
+            optimizer=self.optimizer,
+            lr=self.lr,
+            betas=self.betas,
+            masters="fp32" if self.masters else "rounded",
+            warm_up=0,
+            steps=self.steps,
+            prompts=16,
             group=8,
-        )  # fmt: skip
+        )
 
 
 @dataclass
@@ -313,9 +326,11 @@ _WORDS = Run("llama", 96, 2, 512, pretraining=150)
 _TORCH = Run("gpt2", 64, 3, 512, start="torch", pretraining=150)
 _TRAINED = (_DEMO, _BYTES, _WORDS, _TORCH)
 _RANDOM = (
-    Run("gpt2", 96, 3, 512), Run("gpt2", 96, 2, 256, start="torch"), Run("llama", 96, 2, 256, start="torch"),
+    Run("gpt2", 96, 3, 512),
+    Run("gpt2", 96, 2, 256, start="torch"),
+    Run("llama", 96, 2, 256, start="torch"),
     Run("llama", 96, 2, 1024),
-)  # fmt: skip
+)
 HELD_OUT = (
     *(replace(run, lr=lr) for run in _TRAINED for lr in (3e-6, 1e-6, 1e-5)),
     *(replace(run, lr=lr) for run in _RANDOM for lr in (3e-6, 1e-6, 1e-5)),

@@ -91,10 +91,16 @@ class Worker:
         if self.subscriber is not None:
             report = self.subscriber.sync(as_bf16(self.state), version)
             return {
-                "done": time.monotonic(), "began": began, "fetch_s": report.fetch_s, "prepare_s": report.prepare_s,
-                "apply_s": report.apply_s, "fetched_bytes": report.fetched_bytes, "path": report.path,
-                "version": report.version, "sync_cpu_s": time.process_time() - used,
-            }  # fmt: skip
+                "done": time.monotonic(),
+                "began": began,
+                "fetch_s": report.fetch_s,
+                "prepare_s": report.prepare_s,
+                "apply_s": report.apply_s,
+                "fetched_bytes": report.fetched_bytes,
+                "path": report.path,
+                "version": report.version,
+                "sync_cpu_s": time.process_time() - used,
+            }
         data = self.store.get(key, 0, size)
         fetched = time.monotonic()
         if self.method == "full":
@@ -105,9 +111,15 @@ class Worker:
             PulseCoo().apply_(self.state, data)
         done = time.monotonic()
         return {
-            "done": done, "began": began, "fetch_s": fetched - began, "prepare_s": 0.0, "apply_s": done - fetched,
-            "fetched_bytes": len(data), "path": [self.method], "sync_cpu_s": time.process_time() - used,
-        }  # fmt: skip
+            "done": done,
+            "began": began,
+            "fetch_s": fetched - began,
+            "prepare_s": 0.0,
+            "apply_s": done - fetched,
+            "fetched_bytes": len(data),
+            "path": [self.method],
+            "sync_cpu_s": time.process_time() - used,
+        }
 
     def sha256(self) -> dict[str, Any]:
         began = time.monotonic()

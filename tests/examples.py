@@ -27,13 +27,20 @@ class Example:
             (folder / "examples").symlink_to(EXAMPLES)
         program, *arguments = shlex.split(command_of(script))
         self.process = subprocess.Popen(
-            [*INTERPRETERS[program], *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*INTERPRETERS[program], *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={
-                **os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                **os.environ,
+                "PYTHONPATH": str(ROOT / "src"),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
                 **environment,
             },
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "Example":
         return self

@@ -97,11 +97,17 @@ def test_the_demo_ends_with_both_results_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "followed"),
     [
-        ({}, True), ({"steps": 3, "workers": 5, "lr": 1e-6, "delay": 0}, True), ({"sync": "full"}, False),
-        ({"model": ".models/smollm2"}, False), ({"trainers": 4}, False), ({"publish_every": 2}, False),
-        ({"store": "s3://bucket/run"}, False), ({"read": "http://host/run"}, False), ({"link": 1e6}, False),
+        ({}, True),
+        ({"steps": 3, "workers": 5, "lr": 1e-6, "delay": 0}, True),
+        ({"sync": "full"}, False),
+        ({"model": ".models/smollm2"}, False),
+        ({"trainers": 4}, False),
+        ({"publish_every": 2}, False),
+        ({"store": "s3://bucket/run"}, False),
+        ({"read": "http://host/run"}, False),
+        ({"link": 1e6}, False),
     ],
-)  # fmt: skip
+)
 def test_only_runs_that_compare_with_the_recorded_steps_are_followed_by_them(
     settings: dict[str, Any], followed: bool
 ) -> None:
@@ -214,12 +220,22 @@ def test_without_torch_one_line_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--steps", "0"], ["--workers", "0"], ["--link", "fast"], ["--model", "nowhere"], ["--sync", "half"],
-        ["--replay", "--sync", "full"], ["--lr", "x"], ["--delay", "-1"], ["--publish-every", "0"],
-        ["--store", "ftp://host/run"], ["--read", "memory://run"], ["--trainers", "0"], ["--sync-every", "0"],
+        ["--steps", "0"],
+        ["--workers", "0"],
+        ["--link", "fast"],
+        ["--model", "nowhere"],
+        ["--sync", "half"],
+        ["--replay", "--sync", "full"],
+        ["--lr", "x"],
+        ["--delay", "-1"],
+        ["--publish-every", "0"],
+        ["--store", "ftp://host/run"],
+        ["--read", "memory://run"],
+        ["--trainers", "0"],
+        ["--sync-every", "0"],
         ["--trainers", "2", "--loco", "sparse"],
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
     assert commands.pulse("demo", *arguments).refused(2, "")
 
@@ -233,7 +249,7 @@ def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
         (["--sync-every", "4"], "give --trainers"),
         (["--loco", "dense"], "give --trainers"),
     ],
-)  # fmt: skip
+)
 def test_what_several_trainers_cannot_do_is_said_kindly(arguments: list[str], saying: str) -> None:
     pytest.importorskip("torch")
     assert commands.pulse("demo", *arguments).refused(2, saying)

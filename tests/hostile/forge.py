@@ -115,10 +115,18 @@ class Index:
     def plain(self) -> bytes:
         tables = len(self.tables) if self.table_count is None else self.table_count
         tiles = len(self.tiles) if self.tile_count is None else self.tile_count
-        return b"".join((
-            wire.number(tables), *(table.write() for table in self.tables), wire.number(tiles), numbers(self.tiles),
-            bytes(self.codecs), numbers(self.sections), numbers(self.sizes), *self.sums,
-        ))  # fmt: skip
+        return b"".join(
+            (
+                wire.number(tables),
+                *(table.write() for table in self.tables),
+                wire.number(tiles),
+                numbers(self.tiles),
+                bytes(self.codecs),
+                numbers(self.sections),
+                numbers(self.sizes),
+                *self.sums,
+            )
+        )
 
     def write(self) -> bytes:
         plain = self.plain()
@@ -361,10 +369,28 @@ SPECS = [
 ]
 TIES = {"head": "main"}
 BIG = TensorSpec("main", "BF16", (1 << 14, 16))
-TILES = {"bytes": 0, "doubles": 1, "eight": 2, "embed": 4, "empty": 8, "half": 9, "ints": 10, "main": 11,
-         "scalar": 12, "wide": 13}  # fmt: skip
-_NUMPY = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F16": "float16", "F32": "float32",
-          "F64": "float64", "I32": "int32", "U8": "uint8"}  # fmt: skip
+TILES = {
+    "bytes": 0,
+    "doubles": 1,
+    "eight": 2,
+    "embed": 4,
+    "empty": 8,
+    "half": 9,
+    "ints": 10,
+    "main": 11,
+    "scalar": 12,
+    "wide": 13,
+}
+_NUMPY = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "I32": "int32",
+    "U8": "uint8",
+}
 
 Flats = dict[str, np.ndarray]
 
@@ -424,9 +450,18 @@ class Run:
         self.layout, self.key = layouts.make(specs, ties), key
         self.state = State(self.layout, start(specs, 0), {})
         self.manifest = Manifest(
-            run=RUN, version=0, step=0, epoch=0, index=0, base=None, layout=self.layout.id, parts=(),
-            digest=self.state.digest, history=None, created=0,
-        )  # fmt: skip
+            run=RUN,
+            version=0,
+            step=0,
+            epoch=0,
+            index=0,
+            base=None,
+            layout=self.layout.id,
+            parts=(),
+            digest=self.state.digest,
+            history=None,
+            created=0,
+        )
         self.seed = 0
         self.published: dict[str, bytes] = {f"layouts/{self.layout.id}": self.layout.data}
         self.latest = self.anchor()
@@ -453,9 +488,12 @@ class Run:
         parts = made if len(made) == 1 else _take_turns(made)
         sums = {t.ordinal: digest.count_tile(t, new[t.tensor.name]) for t in self.layout.tiles}
         self.manifest = replace(
-            last, version=last.version + 1, index=last.index + 1, base=BaseRef(last.version, last.digest),
+            last,
+            version=last.version + 1,
+            index=last.index + 1,
+            base=BaseRef(last.version, last.digest),
             digest=digest.state_digest(self.layout.tiles, sums),
-        )  # fmt: skip
+        )
         found = [patch.decode(p.write(), self.layout, self.state.flats, history=self.state.history) for p in parts]
         history = self.state.history.after([one for part in found for one in part.patches], self.state.flats)
         self.manifest = replace(self.manifest, history=history.digest() if history.tiles else None)

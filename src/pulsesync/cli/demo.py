@@ -273,9 +273,14 @@ def open_folder(out: Path | None, settings: DemoSettings) -> tuple[Path, int]:
 
 
 def _watch(
-    kind: type[DemoRun], folder: Path, settings: DemoSettings, shown: int, as_json: bool, event: str = "step",
+    kind: type[DemoRun],
+    folder: Path,
+    settings: DemoSettings,
+    shown: int,
+    as_json: bool,
+    event: str = "step",
     resumed_by: Path | None = None,
-) -> tuple[RunStory, Line]:  # fmt: skip
+) -> tuple[RunStory, Line]:
     """Start a run's processes and show it to its end; return its story and its summary.
 
     Args:

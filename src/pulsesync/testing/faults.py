@@ -45,9 +45,13 @@ class FaultyStore:
         self.faults: Counter[str] = Counter()
         self._rng = rng
         self._chances = {
-            "lost": lost, "unanswered": unanswered, "truncated": truncated,
-            "flipped": flipped, "stale": stale, "doubled": doubled,
-        }  # fmt: skip
+            "lost": lost,
+            "unanswered": unanswered,
+            "truncated": truncated,
+            "flipped": flipped,
+            "stale": stale,
+            "doubled": doubled,
+        }
         self._now: dict[str, bytes] = {}  # as last put through here
         self._before: dict[str, bytes] = {}
         self._lock = threading.Lock()

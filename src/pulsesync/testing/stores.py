@@ -77,9 +77,25 @@ class StoreTests:
     @pytest.mark.parametrize("kind", ["parts/a", "manifests/a"])
     @pytest.mark.parametrize(
         ("begin", "end"),
-        [(0, None), (0, 10), (0, 4), (3, 7), (3, None), (9, 10), (4, 99), (0, 99), (10, None), (10, 20), (11, 12),
-         (99, None), (0, 0), (5, 5), (7, 3), (0, 1 << 40)],
-    )  # fmt: skip
+        [
+            (0, None),
+            (0, 10),
+            (0, 4),
+            (3, 7),
+            (3, None),
+            (9, 10),
+            (4, 99),
+            (0, 99),
+            (10, None),
+            (10, 20),
+            (11, 12),
+            (99, None),
+            (0, 0),
+            (5, 5),
+            (7, 3),
+            (0, 1 << 40),
+        ],
+    )
     def test_a_range_is_what_a_slice_would_be(self, store: Store, kind: str, begin: int, end: int | None) -> None:
         store.put(kind, TEN)
         for _ in range(2):  # the second may come from a cache

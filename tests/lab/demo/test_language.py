@@ -38,13 +38,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     table.add_special_tokens([symbol for symbol in SYMBOLS if symbol.startswith("<")])
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=table, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=TEMPLATE
-    ).save_pretrained(path)  # fmt: skip
+    ).save_pretrained(path)
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=len(SYMBOLS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=END, pad_token_id=PAD,
-    )  # fmt: skip
+        vocab_size=len(SYMBOLS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return str(path)
 

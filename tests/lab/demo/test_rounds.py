@@ -63,8 +63,9 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(fleet: Fl
     assert [line["round"] for line in versions] == [0, 1, 2, 3]
     assert final["digest"] == versions[-1]["digest"]
     assert {name: state["digest"] for name, state in final["workers"].items()} == {
-        "worker 0": final["digest"], "worker 1": final["digest"]
-    }  # fmt: skip
+        "worker 0": final["digest"],
+        "worker 1": final["digest"],
+    }
     newest = RunReader(LocalStore(one / "store"), None).newest()
     assert newest is not None
     assert (newest.version, newest.step) == (3, 6)

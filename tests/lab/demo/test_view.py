@@ -14,17 +14,38 @@ from pulsesync.lab.demo.view import RunStory
 
 def state(version: int | None, synced: int, **more: Any) -> dict[str, Any]:
     return {
-        "version": version, "counted": -1, "synced": synced, "fetched_bytes": 100 * synced, "generate_s": 3.0 * synced,
-        "sync_s": 0.5 * synced, "pause_s": 0.002 * synced, "wait_s": 0.5 * synced, **more,
-    }  # fmt: skip
+        "version": version,
+        "counted": -1,
+        "synced": synced,
+        "fetched_bytes": 100 * synced,
+        "generate_s": 3.0 * synced,
+        "sync_s": 0.5 * synced,
+        "pause_s": 0.002 * synced,
+        "wait_s": 0.5 * synced,
+        **more,
+    }
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
     return {
-        "step": step, "time": 1e9 + step, "reward": step / 100, "loss": 0.1, "behind": 1.0, "version": step,
-        "digest": "0" * 64, "changed": 100, "total": 10_000, "size_bytes": 400, "full_bytes": 20_000, "seconds": 0.1,
-        "wait_s": 1.0, "train_s": 2.0, "publish_s": 1.0, "workers": {"worker 0": state(step - 1, step)}, **more,
-    }  # fmt: skip
+        "step": step,
+        "time": 1e9 + step,
+        "reward": step / 100,
+        "loss": 0.1,
+        "behind": 1.0,
+        "version": step,
+        "digest": "0" * 64,
+        "changed": 100,
+        "total": 10_000,
+        "size_bytes": 400,
+        "full_bytes": 20_000,
+        "seconds": 0.1,
+        "wait_s": 1.0,
+        "train_s": 2.0,
+        "publish_s": 1.0,
+        "workers": {"worker 0": state(step - 1, step)},
+        **more,
+    }
 
 
 def told(*lines: dict[str, Any], **settings: Any) -> RunStory:
@@ -82,9 +103,7 @@ def test_the_view_shows_where_everybody_is() -> None:
     for words in ("step 7 of 100", "reward 0.070", "1.00%", "400 bytes", "50.0 × smaller", "1.0 steps old"):
         assert words in text
     rows = [row.split() for row in text.splitlines() if row.startswith(("trainer", "worker"))]
-    assert rows[:3] == [
-        ["trainer", "7"], ["worker", "9", "5", "2", "4", "2.0ms"], ["worker", "10", "–", "–", "–", "–"]
-    ]  # fmt: skip
+    assert rows[:3] == [["trainer", "7"], ["worker", "9", "5", "2", "4", "2.0ms"], ["worker", "10", "–", "–", "–", "–"]]
     assert "worker 0 was started again, 2 ×" in text
 
 
@@ -101,9 +120,14 @@ def test_without_a_terminal_a_step_is_one_line() -> None:
 
 def test_a_round_of_several_trainers_is_one_more_line() -> None:
     first = {
-        "round": 1, "trainers": ["trainer", "trainer-1", "trainer-2"], "fired": 0.05, "sent_bytes": 1_000,
-        "received_bytes": 2_000, "dense_bytes": 40_000, "digest": "0" * 64,
-    }  # fmt: skip
+        "round": 1,
+        "trainers": ["trainer", "trainer-1", "trainer-2"],
+        "fired": 0.05,
+        "sent_bytes": 1_000,
+        "received_bytes": 2_000,
+        "dense_bytes": 40_000,
+        "digest": "0" * 64,
+    }
     second = {**first, "round": 2, "trainers": ["trainer", "trainer-1"], "sent_bytes": 3_000, "received_bytes": 2_000}
     story = told(line(8, loco=first, meet_s=1.0), line(16, loco=second, meet_s=1.0), trainers=3, steps=24)
     one = "round 2: 2 of 3 trainers, 5.00% fired; payload 3,000 bytes, 13.3 × smaller than dense"

@@ -59,7 +59,7 @@ class LanguageModel:
         load = transformers().AutoModelForCausalLM.from_pretrained
         model: nn.Module = load(
             self.folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).to(self.device)  # fmt: skip
+        ).to(self.device)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(weight.bfloat16())
@@ -119,9 +119,12 @@ class LanguageModel:
         seen = self._seen(tokens)[:, :-1]
         with self._arithmetic():
             logits = policy(
-                input_ids=tokens[:, :-1], attention_mask=seen, position_ids=_places(seen), use_cache=False,
+                input_ids=tokens[:, :-1],
+                attention_mask=seen,
+                position_ids=_places(seen),
+                use_cache=False,
                 logits_to_keep=ANSWER,
-            ).logits  # fmt: skip
+            ).logits
         chosen: Tensor = logits.float().log_softmax(dim=-1).gather(-1, tokens[:, -ANSWER:, None])[..., 0]
         return chosen
 
@@ -139,7 +142,7 @@ class LanguageModel:
         seen = self._seen(asked)
         said = policy(
             input_ids=asked, attention_mask=seen, position_ids=_places(seen), use_cache=True, logits_to_keep=1
-        )  # fmt: skip
+        )
         cache, logits = said.past_key_values, said.logits.repeat_interleave(self.group, dim=0)
         cache.batch_repeat_interleave(self.group)
         seen = seen.repeat_interleave(self.group, dim=0)
@@ -156,9 +159,12 @@ class LanguageModel:
                 break
             seen = torch.cat([seen, torch.ones_like(going)], dim=1)
             logits = policy(
-                input_ids=chosen, attention_mask=seen, position_ids=_places(seen)[:, -1:], past_key_values=cache,
+                input_ids=chosen,
+                attention_mask=seen,
+                position_ids=_places(seen)[:, -1:],
+                past_key_values=cache,
                 use_cache=True,
-            ).logits  # fmt: skip
+            ).logits
         return completed, likely
 
     def _arithmetic(self) -> torch.autocast:

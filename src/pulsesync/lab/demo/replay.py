@@ -46,8 +46,11 @@ class ReplayRun(DemoRun):
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "pulsesync.lab.demo.replay", str(self.folder), name],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,21 @@ def _line(
     report: PublishReport, digest: str | None, workers: dict[str, Any], publish_s: float, wait_s: float
 ) -> dict[str, Any]:
     return {
-        "step": report.step, "time": time.time(), "reward": None, "behind": 0.0, "version": report.version,
-        "digest": digest, "changed": report.changed, "total": report.total, "size_bytes": report.payload_bytes,
-        "full_bytes": report.full_bytes, "publish_s": publish_s, "train_s": 0.0, "wait_s": wait_s, "workers": workers,
-    }  # fmt: skip
+        "step": report.step,
+        "time": time.time(),
+        "reward": None,
+        "behind": 0.0,
+        "version": report.version,
+        "digest": digest,
+        "changed": report.changed,
+        "total": report.total,
+        "size_bytes": report.payload_bytes,
+        "full_bytes": report.full_bytes,
+        "publish_s": publish_s,
+        "train_s": 0.0,
+        "wait_s": wait_s,
+        "workers": workers,
+    }
 
 
 def follow(folder: Path, settings: DemoSettings, number: int) -> None:
@@ -145,9 +159,15 @@ def follow(folder: Path, settings: DemoSettings, number: int) -> None:
         store = ThrottledStore(store, settings.link)
     subscriber = Subscriber(store, cache=folder / f"cache-{number}")
     state: dict[str, Any] = {
-        "version": -1, "counted": -1, "synced": 0, "fetched_bytes": 0, "generate_s": 0.0, "sync_s": 0.0,
-        "pause_s": 0.0, "wait_s": 0.0,
-    }  # fmt: skip
+        "version": -1,
+        "counted": -1,
+        "synced": 0,
+        "fetched_bytes": 0,
+        "generate_s": 0.0,
+        "sync_s": 0.0,
+        "pause_s": 0.0,
+        "wait_s": 0.0,
+    }
     began = time.perf_counter()
     for report in subscriber.watch(held, wait_s=math.inf, interval_s=POLL_S, max_interval_s=POLL_S):
         state["version"] = report.version

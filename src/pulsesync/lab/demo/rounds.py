@@ -42,10 +42,13 @@ class Peer(DemoLearner):
     def _open_meeting(self) -> DiLoCo | PulseLoCo:
         settings, every = self.settings, self.settings.sync_every
         exchange = StoreExchange(
-            settings.meeting(self.folder), f"trainer-{self.number}" if self.number else "trainer",
-            trainers=settings.trainers, deadline_s=DEADLINE_S if settings.delay else PATIENCE_S,
-            patience_s=2 * PATIENCE_S, poll_s=POLL_S,
-        )  # fmt: skip
+            settings.meeting(self.folder),
+            f"trainer-{self.number}" if self.number else "trainer",
+            trainers=settings.trainers,
+            deadline_s=DEADLINE_S if settings.delay else PATIENCE_S,
+            patience_s=2 * PATIENCE_S,
+            poll_s=POLL_S,
+        )
         if settings.loco == "dense":
             return DiLoCo(self.policy, self.optimizer, exchange=exchange, sync_every=every)
         compact = COMPACT_BITS if settings.loco == "compact" else None
@@ -105,8 +108,9 @@ class Peer(DemoLearner):
             if line["round"] == self.round and line["shared"] != mine:
                 raise VerificationError(
                     f"after round {self.round}, trainer {self.number} is not where the first one is",
-                    expected=line["shared"], actual=mine,
-                )  # fmt: skip
+                    expected=line["shared"],
+                    actual=mine,
+                )
             if line["version"] > self.book.version:
                 self.book.published(line["version"], line["digest"])
         return versions

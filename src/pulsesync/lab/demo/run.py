@@ -41,10 +41,11 @@ class DemoRun:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.settings = replace(
-            settings, store=settings.store or str(folder / "store"),
+            settings,
+            store=settings.store or str(folder / "store"),
             port=settings.port or _free_ports(settings.trainers),
             secret=settings.secret or secrets.token_hex(16),
-        )  # fmt: skip
+        )
         if settings.trainers > 1 and not (folder / "settings.json").exists():
             _refuse_strangers(self.settings.meeting(folder))
         self.settings.save(folder)
@@ -116,8 +117,11 @@ class DemoRun:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", self.entry, str(self.folder), name],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
 
     def last_words(self, name: str) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()

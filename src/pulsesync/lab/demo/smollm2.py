@@ -110,13 +110,16 @@ def convert(source: Path, folder: Path) -> None:
     _write(folder / "generation_config.json", ids)
     tokenizer(facts).save(str(folder / "tokenizer.json"))
     symbols = facts["tokenizer.ggml.tokens"]
-    _write(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{role}_token": symbols[ids[f"{role}_token_id"]] for role in ROLES},
-        "model_max_length": facts["llama.context_length"],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": facts["tokenizer.chat_template"],
-    })  # fmt: skip
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{role}_token": symbols[ids[f"{role}_token_id"]] for role in ROLES},
+            "model_max_length": facts["llama.context_length"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": facts["tokenizer.chat_template"],
+        },
+    )
 
 
 def read_weights(reader: Any, facts: dict[str, Any]) -> "dict[str, Tensor]":
@@ -167,16 +170,21 @@ def tokenizer(facts: dict[str, Any]) -> Any:
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges)
     )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Digits(individual_digits=True),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     made.decoder = tokenizers.decoders.ByteLevel()
     kinds = facts["tokenizer.ggml.token_type"]
-    made.add_special_tokens([
-        tokenizers.AddedToken(symbol, normalized=False, special=True)
-        for symbol, kind in zip(symbols, kinds, strict=True) if kind == CONTROL
-    ])  # fmt: skip
+    made.add_special_tokens(
+        [
+            tokenizers.AddedToken(symbol, normalized=False, special=True)
+            for symbol, kind in zip(symbols, kinds, strict=True)
+            if kind == CONTROL
+        ]
+    )
     return made
 
 

@@ -103,9 +103,14 @@ class PulseSender:
             assert self._last is not None
             return self._last
         self._last = PublishedVersion(
-            report.version, self._publisher.digest or "", report.changed, report.total, report.payload_bytes,
-            report.full_bytes, time.perf_counter() - began,
-        )  # fmt: skip
+            report.version,
+            self._publisher.digest or "",
+            report.changed,
+            report.total,
+            report.payload_bytes,
+            report.full_bytes,
+            time.perf_counter() - began,
+        )
         return self._last
 
     def close(self) -> None:
@@ -151,9 +156,14 @@ class FullSender:
         self._store.put(HEAD, str(self._version).encode())
         total = len(data) // 2
         return PublishedVersion(
-            self._version, hashlib.sha256(data).hexdigest(), None, total, len(data), len(data),
+            self._version,
+            hashlib.sha256(data).hexdigest(),
+            None,
+            total,
+            len(data),
+            len(data),
             time.perf_counter() - began,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         pass

@@ -130,8 +130,9 @@ class WorkQueue:
         if known is not None and known != facts["digest"]:
             self.fault = VerificationError(
                 f"{facts['worker']} has weights that are not version {facts['version']}",
-                expected=known, actual=facts["digest"],
-            )  # fmt: skip
+                expected=known,
+                actual=facts["digest"],
+            )
 
     def dismiss(self, facts: dict[str, Any]) -> None:
         """A worker has its answer to a goodbye: the trainer need not wait for it any longer."""

@@ -77,7 +77,7 @@ __all__ = [
     "TensorSet",
     "World",
     "bits",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

@@ -83,5 +83,13 @@ EVENTS: dict[str, tuple[int, Callable[[World], str]]] = {
 }
 # What may come in the middle of another one
 MEANWHILE = (
-    "publish", "publish behind", "sync", "squash", "prune", "prune", "train", "time passes", "late writes arrive",
-)  # fmt: skip
+    "publish",
+    "publish behind",
+    "sync",
+    "squash",
+    "prune",
+    "prune",
+    "train",
+    "time passes",
+    "late writes arrive",
+)
