@@ -315,32 +315,38 @@ class CachedStore:
     def _keep(self, name: str, content: memoryview) -> None:
         if self._max_bytes is not None and _DIGEST_BYTES + len(content) > self._max_bytes * 31 // 32:
             return
-        spool = self.folder / f"{_SPOOL}{secrets.token_hex(8)}"
+        spool, kept = self.folder / f"{_SPOOL}{secrets.token_hex(8)}", self.folder / name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with spool.open("xb") as file:
                     file.write(hashlib.sha256(content).digest())
                     file.write(content)
-                self._make_room(_DIGEST_BYTES + len(content))
-                os.replace(spool, self.folder / name)
+                os.replace(spool, kept)
+                self._make_room(_DIGEST_BYTES + len(content), kept)
             finally:
                 spool.unlink(missing_ok=True)
             (self.folder / f"{name}{_SUSPECT}").unlink(missing_ok=True)
         except OSError:
             logger.debug("Cannot keep %s in %s.", name, self.folder, exc_info=True)
 
-    def _make_room(self, written_bytes: int) -> None:
-        """Bring the folder below its limit, with what was just written and is being written by others. Raises: OSError.
+    def _make_room(self, written_bytes: int, kept: Path) -> None:
+        """Bring the folder below its limit, with a file that was just put there. Raises: OSError, and the file is gone.
 
-        It is measured once for every 32nd of the limit that this process writes, and that much is left free.
+        It is measured once for every 32nd of the limit that this process writes, and that much is left free. A listing
+        can miss a file that is renamed meanwhile. So every file is renamed first and measured then: the last of several
+        threads sees the files of all.
         """
         if self._max_bytes is None:
             return
         self._room_bytes -= written_bytes
         if self._room_bytes >= 0:
             return
-        files = list(_measure(self.folder))
+        try:
+            files = list(_measure(self.folder))
+        except OSError:
+            kept.unlink(missing_ok=True)  # what cannot be measured must not grow
+            raise
         excess = sum(size for _, size, _ in files) - self._max_bytes * 31 // 32
         for _, size, path in sorted(files):
             if excess <= 0:
