@@ -25,7 +25,7 @@ smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smol
 	@$(BIN)/python -m pulsesync.lab.demo.smollm2 .models/smollm2
 
 test: $(VENV)/.dev  ## run the fast tests, which cover every module: at most five minutes
-	$(TESTS) -m "not slow"
+	$(TESTS) -m "not slow" --hypothesis-profile=quick
 
 test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
 	$(TESTS) -m slow

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)
+settings.register_profile("quick", deadline=None, max_examples=20)  # make test; make test-all takes the default
 settings.register_profile("thorough", deadline=None, max_examples=2000)  # pytest --hypothesis-profile=thorough
 settings.load_profile("default")
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(120)  # on a machine without cached kernels eac
 TIMEOUT_S = 100
 
 
+@pytest.mark.slow
 def test_a_worker_follows_a_trainer_to_the_same_digest(tmp_path: Path) -> None:
     """About 6 s."""
     with Example("worker.py", tmp_path) as worker, Example("trainer.py", tmp_path) as trainer:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(2 * trials.DEADLINE_S + 20)
         pytest.param(trials.killed("folder", kills=10), id="killed"),
         pytest.param(trials.ended(points=4, how=("return",)), id="ended"),
         pytest.param(trials.refused("folder", "background"), id="disk-full"),
-        pytest.param(trials.replaced(), id="replaced"),
+        pytest.param(trials.replaced(), id="replaced", marks=pytest.mark.slow),
         *(
             pytest.param(trials.killed(transport, kills=36), id=f"killed-often-{transport}", marks=pytest.mark.slow)
             for transport in trials.TRANSPORTS

@@ -163,6 +163,7 @@ def test_a_replay_needs_no_torch_and_its_workers_verify_every_version(tmp_path: 
     assert summary["workers"]["worker 1"]["recounted"] == 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     arguments = ("demo", "--replay", "--workers", 1, "--link", "10mbit", "--out", tmp_path / "run", "--json")
     process = commands.start(*arguments)

@@ -88,6 +88,7 @@ def follow(
 
 
 # Two seconds: two epochs of four patches in the interpreter, at both ends.
+@pytest.mark.slow
 def test_neither_end_compiles_after_the_third_version(
     device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

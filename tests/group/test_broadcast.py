@@ -432,6 +432,7 @@ def behind(rank: int, size: int, folder: str) -> float:
         return waited
 
 
+@pytest.mark.slow
 def test_a_rank_that_falls_behind_is_not_waited_for_longer_than_asked(fleet: Fleet) -> None:
     assert all(waited < 3 for waited in fleet.run(behind, 3))
 
@@ -862,6 +863,7 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
     return bits(model)
 
 
+@pytest.mark.slow
 def test_bringing_a_late_member_may_take_longer_than_the_timeout_of_a_message(fleet: Fleet) -> None:
     first, second, third = fleet.run(slow_to_bring, 3)
     assert same(first, second)

@@ -197,6 +197,7 @@ def test_everybody_hears_everybody_in_order(name: str) -> None:
         assert [one.result() for one in told] == [notes] * 3
 
 
+@pytest.mark.slow
 def test_who_waits_too_long_has_a_named_error_and_the_team_goes_on(name: str) -> None:
     teams = [ActorTeam(name, rank, 2, timeout_s=1.0) for rank in range(2)]
     with pytest.raises(GroupError, match=r"ranks \[1\]") as caught:

@@ -318,6 +318,7 @@ def overflowing(rank: int, size: int, folder: str) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 def test_finite_updates_that_diverge_make_an_empty_round_for_all_and_the_next_one_works(fleet: Fleet) -> None:
     ranks = fleet.run(overflowing, 3)
     assert ranks[0] == ranks[1] == ranks[2]
@@ -774,5 +775,6 @@ def stopped(rank: int, size: int, folder: str) -> str:
         return "noticed" if time.monotonic() - began < 4 else "too late"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_hangs_is_noticed_after_the_groups_timeout(fleet: Fleet) -> None:
     assert fleet.run(stopped, 3) == ["noticed", "slept", "noticed"]

@@ -238,6 +238,7 @@ def test_what_fsdp_trains_arrives_bit_for_bit_after_every_step(
     assert max(bases) < results[0]["whole"]
 
 
+@pytest.mark.slow
 def test_a_sharded_state_has_the_digest_of_the_same_state_in_one_process(fleet: Fleet, tmp_path: Path) -> None:
     results = [fleet.run(fsdp, size, location=str(tmp_path / str(size))) for size in (2, 3)]
     first = {result[0]["reports"][0][3] for result in results}
@@ -258,6 +259,7 @@ def test_copies_of_shards_are_kept_and_sent_once(fleet: Fleet, tmp_path: Path) -
     assert sum(one["base"] for one in results) == results[0]["whole"]
 
 
+@pytest.mark.slow
 def test_a_restarted_team_takes_the_run_up_and_another_size_begins_anew_in_it(fleet: Fleet, tmp_path: Path) -> None:
     for seed, size in enumerate((2, 2, 3)):
         fleet.run(fsdp, size, location=str(tmp_path), seed=seed)

@@ -230,6 +230,7 @@ assert all(np.array_equal(local[name], weights[name]) for name in weights)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False], ids=["in a cache", "in a scratch folder"])
 def test_an_anchor_of_more_parts_than_the_process_may_have_files_open_is_loaded(tmp_path: Path, cache: bool) -> None:
     """A process of its own, for the limit; a second, most of it imports."""

@@ -1957,6 +1957,7 @@ print(full, anchor, patches, sub.state.history.size_bytes)
 """
 
 
+@pytest.mark.slow
 def test_a_sync_needs_little_memory_beside_the_weights(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     program = [sys.executable, "-c", MEASURE, str(tmp_path), "history"]

@@ -451,6 +451,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.slow
 def test_of_six_processes_one_fetches_each_object(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     for number in range(20):

@@ -65,6 +65,7 @@ class OneThread(MemoryStore):
         return super().get(key, begin, end)
 
 
+@pytest.mark.slow
 def test_nobody_asks_the_store_in_a_thread_of_its_own() -> None:
     for seed in range(10):
         RunSimulator(seed, store=OneThread).run()
@@ -377,7 +378,10 @@ def seed_that_violates(invariant: Invariant) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize(
+    "fault",  # every third in `make test`: each takes a second or two
+    [pytest.param(fault, id=str(fault), marks=[pytest.mark.slow] if n % 3 else []) for n, fault in enumerate(FAULTS)],
+)
 def test_a_planted_fault_violates_its_invariant(fault: PlantedFault, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patches:
         fault.plant(patches)

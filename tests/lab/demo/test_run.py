@@ -66,6 +66,7 @@ def test_a_run_goes_on_when_a_worker_and_the_trainer_are_killed(fleet: Fleet, tm
     assert len(final["workers"]) == 2
 
 
+@pytest.mark.slow
 def test_completions_are_never_further_behind_than_allowed(fleet: Fleet, tmp_path: Path) -> None:
     lines = steps_of(fleet, tmp_path, steps=5, delay=2, workers=1)
     assert max(line["behind"] for line in lines) <= 2
@@ -131,6 +132,7 @@ leave(0)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_well_while_its_threads_are_in_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -52,6 +52,7 @@ def test_a_policy_learns_what_is_rewarded(algorithm: str) -> None:
     assert sum(rewards[-5:]) / 5 > 0.6
 
 
+@pytest.mark.slow
 def test_ppo_learns_the_value_of_what_it_did() -> None:
     learner = learner_of("ppo")
     rollouts = learner.game.show(2, 0)  # all right: the value is 1

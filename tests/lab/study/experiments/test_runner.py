@@ -251,6 +251,7 @@ def test_the_command_runs_and_lists(small: None, tmp_path: Path) -> None:
     commands.pulse("study", "experiment", "small", "--seeds", "x").refused(2, "give them as 0,1,2")
 
 
+@pytest.mark.slow
 def test_the_module_needs_no_command_line_packages() -> None:
     import subprocess
 
