@@ -186,6 +186,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert summary["recounted_at_end"] == ["0"]
 
 
+@pytest.mark.slow
 def test_what_stops_a_process_for_good_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     publish_steps(str(tmp_path / "store"), 2)
     done = commands.pulse("demo", "--replay", "--workers", 1, "--store", tmp_path / "store", "--out", tmp_path / "run")

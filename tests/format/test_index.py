@@ -194,6 +194,7 @@ def test_a_symbol_that_does_not_exist_is_refused() -> None:
         index.parse(section(data), 0, [1])
 
 
+@pytest.mark.slow
 def test_an_index_of_more_tiles_than_payload_bytes_is_refused_before_they_are_listed() -> None:
     count = 1 << 18
     section = index.build([], [TileEntry(tile, Codec.DENSE, 1, 0, Sum(0, 0)) for tile in range(count)])

@@ -301,6 +301,7 @@ def check(rollouts: list[Any], slices: list[Slices], step: int) -> list[tuple[st
     return [path for _, _, path in found]
 
 
+@pytest.mark.slow
 def test_shards_of_two_trainers_reach_a_rollout_of_another_layout(name: str) -> None:
     reach(Link(name), 2, {"codec": "gap"}, [ACROSS])
 

@@ -551,6 +551,7 @@ def test_polling_costs_the_upstream_one_request_a_second_and_key(upstream: Upstr
     assert max(upstream.asked.values()) <= seconds + 1
 
 
+@pytest.mark.slow
 def test_a_relay_of_a_relay_passes_everything_on_and_soon(folder: Path, tmp_path: Path) -> None:
     with (
         running("serve", folder) as server,
