@@ -39,7 +39,7 @@ def state_at(step: int, seed: int = 0) -> dict[str, Any]:
 
 
 def cut(state: Mapping[str, Any], slices: Mapping[str, Slice | None]) -> dict[str, Any]:
-    """What somebody who holds these slices has of a state."""
+    """The part of a state that a process with these slices has."""
     out = {}
     for name, array in state.items():
         held = slices.get(name, Slice())

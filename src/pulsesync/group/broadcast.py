@@ -102,7 +102,7 @@ class Broadcast:
         self._held: LocalBundles | None = None  # the live weights, in bundles
         self._state: State | None = None  # a source's copy of what it last sent, or a receiver's live weights
         self._at: RankVersion | None = None
-        self._before: tuple[RankVersion, Transition] | None = None  # where the last sync began, and the way back
+        self._before: tuple[RankVersion, Transition] | None = None  # the last sync: its start, and how to roll back
         self._spare = SpareBuffers()
         self._messages: list[tuple[Bits, set[int]]] = []  # that a source's copy lies in, and which tiles of it
         self._latency_s = 1.0

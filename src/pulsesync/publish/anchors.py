@@ -149,7 +149,7 @@ class AnchorWriter:
             self._quiet.wait()
             self.store.put(keys.part_key(ref.id), self._staged(epoch, ref))
             self.written_bytes += ref.size
-        with suppress(ConflictError):  # somebody was quicker: the run has its anchor
+        with suppress(ConflictError):  # another process was quicker: the run has its anchor
             self.store.create(keys.anchor_key(epoch), data)
         self.newest, self.owed = epoch, False
         self.outbox.discard(epoch)

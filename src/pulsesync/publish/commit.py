@@ -66,7 +66,7 @@ class RunTip:
         """Put the body, then create the record: now the version exists. Returns the bytes added.
 
         Raises:
-            AnotherPublisherError: somebody else publishes here; StoreError: it may or may not be committed; `settle`
+            AnotherPublisherError: another process publishes here; StoreError: it may or may not be committed; `settle`
             finds out.
         """
         self._unsure = draft  # until the base has moved: whatever interrupts that, `settle` finds it

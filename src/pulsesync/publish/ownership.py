@@ -209,7 +209,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class VersionTables:
-    """Of all tiles of a version, whoever's they are, what the digests of its record are made of."""
+    """What the digests of a record are computed from: the sums of all tiles of a version, of every rank."""
 
     sums: Mapping[int, Sum] = field(default_factory=dict)
     remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)

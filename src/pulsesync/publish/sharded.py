@@ -169,7 +169,7 @@ class ShardedPublisher:
 
         Raises:
             StateError: tensors came, went, changed shape, tie or shard, or nobody holds one; AnotherPublisherError:
-            somebody else publishes here; GroupError: a rank died, fell behind or failed; StoreError. After any of them
+            another one publishes here; GroupError: a rank died, fell behind or failed; StoreError. After any of them
             the base is still the last version committed: the next one covers both. A StoreError of the first publish
             can also mean that the version is there and its anchor is not, which the next publish makes up for.
         """
@@ -265,7 +265,7 @@ class ShardedPublisher:
         return shards, steps[COORDINATOR]
 
     def _settle(self) -> None:
-        """Find out what became of a version whose end somebody did not hear of; advance to it if it was committed."""
+        """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it."""
 
         def look() -> _CoordinatorMessage:
             draft = self._draft
@@ -487,7 +487,7 @@ class ShardedPublisher:
             parts = tuple(self._put(part) for part in encode_parts((), base.state))
         record = anchor_record(base.last, parts, self._newest)
         data = signed(record, self.signing_key)
-        with suppress(ConflictError):  # somebody was quicker: the run has its anchor
+        with suppress(ConflictError):  # another process was quicker: the run has its anchor
             self.store.create(keys.anchor_key(base.last.starts), data)
         self._newest, self._path_bytes = base.last.starts, 0.0
         return _CoordinatorMessage(data, written=record.size_bytes)

@@ -177,7 +177,7 @@ class State:
         return sorted(differ | {untied} if untied else differ)
 
     def find_damage(self) -> Tile | None:
-        """Recount tile by tile, letting commits in between; return one whose weights somebody else has changed."""
+        """Recount tile by tile, letting commits in between; return one whose weights another program changed."""
         for tile in self.layout.tiles:
             if tile.ordinal in self.places:
                 with self.lock:

@@ -170,7 +170,7 @@ def last_sync(env_runner: Any) -> SyncReport | None:
 
 
 class ModuleReceiver:
-    """A subscriber on a module's weights. If somebody else has written to them, it begins anew."""
+    """A subscriber on a module's weights. If another program has written to them, it starts over."""
 
     def __init__(self, link: Link) -> None:
         self.link = link

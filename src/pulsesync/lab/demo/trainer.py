@@ -168,7 +168,7 @@ class WorkQueue:
 
 
 def serve(office: TrainerEndpoint, book: WorkQueue) -> None:
-    """Answer whoever connects, each in a thread of its own, until the office closes."""
+    """Answer every worker that connects, each in a thread of its own, until the endpoint closes."""
 
     def talk(connection: Connection) -> None:
         name = None
