@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from pulsesync import Publisher
-from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, DeviceSource
+from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.changes import mark, moves
 from pulsesync.device.encode import code_pile
 from pulsesync.device.state import DeviceState
@@ -33,6 +33,7 @@ from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import RunTip, root_record
+from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
 DEVICE = torch.device("cuda")
@@ -193,17 +194,17 @@ class Bench:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        bases = baseline_for(model.old, "device")
-        assert isinstance(bases, DeviceBaseline)
-        self.bases = bases
-        shown, ties = bases.read(model.old, {})
-        layout = layouts.make([shown.spec(name) for name in shown.views], ties)
+        baseline = baseline_for(model.old, "device")
+        assert isinstance(baseline, DeviceBaseline)
+        self.baseline = baseline
+        self.shards = baseline.read(model.new, {})
+        layout = layouts.make(self.shards.tensors, self.shards.ties)
+        self.share = share_of(layout, owner_of(layout, [self.shards.windows]), 0, self.shards)
         self.state = DeviceState.attach(model.old, layout)  # the base is the old model itself, and not a third copy
         self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
-        self.shown: DeviceSource = bases.read(model.new, {})[0]
 
     def compare(self) -> DeviceDifference:
-        return self.bases.compare(self.state, self.shown, "context", self.last)
+        return self.baseline.compare(self.share, self.state, self.shards, "context", self.last)
 
     def encode(self, codec: str) -> object:
         return self.compare().encode(self.last, codec)

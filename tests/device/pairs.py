@@ -17,6 +17,8 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
+from pulsesync.state.sharding import Shards, TileShare, owner_of, share_of
+from pulsesync.state.slices import Slice
 from tests.helpers import Writer, classes, near, nudge
 
 SPECS = (
@@ -87,6 +89,12 @@ def trained(layout: Layout, state: Mapping[str, Bits], seed: int, density: float
     return out
 
 
+def all_of(layout: Layout, source: DeviceSource) -> tuple[TileShare, Shards]:
+    """A source in the dtypes of a layout as shards that are complete, and the share of all its tiles."""
+    shards = Shards({spec.name: Slice().of(spec) for spec in layout.tensors}, source, {})
+    return share_of(layout, owner_of(layout, [shards.windows]), 0, shards), shards
+
+
 class Pair:
     """A writer on the host and a base on the device, at the same version."""
 
@@ -94,16 +102,18 @@ class Pair:
         self.codec = codec
         self.writer = Writer(layout, dict(state), codec)
         self.state = DeviceState(layout, to_flats(state, device), device=place(device))
-        self.bases = DeviceBaseline(place(device), "device")
+        self.baseline = DeviceBaseline(place(device), "device")
         self.last = self.writer.root()
 
     def difference(self, new: Mapping[str, Bits]) -> DeviceDifference:
         flats = to_flats(new, str(self.state.device))
+        layout = self.state.layout
         views = {
             spec.name: DeviceView(spec, flats[spec.name].view(spec.shape), flats[spec.name].dtype)
-            for spec in self.state.layout.tensors
+            for spec in layout.tensors
         }
-        return self.bases.compare(self.state, DeviceSource(views, {}), self.codec, self.last)
+        share, shards = all_of(layout, DeviceSource(views, {}))
+        return self.baseline.compare(share, self.state, shards, self.codec, self.last)
 
     def encode(self, new: Mapping[str, Bits]) -> tuple[EncodedPart, DeviceTransition]:
         part, transition = self.difference(new).encode(self.last, self.codec)

@@ -1,7 +1,10 @@
-"""A publisher and a subscriber whose weights are on a device: the runs are those of the host, and can be read there."""
+"""A publisher and a subscriber whose weights are on a device: the runs are those of the host, and can be read there.
+
+So are those of a team of ranks whose shards are on a device.
+"""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import Any
@@ -19,9 +22,11 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import Keep
 from pulsesync.run import keys
+from pulsesync.state.sharding import Placed
 from pulsesync.store import MemoryStore
 from pulsesync.testing.backends import host_as_device
 from tests.device.pairs import SPECS, Pair, small, trained
+from tests.publish.test_sharded import Group, by_columns, by_rows
 from tests.runs import Watched
 
 Model = dict[str, torch.Tensor]
@@ -298,9 +303,9 @@ def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take no tensor in which a base is kept in host memory for one on a GPU: there it would not be one."""
     own, find, in_host = DeviceBaseline._own, devices.find, []
 
-    def noted(bases: DeviceBaseline, flat: torch.Tensor) -> torch.Tensor:
-        out = own(bases, flat)
-        if bases.keep == "host":
+    def noted(baseline: DeviceBaseline, flat: torch.Tensor) -> torch.Tensor:
+        out = own(baseline, flat)
+        if baseline.keep == "host":
             in_host.append(out)  # and held, so that nothing else comes to lie there
         return out
 
@@ -404,3 +409,114 @@ def test_tensors_that_came_or_went_are_refused(device: str) -> None:
         with pytest.raises(StateError, match="came, went or changed"):
             pub.publish({**weights, "new": weights["b"].clone()})
         assert keys.manifest_key(1) not in {entry.key for entry in pub.store.list("manifests/")}
+
+
+# The tiles of one rank of several
+
+
+def sharded(device: str) -> Model:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"a": (4, 16), "b": (5,)}
+    return {name: (torch.randn(shape, generator=generator) * 0.02).to(device) for name, shape in shapes.items()}
+
+
+def train_shards_(weights: Model, step: int) -> None:
+    weights["a"][step % 4] *= 1.01
+    weights["b"][step % 5] += 1e-3
+
+
+def by_both(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Columns of a matrix each; the rest is held whole by everybody, and is the first rank's."""
+    out = dict(weights)
+    a = weights["a"]
+    out["a"] = Placed(a[:, 8 * rank : 8 * rank + 8].contiguous(), tuple(a.shape), columns=(8 * rank, 8 * rank + 8))
+    return out
+
+
+def by_leftovers(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The first rank holds some columns, the second all: its own begin elsewhere there than where it keeps them."""
+    a = weights["a"]
+    return {**weights, "a": Placed(a[:, :5], tuple(a.shape), columns=(0, 5))} if rank == 0 else dict(weights)
+
+
+def all_of_it(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Everything, on every rank; the first owns it."""
+    return dict(weights)
+
+
+@pytest.mark.parametrize(
+    ("split", "codec", "versions", "keep"),
+    [
+        (by_rows, "history", 3, None),
+        (by_rows, "history", 3, "host"),
+        (by_columns, "context", 2, "device"),
+        (by_both, "gap", 2, "host"),
+        (by_leftovers, "context", 2, None),
+        (by_leftovers, "context", 2, "host"),
+    ],
+)
+def test_a_version_of_all_ranks_is_that_from_host_memory(
+    split: Callable[..., dict[str, Any]],
+    codec: CodecName,
+    versions: int,
+    keep: Keep | None,
+    device: str,
+    many_lanes: None,
+) -> None:
+    stores, states = [MemoryStore(), MemoryStore()], []
+    for store, where in zip(stores, ("cpu", device), strict=True):
+        weights = sharded(where)
+        with nullcontext() if store is stores[0] else on(device):
+            options: dict[str, Any] = {} if store is stores[0] else {"keep": keep}
+            group = Group(store, 2, split, timeout_s=60, codec=codec, cast="BF16", min_tile=1, **options)
+            for step in range(versions):
+                group.publish(weights, step=step)
+                states.append({name: tensor.bfloat16() for name, tensor in kept(weights).items()})
+                train_shards_(weights, step)
+    assert objects(stores[0]) == objects(stores[1])
+    held = {name: torch.zeros_like(tensor) for name, tensor in states[-1].items()}
+    Subscriber(stores[1]).sync(held)
+    assert equal(held, states[-1])
+
+
+@pytest.mark.parametrize(
+    ("split", "keep"), [(by_rows, None), (all_of_it, None), (by_rows, "host"), (all_of_it, "host")]
+)
+def test_ranks_resume_a_run_continue_it_without_a_change_and_write_anchors(
+    split: Callable[..., dict[str, Any]],
+    keep: Keep | None,
+    device: str,
+    many_lanes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, weights = MemoryStore(), sharded(device)
+    options: dict[str, Any] = {"codec": "history", "cast": "BF16", "anchor_every": 0.0, "keep": keep}
+    if keep == "host":
+        find_by_place(monkeypatch)
+    with on(device):
+        group = Group(store, 2, split, timeout_s=60, **options, epoch_patches=2)
+        for step in range(2):
+            group.publish(weights, step=step)
+            train_shards_(weights, step)
+        group = Group(store, 2, split, timeout_s=60, **options, epoch_patches=2)
+        assert group.publish(weights, step=2).changed
+        assert [pub.version for pub in group.pubs] == [2, 2]
+        assert group.publish(weights, step=3).changed == 0
+    assert len(list(store.list("anchors/"))) == 2
+    state = {name: tensor.bfloat16() for name, tensor in kept(weights).items()}
+    held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    worker = Subscriber(store, epoch_patches=2)
+    worker.sync(held)
+    worker.verify(held)
+    assert equal(held, state)
+
+
+def test_shards_that_moved_elsewhere_are_refused(device: str) -> None:
+    weights = sharded(device)
+    with on(device):
+        group = Group(MemoryStore(), 2, by_rows, timeout_s=60, codec="gap")
+        group.publish(weights)
+    there = {name: np.asarray(tensor.cpu()) for name, tensor in weights.items()}
+    for one in group.try_publish(there):
+        assert isinstance(one, StateError)
+        assert one.tensor == "a"

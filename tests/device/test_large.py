@@ -16,7 +16,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels import cuda, reference
-from tests.device.pairs import Pair, place, small, to_flats, trained
+from tests.device.pairs import Pair, all_of, place, small, to_flats, trained
 from tests.helpers import RUN
 
 
@@ -122,9 +122,9 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     new[changed] += 1
     state = DeviceState(layout, {"a": old.clone()}, device=where)
     assert state.sums[0] == sum_by_torch(old)
-    shown = DeviceSource({"a": DeviceView(layout.tensors[0], new, torch.uint8)}, {})
+    share, shards = all_of(layout, DeviceSource({"a": DeviceView(layout.tensors[0], new, torch.uint8)}, {}))
     root = record_of(layout, None, None, state)
-    found = DeviceBaseline(where, "device").compare(state, shown, codec, root)
+    found = DeviceBaseline(where, "device").compare(share, state, shards, codec, root)
     (run,) = found.runs
     assert torch.equal(run.flat_keys(), changed)
     assert torch.equal(run.old, old[changed])

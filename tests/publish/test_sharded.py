@@ -103,16 +103,28 @@ class Group:
         self.pubs = [ShardedPublisher(one, Rank(self.crew, rank), **options) for rank, one in enumerate(stores)]
         self.split = split or by_rows
 
-    def try_publish(self, weights: Mapping[str, Any], step: int = 0, steps: Sequence[int] | None = None) -> list[Any]:
-        size = self.crew.size
-        shards = [self.split(weights, rank, size) for rank in range(size)]
+    def try_publish(
+        self,
+        weights: Mapping[str, Any],
+        step: int = 0,
+        steps: Sequence[int] | None = None,
+        old: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        shards, before = self.shards_of(weights), self.shards_of(old)
         return self.crew.act(
-            lambda team: self.pubs[team.rank].publish(shards[team.rank], step=steps[team.rank] if steps else step)
+            lambda team: self.pubs[team.rank].publish(
+                shards[team.rank], step=steps[team.rank] if steps else step, old=before[team.rank]
+            )
         )
 
-    def publish(self, weights: Mapping[str, Any], step: int = 0) -> Any:
+    def shards_of(self, weights: Mapping[str, Any] | None) -> list[Any]:
+        """By rank."""
+        size = self.crew.size
+        return [None if weights is None else self.split(weights, rank, size) for rank in range(size)]
+
+    def publish(self, weights: Mapping[str, Any], step: int = 0, old: Mapping[str, Any] | None = None) -> Any:
         """The report, which is the same on all ranks but for its times."""
-        reports = self.try_publish(weights, step)
+        reports = self.try_publish(weights, step, old=old)
         for one in reports:
             if isinstance(one, BaseException):
                 raise one

@@ -1,14 +1,14 @@
 """The trainer's end on a GPU: weights are compared there with a base that is kept there, or in pinned host memory.
 
 What `compare` launches in the caller's stream reads the trainer's weights; everything after it reads the base and what
-was found, in a stream of its own. So training may go on at once: whatever it launches comes after the comparison.
+was found, in a stream of its own. So training may continue at once: what it launches comes after the comparison.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,17 +31,18 @@ from pulsesync.device.memory import (
     to_stream,
     view,
 )
-from pulsesync.device.pile import Pile
+from pulsesync.device.pile import Pile, rectangle
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
 from pulsesync.format import patch
 from pulsesync.format.container import new_bytes
 from pulsesync.format.index import FrequencyTable
-from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.predict import CodedTile
 from pulsesync.state.live import State, Transition
+from pulsesync.state.sharding import Shards, TileShare, shards_of
+from pulsesync.state.slices import Window
 from pulsesync.state.views import CASTS, find_casts
 
 FEW = 1 << 13  # changes of a tile up to which they are brought to the host together with those of others
@@ -53,7 +54,6 @@ class DeviceSource:
 
     views: Mapping[str, DeviceView]
     dtypes: Mapping[str, str]  # of tensors that are cast
-    places: Mapping[int, Tile] | None = None  # where tiles lie in the tensors, if not where they do in the base
 
     def spec(self, name: str) -> TensorSpec:
         spec = self.views[name].spec
@@ -71,56 +71,59 @@ class DeviceSource:
 class DeviceBaseline:
     """Source on a device, base there as well (keep "device") or in pinned host memory ("host")."""
 
-    def __init__(self, device: torch.device, keep: str) -> None:
+    hands_over = False
+
+    def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep
         self._stream = DeviceStream(device)
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
-        views, ties = view(source)
-        self.check_place(views)
-        return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
+    def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
+        return shards_of(source, cast, self._read)
 
-    def check_place(self, views: Mapping[str, DeviceView]) -> None:
-        """Raises: StateError, if one that has weights is not on this device."""
+    def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
+        views, ties = view(tensors)
         if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self.device), None):
             raise StateError(
                 f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self.device}", tensor=away.spec.name
             )
+        return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
-    def tensors(self, layout: Layout, shown: DeviceSource) -> dict[str, Any]:
+    def copy(self, share: TileShare, shards: Shards) -> State:
+        flats = {name: self._own(_weights_in(window, shards)) for name, window in share.windows.items()}
+        return DeviceState(share.layout, flats, places=share.held, device=self.device)
+
+    def _own(self, weights: torch.Tensor) -> torch.Tensor:
+        """A copy of weights where the base is kept, flat."""
+        if self.keep == "host":
+            return on_host(weights.shape, weights.dtype, self.device).copy_(weights).view(-1)
+        return _clone(weights)
+
+    def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         out = {}
-        for spec in layout.tensors:
-            dtype = torch_dtype(spec, shown)
-            out[spec.name] = shown.cast(spec.name).clone().view(dtype).view(spec.shape)
+        for name, window in share.windows.items():
+            dtype = _torch_dtype(window.tensor, shards.published)
+            out[name] = _clone(_weights_in(window, shards)).view(dtype).view(window.local.shape)
         return out
 
-    def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        """A copy of weights where the base is kept."""
-        if self.keep == "host":
-            return on_host(flat.shape, flat.dtype, self.device).copy_(flat)
-        return flat.clone()
-
-    def adopt(self, state: State) -> State:
-        if self.keep == "device":
+    def adopt(self, share: TileShare, state: State) -> State:
+        if share.whole and self.keep == "device":
             return state
-        assert isinstance(state, DeviceState)
-        flats = {name: self._own(flat) for name, flat in state.flats.items()}
-        kept = DeviceState(state.layout, flats, device=self.device)
+        flats: Mapping[str, Any] = state.flats  # none, and the state the host's, if the share has no tiles
+        if self.keep == "host":
+            flats = {name: self._own(flat) for name, flat in flats.items()}
+        kept = DeviceState(share.layout, flats, places=share.held, device=self.device)
         kept.history = state.history
         return kept
 
-    def copy(self, layout: Layout, shown: DeviceSource) -> State:
-        flats = {spec.name: self._own(shown.cast(spec.name)) for spec in layout.tensors}
-        return DeviceState(layout, flats, device=self.device)
-
     def compare(
-        self, state: State, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
+        places = {ordinal: place.tile for ordinal, place in share.places.items()}
         runs, marks = [], {}
         with on(self.device):
             for pile in state.piles.values():
-                run, marked = _compare(pile, state, shown)
+                run, marked = _compare(pile, pile.elsewhere(places), state, shards.published)
                 if run.count:
                     runs.append(run)
                     marks[pile] = marked
@@ -130,31 +133,48 @@ class DeviceBaseline:
         return DeviceDifference(state, self._stream, runs, marks, launched)
 
 
-def torch_dtype(spec: TensorSpec, shown: DeviceSource) -> torch.dtype:
-    if spec.name in shown.dtypes:
+def _weights_in(window: Window, shards: Shards) -> torch.Tensor:
+    """The weights of a window that lies in a shard, as they are published: in place where they are not cast."""
+    name = window.tensor.name
+    shard = shards.windows[name]
+    row, column = window.rows[0] - shard.rows[0], window.columns[0] - shard.columns[0]
+    place = Tile(0, shard.local, row, column, window.local.rows, window.local.columns)
+    return rectangle(shards.published.cast(name), place)
+
+
+def _clone(weights: torch.Tensor) -> torch.Tensor:
+    return weights.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
+    if spec.name in source.dtypes:
         found: torch.dtype = getattr(torch, CASTS[spec.dtype])
         return found
-    return shown.views[spec.name].dtype
+    return source.views[spec.name].dtype
 
 
-def _compare(pile: Pile, state: DeviceState, shown: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
-    """Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart."""
-    masters = [tile.ordinal for tile in pile.tiles if shown.dtypes.get(tile.tensor.name) == "BF16"]
-    others = [tile.ordinal for tile in pile.tiles if shown.dtypes.get(tile.tensor.name) != "BF16"]
+def _compare(pile: Pile, there: Pile, state: DeviceState, source: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
+    """Compare the tiles of a pile with the source, where they lie as in the pile there.
+
+    Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
+    """
+    masters = [tile.ordinal for tile in pile.tiles if source.dtypes.get(tile.tensor.name) == "BF16"]
+    others = [tile.ordinal for tile in pile.tiles if source.dtypes.get(tile.tensor.name) != "BF16"]
     if not masters or not others:
-        return _compare_alike(pile, state, shown, cast=bool(masters))
+        return _compare_alike(pile, there, state, source, cast=bool(masters))
     runs = [
-        on_whole(_compare_alike(pile.part(some), state, shown, cast=some is masters)[0], pile)
+        on_whole(_compare_alike(pile.part(some), there.part(some), state, source, cast=some is masters)[0], pile)
         for some in (masters, others)
     ]
     run = next(iter(compose(runs, ())), runs[0])
     return run, mark(run)
 
 
-def _compare_alike(pile: Pile, state: DeviceState, shown: DeviceSource, cast: bool) -> tuple[PileChanges, ChangeMarks]:
+def _compare_alike(
+    pile: Pile, there: Pile, state: DeviceState, source: DeviceSource, cast: bool
+) -> tuple[PileChanges, ChangeMarks]:
     names = dict.fromkeys(tile.tensor.name for tile in pile.tiles)
-    flats = {name: shown.views[name].flat if cast else shown.cast(name) for name in names}
-    there = pile if shown.places is None else pile.elsewhere(shown.places)
+    flats = {name: source.views[name].flat if cast else source.cast(name) for name in names}
     return find_changes(pile, pile.locate(state.flats), there.locate(flats, itemsize=4 if cast else None), cast)
 
 

@@ -1,4 +1,4 @@
-"""No base at all: whoever updates the weights hands over the old ones beside the new ones (keep="hook").
+"""No base at all: the caller hands over the old weights with the new ones (keep="hook").
 
 An optimizer that keeps FP32 masters has both for a moment: masters that are new, and weights that are not yet.
 
@@ -6,7 +6,7 @@ An optimizer that keeps FP32 masters has both for a moment: masters that are new
     publisher.publish(masters, old=model, wait=False)         # compared and encoded before this returns
     copy_masters_to(model)
 
-It costs no memory between publishes, and holds the trainer for the encoding as well as for the comparison.
+It costs no memory between publishes, and the trainer waits for the encoding as well as for the comparison.
 """
 
 from collections.abc import Mapping
@@ -15,25 +15,30 @@ from typing import Any
 
 import torch
 
-from pulsesync.device.baseline import DeviceBaseline, DeviceSource
+from pulsesync.core.types import Bits, Tile
+from pulsesync.device.baseline import DeviceBaseline
 from pulsesync.device.memory import to_host
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceSnapshot, DeviceState, DeviceTransition
 from pulsesync.errors import StateError
-from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.state.live import State, Transition
+from pulsesync.state.sharding import Shards, TileShare
 
 
 class HookState(DeviceState):
-    """The last version without its weights: digests and history, and the source that it was made from."""
+    """The last version without its weights: digests and history, and the source that it was made from.
 
-    def __init__(self, layout: Layout, shown: DeviceSource, device: torch.device) -> None:
-        super().__init__(layout, {spec.name: shown.cast(spec.name) for spec in layout.tensors}, device=device)
-        self.flats, self.shown = {}, shown
+    Its tiles lie where they do in the shards, so that shards serve as its tensors.
+    """
+
+    def __init__(self, share: TileShare, shards: Shards, device: torch.device) -> None:
+        flats = {name: shards.published.cast(name) for name in share.windows}
+        super().__init__(share.layout, flats, places=share.places, device=device)
+        self.flats, self.share, self.source = {}, share, shards
 
     def hand_over(self, old: Mapping[str, torch.Tensor]) -> None:
-        """Take weights for those of the last version. Raises: StateError, if they are others."""
+        """Use weights as those of the last version. Raises: StateError, if they are others."""
         self.flats = dict(old)
         if self.count() != self.sums:
             self.flats = {}
@@ -50,51 +55,66 @@ class HookState(DeviceState):
         self.readers.clear()
         return back
 
-    def snapshot(self) -> State:  # type: ignore[override]
-        """The source as it is now, on the host."""
-        flats = {}
-        for spec in self.layout.tensors:
-            flat = self.shown.cast(spec.name)
+    def snapshot(self) -> "HookSnapshot":
+        return HookSnapshot(self)
+
+
+class HookSnapshot(DeviceSnapshot):
+    """The source of a state as it is now, copied to the host."""
+
+    def __init__(self, state: HookState) -> None:
+        super().__init__(state)
+        self._flats: dict[str, Bits] = {}
+        for name, window in state.share.windows.items():
+            flat = state.source.published.cast(name)
             (bits,) = to_host(flat.clone() if flat.device.type == "cpu" else flat)
-            flats[spec.name] = bits.view(spec.kind.bits)
-        return State(self.layout, flats, sums=self.sums)
+            self._flats[name] = bits.view(window.tensor.kind.bits)
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return self._state.places[tile.ordinal].read(self._flats[tile.tensor.name], number)
 
 
 class HookBaseline:
     """Source on a device, and no base."""
 
+    hands_over = True
+
     def __init__(self, device: torch.device) -> None:
-        self._found = DeviceBaseline(device, "device")  # reads and compares
+        self._device = DeviceBaseline(device, "device")  # reads and compares
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
-        return self._found.read(source, cast)
+    def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
+        return self._device.read(source, cast)
 
-    def tensors(self, layout: Layout, shown: DeviceSource) -> None:
-        """A run is not taken up where it ended: its state would have to be kept for that."""
+    def copy(self, share: TileShare, shards: Shards) -> State:
+        return HookState(share, shards, self._device.device)
 
-    def adopt(self, state: State) -> State:
+    def rebuild(self, share: TileShare, shards: Shards) -> None:
+        """A run is not resumed from its last version: its state would have to be kept for that."""
+
+    def adopt(self, share: TileShare, state: State) -> State:
         raise AssertionError("there is none")
 
-    def copy(self, layout: Layout, shown: DeviceSource) -> State:
-        return HookState(layout, shown, self._found.device)
-
     def compare(
-        self, state: State, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "EncodedDifference":
         """Compare and encode. Raises: StateError, if what is handed over is not the last version."""
         assert isinstance(state, HookState)
         if old is None:
             raise ValueError("keep='hook' compares with what is handed over: publish(new, old=...)")
-        before, _ = self.read(old, {})
-        for spec in state.layout.tensors:
-            found = before.views.get(spec.name)
-            if found is None or (found.spec.dtype, found.spec.shape) != (spec.dtype, spec.shape):
-                raise StateError(f"the old weights lack {spec.name!r}, {spec.dtype} {spec.shape}", tensor=spec.name)
-        state.hand_over({spec.name: before.views[spec.name].flat for spec in state.layout.tensors})
+        before = self.read(old, {})
+        for name in share.windows:
+            wanted = shards.windows[name]
+            if before.windows.get(name) != wanted:
+                raise StateError(
+                    f"the old weights lack {name!r}, {wanted.tensor.dtype} {wanted.tensor.shape}, or the shard of it "
+                    "that is published",
+                    tensor=name,
+                )
+        state.hand_over({name: before.published.views[name].flat for name in share.windows})
         try:
-            done = self._found.compare(state, shown, codec, last).encode(last, codec)
+            done = self._device.compare(share, state, shards, codec, last).encode(last, codec)
         finally:
-            state.flats, state.shown = {}, shown
+            state.flats, state.source = {}, shards
         return EncodedDifference(done)
 
 

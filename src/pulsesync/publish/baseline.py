@@ -1,35 +1,30 @@
-"""What a publisher compares with: how a source is read, and where the copy of the last version is kept.
+"""What a publisher compares with: the tiles that a process owns, as they were in the last version.
 
-Here in host memory, for sources that are there; for those on a GPU, `device.base`.
+A process that has the whole model owns all tiles. The copy is in host memory for sources that are there; for those on a
+GPU it is there too or in pinned host memory (`device.baseline`), or nowhere, and the caller passes the old weights to
+every comparison (`device.hook`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from pulsesync import device
-from pulsesync.core.types import TensorSpec, Tile
+from pulsesync.core.threads import spread
+from pulsesync.core.types import Bits, Tile
 from pulsesync.format import patch
 from pulsesync.format.diff import Diff
-from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.format.weights import Changes, Weights, rebase
+from pulsesync.format.weights import Changes, rebase
 from pulsesync.publish.commit import encode_next
-from pulsesync.state.live import State, Transition, copy_weights
-from pulsesync.state.views import HostSource, new_tensors, read_published
+from pulsesync.state.live import State, Transition
+from pulsesync.state.sharding import Shards, ShardWeights, TileShare, local_tensors, shards_of
+from pulsesync.state.views import new_tensors
 
 Keep = Literal["device", "host", "hook"]
-
-
-class SourceView(Protocol):
-    """A source as it is published."""
-
-    @property
-    def views(self) -> Mapping[str, Any]: ...
-    def spec(self, name: str) -> TensorSpec: ...
 
 
 class Difference(Protocol):
@@ -45,85 +40,104 @@ class Difference(Protocol):
 
 
 class Baseline(Protocol):
-    """One way of keeping the base."""
+    """Where the last version of a share is kept, and how a source is compared with it."""
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[SourceView, Mapping[str, str]]:
-        """A source as it is published, and its ties. Raises: StateError."""
+    hands_over: bool  # no weights are kept: the caller passes the old ones to `compare`
+
+    def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
+        """A source as it is published. Raises: StateError."""
         ...
 
-    def copy(self, layout: Layout, shown: Any) -> State:
+    def copy(self, share: TileShare, shards: Shards) -> State:
         """A base that is the source as it is now."""
         ...
 
-    def tensors(self, layout: Layout, shown: Any) -> dict[str, Any] | None:
-        """The source as it is now, as tensors of their own, to be brought to a version.
+    def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any] | None:
+        """Tensors of their own, in the windows of the share, for a subscriber of its slices to bring to a version.
 
-        None: no base is kept, so none can be brought anywhere.
+        They are the source as it is now, because a path may begin there. None: no base is kept.
         """
         ...
 
-    def adopt(self, state: State) -> State:
+    def adopt(self, share: TileShare, state: State) -> State:
         """The state of such tensors as the base, kept where it is to be."""
         ...
 
-    def compare(self, state: State, shown: Any, codec: CodecName, last: Manifest, old: Any = None) -> Difference:
+    def compare(
+        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+    ) -> Difference:
         """Compare a source with the base, which is at the version last; when this returns, the source may change.
 
-        old: the base, where it is handed over.
+        old: the weights of the base, if they are handed over.
         """
         ...
+
+
+def check_keep(keep: Keep | None) -> None:
+    """Raises: ValueError, if there is no such place to keep a base."""
+    if keep not in (None, *get_args(Keep)):
+        raise ValueError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}; got {keep!r}")
 
 
 def baseline_for(source: Any, keep: Keep | None) -> Baseline:
     """How the base of a source is kept: on its device, if it is on one, unless something else is asked for.
 
     Raises:
-        ValueError: keep is no such way; StateError: tensors of a source are on several devices.
+        ValueError: keep is for another kind of source; StateError: tensors of a source are on several devices.
     """
-    where = device.find(source)
+    where = device.find(local_tensors(source))
     if where is None:
         if keep not in (None, "host"):
             raise ValueError(f"keep={keep!r} is for tensors on a GPU; these are in host memory, and so is their base")
         return HostBaseline()
-    bases: Baseline
+    baseline: Baseline
     if keep == "hook":
-        bases = device.load("hook").HookBaseline(where)
+        baseline = device.load("hook").HookBaseline(where)
     else:
-        bases = device.load("baseline").DeviceBaseline(where, keep or "device")
-    return bases
+        baseline = device.load("baseline").DeviceBaseline(where, keep or "device")
+    return baseline
 
 
 class HostBaseline:
     """Source and base in host memory."""
 
-    def read(self, source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Mapping[str, str]]:
-        return read_published(source, cast)
+    hands_over = False
 
-    def copy(self, layout: Layout, shown: HostSource) -> State:
-        flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
-        copy_weights(layout, shown, flats)
-        return State(layout, flats)
+    def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
+        return shards_of(source, cast)
 
-    def tensors(self, layout: Layout, shown: HostSource) -> dict[str, Any]:
-        tensors = new_tensors(layout.tensors)
-        flats = {spec.name: tensors[spec.name].reshape(-1).view(spec.kind.bits) for spec in layout.tensors}
-        copy_weights(layout, shown, flats)
+    def copy(self, share: TileShare, shards: Shards) -> State:
+        specs = {name: window.local for name, window in share.windows.items()}
+        flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
+        _copy_tiles(share, shards, flats)
+        return State(share.layout, flats, places=share.held)
+
+    def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
+        tensors = new_tensors(window.local for window in share.windows.values())
+        bits = {name: window.tensor.kind.bits for name, window in share.windows.items()}
+        _copy_tiles(share, shards, {name: tensor.reshape(-1).view(bits[name]) for name, tensor in tensors.items()})
         return tensors
 
-    def adopt(self, state: State) -> State:
+    def adopt(self, share: TileShare, state: State) -> State:
         return state
 
     def compare(
-        self, state: State, shown: HostSource, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
-        return compare_tiles(state.layout.tiles, state, shown, codec)
+        diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
+        changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
+        return HostDifference(state, changes, diffs)
 
 
-def compare_tiles(tiles: Sequence[Tile], state: State, weights: Weights, codec: CodecName) -> "HostDifference":
-    """How tiles differ from a base in host memory."""
-    diffs = patch.find_diff(tiles, state, weights, codec)
-    changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
-    return HostDifference(state, changes, diffs)
+def _copy_tiles(share: TileShare, shards: Shards, flats: Mapping[str, Bits]) -> None:
+    """Copy the tiles of a share into tensors of its windows, block by block."""
+    source = ShardWeights(shards.published, share.places)
+
+    def copy(job: tuple[Tile, int]) -> None:
+        tile, number = job
+        share.held[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
+
+    spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
 
 
 @dataclass(frozen=True)

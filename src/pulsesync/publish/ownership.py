@@ -1,142 +1,23 @@
-"""What is whose where several ranks publish one model, and what they tell each other of it.
+"""What several ranks that publish one model report to each other about the tiles that each of them owns.
 
-Each tile is the share of one rank, the first that holds all of it. From what all tell of the tiles in their shares,
-`VersionTables` make the digests of a record; nobody needs the weights or the memory of another for them.
+From the reports of all ranks `VersionTables` computes the digests of a record; no rank needs the weights or the memory
+of another for them.
 """
 
-import glob
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pulsesync import device
 from pulsesync.core import digest
-from pulsesync.core.threads import spread
-from pulsesync.core.types import Sum, Tile
+from pulsesync.core.types import Sum
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format.history import TileHistorySummary, digest_of
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest, PartRef
-from pulsesync.format.patch import CodecName
-from pulsesync.publish.baseline import Difference, HostDifference, compare_tiles
+from pulsesync.format.manifest import PartRef
 from pulsesync.state.live import State
-from pulsesync.state.sharding import Shards, ShardWeights, Windows
-from pulsesync.state.slices import LocalTile, Slice, Slices, Window
-from pulsesync.state.views import HostSource, new_tensors
-
-
-@dataclass(frozen=True)
-class TileShare:
-    """The tiles that are a rank's own."""
-
-    layout: Layout
-    tiles: tuple[Tile, ...]
-    windows: Mapping[str, Window]  # of each tensor, the rectangle around them
-    shards: Shards  # in which they lie
-    places: Mapping[int, LocalTile]  # where
-    keeper: "ShardBaseline"  # of the base
-
-    @property
-    def slices(self) -> Slices:
-        """For a state, or a subscriber, of them alone."""
-        held: dict[str, Slice | None] = {glob.escape(n): Slice(w.rows, w.columns) for n, w in self.windows.items()}
-        return held | {"*": None}
-
-    def check(self, shards: Shards) -> None:
-        """Raises: StateError, if a rank's tensors are not what and where they were."""
-        if type(self.shards.published) is not type(shards.published):
-            raise StateError("the shards of a run stay on a GPU or in host memory: publish with a new publisher")
-        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
-        if before != now:
-            name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-            raise StateError(
-                f"the shards of a run stay the same; {name!r} came, went or changed: publish with a new publisher",
-                tensor=name,
-            )
-
-    @cached_property
-    def held(self) -> dict[int, LocalTile]:
-        """Where they lie in tensors of their windows."""
-        found = ((tile, self.windows[tile.tensor.name].place(tile)) for tile in self.tiles)
-        return {tile.ordinal: place for tile, place in found if place}
-
-
-class ShardBaseline(Protocol):
-    """Where a rank keeps its tiles of the last version, to compare with."""
-
-    def copy(self, share: TileShare, shown: Any) -> State:
-        """A state of them as they are in shards, in memory of its own."""
-        ...
-
-    def tensors(self, share: TileShare, shown: Any) -> dict[str, Any]:
-        """Zeros for a subscriber to bring to a version."""
-        ...
-
-    def adopt(self, share: TileShare, state: State) -> State:
-        """The state of such tensors, to compare with."""
-        ...
-
-    def compare(self, share: TileShare, state: State, shown: Any, codec: CodecName, last: Manifest) -> Difference:
-        """How they differ in shards from the state, which is at the version last. Then the shards may change."""
-        ...
-
-
-class HostShardBaseline:
-    """Shards and base in host memory."""
-
-    def copy(self, share: TileShare, shown: HostSource) -> State:
-        specs = {name: window.local for name, window in share.windows.items()}
-        flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
-        source, held = ShardWeights(shown, share.places), share.held
-
-        def copy(job: tuple[Tile, int]) -> None:
-            tile, number = job
-            held[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
-
-        spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
-        return State(share.layout, flats, places=held)
-
-    def tensors(self, share: TileShare, shown: HostSource) -> dict[str, Any]:
-        return new_tensors(window.local for window in share.windows.values())
-
-    def adopt(self, share: TileShare, state: State) -> State:
-        return state
-
-    def compare(
-        self, share: TileShare, state: State, shown: HostSource, codec: CodecName, last: Manifest
-    ) -> HostDifference:
-        return compare_tiles(share.tiles, state, ShardWeights(shown, share.places), codec)
-
-
-def shard_baseline_for(shards: Shards) -> ShardBaseline:
-    """How the base of shards is kept: where they are."""
-    if isinstance(shards.published, HostSource):
-        return HostShardBaseline()
-    where = device.find({name: view.tensor for name, view in shards.published.views.items()})
-    keeper: ShardBaseline = device.load("keeper").DeviceShardBaseline.on(where)
-    return keeper
-
-
-def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
-    """The tiles of a layout that a rank owns, and where they lie in its shards."""
-    tiles = tuple(layout.tiles[ordinal] for ordinal, owner in owners.items() if owner == rank)
-    windows: dict[str, Window] = {}
-    places = {}
-    for tile in tiles:
-        rows, columns = (tile.row, tile.row + tile.rows), (tile.column, tile.column + tile.columns)
-        if known := windows.get(tile.tensor.name):
-            rows = min(known.rows[0], rows[0]), max(known.rows[1], rows[1])
-            columns = min(known.columns[0], columns[0]), max(known.columns[1], columns[1])
-        windows[tile.tensor.name] = Window(tile.tensor, rows, columns)
-        place = shards.windows[tile.tensor.name].place(tile)
-        assert place is not None
-        places[tile.ordinal] = place
-    kept = replace(shards, published=replace(shards.published, views={}))
-    return TileShare(layout, tiles, windows, kept, places, shard_baseline_for(shards))
+from pulsesync.state.sharding import TileShare, Windows
 
 
 def agreed(told: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:

@@ -50,7 +50,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, FileRef, Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.publish.anchors import AnchorWriter, path_since_anchor
-from pulsesync.publish.baseline import Baseline, Difference, Keep, SourceView, baseline_for
+from pulsesync.publish.baseline import Baseline, Difference, Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every, SentVersion
 from pulsesync.publish.commit import Draft, RunTip, create, root_record
 from pulsesync.publish.companions import Files, put_companions
@@ -59,6 +59,7 @@ from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.spool import Outbox
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State
+from pulsesync.state.sharding import Shards, TileShare, owner_of, share_of
 from pulsesync.store import CachedStore, Store, open_store
 
 _Raiser = Literal["publish", "flush", "close"]
@@ -193,8 +194,7 @@ class Publisher:
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
-        if keep not in (None, *get_args(Keep)):
-            raise ValueError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}; got {keep!r}")
+        check_keep(keep)
         if keep == "hook" and publish_every != 1:
             raise ValueError("keep='hook' publishes every step: there is no base that could wait for more")
         if codec not in get_args(patch.CodecName):
@@ -224,7 +224,8 @@ class Publisher:
         self._lock = threading.RLock()  # over all that follows
         self._taken = threading.Condition(self._lock)  # the sender took what was pending, or has nothing more to do
         self.keep: Keep | None = keep
-        self._bases: Baseline | None = None  # how the base is kept, once a source was seen
+        self._baseline: Baseline | None = None  # how the base is kept, once a source was seen
+        self._share: TileShare  # all tiles of the run; made with the tip
         self._tip: RunTip | None = None  # the end of the run, once it is known
         self._refs: tuple[FileRef, ...] = ()
         self._path_bytes = 0.0  # patches since the newest anchor
@@ -306,8 +307,6 @@ class Publisher:
         """
         began = time.perf_counter()
         step = checked_step(step)
-        if old is not None and self.keep != "hook":
-            raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
         if not coalesce and self._pace.every != 1:
             raise ValueError(
                 f"coalesce=False makes a version of every step, publish_every={self._pace.every!r} makes one of "
@@ -329,17 +328,18 @@ class Publisher:
             due = self._pace.step(time.monotonic()) or now
             if self._tip is not None and not due:
                 return self._skipped(self._tip, step, wait, began)
-            bases = self._bases or baseline_for(source, self.keep)
-            shown, ties = bases.read(source, self.cast)
-            specs = [shown.spec(name) for name in shown.views]
+            baseline = self._baseline or baseline_for(source, self.keep)
+            if old is not None and not baseline.hands_over:
+                raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
+            shards = _complete_model(baseline.read(source, self.cast))
             if self._tip is None:
-                last = self._open(source, bases, shown, specs, ties)
-                self._bases = bases
+                last = self._open(source, baseline, shards)
+                self._baseline = baseline
                 if self._tip is None:
-                    return self._publish_root(last, shown, specs, ties, step, wait, began)
-            same_tensors(self._tip.state.layout, specs, ties)
+                    return self._publish_root(last, baseline, shards, step, wait, began)
+            same_tensors(self._tip.state.layout, shards.tensors, shards.ties)
             tip = self._tip
-            difference = self._compare(bases, tip, shown, old)
+            difference = self._compare(baseline, tip, shards, old)
             job = _PendingVersion(step, tip.last.version, difference, self._pace.published(), alone=not coalesce)
             future = self._enqueue(tip, job, wait, began)
             at_start = tip.last.next_patch[1] == self._epoch_patches
@@ -403,11 +403,11 @@ class Publisher:
     def _is_forked(self) -> bool:
         return self._process not in (None, os.getpid())
 
-    def _compare(self, bases: Baseline, tip: RunTip, shown: SourceView, old: Any) -> Difference:
+    def _compare(self, baseline: Baseline, tip: RunTip, shards: Shards, old: Any) -> Difference:
         try:
-            return bases.compare(tip.state, shown, self.codec, tip.last, old)
+            return baseline.compare(self._share, tip.state, shards, self.codec, tip.last, old)
         except BaseException as e:
-            if self.keep == "hook" and not isinstance(e, ValueError | StateError):
+            if baseline.hands_over and not isinstance(e, ValueError | StateError):
                 self._tip = None  # what was handed over is lost, and no later one goes on from the last version
             raise
 
@@ -518,19 +518,18 @@ class Publisher:
 
     # Taking up a run
 
-    def _open(
-        self, source: Any, bases: Baseline, shown: SourceView, specs: list[TensorSpec], ties: Mapping[str, str]
-    ) -> Manifest | None:
+    def _open(self, source: Any, baseline: Baseline, shards: Shards) -> Manifest | None:
         """Find the end of the run, if there is one, and rebuild the state there: from then on it is the base."""
         last = find_last(self._records(), self.signing_key)
         self._refs = put_companions(self.store, self._files, source, last)
         if last is None:
             return None
         layout = self._records().layout(last.layout)
-        same_tensors(layout, specs, ties)
+        same_tensors(layout, shards.tensors, shards.ties)
+        self._share = _share_of_all(layout, shards)
         self._anchors.newest = last.anchor
         self._anchors.finish(last.run)
-        state = self._rebuild(last, layout, bases, shown)
+        state = self._rebuild(last, baseline, shards)
         if state is None and self._anchors.busy:
             try:
                 self._anchors.wait()  # the path may begin at an anchor that was still in the outbox
@@ -538,16 +537,16 @@ class Publisher:
                 pass  # logged where the anchor is written
             else:
                 with suppress(StoreError):
-                    state = self._rebuild(last, layout, bases, shown)
+                    state = self._rebuild(last, baseline, shards)
         if state is not None:
             self._tip = RunTip(self.store, self._sign, last, state)
             self._path_bytes = self._path_since_anchor(last)
             self._maybe_anchor(self._tip)
         return last
 
-    def _rebuild(self, last: Manifest, layout: Layout, bases: Baseline, shown: SourceView) -> State | None:
-        """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
-        tensors = bases.tensors(layout, shown)
+    def _rebuild(self, last: Manifest, baseline: Baseline, shards: Shards) -> State | None:
+        """The state of the last version, or None if no path leads there from what the trainer, spool and store have."""
+        tensors = baseline.rebuild(self._share, shards)
         if tensors is None:
             return None
         trust = self.signing_key.public if self.signing_key else None
@@ -558,7 +557,9 @@ class Publisher:
             raise
         except (ChainError, NotFoundError, FormatError, VerificationError):
             return None
-        return bases.adopt(reader.state) if reader.state and reader.version == last.version else None
+        if reader.state is None or reader.version != last.version:
+            return None
+        return baseline.adopt(self._share, reader.state)
 
     def _path_since_anchor(self, last: Manifest) -> float:
         """Bytes that a joiner fetches beside the anchor; without one, infinitely many."""
@@ -572,17 +573,16 @@ class Publisher:
     def _publish_root(
         self,
         after: Manifest | None,
-        shown: SourceView,
-        specs: list[TensorSpec],
-        ties: Mapping[str, str],
+        baseline: Baseline,
+        shards: Shards,
         step: int,
         wait: bool,
         began: float,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a state that has no base. Its anchor is written behind, and waited for if that is asked."""
-        layout = layouts.make((layouts.cut(spec, self.grid, self.min_tile) for spec in specs), ties)
-        assert self._bases is not None
-        state = self._bases.copy(layout, shown)
+        layout = layouts.make((layouts.cut(spec, self.grid, self.min_tile) for spec in shards.tensors), shards.ties)
+        self._share = _share_of_all(layout, shards)
+        state = baseline.copy(self._share, shards)
         copied = time.perf_counter()
         manifest = root_record(
             after, step, layout.id, state.digest, self._anchors.newest, self._refs, self._epoch_patches
@@ -868,6 +868,23 @@ def _complete(future: _PublishFuture, step: int, outcome: PublishReport | BaseEx
             e,
             exc_info=e,
         )
+
+
+def _complete_model(shards: Shards) -> Shards:
+    """Raises: StateError, if a tensor is only a part of the model's."""
+    for name, window in shards.windows.items():
+        if not window.whole:
+            raise StateError(
+                f"tensor {name!r} is a part of the model's, {window.local.shape} of {window.tensor.shape}; publish "
+                "what each rank has with ShardedPublisher, or gather it first",
+                tensor=name,
+            )
+    return shards
+
+
+def _share_of_all(layout: Layout, shards: Shards) -> TileShare:
+    """A process that has the whole model owns every tile."""
+    return share_of(layout, owner_of(layout, [shards.windows]), 0, shards)
 
 
 def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:

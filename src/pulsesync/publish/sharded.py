@@ -42,10 +42,10 @@ from pulsesync.format.patch import EncodedPart
 from pulsesync.format.signature import SigningKey
 from pulsesync.group.collective import Team
 from pulsesync.publish.anchors import anchor_record, encode_parts, path_since_anchor
-from pulsesync.publish.baseline import baseline_for
+from pulsesync.publish.baseline import Baseline, Keep, baseline_for, check_keep
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
-from pulsesync.publish.ownership import RankReport, TileShare, VersionTables, agreed, share_of
+from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.publisher import (
     PublishReport,
     checked_step,
@@ -59,7 +59,16 @@ from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State, Transition
-from pulsesync.state.sharding import Shards, Windows, layout_of, owner_of, shards_of, windows_from, windows_to
+from pulsesync.state.sharding import (
+    Shards,
+    TileShare,
+    Windows,
+    layout_of,
+    owner_of,
+    share_of,
+    windows_from,
+    windows_to,
+)
 from pulsesync.store import Store, open_store
 
 COORDINATOR = 0
@@ -118,6 +127,7 @@ class ShardedPublisher:
         signing_key: As for `Publisher`; rank 0 signs.
         files: As for `Publisher`.
         anchor_every: As for `Publisher`.
+        keep: As for `Publisher`.
         epoch_patches: As for a `Subscriber`.
 
     Raises:
@@ -136,8 +146,10 @@ class ShardedPublisher:
         signing_key: SigningKey | None = None,
         files: Files | None = None,
         anchor_every: float = 1.0,
+        keep: Keep | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
+        check_keep(keep)
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
         self.store = open_store(location) if isinstance(location, str) else location
@@ -150,6 +162,8 @@ class ShardedPublisher:
         self._files = dict(files or {})
         self._gathers = 0  # in this publish
         self._lost: AnotherPublisherError | None = None
+        self.keep: Keep | None = keep
+        self._baseline: Baseline  # how the base is kept; chosen by the source while there is none
         self._base: _RankBase | None = None
         self._draft: _RankDraft | None = None  # until it is known what became of it
         # What follows is the lead's alone
@@ -160,12 +174,12 @@ class ShardedPublisher:
 
     # For people
 
-    def publish(self, source: Any, *, step: int = 0) -> PublishReport:
+    def publish(self, source: Any, *, step: int = 0, old: Any = None) -> PublishReport:
         """Publish the team's model as the next version; the first one whole. All ranks call it, each with its shards.
 
         source: a module, state dict or mapping whose values are DTensors, `Placed`, or tensors that are held whole, in
         host memory or on this rank's GPU. It must not change until this returns. The report is of the whole version;
-        its times are this rank's.
+        its times are this rank's. old: as for `Publisher.publish`, in the same shards.
 
         Raises:
             StateError: tensors came, went, changed shape, tie or shard, or nobody holds one; AnotherPublisherError:
@@ -177,14 +191,17 @@ class ShardedPublisher:
             raise self._lost
         clock, self._gathers = _PublishTimes(), 0
         try:
-            shards, step = self._begin(source, step)
+            shards, step = self._begin(source, old, step)
             if self._base is None:
                 plan = self._open(source, shards)
                 if self._base is None:
                     return self._publish_root(plan, shards, step, clock)
-            return self._publish_patch(self._base, shards, step, clock)
-        except AnotherPublisherError as e:
-            self._lost = e
+            return self._publish_patch(self._base, shards, old, step, clock)
+        except BaseException as e:
+            if isinstance(e, AnotherPublisherError):
+                self._lost = e
+            elif self.keep == "hook" and not isinstance(e, ValueError | StateError):
+                self._base = self._draft = None  # what was handed over is lost: a root comes next
             raise
 
     @property
@@ -240,11 +257,15 @@ class ShardedPublisher:
     def _leads(self) -> bool:
         return self.team.rank == COORDINATOR
 
-    def _begin(self, source: Any, step: int) -> tuple[Shards, int]:
+    def _begin(self, source: Any, old: Any, step: int) -> tuple[Shards, int]:
         """Read the source; agree on the step, and on what the last version is."""
 
         def read() -> tuple[Shards, bytes]:
-            shards = shards_of(source, self.cast, _read)
+            if self._base is None:
+                self._baseline = baseline_for(source, self.keep)
+            if old is not None and not self._baseline.hands_over:
+                raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
+            shards = self._baseline.read(source, self.cast)
             if self._base is not None:
                 self._base.share.check(shards)
             due = self._leads and self._base is not None and self._due(self._base.last, self._base.state.layout)
@@ -260,7 +281,7 @@ class ShardedPublisher:
             versions = tuple(map(json.loads, told))
         if len(set(versions)) > 1:
             self._base = None  # some missed what became of the last version: all take the run up anew
-        elif due[COORDINATOR] and not any(unsure):
+        elif due[COORDINATOR] and not any(unsure) and not self._baseline.hands_over:
             self._try_anchor()
         return shards, steps[COORDINATOR]
 
@@ -334,8 +355,10 @@ class ShardedPublisher:
                 self._try_anchor()
 
     def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> State | None:
-        """This rank's tiles of the last version, or None if no published way leads there."""
-        tensors = share.keeper.tensors(share, shards.published)
+        """This rank's tiles of the last version, or None if no published path leads there."""
+        tensors = self._baseline.rebuild(share, shards)
+        if tensors is None:
+            return None
         trust = self.signing_key.public if self.signing_key else None
         reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0, epoch_patches=self._epoch_patches)
         try:
@@ -346,7 +369,7 @@ class ShardedPublisher:
             return None
         if reader.state is None or reader.version != last.version:
             return None
-        return share.keeper.adopt(share, reader.state)
+        return self._baseline.adopt(share, reader.state)
 
     def _judge(self, plan: "_TeamPlan", last: Manifest, layout: Layout, told: Sequence[bytes]) -> "_CoordinatorMessage":
         """Say whether what all ranks have rebuilt is, together, the last version."""
@@ -372,7 +395,7 @@ class ShardedPublisher:
 
         def copy() -> tuple[tuple[TileShare, State], bytes]:
             share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.team.rank, shards)
-            state = share.keeper.copy(share, shards.published)
+            state = self._baseline.copy(share, shards)
             clock.encoded()
             return (share, state), RankReport.of(state, share).to_bytes()
 
@@ -394,9 +417,11 @@ class ShardedPublisher:
 
     # Patches
 
-    def _publish_patch(self, base: _RankBase, shards: Shards, step: int, clock: "_PublishTimes") -> PublishReport:
+    def _publish_patch(
+        self, base: _RankBase, shards: Shards, old: Any, step: int, clock: "_PublishTimes"
+    ) -> PublishReport:
         """Find and put what changed, each rank in its own tiles; commit it as one version; move the bases."""
-        _, told = self._together(lambda: (None, self._offer(base, shards, clock).to_bytes()))
+        _, told = self._together(lambda: (None, self._offer(base, shards, old, clock).to_bytes()))
         message = self._receive(lambda: self._create(base, told, step))
         if self._draft is not None:  # the lead is there already
             self._advance(self._draft, message.record)
@@ -405,10 +430,9 @@ class ShardedPublisher:
             self._try_anchor()
         return report
 
-    def _offer(self, base: _RankBase, shards: Shards, clock: "_PublishTimes") -> RankReport:
+    def _offer(self, base: _RankBase, shards: Shards, old: Any, clock: "_PublishTimes") -> RankReport:
         """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
-        share = base.share
-        difference = share.keeper.compare(share, base.state, shards.published, self.codec, base.last)
+        difference = self._baseline.compare(base.share, base.state, shards, self.codec, base.last, old)
         part, transition = difference.encode(base.last, self.codec)
         clock.encoded()
         ref, spare = (self._put(part), None) if part.sums else (None, part)
@@ -475,7 +499,7 @@ class ShardedPublisher:
         """Write the whole state of the last version, each rank its own tiles; return the bytes of all."""
 
         def put() -> tuple[None, bytes]:
-            parts = encode_parts(base.share.tiles, base.state) if base.share.tiles else ()
+            parts = encode_parts(base.share.tiles, base.state.snapshot()) if base.share.tiles else ()
             return None, RankReport(tuple(self._put(part) for part in parts)).to_bytes()
 
         _, told = self._together(put)
@@ -491,11 +515,6 @@ class ShardedPublisher:
             self.store.create(keys.anchor_key(base.last.starts), data)
         self._newest, self._path_bytes = base.last.starts, 0.0
         return _CoordinatorMessage(data, written=record.size_bytes)
-
-
-def _read(tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[Any, Mapping[str, str]]:
-    """Shards as plain tensors, in host memory or on a GPU."""
-    return baseline_for(tensors, None).read(tensors, cast)
 
 
 class _PublishTimes:

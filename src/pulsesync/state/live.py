@@ -470,16 +470,6 @@ class Snapshot:
         return bits
 
 
-def copy_weights(layout: Layout, source: Weights, flats: Mapping[str, Bits]) -> None:
-    """Copy a whole state into tensors of the same layout, block by block."""
-
-    def copy(job: tuple[Tile, int]) -> None:
-        tile, number = job
-        tile.write_block(flats[tile.tensor.name], number, source.block(tile, number))
-
-    spread(copy, [(tile, number) for tile in layout.tiles for number in range(tile.block_count)])
-
-
 def _compose_all(first: Changes, then: Changes) -> dict[tuple[int, int], BlockChange]:
     out: dict[tuple[int, int], BlockChange] = {}
     for key in first.keys() | then.keys():

@@ -8,7 +8,8 @@ A source (module, state dict or mapping) is read as shards. A DTensor says itsel
     layout = layout_of(everyones)                       # cut where any process's part ends
     owner_of(layout, everyones)                         # of each tile: the first process that holds all of it
 
-Nobody needs the tensors of the others for this, only their windows.
+Nobody needs the tensors of the others for this, only their windows. The tiles that a process owns are its `TileShare`;
+a process that has the whole model owns all of them.
 """
 
 import json
@@ -17,14 +18,15 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Grid, Layout
-from pulsesync.state.slices import LocalTile, Slice, Span, Window
-from pulsesync.state.views import HostSource, read_published
+from pulsesync.state.slices import LocalTile, Slice, Slices, Span, Window
+from pulsesync.state.views import HostSource, named, read_published
 
 Read = Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Mapping[str, str]]]
 MAX_NOTE_BYTES = 1 << 28  # of a process's windows, unpacked
@@ -89,6 +91,11 @@ class Shards:
     ties: Mapping[str, str]  # alias -> name
     partial: bool = False  # whether it said of any tensor which part it is
 
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The checkpoint's tensors of which these are parts."""
+        return [window.tensor for window in self.windows.values()]
+
     def weights(self, layout: Layout) -> "ShardWeights":
         """Read them in the tiles of a layout, as far as they are held whole."""
         places = {}
@@ -101,7 +108,7 @@ class Shards:
 
     def slices(self) -> dict[str, Slice | None]:
         """The same for a `Subscriber` or a `State`: what is not named here is not held."""
-        return {_literal(name): Slice(w.rows, w.columns) for name, w in self.windows.items()} | {"*": None}
+        return _slices(self.windows)
 
 
 @dataclass(frozen=True)
@@ -123,11 +130,8 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
     Raises:
         StateError: a part that is no rectangle of its tensor, or whatever `view_bits` refuses.
     """
-    if not isinstance(source, Mapping):
-        if not hasattr(source, "state_dict"):
-            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
-        source = source.state_dict()
-    placed = {name: _placed(name, value) for name, value in source.items()}
+    given = dict(named(source))
+    placed = {name: _placed(name, value) for name, value in given.items()}
     published, ties = read({name: one.tensor for name, one in placed.items()}, cast or {})
     windows = {}
     for name, view in published.views.items():
@@ -142,8 +146,13 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
             )
         windows[name] = window
     flat = {name: replace(view, spec=windows[name].local) for name, view in published.views.items()}
-    partial = any(isinstance(value, Placed) or _is_dtensor(value) for value in source.values())
+    partial = any(isinstance(value, Placed) or _is_dtensor(value) for value in given.values())
     return Shards(windows, replace(published, views=flat), ties, partial)
+
+
+def local_tensors(source: Any) -> dict[str, Any]:
+    """The plain tensors of a source whose values may be DTensors or `Placed`. Raises: StateError."""
+    return {name: _placed(name, value).tensor for name, value in named(source)}
 
 
 def _is_dtensor(value: Any) -> bool:
@@ -262,6 +271,70 @@ def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
                 tensor=tile.tensor.name,
             )
     return owners
+
+
+# What a process owns
+
+
+@dataclass(frozen=True)
+class TileShare:
+    """The tiles that a process owns."""
+
+    layout: Layout
+    tiles: tuple[Tile, ...]
+    windows: Mapping[str, Window]  # of each tensor, the rectangle around them; of a whole model every tensor
+    shards: Shards  # in which they lie; without the weights
+    places: Mapping[int, LocalTile]  # where in the shards, by ordinal
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all tiles that have weights."""
+        return sum(tile.size for tile in self.tiles) == self.layout.size
+
+    @property
+    def slices(self) -> Slices | None:
+        """For a state, or a subscriber, of them alone; None for all tiles, so that it knows the state is complete."""
+        return None if self.whole else _slices(self.windows)
+
+    @cached_property
+    def held(self) -> dict[int, LocalTile]:
+        """Where they lie in tensors of their windows."""
+        found = ((tile, self.windows[tile.tensor.name].place(tile)) for tile in self.tiles)
+        return {tile.ordinal: place for tile, place in found if place}
+
+    def check(self, shards: Shards) -> None:
+        """Raises: StateError, if these are not the shards that the share was made of."""
+        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
+        if before != now:
+            name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            raise StateError(
+                f"the shards of a run stay the same; {name!r} came, went or changed: publish with a new publisher",
+                tensor=name,
+            )
+
+
+def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
+    """The tiles of a layout that a rank owns, and where they lie in its shards."""
+    tiles = tuple(layout.tiles[ordinal] for ordinal, owner in owners.items() if owner == rank)
+    whole = sum(tile.size for tile in tiles) == layout.size
+    windows = {spec.name: Slice().of(spec) for spec in layout.tensors if whole}  # those without weights as well
+    places = {}
+    for tile in tiles:
+        rows, columns = (tile.row, tile.row + tile.rows), (tile.column, tile.column + tile.columns)
+        if known := windows.get(tile.tensor.name):
+            rows = min(known.rows[0], rows[0]), max(known.rows[1], rows[1])
+            columns = min(known.columns[0], columns[0]), max(known.columns[1], columns[1])
+        windows[tile.tensor.name] = Window(tile.tensor, rows, columns)
+        place = shards.windows[tile.tensor.name].place(tile)
+        assert place is not None
+        places[tile.ordinal] = place
+    kept = replace(shards, published=replace(shards.published, views={}))
+    return TileShare(layout, tiles, windows, kept, places)
+
+
+def _slices(windows: Windows) -> dict[str, Slice | None]:
+    """What is not named here is not local."""
+    return {_literal(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}
 
 
 def _literal(name: str) -> str:

@@ -65,6 +65,10 @@ class Window:
     columns: Span
 
     @property
+    def whole(self) -> bool:
+        return (self.rows, self.columns) == ((0, self.tensor.rows), (0, self.tensor.columns))
+
+    @property
     def local(self) -> TensorSpec:
         """The tensor as the worker has it."""
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
@@ -82,6 +86,8 @@ class Window:
         left, right = max(tile.column, self.columns[0]), min(tile.column + tile.columns, self.columns[1])
         if top >= bottom or left >= right:
             return None
+        if self.whole:
+            return LocalTile(tile, True)
         here = replace(tile, tensor=self.local, row=tile.row - self.rows[0], column=tile.column - self.columns[0])
         return LocalTile(here, (bottom - top) * (right - left) == tile.size)
 

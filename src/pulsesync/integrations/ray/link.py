@@ -73,10 +73,12 @@ class Link:
 class TeamPublisher(ShardedPublisher):
     """A ShardedPublisher whose ranks may be restarted: one that comes anew finds the others ready to begin with it."""
 
-    def publish(self, source: Any, *, step: int = 0) -> PublishReport:
+    def publish(self, source: Any, *, step: int = 0, old: Any = None) -> PublishReport:
         try:
-            return super().publish(source, step=step)
+            return super().publish(source, step=step, old=old)
         except GroupError as e:
             if not e.rejoin:
                 raise
-        return super().publish(source, step=step)  # what the first attempt committed, if it did, this one settles
+        return super().publish(
+            source, step=step, old=old
+        )  # what the first attempt committed, if it did, this one settles
