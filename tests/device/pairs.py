@@ -18,7 +18,7 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
 from pulsesync.state.sharding import Shards, TileShare, owner_of, share_of
-from pulsesync.state.slices import Slice
+from pulsesync.state.slices import Window
 from tests.helpers import Writer, classes, near, nudge
 
 SPECS = (
@@ -91,7 +91,7 @@ def trained(layout: Layout, state: Mapping[str, Bits], seed: int, density: float
 
 def all_of(layout: Layout, source: DeviceSource) -> tuple[TileShare, Shards]:
     """A source in the dtypes of a layout as shards that are complete, and the share of all its tiles."""
-    shards = Shards({spec.name: Slice().of(spec) for spec in layout.tensors}, source, {})
+    shards = Shards({spec.name: Window.around(spec) for spec in layout.tensors}, source, {})
     return share_of(layout, owner_of(layout, [shards.windows]), 0, shards), shards
 
 

@@ -16,12 +16,16 @@ from pulsesync.device.hook import HookState
 from pulsesync.errors import StateError, StoreError
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
+from pulsesync.publish.baseline import Keep
 from pulsesync.publish.publisher import PublishReport
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
 from pulsesync.testing.backends import host_as_device
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
+from tests.publish.test_sharded import Group, by_rows
 from tests.runs import Watched, version, versions
+
+KEEPS: tuple[Keep, Keep] = ("hook", "device")
 
 
 class Trainer:
@@ -335,6 +339,114 @@ def test_a_publisher_that_begins_again_writes_a_root(trainer: Trainer) -> None:
         assert trainer.publish(pub).result(30).version == 3
     assert version(store, 2).base is None
     assert equal(read_on_host(store, 3, trainer.model), kept(trainer.model))
+
+
+# Several ranks
+
+
+class TeamTrainer(Trainer):
+    """The same for two ranks, which have rows of each tensor."""
+
+    def publish_all(self, group: Group) -> Any:
+        """One step of both: the report."""
+        self.update_()
+        report = group.publish(self.masters, self.step, old=self.model)
+        self.follow_()
+        return report
+
+
+def team(store: Any, keep: Keep, **options: Any) -> Group:
+    return Group(store, 2, by_rows, timeout_s=60, keep=keep, cast="BF16", min_tile=1, **options)
+
+
+def test_the_bytes_of_ranks_are_those_of_bases_on_the_device_and_nothing_is_kept(device: str, many_lanes: None) -> None:
+    stores, trainers = [MemoryStore(), MemoryStore()], [TeamTrainer(device), TeamTrainer(device)]
+    with on(device):
+        hook, base = (team(store, keep, codec="history") for store, keep in zip(stores, KEEPS, strict=True))
+        hook.publish(trainers[0].masters)
+        base.publish(trainers[1].masters)
+        for _ in range(2):
+            mine = trainers[0].publish_all(hook)
+            trainers[1].update_()
+            theirs = base.publish(trainers[1].masters, trainers[1].step)
+            assert (mine.version, mine.changed) == (theirs.version, theirs.changed)
+            assert 0 < mine.changed < mine.total
+        assert hook.pubs[0].digest == base.pubs[0].digest
+        assert [pub.base_bytes for pub in hook.pubs] == [0, 0]
+        assert all(pub.base_bytes for pub in base.pubs)
+    assert objects(stores[0]) == objects(stores[1])
+
+
+def test_ranks_write_anchors_of_what_was_handed_over(device: str) -> None:
+    store, trainer = MemoryStore(), TeamTrainer(device)
+    with on(device):
+        group = team(store, "hook", codec="gap", anchor_every=0.0, epoch_patches=2)
+        group.publish(trainer.masters)
+        for _ in range(3):
+            trainer.publish_all(group)
+    for number in (0, 1):
+        store.delete(keys.manifest_key(number))  # now the anchor is the only path
+    state = kept(trainer.cast())
+    assert equal(read(store, 3, state, epoch_patches=2), state)
+
+
+def test_an_anchor_of_ranks_that_failed_is_not_tried_again_with_weights_that_have_changed(device: str) -> None:
+    store, trainer = Watched(), TeamTrainer(device)
+    with on(device):
+        group = team(store, "hook", codec="gap", anchor_every=0.0, epoch_patches=2)
+        group.publish(trainer.masters)
+        trainer.publish_all(group)
+        store.fail_at("anchors/")
+        assert trainer.publish_all(group).version == 2
+        store.fail_at()
+        assert trainer.publish_all(group).version == 3
+        assert len(list(store.list("anchors/"))) == 1  # that of the root
+        assert trainer.publish_all(group).version == 4
+        assert len(list(store.list("anchors/"))) == 2
+    state = kept(trainer.cast())
+    assert equal(read(store, 4, state, epoch_patches=2), state)
+
+
+def test_ranks_refuse_old_weights_of_another_version_and_continue_with_the_right_ones(device: str) -> None:
+    store, trainer = MemoryStore(), TeamTrainer(device)
+    with on(device):
+        group = team(store, "hook", codec="gap")
+        group.publish(trainer.masters)
+        wrong = {name: tensor.clone() for name, tensor in trainer.model.items()}
+        wrong["a"].view(torch.int16)[5, 3] ^= 1  # which the second rank has
+        trainer.update_()
+        for one in group.try_publish(trainer.masters, 1, old=wrong):
+            assert isinstance(one, StateError)
+        assert [pub.version for pub in group.pubs] == [0, 0]
+        assert group.publish(trainer.masters, 1, old=trainer.model).changed < 30
+    assert equal(read(store, 1, kept(trainer.cast())), kept(trainer.cast()))
+
+
+def test_after_a_version_of_ranks_that_failed_a_root_comes_next(device: str) -> None:
+    store, trainer = Watched(), TeamTrainer(device)
+    with on(device):
+        group = team(store, "hook", codec="gap")
+        group.publish(trainer.masters)
+        store.fail_at("manifests/")
+        trainer.update_()
+        assert all(isinstance(one, StoreError) for one in group.try_publish(trainer.masters, 1, old=trainer.model))
+        store.fail_at()
+        trainer.follow_()
+        root = trainer.publish_all(group)
+        assert (root.version, root.changed) == (1, root.total)
+        later = trainer.publish_all(group)
+        assert (later.version, later.changed < later.total) == (2, True)
+    assert equal(read(store, 2, kept(trainer.cast())), kept(trainer.cast()))
+
+
+def test_old_weights_are_for_teams_that_keep_none(device: str) -> None:
+    trainer = TeamTrainer(device)
+    with on(device):
+        group = team(MemoryStore(), "device")
+        group.publish(trainer.masters)
+        for one in group.try_publish(trainer.masters, 1, old=trainer.model):
+            assert isinstance(one, ValueError)
+            assert "keep='hook' alone" in str(one)
 
 
 # On a GPU, where work is queued

@@ -873,7 +873,7 @@ def _complete(future: _PublishFuture, step: int, outcome: PublishReport | BaseEx
 def _complete_model(shards: Shards) -> Shards:
     """Raises: StateError, if a tensor is only a part of the model's."""
     for name, window in shards.windows.items():
-        if not window.whole:
+        if shards.partial and not window.whole:
             raise StateError(
                 f"tensor {name!r} is a part of the model's, {window.local.shape} of {window.tensor.shape}; publish "
                 "what each rank has with ShardedPublisher, or gather it first",

@@ -130,29 +130,30 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
     Raises:
         StateError: a part that is no rectangle of its tensor, or whatever `view_bits` refuses.
     """
-    given = dict(named(source))
-    placed = {name: _placed(name, value) for name, value in given.items()}
-    published, ties = read({name: one.tensor for name, one in placed.items()}, cast or {})
-    windows = {}
+    tensors = dict(named(source))
+    parts = {name: part for name, value in tensors.items() if (part := _part(name, value))}
+    published, ties = read(tensors | {name: part.tensor for name, part in parts.items()}, cast or {})
+    windows, views = {}, {}
     for name, view in published.views.items():
-        one = placed[name]
-        spec = TensorSpec(name, published.spec(name).dtype, tuple(one.shape))
-        window = Slice(one.rows, one.columns).of(spec)
+        spec, part = published.spec(name), parts.get(name)
+        if part is None:
+            windows[name], views[name] = Window.around(spec), view
+            continue
+        spec = replace(spec, shape=tuple(part.shape))
+        window = Slice(part.rows, part.columns).of(spec)
         if window.local.size != view.spec.size:
             raise StateError(
                 f"tensor {name!r} has {view.spec.size} weights here; rows {window.rows} and columns {window.columns} "
                 f"of {spec.shape} are {window.local.size}",
                 tensor=name,
             )
-        windows[name] = window
-    flat = {name: replace(view, spec=windows[name].local) for name, view in published.views.items()}
-    partial = any(isinstance(value, Placed) or _is_dtensor(value) for value in given.values())
-    return Shards(windows, replace(published, views=flat), ties, partial)
+        windows[name], views[name] = window, replace(view, spec=window.local)
+    return Shards(windows, replace(published, views=views), ties, bool(parts))
 
 
 def local_tensors(source: Any) -> dict[str, Any]:
     """The plain tensors of a source whose values may be DTensors or `Placed`. Raises: StateError."""
-    return {name: _placed(name, value).tensor for name, value in named(source)}
+    return {name: part.tensor if (part := _part(name, value)) else value for name, value in named(source)}
 
 
 def _is_dtensor(value: Any) -> bool:
@@ -160,11 +161,12 @@ def _is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _placed(name: str, value: Any) -> Placed:
+def _part(name: str, value: Any) -> Placed | None:
+    """The part of its tensor that a value says it is; None for a plain tensor."""
     if isinstance(value, Placed):
         return value
     if not _is_dtensor(value):
-        return Placed(value, tuple(int(n) for n in getattr(value, "shape", ())))
+        return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in value.placements):
@@ -317,7 +319,7 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
     """The tiles of a layout that a rank owns, and where they lie in its shards."""
     tiles = tuple(layout.tiles[ordinal] for ordinal, owner in owners.items() if owner == rank)
     whole = sum(tile.size for tile in tiles) == layout.size
-    windows = {spec.name: Slice().of(spec) for spec in layout.tensors if whole}  # those without weights as well
+    windows = {spec.name: Window.around(spec) for spec in layout.tensors if whole}  # those without weights as well
     places = {}
     for tile in tiles:
         rows, columns = (tile.row, tile.row + tile.rows), (tile.column, tile.column + tile.columns)

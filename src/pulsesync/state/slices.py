@@ -64,6 +64,11 @@ class Window:
     rows: Span
     columns: Span
 
+    @classmethod
+    def around(cls, tensor: TensorSpec) -> "Window":
+        """All of a tensor."""
+        return cls(tensor, (0, tensor.rows), (0, tensor.columns))
+
     @property
     def whole(self) -> bool:
         return (self.rows, self.columns) == ((0, self.tensor.rows), (0, self.tensor.columns))

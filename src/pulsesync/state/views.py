@@ -101,7 +101,8 @@ class HostSource:
     dtypes: Mapping[str, str]  # name -> dtype, for tensors that are cast
 
     def spec(self, name: str) -> TensorSpec:
-        return replace(self.views[name].spec, dtype=self.dtypes.get(name, self.views[name].spec.dtype))
+        spec = self.views[name].spec
+        return replace(spec, dtype=self.dtypes[name]) if name in self.dtypes else spec
 
     def block(self, tile: Tile, number: int) -> Bits:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
