@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from pulsesync.format.signature import Delegation, SigningKey
     from pulsesync.group.broadcast import Broadcast, BroadcastReport
     from pulsesync.group.collective import Collective
-    from pulsesync.publish.publisher import Publisher, PublishReport
+    from pulsesync.publish.lifecycle import PublishReport
+    from pulsesync.publish.publisher import Publisher
     from pulsesync.publish.sharded import ShardedPublisher
     from pulsesync.run.subscriber import Subscriber, SyncReport
     from pulsesync.run.warmup import warm_up
@@ -110,7 +111,7 @@ _HOMES = {
     "Collective": "group.collective",
     "Delegation": "format.signature",
     "Placed": "state.sharding",
-    "PublishReport": "publish.publisher",
+    "PublishReport": "publish.lifecycle",
     "Publisher": "publish.publisher",
     "ShardedPublisher": "publish.sharded",
     "SigningKey": "format.signature",

@@ -17,7 +17,7 @@ from pulsesync.errors import StateError, StoreError
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
 from pulsesync.publish.baseline import Keep
-from pulsesync.publish.publisher import PublishReport
+from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
 from pulsesync.testing.backends import host_as_device
@@ -123,9 +123,9 @@ def test_nothing_of_the_weights_is_kept_between_publishes(trainer: Trainer) -> N
     with hooked(MemoryStore()) as pub:
         pub.publish(trainer.masters)
         for _ in range(3):
-            assert pub._tip is not None
-            assert isinstance(pub._tip.state, HookState)
-            assert (pub._tip.state.flats, pub._tip.state.readers) == ({}, [])  # nor of what read them
+            assert pub._base is not None
+            assert isinstance(pub._base.state, HookState)
+            assert (pub._base.state.flats, pub._base.state.readers) == ({}, [])  # nor of what read them
             trainer.publish(pub).result(30)
 
 

@@ -38,6 +38,7 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format import patch, signature
 from pulsesync.publish import anchors
 from pulsesync.publish.baseline import HostDifference
+from pulsesync.publish.writer import RunWriter
 from pulsesync.run import keys
 from pulsesync.run.spool import Outbox
 from pulsesync.state.live import State
@@ -68,7 +69,7 @@ def abandoned(store: Store, spool: Path, **options: Any) -> Iterator[Publisher]:
     pub = Publisher(store, spool=spool, **options)
     with suppress(StoreError):
         yield pub
-    for executor in (pub._sender, pub._behind):
+    for executor in (pub._sender, pub._anchor_sender):
         executor.shutdown()
 
 
@@ -688,7 +689,7 @@ def test_on_a_slow_link_auto_folds_steps_and_not_more_than_it_may() -> None:
             else:
                 reports.append(pub.publish(training.weights, step=step, wait=False))
             time.sleep(0.002)
-        waited = [pub._pace.target(), *(isinstance(r, Future) and r.result().version is None for r in reports)]
+        waited = [pub._cadence.target(), *(isinstance(r, Future) and r.result().version is None for r in reports)]
     assert waited[0] == 4
     assert any(waited[1:])
     assert len(versions(store)) < 8
@@ -1161,12 +1162,12 @@ def test_failures_are_bounded_in_number_and_hold_none_of_the_memory_they_took() 
             weights["w"][:] = step + 1
             with suppress(StoreError):
                 wait_for([pub.publish(weights, wait=False)], 10)
-        assert pub._tip is not None
-        pub._tip._unsure = None  # the last one, which may have been committed
+        assert pub._base is not None
+        pub._writer._draft = None  # the last one, which may have been committed
         kept_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert len(pub._failures) <= 2
+    assert len(pub._queue._failures) <= 2
     assert kept_bytes < weights["w"].nbytes
     with pytest.raises(StoreError):
         pub.close()
@@ -1409,7 +1410,7 @@ class Slow(LocalStore):
 weights = {name: np.zeros(5000, np.float32) for name in "abc"}
 pub = Publisher(sys.argv[1])
 pub.publish(weights)
-pub.store = pub._tip.store = Slow(sys.argv[1])
+pub.store = pub._writer.store = Slow(sys.argv[1])
 for step in (1, 2):
     for array in weights.values():
         array[step::7] += step
@@ -1987,13 +1988,13 @@ def test_a_commit_at_an_epochs_start_that_was_not_answered_gets_its_anchor(short
 
 def test_flushing_waits_for_an_anchor_that_is_due(short_epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     training, store = Training(), MemoryStore()
-    maybe = Publisher._maybe_anchor
+    begin = RunWriter._try_anchor
 
-    def slowly(pub: Publisher, *of: Any) -> None:
+    def slowly(writer: RunWriter, *args: Any, **options: Any) -> None:
         time.sleep(0.05)  # the sender's thread is not the quickest
-        maybe(pub, *of)
+        begin(writer, *args, **options)
 
-    monkeypatch.setattr(Publisher, "_maybe_anchor", slowly)
+    monkeypatch.setattr(RunWriter, "_try_anchor", slowly)
     with Publisher(store, anchor_every=0, epoch_patches=short_epochs) as pub:
         for _ in range(3):
             pub.publish(training.weights)

@@ -23,7 +23,7 @@ from pulsesync.maintain.squash import _Span
 from pulsesync.publish import commit
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.commit import Draft, RunTip, create
-from pulsesync.publish.publisher import PublishReport
+from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
 from pulsesync.run.reader import RunReader

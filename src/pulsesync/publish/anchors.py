@@ -1,8 +1,7 @@
-"""Writing anchors: whole states, behind everything else, from a snapshot to disk and from there to the store."""
+"""Writing anchors in the background: full checkpoints, from a snapshot to disk and from there to the store."""
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
+from pulsesync.publish.team import AnchorShare
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look
 from pulsesync.run.spool import Outbox
@@ -28,7 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class AnchorWriter:
-    """Writes the anchors of one run, one at a time, and gives way to versions that are being sent."""
+    """Writes the anchors of one run, one at a time, and gives way to versions that are being sent.
+
+    Of a team each rank uploads the tiles that are its own: `share` is then what it has uploaded, until the coordinator
+    has created the record (`complete`) and every rank knows it (`recorded`). A team of one creates it at once.
+
+    Args:
+        give_way: Waits while a version is being sent.
+        alone: Whether this is a team of one.
+    """
 
     def __init__(
         self,
@@ -36,13 +44,16 @@ class AnchorWriter:
         outbox: Outbox,
         sign: Callable[[Manifest], bytes],
         executor: Executor,
-        quiet: threading.Event,
+        give_way: Callable[[], None],
+        alone: bool = True,
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
         self.owed = False  # one was begun and is not in the store
         self.written_bytes = 0
-        self._executor, self._quiet = executor, quiet
+        self.share: AnchorShare | None = None
+        self._version: Manifest | None = None  # of which the last anchor was begun
+        self._executor, self._give_way, self._alone = executor, give_way, alone
         self._current: Future[None] | None = None
         self._failures = 0  # in a row that may be made up for later
         self._pause: float = 0  # versions to come before the anchor is tried again
@@ -51,11 +62,14 @@ class AnchorWriter:
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
-    def begin(self, snapshot: Snapshot | State, version: Manifest) -> None:
-        """Write the anchor of a version, of which this is the state, unless one is being written."""
+    def begin(self, snapshot: Snapshot | State, version: Manifest, tiles: Sequence[Tile]) -> None:
+        """Write the anchor of a version, of which this is the state, unless one is being written.
+
+        tiles: those that are this rank's.
+        """
         if not self.busy:
-            self.owed, self._pause = True, 0
-            self._current = self._start(version.starts, self._write, snapshot, version)
+            self.owed, self._pause, self.share, self._version = True, 0, None, version
+            self._current = self._start(version.starts, self._write, snapshot, version, tiles)
 
     def finish(self, run: str) -> None:
         """Upload what is finished on disk, also by a process before this one. Called with every version.
@@ -63,7 +77,7 @@ class AnchorWriter:
         An upload that failed is as large as the model. So it is tried again 1, 2, 4, 8… versions later if its error was
         retryable, and otherwise not at all: then the next epoch has an anchor of its own.
         """
-        if self.busy:
+        if self.busy or self.share is not None:
             return
         self._pause -= 1
         if self._pause <= 0 and (waiting := self._waiting(run)):
@@ -82,6 +96,20 @@ class AnchorWriter:
                 "gets one",
                 retryable=True,
             ) from e
+
+    def complete(self, parts: tuple[PartRef, ...]) -> Manifest:
+        """Create the record of the anchor that was begun last, now that all its parts are in the store."""
+        assert self._version is not None
+        record = anchor_record(self._version, parts, self.newest)
+        self._create(record, self.sign(record))
+        return record
+
+    def recorded(self, epoch: int) -> None:
+        """The record of an anchor is in the store: nothing of it, or of one before it, is needed here any more."""
+        self.newest = max(epoch, self.newest or 0)
+        if self.share is not None and self.share.epoch <= epoch:
+            self.share, self.owed = None, False
+        self.outbox.discard_before(epoch + 1)
 
     def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> "Future[None]":
         """Run work in the background; what stops it is logged, and raised by `wait`."""
@@ -111,9 +139,9 @@ class AnchorWriter:
             waits.set_exception(StoreError(f"the anchor of epoch {epoch} was not begun: {e}", retryable=True))
             return waits
 
-    def _write(self, snapshot: Snapshot | State, version: Manifest) -> None:
+    def _write(self, snapshot: Snapshot | State, version: Manifest, tiles: Sequence[Tile]) -> None:
         epoch = version.starts
-        refs = self.outbox.stage(epoch, encode_parts(snapshot.layout.tiles, snapshot))
+        refs = self.outbox.stage(epoch, encode_parts(tiles, snapshot) if tiles or self._alone else ())
         record = anchor_record(version, refs, self.newest)
         data = self.sign(record)
         self.outbox.seal(epoch, data)
@@ -122,14 +150,18 @@ class AnchorWriter:
         self._upload(epoch, record, data)
 
     def _waiting(self, run: str) -> list[tuple[int, Manifest, bytes]]:
-        """What the outbox has for this run; the rest of it goes. A look at the disk, without the parts."""
+        """What the outbox has for this run; the rest of it goes. A look at the disk, without the parts.
+
+        Of a team, what a process before this one has left goes too: the tiles may be others' now.
+        """
         found = []
         for epoch, data in self.outbox.waiting():
             try:
                 record = manifests.parse(data)
             except PulseError:
                 record = None
-            if record is None or record.run != run or (self.newest is not None and epoch <= self.newest):
+            others = not self._alone and (self._version is None or epoch != self._version.starts)
+            if record is None or record.run != run or others or (self.newest is not None and epoch <= self.newest):
                 self.outbox.discard(epoch)
             else:
                 found.append((epoch, record, data))
@@ -141,18 +173,24 @@ class AnchorWriter:
                 self._upload(epoch, record, data)
             else:
                 self.outbox.discard(epoch)
-        self.owed = False
+        self.owed = self.share is not None
 
     def _upload(self, epoch: int, record: Manifest, data: bytes) -> None:
         """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""
         for ref in record.parts:
-            self._quiet.wait()
+            self._give_way()
             self.store.put(keys.part_key(ref.id), self._staged(epoch, ref))
             self.written_bytes += ref.size
-        with suppress(ConflictError):  # another process was quicker: the run has its anchor
-            self.store.create(keys.anchor_key(epoch), data)
+        if not self._alone:
+            self.share = AnchorShare(epoch, record.parts)
+            return
+        self._create(record, data)
         self.newest, self.owed = epoch, False
         self.outbox.discard(epoch)
+
+    def _create(self, record: Manifest, data: bytes) -> None:
+        with suppress(ConflictError):  # another process was quicker: the run has its anchor
+            self.store.create(keys.anchor_key(record.starts), data)
 
     def _staged(self, epoch: int, ref: PartRef) -> bytes:
         """A part from disk. Raises: FormatError, NotFoundError, if it is not as it was written; the rest goes too."""

@@ -1,7 +1,7 @@
 """How many steps go into one version: rules without I/O or clock.
 
 A patch over k steps is smaller than k patches, because the same weights move again; but it is k steps late. So: publish
-every step while the link can bear it, and fold steps where sending would take more than a share of the time they take.
+every step while the link can bear it, and coalesce steps where sending takes more than a share of their time.
 """
 
 from collections import deque
@@ -41,17 +41,28 @@ class Cadence:
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
+        self._agreed: tuple[int, int, int] | None = None  # up to a call the first target holds, then the other
 
-    def step(self, now_s: float) -> bool:
+    def step(self, now_s: float, call: int = 0) -> bool:
         """Count a step of the trainer; return whether it is to be published."""
         if self._last_call is not None:
             self._steps_s.append(now_s - self._last_call)
         self._last_call = now_s
         self.waiting += 1
-        return self.waiting >= self.target()
+        return self.waiting >= self._target_at(call)
+
+    def agree(self, target: int, after_call: int) -> None:
+        """Ranks that publish together all use this target from the next call on: whatever they measure themselves."""
+        self._agreed = self._target_at(after_call), after_call, target
+
+    def _target_at(self, call: int) -> int:
+        if self._agreed is None:
+            return self.target()
+        before, after_call, then = self._agreed
+        return then if call > after_call else before
 
     def published(self) -> int:
-        """A version with all waiting steps is on its way; return how many were folded into it beside the last."""
+        """A version with all waiting steps is on its way; return how many are in it besides the last."""
         coalesced, self.waiting = max(0, self.waiting - 1), 0
         return coalesced
 

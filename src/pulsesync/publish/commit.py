@@ -1,15 +1,10 @@
-"""The end of a run, as its publisher holds it: the last version committed, and how the next one is made of it.
-
-The state here is the base that the trainer's weights are compared with. It moves only when a version was committed.
-"""
+"""How a version is committed: its record, and the order in which a publisher writes and looks."""
 
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from pulsesync.core import digest
 from pulsesync.errors import AnotherPublisherError, ConflictError, FormatError, NotFoundError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
@@ -20,84 +15,10 @@ from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
-from pulsesync.run.bodies import keep_body
 from pulsesync.state.live import State, Transition
 from pulsesync.store import Store
 
-Sign = Callable[[Manifest], bytes]
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A version that is ready to be committed."""
-
-    manifest: Manifest
-    part: EncodedPart
-    transition: Transition
-
-
-class RunTip:
-    """The last version of a run and its state. One thread at a time drafts, commits and advances."""
-
-    def __init__(self, store: Store, sign: Sign, last: Manifest, state: State) -> None:
-        self.store, self.sign = store, sign
-        self.last, self.state = last, state
-        self._unsure: Draft | None = None  # sent, and perhaps committed
-
-    def draft(
-        self, encoded: tuple[EncodedPart, Transition], step: int, anchor: int | None, files: tuple[FileRef, ...]
-    ) -> Draft:
-        """The record of what takes the base to the next version. Changes nothing."""
-        part, transition = encoded
-        manifest = next_record(
-            self.last,
-            step,
-            (PartRef(part.id, len(part.data)),),
-            digest.state_digest(self.state.layout.tiles, transition.sums),
-            transition.history.digest() if transition.history.tiles else None,
-            anchor,
-            files,
-        )
-        return Draft(manifest, part, transition)
-
-    def commit(self, draft: Draft) -> int:
-        """Put the body, then create the record: now the version exists. Returns the bytes added.
-
-        Raises:
-            AnotherPublisherError: another process publishes here; StoreError: it may or may not be committed; `settle`
-            finds out.
-        """
-        self._unsure = draft  # until the base has moved: whatever interrupts that, `settle` finds it
-        try:
-            self.store.put(keys.part_key(draft.part.id), draft.part.data)
-            added = create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
-            keep_body(self.store, draft.part)
-            return len(draft.part.data) + added
-        except AnotherPublisherError:
-            self._unsure = None
-            raise
-
-    def settle(self) -> Draft | None:
-        """If it is not known whether a version was committed, find out; return it if it was, to be advanced to.
-
-        Raises:
-            StoreError: it still does not say.
-        """
-        if self._unsure is None:
-            return None
-        draft = self._unsure
-        if not is_committed(self.store, draft.manifest.version, self.sign(draft.manifest)):
-            self._unsure = None
-        else:
-            keep_body(self.store, draft.part)
-        return self._unsure
-
-    def advance(self, draft: Draft) -> None:
-        """Move the base to a version that was committed."""
-        self.state.commit(draft.transition)
-        self.last, self._unsure = draft.manifest, None
 
 
 def encode_next(

@@ -51,6 +51,7 @@ class RankReport:
     changed: int = 0  # weights
     sums: Mapping[int, Sum] = field(default_factory=dict)
     remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)
+    failed: bool = False  # whether it has nothing to report, and why is no error
 
     @classmethod
     def of(cls, state: State, share: TileShare) -> "RankReport":
@@ -62,7 +63,7 @@ class RankReport:
         parts = [[part.id, part.size] for part in self.parts]
         sums = np.array([(n, *total) for n, total in self.sums.items()], _SUM)
         remembered = np.array([(n, r.cut, r.size, *r.sum) for n, r in self.remembered.items()], _REMEMBERED)
-        head = {"parts": parts, "changed": self.changed, "tiles": [sums.size, remembered.size]}
+        head = {"parts": parts, "changed": self.changed, "tiles": [sums.size, remembered.size], "failed": self.failed}
         return json.dumps(head).encode() + b"\n" + sums.tobytes() + remembered.tobytes()
 
     @classmethod
@@ -83,6 +84,7 @@ class RankReport:
                 int(head["changed"]),
                 {n: Sum(*total) for n, *total in sums.tolist()},
                 {n: TileHistorySummary(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},
+                bool(head["failed"]),
             )
         except (ValueError, KeyError, TypeError) as e:
             raise FormatError(f"malformed message from rank {rank}: {e}") from e

@@ -5,7 +5,7 @@ from typing import Any
 from pulsesync.errors import GroupError
 from pulsesync.integrations.ray.store import RayStore
 from pulsesync.integrations.ray.team import ActorTeam
-from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import RetryStore, Store, open_store
@@ -73,12 +73,10 @@ class Link:
 class TeamPublisher(ShardedPublisher):
     """A ShardedPublisher whose ranks may be restarted: one that comes anew finds the others ready to begin with it."""
 
-    def publish(self, source: Any, *, step: int = 0, old: Any = None) -> PublishReport:
+    def publish(self, source: Any, **options: Any) -> Any:
         try:
-            return super().publish(source, step=step, old=old)
+            return super().publish(source, **options)
         except GroupError as e:
             if not e.rejoin:
                 raise
-        return super().publish(
-            source, step=step, old=old
-        )  # what the first attempt committed, if it did, this one settles
+        return super().publish(source, **options)  # what the first attempt committed, if it did, this one settles

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from pulsesync.errors import ChecksumError, PulseError
 from pulsesync.lab.demo.run import WRONG, DemoRun
 from pulsesync.lab.demo.settings import DemoSettings
-from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.run.warmup import warm_up

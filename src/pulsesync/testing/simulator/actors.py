@@ -11,7 +11,8 @@ import numpy as np
 
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
-from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State
 from pulsesync.state.views import view_bits

@@ -62,7 +62,7 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
     """Prune, perhaps while all workers are so far behind that their own versions go; the run goes on as before."""
     if world.rng.random() < 0.7:
         assert trainer.publisher is not None
-        trainer.publisher.anchor_every = 0.0  # at every epoch's start
+        trainer.publisher._options.anchor_every = 0.0  # at every epoch's start
         for _ in range(2 * world.epoch_patches):
             train(world, trainer)
             _publish_for_sure(world, trainer)

@@ -5,6 +5,7 @@ from contextlib import suppress
 import numpy as np
 
 from pulsesync.errors import AnotherPublisherError, PulseError
+from pulsesync.publish.lifecycle import Stage
 from pulsesync.publish.publisher import Publisher
 from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
 from pulsesync.testing.simulator.checks import check_published
@@ -59,7 +60,8 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     """Publish and wait for it."""
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
-    late = not end._sending and world.rng.random() < 0.5  # an anchor that waits is written after this version
+    idle = end._queue.stage == Stage.IDLE
+    late = idle and world.rng.random() < 0.5  # an anchor that waits is written after this version
     with trainer.executor.at_once(backlog=not late):
         try:
             report = end.publish(trainer.weights, step=trainer.step, now=now)
@@ -88,13 +90,14 @@ def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
 def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
-    if end is None or end._lock._is_owned():  # type: ignore[attr-defined]
+    if end is None or end._queue.lock._is_owned():  # type: ignore[attr-defined]
         return  # where they hold the lock it would have to wait
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
     with suppress(PulseError):
         publish_behind(world, trainer)
-    if end._quiet.is_set() and trainer.executor.waiting:  # an anchor is being written, no version: both go on
+    quiet = end._queue.stage in (Stage.IDLE, Stage.QUEUED)
+    if quiet and trainer.executor.waiting:  # an anchor is being written, no version: both go on
         trainer.executor.run_one()
 
 

@@ -21,7 +21,7 @@ from pulsesync.format.history import History
 from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
-from pulsesync.publish import anchors, commit, publisher
+from pulsesync.publish import anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run import spool, subscriber
 from pulsesync.run.subscriber import Subscriber
@@ -99,6 +99,7 @@ class World:
                 (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
+                (writer, "time", times),
                 (commit, "time", times),
                 (commit, "secrets", chance),
                 (pruning, "secrets", chance),

@@ -1,0 +1,668 @@
+"""The run writer: from a version that was compared to one that is in the store, with the other ranks of a team.
+
+Every publisher has one, and a single process is a team of one. A version takes three rounds of the team: where every
+rank stands (`_meet`), what each has encoded and uploaded (`_offer`), and what the coordinator made of it (`_create`).
+Only the thread that sends uses the team. What fails on one rank fails the version on all, and no base moves.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pulsesync.core.types import TensorSpec
+from pulsesync.errors import (
+    AnotherPublisherError,
+    ChainError,
+    FormatError,
+    GroupError,
+    NotFoundError,
+    SignatureError,
+    StateError,
+    StoreError,
+    VerificationError,
+)
+from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
+from pulsesync.format import signature
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import FileRef, Manifest, PartRef
+from pulsesync.format.patch import CodecName, EncodedPart
+from pulsesync.format.signature import SigningKey
+from pulsesync.publish.anchors import AnchorWriter, encode_parts, path_since_anchor
+from pulsesync.publish.baseline import Baseline
+from pulsesync.publish.cadence import Cadence, SentVersion
+from pulsesync.publish.commit import create, is_committed, next_record, root_record
+from pulsesync.publish.companions import Files, put_companions
+from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
+from pulsesync.publish.ownership import RankReport, VersionTables, agreed
+from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
+from pulsesync.run import keys
+from pulsesync.run.bodies import keep_body
+from pulsesync.run.reader import RunReader
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.live import State, Transition
+from pulsesync.state.sharding import (
+    Shards,
+    TileShare,
+    Windows,
+    layout_of,
+    owner_of,
+    share_of,
+    windows_from,
+    windows_to,
+)
+from pulsesync.store import Store
+
+CALL_TIMEOUT_S = 300.0  # how long a rank may be behind another in its calls of publish
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class WriterOptions:
+    """What the ranks of a team must agree on; see `Publisher`."""
+
+    codec: CodecName
+    grid: layouts.Grid
+    min_tile: int
+    signing_key: SigningKey | None
+    files: Files
+    anchor_every: float
+    epoch_patches: int
+
+
+@dataclass(frozen=True)
+class RankBase:
+    """What a rank compares its tiles with: the last version committed, as far as it is this rank's."""
+
+    last: Manifest
+    record: bytes  # of last, as stored
+    share: TileShare
+    state: State
+
+
+@dataclass(frozen=True)
+class Draft:
+    """This rank's part of a version that was sent, and is perhaps committed."""
+
+    version: int
+    encoded: EncodedPart
+    transition: Transition
+    part: PartRef | None  # None: nothing changed in this rank's tiles, and nothing was uploaded
+    record: bytes = b""  # the coordinator's, once it is signed
+    tables: VersionTables | None = None  # the coordinator's, of the version
+
+    def is_of(self, record: Manifest) -> bool:
+        return record.version == self.version and (self.part is None or self.part in record.parts)
+
+
+@dataclass(frozen=True)
+class _TeamPlan:
+    """What a team needs to begin: how its tensors are cut, who has what, and the last version of the run."""
+
+    layout: Layout
+    everyones: Sequence[Windows]
+    record: bytes  # of last, as stored
+    last: Manifest | None
+
+
+class RunWriter:
+    """Writes the versions of one run. `write` is for one thread at a time; `compare` needs the queue's lock."""
+
+    def __init__(
+        self,
+        store: Store,
+        talk: TeamTalk,
+        queue: SendQueue,
+        cadence: Cadence,
+        anchors: AnchorWriter,
+        options: WriterOptions,
+    ) -> None:
+        self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
+        self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
+        self.base: RankBase | None = None  # changed under the queue's lock alone
+        self._cadence = cadence
+        self._draft: Draft | None = None  # until it is known what became of it
+        self._unrecorded: int | None = None  # the epoch of an anchor that all ranks began and whose record is not there
+        self._ranks: Sequence[Standing] = ()  # as they stood when they last met
+        # What follows is the coordinator's alone
+        self._tables = VersionTables()
+        self._refs: tuple[FileRef, ...] = ()
+        self._path_bytes = 0.0  # patches since the newest anchor
+
+    # Comparing, in the caller's thread
+
+    def compare(self, version: PendingVersion, shards: Shards, old: Any = None) -> None:
+        """Compare a source with the base, if there is one; when this returns, the source may change.
+
+        Raises:
+            StateError: tensors came, went, changed shape, tie or shard.
+        """
+        base, baseline = self.base, self.baseline
+        if base is None or baseline is None:
+            return
+        base.share.check(shards)
+        try:
+            version.difference = baseline.compare(base.share, base.state, shards, self.options.codec, base.last, old)
+        except BaseException as e:
+            if baseline.hands_over and not isinstance(e, ValueError | StateError):
+                self.base = None  # what was handed over is lost, and no later version follows the last one
+            raise
+        version.base = base.last.version
+
+    # One version
+
+    def write(self, version: PendingVersion) -> PublishReport:
+        """Commit the current version with all ranks, and move the base.
+
+        Raises:
+            PulseError: some rank failed; the base is still the last version committed.
+        """
+        clock = _Clock()
+        self.talk.begin()
+        last_call = self._meet(version)
+        if self.base is not None:
+            return self._write_patch(self.base, lambda: self._fix(version, last_call), clock)
+        found = self._open(version, last_call)
+        self.queue.resumed()
+        if isinstance(found, RankBase):
+            return self._write_patch(found, lambda: version, clock)
+        return self._write_root(found, version, clock)
+
+    def _meet(self, version: PendingVersion) -> int:
+        """Learn where every rank stands; return the call that the version ends with.
+
+        If the ranks have no base, or not the same, none has one afterwards.
+        """
+        ranks = self._stand(version)
+        calls = max(rank.calls for rank in ranks)
+        self._ranks = ranks
+        with self.queue.lock:
+            if any(rank.unread for rank in ranks):
+                self.queue.surface(calls + 1)
+            if not self.talk.is_alone:
+                self._cadence.agree(ranks[COORDINATOR].target, calls)
+        versions = [rank.version for rank in ranks]
+        if any(rank.unsure for rank in ranks):
+            self._settle(version)
+            versions = self._all_versions()
+        all_wait = all(rank.awaited for rank in ranks)
+        with self.queue.lock:
+            if all_wait:  # then they are in the same call, whatever each has counted
+                self.queue.calls = version.call = calls
+            if None in versions or len(set(versions)) > 1:
+                self.base = self._unrecorded = None
+        if self.base is None and not all_wait:
+            raise GroupError(
+                "the ranks do not know the same last version, so nothing was published; the next publish resumes the "
+                "run on all of them",
+                rank=self.talk.team.rank,
+            )
+        return calls if all_wait else max(rank.call for rank in ranks)
+
+    def _stand(self, version: PendingVersion) -> list[Standing]:
+        def stand() -> Standing:
+            if version.fault is not None:
+                raise version.fault
+            with self.queue.lock:
+                return Standing(
+                    call=version.call,
+                    calls=self.queue.calls,
+                    version=self.version,
+                    unsure=self._draft is not None,
+                    awaited=version.awaited,
+                    unread=self.queue.has_unread_failure,
+                    busy=self.anchors.busy,
+                    share=self.anchors.share,
+                    target=self._cadence.target(),
+                )
+
+        if self.talk.is_alone:
+            return [stand()]
+        return Standing.from_ranks(self.talk.together(lambda: (None, stand().to_bytes()))[1])
+
+    def _all_versions(self) -> list[int | None]:
+        if self.talk.is_alone:
+            return [self.version]
+        _, sent = self.talk.together(lambda: (None, json.dumps(self.version).encode()))
+        return [json.loads(one) for one in sent]
+
+    def _fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
+        """The current version as it is when this rank has made the call that it ends with."""
+        fixed = self.queue.fix(version, last_call, CALL_TIMEOUT_S, resumes=self.base is None)
+        if fixed.fault is not None:
+            raise fixed.fault
+        self.talk.step = fixed.step
+        return fixed
+
+    @property
+    def version(self) -> int | None:
+        base = self.base
+        return base.last.version if base else None
+
+    # Settling
+
+    def settle_at_once(self) -> None:
+        """After a failure, see whether the version was committed all the same; a team does that when it next meets."""
+        if not self.talk.is_alone or self._draft is None:
+            return
+        try:
+            self._settle(self.queue.pending)
+        except Exception as e:  # noqa: BLE001 - the next version begins with it
+            logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
+
+    def _settle(self, waiting: PendingVersion | None) -> None:
+        """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
+
+        Raises:
+            StoreError: the store still does not say.
+        """
+        base = self.base
+
+        def look() -> CoordinatorMessage:
+            draft = self._draft
+            if base is None:
+                return CoordinatorMessage()
+            if draft is not None and draft.record and is_committed(self.store, draft.version, draft.record):
+                due = self._due(self._parse(draft.record), base.state.layout)
+                return CoordinatorMessage(draft.record, anchor=due)
+            return CoordinatorMessage(base.record)
+
+        message = self.talk.ask(look)
+        draft = self._draft
+        if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
+            self._keep_body(draft)
+            with self.queue.lock:
+                base = self._advance(draft, record, message.record, waiting)
+                self.queue.make_up_for(record.version)
+            self._try_anchor(base, message.anchor)
+        self._draft = None
+
+    def _advance(self, draft: Draft, last: Manifest, record: bytes, waiting: PendingVersion | None) -> RankBase:
+        """Move the base to a version that was committed, and what waits and was compared with the base before."""
+        base = self.base
+        assert base is not None
+        if waiting is not None and waiting.difference is not None and waiting.base == base.last.version:
+            waiting.difference, waiting.base = waiting.difference.after(draft.transition), last.version
+        if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
+            base.state.commit(draft.transition)
+        self.base = replace(base, last=last, record=record)
+        self._tables = draft.tables or self._tables
+        self._draft = None
+        return self.base
+
+    # Resuming a run
+
+    def _open(self, version: PendingVersion, last_call: int) -> "RankBase | _TeamPlan":
+        """Agree on a layout, and look for a run. Returns the base if there is one that can be resumed, else a plan."""
+        shards, source = version.shards, version.source
+        assert shards is not None
+
+        def windows() -> tuple[tuple[Windows, Mapping[str, str]], bytes]:
+            self._fix(version, last_call)
+            return (shards.windows, shards.ties), b"" if self.talk.is_alone else windows_to(shards)
+
+        mine, sent = self.talk.together(windows)
+        everyones, ties = agreed([mine] if self.talk.is_alone else [windows_from(message) for message in sent])
+        layout = layout_of(everyones, ties, self.options.grid, self.options.min_tile)
+        message = self.talk.ask(lambda: self._find_last(source))
+        last = self._parse(message.record) if message.record else None
+        plan = _TeamPlan(layout, everyones, message.record, last)
+        if last is None or (base := self._resume(plan, last, shards)) is None:
+            return plan
+        with self.queue.lock:
+            self.base = base
+            self.compare(version, shards)
+        return base
+
+    def _find_last(self, source: Any) -> CoordinatorMessage:
+        reader = self._reader()
+        last = reader.newest()
+        key = self.options.signing_key
+        if last is not None and key is None and signature.split(self.store.get(keys.manifest_key(last.version)))[1]:
+            raise SignatureError(
+                "this run is signed; pass signing_key= to resume it", key=keys.manifest_key(last.version)
+            )
+        self._refs = put_companions(self.store, self.options.files, source, last)
+        return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
+
+    def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> RankBase | None:
+        """Rebuild the last version, each rank its own tiles. Returns None on all ranks if that cannot be done."""
+
+        def rebuild() -> tuple[tuple[TileShare, State] | None, RankReport]:
+            layout = self._reader().layout(last.layout)
+            same_tensors(layout, plan.layout.tensors, plan.layout.ties)
+            try:
+                owners = owner_of(layout, plan.everyones)
+            except StateError:
+                return None, RankReport(failed=True)  # the run's tiles lie across the shards of this team
+            self.anchors.newest = last.anchor
+            self.anchors.finish(last.run)
+            share = share_of(layout, owners, self.talk.team.rank, shards)
+            state = self._rebuild(last, share, shards)
+            if state is None and self.anchors.busy:
+                try:
+                    self.anchors.wait()  # the path may begin at an anchor that was still in the outbox
+                except (StoreError, FormatError):
+                    pass  # logged where the anchor is written
+                else:
+                    with suppress(StoreError):
+                        state = self._rebuild(last, share, shards)
+            return ((share, state), RankReport.of(state, share)) if state else (None, RankReport(failed=True))
+
+        found, reports = self.talk.report(rebuild)
+        if found is None or any(report.failed for report in reports):
+            return None
+        message = self.talk.ask(lambda: self._judge(plan, last, found[0].layout, reports))
+        if not message.record:
+            return None
+        base = RankBase(last, plan.record, *found)
+        self._try_anchor(base, message.anchor)
+        return base
+
+    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> State | None:
+        """This rank's tiles of the last version; None if no path leads there from what trainer or store have."""
+        assert self.baseline is not None
+        tensors = self.baseline.rebuild(share, shards)
+        if tensors is None:
+            return None
+        key, options = self.options.signing_key, self.options
+        trust = key.public if key else None
+        reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0, epoch_patches=options.epoch_patches)
+        try:
+            reader.sync(tensors, version=last.version)
+        except SignatureError:
+            raise
+        except (ChainError, NotFoundError, FormatError, VerificationError):
+            return None
+        if reader.state is None or reader.version != last.version:
+            return None
+        return self.baseline.adopt(share, reader.state)
+
+    def _judge(
+        self, plan: _TeamPlan, last: Manifest, layout: Layout, reports: Sequence[RankReport]
+    ) -> CoordinatorMessage:
+        """Say whether what all ranks have rebuilt is, together, the last version."""
+        tables = VersionTables().after(reports)
+        start = last.at_start  # there nothing that was remembered is needed any more
+        if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
+            return CoordinatorMessage()
+        self._tables = tables
+        self._path_bytes = self._measure_path(last)
+        return CoordinatorMessage(plan.record, anchor=self._due(last, layout))
+
+    # Roots
+
+    def _write_root(self, plan: _TeamPlan, version: PendingVersion, clock: "_Clock") -> PublishReport:
+        """Publish a state that has no base. Its anchor is written in the background."""
+        baseline, shards = self.baseline, version.shards
+        assert baseline is not None
+        assert shards is not None
+
+        def copy() -> tuple[tuple[TileShare, State], RankReport]:
+            share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.talk.team.rank, shards)
+            state = baseline.copy(share, shards)
+            clock.encoded()
+            return (share, state), RankReport.of(state, share)
+
+        found, reports = self.talk.report(copy)
+        message = self.talk.ask(lambda: self._create_root(plan, reports, version.step))
+        last = self._parse(message.record)
+        with self.queue.lock:
+            self.base = base = RankBase(last, message.record, *found)
+        self._try_anchor(base, begins=True)
+        version.is_root = True
+        return clock.report(version, plan.layout, last, plan.layout.size, message.written)
+
+    def _create_root(self, plan: _TeamPlan, reports: Sequence[RankReport], step: int) -> CoordinatorMessage:
+        tables, options = VersionTables().after(reports), self.options
+        digest = tables.digest(plan.layout)
+        newest = self.anchors.newest
+        record = root_record(plan.last, step, plan.layout.id, digest, newest, self._refs, options.epoch_patches)
+        data = self._sign(record)
+        self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
+        written = len(plan.layout.data) + create(self.store, record, data, plan.last)
+        self._tables, self._path_bytes = tables, math.inf
+        return CoordinatorMessage(data, newest=newest, written=written)
+
+    # Patches
+
+    def _write_patch(self, base: RankBase, fix: Callable[[], PendingVersion], clock: "_Clock") -> PublishReport:
+        """Encode and upload what changed, each rank in its own tiles; commit it as one version; move the base."""
+
+        def offer() -> tuple[PendingVersion, RankReport]:
+            version = fix()
+            return version, self._offer(base, version, clock)
+
+        version, reports = self.talk.report(offer)
+        message = self.talk.ask(lambda: self._create(base, reports, version.step))
+        draft = self._draft
+        assert draft is not None
+        last = self._parse(message.record)
+        self._keep_body(draft)
+        with self.queue.lock:
+            base = self._advance(draft, last, message.record, self.queue.pending)
+            self._cadence.sent(SentVersion(version.coalesced + 1, clock.seconds))
+        self._note_recorded(message.newest)
+        report = clock.report(version, base.state.layout, last, message.changed, message.written)
+        self._try_anchor(base, message.anchor)
+        return report
+
+    def _offer(self, base: RankBase, version: PendingVersion, clock: "_Clock") -> RankReport:
+        """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
+        assert version.difference is not None
+        part, transition = version.difference.encode(base.last, self.options.codec)
+        version.version = base.last.version + 1
+        clock.encoded()
+        ref = self._put(part) if part.sums else None
+        self._draft = Draft(version.version, part, transition, ref)
+        remembered = transition.history.counts(part.sums)
+        return RankReport((ref,) if ref else (), transition.changed, part.sums, remembered)
+
+    def _create(self, base: RankBase, reports: Sequence[RankReport], step: int) -> CoordinatorMessage:
+        """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
+        parts = tuple(part for report in reports for part in report.parts)
+        draft = self._draft
+        assert draft is not None
+        if not parts:
+            parts = (self._put(draft.encoded),)
+            draft = replace(draft, part=parts[0])
+        self._record_anchor()
+        _, index = base.last.next_patch
+        tables = self._tables.after(reports, forget=index == 1)
+        state, newest = tables.digest(base.state.layout), self.anchors.newest
+        record = next_record(base.last, step, parts, state, tables.history(index), newest, self._refs)
+        data = self._sign(record)
+        self._draft = replace(draft, record=data, tables=tables)
+        self._path_bytes += record.size_bytes
+        try:
+            written = record.size_bytes + create(self.store, record, data, base.last)
+        except AnotherPublisherError:
+            self._draft = None
+            raise
+        due = self._due(record, base.state.layout)
+        changed = sum(report.changed for report in reports)
+        return CoordinatorMessage(data, due, newest, changed, written)
+
+    def _keep_body(self, draft: Draft) -> None:
+        """A prune may have deleted the part between its upload and the record that names it: then put it again."""
+        if draft.part is not None:
+            keep_body(self.store, draft.encoded)
+
+    def _put(self, part: EncodedPart) -> PartRef:
+        self.store.put(keys.part_key(part.id), part.data)
+        return PartRef(part.id, len(part.data))
+
+    # Anchors
+
+    def _due(self, last: Manifest, layout: Layout) -> bool:
+        """Whether an anchor of a version is to be begun: at an epoch's start, if the path has grown long."""
+        if not last.at_start or any(rank.busy for rank in self._ranks) or self.anchors.busy:
+            return False
+        longest = self.options.anchor_every * layout.size_bytes
+        if not self.anchors.owed and longest <= self._path_bytes < math.inf:
+            try:
+                self._path_bytes = self._measure_path(last)
+            except StoreError as e:  # then by what was counted here
+                logger.info("The path from the newest anchor could not be measured: %s", e)
+        return self.anchors.owed or self._path_bytes >= longest
+
+    def _measure_path(self, last: Manifest) -> float:
+        """Bytes that a joiner fetches besides the anchor; without one, infinitely many. Raises: StoreError."""
+        newest, path_bytes = path_since_anchor(last, self._reader().look)
+        if newest is not None:
+            self.anchors.newest = max(newest, self.anchors.newest or 0)
+        return path_bytes
+
+    def _try_anchor(self, base: RankBase, begins: bool) -> None:
+        """Begin an anchor that is due, or upload one that is owed; leave it to a later version if that fails.
+
+        An anchor can wait, versions cannot.
+        """
+        try:
+            if begins:
+                self._unrecorded, self._path_bytes = base.last.starts, 0.0
+                self.anchors.begin(base.state.snapshot(), base.last, base.share.tiles)
+            elif self.anchors.owed:
+                self.anchors.finish(base.last.run)  # it may be on the disk already
+        except Exception as e:
+            logger.warning("An anchor that is due was not begun: %s: %s", type(e).__name__, e, exc_info=e)
+
+    def finish_anchor(self) -> int:
+        """Wait for the anchor that is being written, and have its record created; return the bytes of all ranks.
+
+        Of a team every rank calls this, while nothing is being sent.
+
+        Raises:
+            StoreError, FormatError: it could not be written.
+        """
+        fault: Exception | None = None
+        try:
+            self.anchors.wait()
+        except Exception as e:
+            if self.talk.is_alone:
+                raise
+            fault = e
+        if self.talk.is_alone:
+            return self.anchors.written_bytes
+
+        def share() -> tuple[None, RankReport]:
+            if fault is not None:
+                raise fault
+            mine = self.anchors.share
+            return None, RankReport(mine.parts) if mine and mine.epoch == self._unrecorded else RankReport(failed=True)
+
+        with self.queue.lock:  # so that no version is sent meanwhile
+            if self._unrecorded is None:
+                return 0
+            self.talk.begin()
+            _, reports = self.talk.report(share)
+            message = self.talk.ask(lambda: self._finish_anchor(reports))
+            self._note_recorded(message.newest)
+        return message.written
+
+    def _finish_anchor(self, reports: Sequence[RankReport]) -> CoordinatorMessage:
+        if any(report.failed for report in reports):
+            raise StoreError(
+                f"the anchor of epoch {self._unrecorded} is not in the store: some ranks could not write their share; "
+                "the next epoch gets one",
+                retryable=True,
+            )
+        record = self._complete_anchor([report.parts for report in reports])
+        return CoordinatorMessage(newest=record.starts, written=record.size_bytes)
+
+    def _record_anchor(self) -> None:
+        """Create the record of an anchor of which every rank has uploaded its share; a failure is left to later."""
+        shares = [rank.share for rank in self._ranks]
+        if self._unrecorded is None or any(one is None or one.epoch != self._unrecorded for one in shares):
+            return
+        try:
+            self._complete_anchor([one.parts for one in shares if one])
+        except StoreError as e:
+            logger.warning(
+                "The anchor of epoch %d is not in the store: %s. It is tried again with a later version.",
+                self._unrecorded,
+                e,
+            )
+
+    def _complete_anchor(self, shares: Iterable[tuple[PartRef, ...]]) -> Manifest:
+        parts = tuple(part for share in shares for part in share)
+        if not parts:  # a model without weights
+            assert self.base is not None
+            parts = tuple(self._put(part) for part in encode_parts((), self.base.state))
+        record = self.anchors.complete(parts)
+        self.anchors.newest = record.starts
+        return record
+
+    def _note_recorded(self, newest: int | None) -> None:
+        """Every rank knows the newest anchor in the store: its own share of that is needed no more."""
+        if self._unrecorded is not None and newest is not None and newest >= self._unrecorded:
+            self.anchors.recorded(newest)
+            self._unrecorded = None
+
+    # Records
+
+    def _reader(self) -> RunReader:
+        key = self.options.signing_key
+        return RunReader(self.store, {key.public} if key else None, epoch_patches=self.options.epoch_patches)
+
+    def _parse(self, record: bytes) -> Manifest:
+        """A record of this run, which the coordinator has checked."""
+        return manifests.parse(record, epoch_patches=self.options.epoch_patches)
+
+    def _sign(self, record: Manifest) -> bytes:
+        return signed(record, self.options.signing_key)
+
+
+def signed(record: Manifest, key: SigningKey | None) -> bytes:
+    """A record as it is stored."""
+    line = record.build()
+    return signature.sign(line, key) if key else line
+
+
+def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:
+    """Raises: StateError, if these are not the tensors of a run."""
+    before: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors} | dict(layout.ties)
+    now: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in specs} | dict(ties)
+    if before != now:
+        names = sorted({name for name, _ in before.items() ^ now.items()})
+        raise StateError(
+            f"the tensors of a run stay the same; {names[0]!r} came, went or changed: publish into a new place",
+            tensor=names[0],
+        )
+
+
+class _Clock:
+    """The times of one rank in one version."""
+
+    def __init__(self) -> None:
+        self._began = self._encoded = time.perf_counter()
+
+    def encoded(self) -> None:
+        self._encoded = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def report(
+        self, version: PendingVersion, layout: Layout, record: Manifest, changed: int, written: int
+    ) -> PublishReport:
+        encode_s = self._encoded - self._began
+        return PublishReport(
+            record.version,
+            record.step,
+            changed,
+            layout.size,
+            written,
+            layout.size_bytes,
+            version.coalesced,
+            version.blocked_s,
+            encode_s,
+            self.seconds - encode_s,
+        )
