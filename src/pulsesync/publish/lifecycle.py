@@ -19,7 +19,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any, Literal
 
-from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StoreError
+from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StateError, StoreError
 from pulsesync.publish.baseline import Difference
 from pulsesync.state.sharding import Shards
 
@@ -37,6 +37,7 @@ class Stage(StrEnum):
     FIXED = "fixed"  # they agreed: calls up to that one are still merged into the version
     RESUMING = "resuming"  # there is no base: the run is looked for, and resumed if there is one
     SENDING = "sending"  # it is encoded, uploaded and committed; one more version may wait
+    SENT = "sent"  # its record is in the store and the base has moved; an anchor is begun if one is due
 
 
 MOVES = {
@@ -46,13 +47,18 @@ MOVES = {
     (Stage.FIXED, Stage.SENDING): "this rank has made that call",
     (Stage.FIXED, Stage.RESUMING): "the same, and there is no base",
     (Stage.RESUMING, Stage.SENDING): "the run was resumed, or a new root is published",
-    (Stage.RESUMING, Stage.IDLE): "the run cannot be resumed: the version failed",
-    (Stage.SENDING, Stage.IDLE): "it is committed, or failed",
-    (Stage.SENDING, Stage.QUEUED): "it is committed, or failed, and another version waits",
-    (Stage.OFFERED, Stage.IDLE): "the ranks could not agree: it failed",
-    (Stage.FIXED, Stage.IDLE): "this rank did not make the call in time: it failed",
+    (Stage.SENDING, Stage.SENT): "the version is committed",
+    (Stage.SENT, Stage.IDLE): "its futures are completed",
+    (Stage.SENT, Stage.QUEUED): "the same, and another version waits",
+    # Failures
+    (Stage.QUEUED, Stage.IDLE): "no thread could be started for the sender",
+    (Stage.OFFERED, Stage.IDLE): "the ranks could not agree, or the last version is not settled",
+    (Stage.OFFERED, Stage.QUEUED): "the same, and another version waits",
+    (Stage.FIXED, Stage.IDLE): "this rank did not make the call in time",
     (Stage.FIXED, Stage.QUEUED): "the same, and another version waits",
-    (Stage.QUEUED, Stage.IDLE): "no thread could be started for the sender: it failed",
+    (Stage.RESUMING, Stage.IDLE): "the run cannot be resumed",
+    (Stage.SENDING, Stage.IDLE): "it could not be encoded, uploaded or committed",
+    (Stage.SENDING, Stage.QUEUED): "the same, and another version waits",
 }
 
 
@@ -223,7 +229,7 @@ class SendQueue:
             yield
 
     def _must_wait(self, alone: bool) -> bool:
-        if self.stage == Stage.OFFERED:
+        if self.stage == Stage.OFFERED and not self.is_alone:
             return True
         return self.pending is not None and (alone or self.pending.alone)
 
@@ -316,6 +322,12 @@ class SendQueue:
     def _is_fixed(self) -> bool:
         return self.current is not None and self.current.call >= self._last_call
 
+    def sent(self) -> None:
+        """The current version is committed, and the base has moved to it."""
+        with self.lock:
+            self._failures.clear()
+            self._move(Stage.SENT)
+
     def start_failed(self, error: BaseException) -> None:
         """The version that waits fails, because no sender can be started for it."""
         with self.lock:
@@ -326,12 +338,11 @@ class SendQueue:
         if version is not None:
             _complete(version, error)
 
-    def committed(self, report: PublishReport) -> None:
-        """The current version is in the store, and the base has moved to it."""
+    def completed(self, report: PublishReport) -> None:
+        """Nothing more is to be done for the current version: its callers get the report."""
         with self.lock:
             version = self.current
             assert version is not None
-            self._failures.clear()
             self._leave()
         _complete(version, report)
 
@@ -343,8 +354,8 @@ class SendQueue:
         with self.lock:
             version = self.current or version  # with the calls that were merged into it
             self._fail(version, error)
-        settle()
         version.release()
+        settle()
         traceback.clear_frames(error.__traceback__)  # the future does not keep the memory that the version took
         with self.lock:
             self._leave()
@@ -374,9 +385,9 @@ class SendQueue:
     # Failures
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a version failed since the last commit."""
-        return bool(self._failures)
+    def has_lost_weights(self) -> bool:
+        """Whether a version failed whose old weights the caller no longer has: it was not refused in its call."""
+        return any(not (one.was_read and isinstance(one.error, ValueError | StateError)) for one in self._failures)
 
     @property
     def has_lost_the_team(self) -> bool:

@@ -217,7 +217,7 @@ class Publisher:
             self._start()
             self._queue.raise_failure("publish")
             writer = self._writer
-            if hands_over and self._queue.has_failed:
+            if hands_over and self._queue.has_lost_weights:
                 writer.base = None  # without a base nothing covers what failed: a new root comes next
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce)
             if not (self._cadence.step(time.monotonic(), version.call) or now) and writer.base is not None:
@@ -231,6 +231,7 @@ class Publisher:
         if starts:
             self._start_sender(inline)
         if version.fault is not None:
+            future.was_read = True  # by this exception
             raise version.fault
         if hands_over and at_start:
             wait_for([future])  # an anchor may be due, which reads the source
@@ -280,7 +281,7 @@ class Publisher:
             except BaseException as e:  # noqa: BLE001 - for those who have the futures, and for the next call
                 self._queue.failed(version, e, self._writer.settle_at_once)
             else:
-                self._queue.committed(report)
+                self._queue.completed(report)
             del version  # an exception's traceback refers to this frame, for as long as the future is kept
 
     def _revive(self, sender: "Future[None]") -> None:

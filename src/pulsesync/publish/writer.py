@@ -189,7 +189,7 @@ class RunWriter:
                 self._cadence.agree(ranks[COORDINATOR].target, calls)
         versions = [rank.version for rank in ranks]
         if any(rank.unsure for rank in ranks):
-            self._settle(version)
+            self._settle()
             versions = self._all_versions()
         all_wait = all(rank.awaited for rank in ranks)
         with self.queue.lock:
@@ -252,11 +252,11 @@ class RunWriter:
         if not self.talk.is_alone or self._draft is None:
             return
         try:
-            self._settle(self.queue.pending)
+            self._settle()
         except Exception as e:  # noqa: BLE001 - the next version begins with it
             logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
 
-    def _settle(self, waiting: PendingVersion | None) -> None:
+    def _settle(self) -> None:
         """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
 
         Raises:
@@ -278,17 +278,21 @@ class RunWriter:
         if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
             self._keep_body(draft)
             with self.queue.lock:
-                base = self._advance(draft, record, message.record, waiting)
+                base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
                 self.queue.make_up_for(record.version)
-            self._try_anchor(base, message.anchor)
+            hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
+            self._try_anchor(base, message.anchor and not hands_over)
         self._draft = None
 
-    def _advance(self, draft: Draft, last: Manifest, record: bytes, waiting: PendingVersion | None) -> RankBase:
+    def _advance(
+        self, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]
+    ) -> RankBase:
         """Move the base to a version that was committed, and what waits and was compared with the base before."""
         base = self.base
         assert base is not None
-        if waiting is not None and waiting.difference is not None and waiting.base == base.last.version:
-            waiting.difference, waiting.base = waiting.difference.after(draft.transition), last.version
+        for one in waiting:
+            if one is not None and one.difference is not None and one.base == base.last.version:
+                one.difference, one.base = one.difference.after(draft.transition), last.version
         if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
             base.state.commit(draft.transition)
         self.base = replace(base, last=last, record=record)
@@ -415,6 +419,7 @@ class RunWriter:
         last = self._parse(message.record)
         with self.queue.lock:
             self.base = base = RankBase(last, message.record, *found)
+        self.queue.sent()
         self._try_anchor(base, begins=True)
         version.is_root = True
         return clock.report(version, plan.layout, last, plan.layout.size, message.written)
@@ -446,8 +451,9 @@ class RunWriter:
         last = self._parse(message.record)
         self._keep_body(draft)
         with self.queue.lock:
-            base = self._advance(draft, last, message.record, self.queue.pending)
+            base = self._advance(draft, last, message.record, [self.queue.pending])
             self._cadence.sent(SentVersion(version.coalesced + 1, clock.seconds))
+        self.queue.sent()
         self._note_recorded(message.newest)
         report = clock.report(version, base.state.layout, last, message.changed, message.written)
         self._try_anchor(base, message.anchor)

@@ -90,13 +90,13 @@ def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
 def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
-    if end is None or end._queue.lock._is_owned():  # type: ignore[attr-defined]
-        return  # where they hold the lock it would have to wait
+    if end is None or end.version is None or end._queue.lock._is_owned():  # type: ignore[attr-defined]
+        return  # without a base, or where the lock is taken, the trainer's thread would have to wait
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
     with suppress(PulseError):
         publish_behind(world, trainer)
-    quiet = end._queue.stage in (Stage.IDLE, Stage.QUEUED)
+    quiet = end._queue.stage != Stage.SENDING
     if quiet and trainer.executor.waiting:  # an anchor is being written, no version: both go on
         trainer.executor.run_one()
 
