@@ -41,7 +41,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.predict import CodedTile
-from pulsesync.state.live import State, Transition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import CASTS, find_casts
 
 FEW = 1 << 13  # changes of a tile up to which they are brought to the host together with those of others
@@ -100,7 +100,7 @@ class DeviceBaseline:
             return on_host(flat.shape, flat.dtype, self.device).copy_(flat)
         return flat.clone()
 
-    def adopt(self, state: State) -> State:
+    def adopt(self, state: AnyState) -> AnyState:
         if self.keep == "device":
             return state
         assert isinstance(state, DeviceState)
@@ -109,12 +109,12 @@ class DeviceBaseline:
         kept.history = state.history
         return kept
 
-    def copy(self, layout: Layout, shown: DeviceSource) -> State:
+    def copy(self, layout: Layout, shown: DeviceSource) -> AnyState:
         flats = {spec.name: self._own(shown.cast(spec.name)) for spec in layout.tensors}
         return DeviceState(layout, flats, device=self.device)
 
     def compare(
-        self, state: State, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
+        self, state: AnyState, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
         runs, marks = [], {}
@@ -168,17 +168,17 @@ class DeviceDifference:
     marks: Mapping[Pile, ChangeMarks]
     found: StreamPoint
 
-    def after(self, done: Transition) -> "DeviceDifference":
+    def after(self, done: AnyTransition) -> "DeviceDifference":
         assert isinstance(done, DeviceTransition)
         with self.stream([self.found]):
             runs = compose([run.inverse() for run in done.changes], self.runs)
         return replace(self, runs=runs, marks={})
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         with self.stream([self.found]):
             return self._encode(last.next_patch[1] > 1, codec)
 
-    def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         state = self.state
         memories = state.history if goes_on else DeviceHistory()
         known = memories if codec in ("auto", "history") else None

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 from pulsesync.device.baseline import DeviceBaseline, DeviceSource
+from pulsesync.device.changes import Changes
 from pulsesync.device.memory import to_host
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceState
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition, Snapshot
 
 
 class HookState(DeviceState):
@@ -42,22 +44,17 @@ class HookState(DeviceState):
                 "a base (keep='device')"
             )
 
-    def commit(self, transition: Transition) -> DeviceTransition:
-        """There is nothing to write."""
-        assert isinstance(transition, DeviceTransition)
-        back = DeviceTransition([run.inverse() for run in transition.changes], self.sums, self.history)
-        self.sums, self.history = transition.sums, transition.history
-        self.readers.clear()
-        return back
+    def write(self, changes: Changes) -> None:
+        """There are no weights to write to."""
 
-    def snapshot(self) -> State:  # type: ignore[override]
+    def snapshot(self) -> Snapshot:
         """The source as it is now, on the host."""
         flats = {}
         for spec in self.layout.tensors:
             flat = self.shown.cast(spec.name)
             (bits,) = to_host(flat.clone() if flat.device.type == "cpu" else flat)
             flats[spec.name] = bits.view(spec.kind.bits)
-        return State(self.layout, flats, sums=self.sums)
+        return HostState(self.layout, flats, sums=self.sums).snapshot()
 
 
 class HookBaseline:
@@ -72,14 +69,14 @@ class HookBaseline:
     def tensors(self, layout: Layout, shown: DeviceSource) -> None:
         """A run is not taken up where it ended: its state would have to be kept for that."""
 
-    def adopt(self, state: State) -> State:
+    def adopt(self, state: AnyState) -> AnyState:
         raise AssertionError("there is none")
 
-    def copy(self, layout: Layout, shown: DeviceSource) -> State:
+    def copy(self, layout: Layout, shown: DeviceSource) -> AnyState:
         return HookState(layout, shown, self._found.device)
 
     def compare(
-        self, state: State, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
+        self, state: AnyState, shown: DeviceSource, codec: CodecName, last: Manifest, old: Any = None
     ) -> "EncodedDifference":
         """Compare and encode. Raises: StateError, if what is handed over is not the last version."""
         assert isinstance(state, HookState)
@@ -102,10 +99,10 @@ class HookBaseline:
 class EncodedDifference:
     """A difference that is encoded already."""
 
-    done: tuple[EncodedPart, Transition]
+    done: tuple[EncodedPart, AnyTransition]
 
-    def after(self, done: Transition) -> "EncodedDifference":
+    def after(self, done: AnyTransition) -> "EncodedDifference":
         raise AssertionError("what was handed over is sent before the next")
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         return self.done

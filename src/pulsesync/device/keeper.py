@@ -13,7 +13,7 @@ from pulsesync.device.state import DeviceState
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName
-from pulsesync.state.live import State
+from pulsesync.state.live import AnyState
 from pulsesync.state.slices import LocalTile, Window
 
 
@@ -42,7 +42,7 @@ class DeviceShardBaseline:
     def on(cls, device: torch.device) -> "DeviceShardBaseline":
         return cls(DeviceBaseline(device, "device"))
 
-    def copy(self, share: TileShareLike, shown: DeviceSource) -> State:
+    def copy(self, share: TileShareLike, shown: DeviceSource) -> AnyState:
         tiles: dict[str, list[Tile]] = {}
         for tile in share.tiles:
             tiles.setdefault(tile.tensor.name, []).append(tile)
@@ -62,16 +62,16 @@ class DeviceShardBaseline:
             for spec in specs
         }
 
-    def adopt(self, share: TileShareLike, state: State) -> State:
+    def adopt(self, share: TileShareLike, state: AnyState) -> AnyState:
         kept = self._state(share, state.flats)  # of a rank that owns nothing, the state is the host's
-        kept.history = state.history
+        kept.history = kept.bring(state.history)
         return kept
 
     def _state(self, share: TileShareLike, flats: Mapping[str, Any]) -> DeviceState:
         return DeviceState(share.layout, flats, places=share.held, device=self.bases.device)
 
     def compare(
-        self, share: TileShareLike, state: State, shown: DeviceSource, codec: CodecName, last: Manifest
+        self, share: TileShareLike, state: AnyState, shown: DeviceSource, codec: CodecName, last: Manifest
     ) -> DeviceDifference:
         self.bases.check_place(shown.views)
         places = {ordinal: place.tile for ordinal, place in share.places.items()}

@@ -19,7 +19,7 @@ from pulsesync.format.patch import EncodedPart
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look
 from pulsesync.run.spool import Outbox
-from pulsesync.state.live import Snapshot, State
+from pulsesync.state.live import AnyState, Snapshot
 from pulsesync.store import Store
 
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
@@ -51,7 +51,7 @@ class AnchorWriter:
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
-    def begin(self, snapshot: Snapshot | State, version: Manifest) -> None:
+    def begin(self, snapshot: Snapshot | AnyState, version: Manifest) -> None:
         """Write the anchor of a version, of which this is the state, unless one is being written."""
         if not self.busy:
             self.owed, self._pause = True, 0
@@ -111,7 +111,7 @@ class AnchorWriter:
             waits.set_exception(StoreError(f"the anchor of epoch {epoch} was not begun: {e}", retryable=True))
             return waits
 
-    def _write(self, snapshot: Snapshot | State, version: Manifest) -> None:
+    def _write(self, snapshot: Snapshot | AnyState, version: Manifest) -> None:
         epoch = version.starts
         refs = self.outbox.stage(epoch, encode_parts(snapshot.layout.tiles, snapshot))
         record = anchor_record(version, refs, self.newest)
@@ -163,7 +163,7 @@ class AnchorWriter:
             raise
 
 
-def encode_parts(tiles: Iterable[Tile], state: Snapshot | State) -> Iterator[EncodedPart]:
+def encode_parts(tiles: Iterable[Tile], state: Snapshot | AnyState) -> Iterator[EncodedPart]:
     """Encode a state, or these tiles of one, whole: part by part, at least one."""
     some: list[Tile] = []
     size = 0

@@ -18,7 +18,8 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import Changes, Weights, rebase
 from pulsesync.publish.commit import encode_next
-from pulsesync.state.live import State, Transition, copy_weights
+from pulsesync.state.host import HostState, copy_weights
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import HostSource, new_tensors, read_published
 
 Keep = Literal["device", "host", "hook"]
@@ -35,11 +36,11 @@ class SourceView(Protocol):
 class Difference(Protocol):
     """How a source differed from the base it was compared with. The source may change again."""
 
-    def after(self, done: Transition) -> "Difference":
+    def after(self, done: AnyTransition) -> "Difference":
         """The same, now that the base has made a transition."""
         ...
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         """Encode it against the base, which is at the version last. Changes nothing."""
         ...
 
@@ -51,7 +52,7 @@ class Baseline(Protocol):
         """A source as it is published, and its ties. Raises: StateError."""
         ...
 
-    def copy(self, layout: Layout, shown: Any) -> State:
+    def copy(self, layout: Layout, shown: Any) -> AnyState:
         """A base that is the source as it is now."""
         ...
 
@@ -62,11 +63,11 @@ class Baseline(Protocol):
         """
         ...
 
-    def adopt(self, state: State) -> State:
+    def adopt(self, state: AnyState) -> AnyState:
         """The state of such tensors as the base, kept where it is to be."""
         ...
 
-    def compare(self, state: State, shown: Any, codec: CodecName, last: Manifest, old: Any = None) -> Difference:
+    def compare(self, state: AnyState, shown: Any, codec: CodecName, last: Manifest, old: Any = None) -> Difference:
         """Compare a source with the base, which is at the version last; when this returns, the source may change.
 
         old: the base, where it is handed over.
@@ -99,10 +100,10 @@ class HostBaseline:
     def read(self, source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Mapping[str, str]]:
         return read_published(source, cast)
 
-    def copy(self, layout: Layout, shown: HostSource) -> State:
+    def copy(self, layout: Layout, shown: HostSource) -> AnyState:
         flats = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
         copy_weights(layout, shown, flats)
-        return State(layout, flats)
+        return HostState(layout, flats)
 
     def tensors(self, layout: Layout, shown: HostSource) -> dict[str, Any]:
         tensors = new_tensors(layout.tensors)
@@ -110,16 +111,16 @@ class HostBaseline:
         copy_weights(layout, shown, flats)
         return tensors
 
-    def adopt(self, state: State) -> State:
+    def adopt(self, state: AnyState) -> AnyState:
         return state
 
     def compare(
-        self, state: State, shown: HostSource, codec: CodecName, last: Manifest, old: Any = None
+        self, state: AnyState, shown: HostSource, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
         return compare_tiles(state.layout.tiles, state, shown, codec)
 
 
-def compare_tiles(tiles: Sequence[Tile], state: State, weights: Weights, codec: CodecName) -> "HostDifference":
+def compare_tiles(tiles: Sequence[Tile], state: AnyState, weights: Weights, codec: CodecName) -> "HostDifference":
     """How tiles differ from a base in host memory."""
     diffs = patch.find_diff(tiles, state, weights, codec)
     changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
@@ -130,16 +131,16 @@ def compare_tiles(tiles: Sequence[Tile], state: State, weights: Weights, codec: 
 class HostDifference:
     """What differs in host memory, block by block."""
 
-    state: State
+    state: AnyState
     changes: Changes
     diffs: list[Diff] | None  # None once it was rebased: to be found again from the changes
 
-    def after(self, done: Transition) -> "HostDifference":
+    def after(self, done: AnyTransition) -> "HostDifference":
         keys = self.changes.keys() | done.changes.keys()
         found = {key: rebase(self.changes.get(key), done.changes.get(key)) for key in keys}
         return HostDifference(self.state, {key: change for key, change in found.items() if change}, None)
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         diffs = self.diffs
         if diffs is None:
             diffs = patch.diff_of(self.state.layout.tiles, self.state, self.changes, codec)

@@ -21,7 +21,8 @@ from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
 from pulsesync.run.bodies import keep_body
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostTransition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.store import Store
 
 Sign = Callable[[Manifest], bytes]
@@ -35,19 +36,19 @@ class Draft:
 
     manifest: Manifest
     part: EncodedPart
-    transition: Transition
+    transition: AnyTransition
 
 
 class RunTip:
     """The last version of a run and its state. One thread at a time drafts, commits and advances."""
 
-    def __init__(self, store: Store, sign: Sign, last: Manifest, state: State) -> None:
+    def __init__(self, store: Store, sign: Sign, last: Manifest, state: AnyState) -> None:
         self.store, self.sign = store, sign
         self.last, self.state = last, state
         self._unsure: Draft | None = None  # sent, and perhaps committed
 
     def draft(
-        self, encoded: tuple[EncodedPart, Transition], step: int, anchor: int | None, files: tuple[FileRef, ...]
+        self, encoded: tuple[EncodedPart, AnyTransition], step: int, anchor: int | None, files: tuple[FileRef, ...]
     ) -> Draft:
         """The record of what takes the base to the next version. Changes nothing."""
         part, transition = encoded
@@ -101,15 +102,15 @@ class RunTip:
 
 
 def encode_next(
-    state: State, last: Manifest, diffs: Sequence[Diff], codec: CodecName
-) -> tuple[EncodedPart, Transition]:
+    state: AnyState, last: Manifest, diffs: Sequence[Diff], codec: CodecName
+) -> tuple[EncodedPart, AnyTransition]:
     """Encode what takes a state, or the part of it that is held, from the last version on. Changes nothing."""
     _, index = last.next_patch
     history = state.history if index > 1 else History()
     known = history if codec in ("auto", "history") else None
     part = patch.encode_diff(state.layout, diffs, state, state.sums, codec=codec, history=known)
     sums = {**state.sums, **part.sums}
-    return part, Transition(by_block(part.patches), sums, history.after(part.patches, state))
+    return part, HostTransition(by_block(part.patches), sums, history.after(part.patches, state))
 
 
 def next_record(

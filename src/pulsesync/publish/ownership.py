@@ -23,7 +23,8 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import Difference, HostDifference, compare_tiles
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import Shards, ShardWeights, Windows
 from pulsesync.state.slices import LocalTile, Slice, Slices, Window
 from pulsesync.state.views import HostSource, new_tensors
@@ -68,7 +69,7 @@ class TileShare:
 class ShardBaseline(Protocol):
     """Where a rank keeps its tiles of the last version, to compare with."""
 
-    def copy(self, share: TileShare, shown: Any) -> State:
+    def copy(self, share: TileShare, shown: Any) -> AnyState:
         """A state of them as they are in shards, in memory of its own."""
         ...
 
@@ -76,11 +77,11 @@ class ShardBaseline(Protocol):
         """Zeros for a subscriber to bring to a version."""
         ...
 
-    def adopt(self, share: TileShare, state: State) -> State:
+    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         """The state of such tensors, to compare with."""
         ...
 
-    def compare(self, share: TileShare, state: State, shown: Any, codec: CodecName, last: Manifest) -> Difference:
+    def compare(self, share: TileShare, state: AnyState, shown: Any, codec: CodecName, last: Manifest) -> Difference:
         """How they differ in shards from the state, which is at the version last. Then the shards may change."""
         ...
 
@@ -88,7 +89,7 @@ class ShardBaseline(Protocol):
 class HostShardBaseline:
     """Shards and base in host memory."""
 
-    def copy(self, share: TileShare, shown: HostSource) -> State:
+    def copy(self, share: TileShare, shown: HostSource) -> AnyState:
         specs = {name: window.local for name, window in share.windows.items()}
         flats = {name: np.zeros(spec.size, spec.kind.bits) for name, spec in specs.items()}
         source, held = ShardWeights(shown, share.places), share.held
@@ -98,16 +99,16 @@ class HostShardBaseline:
             held[tile.ordinal].write_block(flats[tile.tensor.name], number, source.block(tile, number))
 
         spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
-        return State(share.layout, flats, places=held)
+        return HostState(share.layout, flats, places=held)
 
     def tensors(self, share: TileShare, shown: HostSource) -> dict[str, Any]:
         return new_tensors(window.local for window in share.windows.values())
 
-    def adopt(self, share: TileShare, state: State) -> State:
+    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         return state
 
     def compare(
-        self, share: TileShare, state: State, shown: HostSource, codec: CodecName, last: Manifest
+        self, share: TileShare, state: AnyState, shown: HostSource, codec: CodecName, last: Manifest
     ) -> HostDifference:
         return compare_tiles(share.tiles, state, ShardWeights(shown, share.places), codec)
 
@@ -172,7 +173,7 @@ class RankReport:
     remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: State, share: TileShare) -> "RankReport":
+    def of(cls, state: AnyState, share: TileShare) -> "RankReport":
         """Of all its tiles, as they are."""
         owned = [tile.ordinal for tile in share.tiles]
         return cls(sums={n: state.sums[n] for n in owned}, remembered=state.history.counts(owned))

@@ -58,7 +58,7 @@ from pulsesync.run import keys
 from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.spool import Outbox
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State
+from pulsesync.state.live import AnyState
 from pulsesync.store import CachedStore, Store, open_store
 
 _Raiser = Literal["publish", "flush", "close"]
@@ -545,7 +545,7 @@ class Publisher:
             self._maybe_anchor(self._tip)
         return last
 
-    def _rebuild(self, last: Manifest, layout: Layout, bases: Baseline, shown: SourceView) -> State | None:
+    def _rebuild(self, last: Manifest, layout: Layout, bases: Baseline, shown: SourceView) -> AnyState | None:
         """The state of the last version, or None if no way leads there from what the trainer, spool and store have."""
         tensors = bases.tensors(layout, shown)
         if tensors is None:

@@ -58,7 +58,7 @@ from pulsesync.publish.publisher import (
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State, Transition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Shards, Windows, layout_of, owner_of, shards_of, windows_from, windows_to
 from pulsesync.store import Store, open_store
 
@@ -77,7 +77,7 @@ class _RankBase:
     last: Manifest
     record: bytes  # of last, as stored
     share: TileShare
-    state: State
+    state: AnyState
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _RankDraft:
 
     version: int
     part: PartRef | None
-    transition: Transition
+    transition: AnyTransition
     spare: EncodedPart | None = None  # where nothing changed: it says so, if a version needs a part
     record: bytes = b""  # the lead's, once it is signed
     tables: VersionTables | None = None  # the lead's, of the version
@@ -313,7 +313,7 @@ class ShardedPublisher:
     def _take_up(self, plan: "_TeamPlan", last: Manifest, shards: Shards) -> None:
         """Rebuild the last version, each rank its own tiles; leave the base alone if that cannot be done."""
 
-        def rebuild() -> tuple[tuple[TileShare, State] | None, bytes]:
+        def rebuild() -> tuple[tuple[TileShare, AnyState] | None, bytes]:
             layout = self._reader().layout(last.layout)
             same_tensors(layout, plan.layout.tensors, plan.layout.ties)
             try:
@@ -333,7 +333,7 @@ class ShardedPublisher:
             if message.anchor:
                 self._try_anchor()
 
-    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> State | None:
+    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
         """This rank's tiles of the last version, or None if no published way leads there."""
         tensors = share.keeper.tensors(share, shards.published)
         trust = self.signing_key.public if self.signing_key else None
@@ -370,7 +370,7 @@ class ShardedPublisher:
     def _publish_root(self, plan: "_TeamPlan", shards: Shards, step: int, clock: "_PublishTimes") -> PublishReport:
         """Publish a state that has no base, and its anchor."""
 
-        def copy() -> tuple[tuple[TileShare, State], bytes]:
+        def copy() -> tuple[tuple[TileShare, AnyState], bytes]:
             share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.team.rank, shards)
             state = share.keeper.copy(share, shards.published)
             clock.encoded()

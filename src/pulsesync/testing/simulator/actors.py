@@ -13,7 +13,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.publish.publisher import Publisher, PublishReport
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.state.views import view_bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.line import StoreLink
@@ -69,7 +69,7 @@ class TensorSet:
         return {name: arrays[name].tobytes() for name in self.arrays}
 
     def digest(self, arrays: Arrays) -> str:
-        return State.attach({name: arrays[name] for name in self.arrays}, self.layout).digest
+        return HostState.attach({name: arrays[name] for name in self.arrays}, self.layout).digest
 
 
 def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
