@@ -6,7 +6,6 @@ one changes must be there, and a copy with its changes in it would be a second c
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,24 +33,6 @@ class DeviceTransition(Transition[Changes, DeviceHistory]):
     @property
     def changed(self) -> int:
         return sum(run.count for run in self.changes)
-
-
-@dataclass(frozen=True)
-class DeviceVersionChanges(VersionChanges[Changes, DeviceHistory]):
-    """What a version changes on a device."""
-
-    state: "DeviceState"
-    touched: Sequence[int]  # ordinals of the tiles that the version names
-    cuts: Mapping[int, int]  # of those coded with a history
-
-    def moves(self) -> Mapping[int, Sum]:
-        with memory.on(self.state.device):
-            by = moves(self.changes)
-        return {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in self.touched}
-
-    def history_after(self, history: DeviceHistory) -> DeviceHistory:
-        with memory.on(self.state.device):
-            return self.state.remember(history, self.cuts, self.changes, set(self.touched))
 
 
 class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
@@ -161,17 +142,25 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     # Decoding
 
-    def decode(self, bodies: Sequence[Body], after: Changes, history: DeviceHistory | None) -> DeviceVersionChanges:
+    def decode(
+        self, bodies: Sequence[Body], after: Changes, history: DeviceHistory | None
+    ) -> VersionChanges[Changes, DeviceHistory]:
         assert not after, "a state on a device takes patches one by one"
         runs: list[PileChanges] = []
         cuts: dict[int, int] = {}
+        touched = [entry.tile for body in bodies for entry in body.index.entries if entry.tile in self.places]
+
+        def remember(before: DeviceHistory) -> DeviceHistory:
+            with memory.on(self.device):
+                return self.remember(before, cuts, runs, set(touched))
+
         with memory.on(self.device):
             for body in bodies:
                 some, of_tiles = self._decode(body, history)
                 runs += some
                 cuts.update(of_tiles)
-        touched = [entry.tile for body in bodies for entry in body.index.entries if entry.tile in self.places]
-        return DeviceVersionChanges(runs, self, touched, cuts)
+            by = moves(runs)
+        return VersionChanges(runs, {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}, remember)
 
     def _decode(self, body: Body, memories: DeviceHistory | None) -> tuple[list[PileChanges], Mapping[int, int]]:
         wanted = None if self.whole else self.places.keys()

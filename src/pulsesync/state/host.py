@@ -1,8 +1,6 @@
 """Live weights in host memory: the backend of numpy and the CPU's kernels."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,20 +26,6 @@ class HostTransition(Transition[Changes, History]):
     @property
     def changed(self) -> int:
         return sum(change.positions.size for change in self.changes.values())
-
-
-@dataclass(frozen=True)
-class HostVersionChanges(VersionChanges[Changes, History]):
-    """What a version changes in host memory."""
-
-    patches: Sequence[TilePatch]
-    weights: Weights  # before
-
-    def moves(self) -> Mapping[int, Sum]:
-        return count_moves(self.patches)
-
-    def history_after(self, history: History) -> History:
-        return history.after(self.patches, self.weights)
 
 
 class HostState(LiveState[Bits, Changes, History]):
@@ -109,10 +93,12 @@ class HostState(LiveState[Bits, Changes, History]):
 
     # Decoding
 
-    def decode(self, bodies: Sequence[Body], after: Changes, history: History | None) -> HostVersionChanges:
+    def decode(
+        self, bodies: Sequence[Body], after: Changes, history: History | None
+    ) -> VersionChanges[Changes, History]:
         weights: Weights = Overlay(self, after) if after else self
         patches = [one for body in bodies for one in self.decode_part(body, weights, history).patches]
-        return HostVersionChanges(by_block(patches), patches, weights)
+        return VersionChanges(by_block(patches), count_moves(patches), lambda before: before.after(patches, weights))
 
     def decode_part(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
         """Decode the local tiles of a part against this state, or other weights in its place.
@@ -157,10 +143,6 @@ class HostState(LiveState[Bits, Changes, History]):
         return {key: change for key, change in both.items() if change}
 
     # Writing
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """The caller keeps others from reading: `sync` says when it writes."""
-        return nullcontext()
 
     def write(self, changes: Changes) -> None:
         for (ordinal, _), change in changes.items():

@@ -12,11 +12,11 @@ block.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from pulsesync.core import digest
 from pulsesync.core.types import Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
@@ -26,22 +26,12 @@ from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.patch import HistoryLookup
 from pulsesync.state.slices import LocalTile, Slices, TileStorage, WidenedTile, windows
-
-
-class EpochHistory(Protocol):
-    """What is remembered of an epoch (see `format.history`), in whichever memory."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def tiles(self) -> Mapping[int, Any]: ...
-    def digest(self) -> str: ...
-
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: their places, old and new bits
-Memory = TypeVar("Memory", bound=EpochHistory)
+Memory = TypeVar("Memory", bound=HistoryLookup)  # the history of an epoch
 
 
 @dataclass(frozen=True)
@@ -59,18 +49,12 @@ class Transition(ABC, Generic[Delta, Memory]):
 
 
 @dataclass(frozen=True)
-class VersionChanges(ABC, Generic[Delta, Memory]):
+class VersionChanges(Generic[Delta, Memory]):
     """What a version changes, decoded against the weights before it."""
 
     changes: Delta
-
-    @abstractmethod
-    def moves(self) -> Mapping[int, Sum]:
-        """How the digest of each tile that the version names moves, by ordinal."""
-
-    @abstractmethod
-    def history_after(self, history: Memory) -> Memory:
-        """The history after the version, given the one before it."""
+    moves: Mapping[int, Sum]  # of the digests of all tiles that it names, by ordinal
+    history_after: Callable[[Memory], Memory]  # the history after it, given the one before it
 
 
 class LiveState(ABC, Generic[Flat, Delta, Memory]):
@@ -166,16 +150,16 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """What two sets of changes do one after the other."""
 
     @abstractmethod
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Write to the weights inside, while nothing reads them."""
-
-    @abstractmethod
     def write(self, changes: Delta) -> None:
         """Write the new bits of changes everywhere that their tensors are."""
 
     @abstractmethod
     def write_block(self, flat: Flat, tile: Tile, number: int, bits: Bits) -> None:
         """Write a block of a tile, as far as it is local, into a tensor."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Write to the weights inside, while nothing reads them; in host memory the caller sees to that."""
+        return nullcontext()
 
     def batches(self) -> Iterable[Sequence[Tile]]:
         """The local tiles, in groups that are counted together."""
@@ -331,7 +315,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         promised = self._promised(manifest, bodies)
         remembers = manifest.kind == RecordKind.VERSION
         found = self.decode(bodies, base.changes, history if remembers else None)
-        sums = {**base.sums, **self.check_moves(found.moves(), promised, base.sums)}
+        sums = {**base.sums, **self.check_moves(found.moves, promised, base.sums)}
         if self.whole and (then := self._digest(sums)) != manifest.digest:
             raise VerificationError(
                 "digest mismatch: the decoded weights differ from the manifest; weights unchanged",
