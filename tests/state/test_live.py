@@ -1,4 +1,7 @@
-"""Applying a version is a transaction: all of it, or nothing and the same again."""
+"""Live weights in host memory: every codec, several versions at once, slices, ties and anchors.
+
+The rules that hold on every backend are in test_transaction.py.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec
+from pulsesync.core.types import BLOCK, Bits, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, PulseError, StateError, VerificationError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -102,13 +105,6 @@ def test_an_anchor_forgets_the_history() -> None:
     assert same(held.flats, writer.state)
 
 
-def test_prepare_touches_nothing() -> None:
-    writer, held, rng = start()
-    before = remembered(held)
-    held.prepare(*writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
-    assert_untouched(held, before)
-
-
 def spoilt_byte(version: Version) -> Version:
     data = bytearray(version[1][0])
     data[-1] ^= 1
@@ -183,32 +179,6 @@ def test_a_tile_that_would_not_be_the_publishers_is_named() -> None:
     assert caught.value.tensor == "c"
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 3, 5])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_commit_that_fails_half_way_is_put_back(
-    monkeypatch: pytest.MonkeyPatch, fails_at: int, error: type[BaseException]
-) -> None:
-    writer, held, rng = start()
-    version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
-    transition = held.prepare(*version)
-    assert len(transition.changes) == 6
-    before, write, calls = remembered(held), HostState.write_change, []
-
-    def failing(self: HostState, ordinal: int, change: BlockChange) -> None:
-        write(self, ordinal, change)
-        calls.append(ordinal)
-        if len(calls) == fails_at + 1:
-            raise error
-
-    monkeypatch.setattr(HostState, "write_change", failing)
-    with pytest.raises(error):
-        held.commit(transition)
-    monkeypatch.undo()
-    assert_untouched(held, before)
-    apply(held, version)
-    assert same(held.flats, writer.state)
-
-
 class Moody(np.ndarray[Any, Any]):
     """An array that writes half of what it is told and fails, once."""
 
@@ -233,25 +203,6 @@ def test_an_array_that_fails_in_the_middle_of_a_write_is_put_back() -> None:
     assert_untouched(held, before)
     held.commit(transition)
     assert same(held.flats, writer.state)
-
-
-def test_an_interrupt_after_the_last_write_changes_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, held, rng = start()
-    taken, there = held.snapshot(), copied(held.flats)
-    transition = held.prepare(*writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
-    before = remembered(held)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(HostState, "compose", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        held.commit(transition)
-    monkeypatch.undo()
-    assert_untouched(held, before)
-    assert same(read(taken), there)
-    held.commit(transition)
-    assert same(read(taken), there)
 
 
 def test_two_parts_over_disjoint_tiles_apply_together() -> None:
@@ -547,15 +498,6 @@ def test_an_anchor_in_several_parts_takes_any_state_to_its_own(seed: int, pieces
     assert held.digest == held.recount() == writer.digest
 
 
-def test_damage_is_found_in_the_tile_it_is_in() -> None:
-    _, held, _ = start()
-    assert held.find_damage() is None
-    held.flats["b"][13] ^= 1
-    found = held.find_damage()
-    assert found is not None
-    assert found.tensor.name == "b"
-
-
 # -- slices --------------------------------------------------------------------------------------------------------
 
 
@@ -739,30 +681,6 @@ def test_a_tied_tensor_that_overlaps_the_one_it_is_tied_to_is_refused() -> None:
     memory = np.zeros(6, np.float32)
     with pytest.raises(StateError):
         HostState.attach(arrays(a=memory[:4], z=memory[2:]), TIED)
-
-
-def test_a_failed_commit_puts_copies_of_tied_tensors_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = HostState.attach(arrays(z=np.zeros(4, np.float32)), TIED)
-    _, version = tied_writer()
-    transition, before, write = state.prepare(*version), remembered(state), HostState.write_change
-
-    def failing(self: HostState, ordinal: int, change: BlockChange) -> None:
-        write(self, ordinal, change)
-        if self.layout.tiles[ordinal].tensor.name == "b" and change.new.all():
-            raise MemoryError
-
-    monkeypatch.setattr(HostState, "write_change", failing)
-    with pytest.raises(MemoryError):
-        state.commit(transition)
-    assert_untouched(state, before)
-
-
-def test_a_tied_tensor_that_somebody_else_wrote_is_found_by_a_recount() -> None:
-    source = arrays(z=np.zeros(4, np.float32))
-    state = HostState.attach(source, TIED)
-    source["z"][1] = 1
-    with pytest.raises(VerificationError, match="'a'"):
-        state.recount()
 
 
 def test_an_anchor_makes_tied_tensors_with_memory_of_their_own_equal() -> None:

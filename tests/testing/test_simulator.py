@@ -28,7 +28,7 @@ from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
 from pulsesync.run.reader import RunReader
 from pulsesync.state.host import HostState, HostTransition
-from pulsesync.state.live import AnyTransition, Snapshot
+from pulsesync.state.live import AnyTransition, LiveState, Snapshot
 from pulsesync.store import CachedStore, MemoryStore, ObjectEntry
 from pulsesync.testing.simulator import (
     InlineExecutor,
@@ -355,9 +355,9 @@ FAULTS = [
     PlantedFault(Subscriber, "_goal", go_to_the_newest_version_instead, Invariant.SYNC_REPORT),
     PlantedFault(RunReader, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN),
     PlantedFault(RunReader, "newest", believe_the_head, Invariant.PROGRESS),
-    PlantedFault(HostState, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
-    PlantedFault(HostState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
-    PlantedFault(HostState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
+    PlantedFault(LiveState, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
+    PlantedFault(LiveState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
+    PlantedFault(LiveState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
     PlantedFault(HostState, "write_change", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS),
     PlantedFault(Snapshot, "block", read_the_live_state, Invariant.ANCHOR_AND_SQUASH_CONTENT),
     PlantedFault(planner, "_squash", use_no_squash, Invariant.JOIN_COST),

@@ -541,7 +541,7 @@ class Subscriber:
                 self._load(path[0], progress)
             path = path[1:]
         transition: AnyTransition | None = None
-        continues = False  # whether there was a commit in this walk: it is undone together with the next
+        goes_on = False  # whether there was a commit in this walk: it is undone together with the next
         for n, (record, fetching) in enumerate(self._ahead(path), 1):
             with progress.applying(record, records):
                 with progress.timed("fetch"):
@@ -550,8 +550,8 @@ class Subscriber:
                 with progress.timed("prepare"):
                     transition = self._state.prepare(record, [body for body, _ in got], after=transition)
             if n == len(path) or not self._state.overlays:
-                self._commit(transition, record, progress, continues)
-                transition, continues = None, True
+                self._commit(transition, record, progress, goes_on=goes_on)
+                transition, goes_on = None, True
             progress.path.append("squash" if record.kind == RecordKind.SQUASH else "patch")
 
     def _ahead(self, path: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
@@ -576,8 +576,8 @@ class Subscriber:
             if executor is not self._executor:
                 executor.shutdown()
 
-    def _commit(self, transition: AnyTransition, record: Manifest, progress: _Progress, continues: bool) -> None:
-        """Bring a transition into the weights; continues: it is undone together with the one before."""
+    def _commit(self, transition: AnyTransition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
+        """Bring a transition into the weights; goes_on: it is undone together with the one before."""
         assert self._state is not None
         before, kept = (self._position, self._step), list(self._undo)
         self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
@@ -590,7 +590,7 @@ class Subscriber:
                 else:
                     self._undo.extend(kept)
         progress.changed += transition.changed
-        if continues and kept:
+        if goes_on and kept:
             position, step, earlier = kept.pop()
             kept.append((position, step, self._state.join(back, earlier)))
         elif before[0] is not None:
