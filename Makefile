@@ -35,7 +35,8 @@ test-all: $(VENV)/.dev  ## run every test
 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
-	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device $(wildcard tests/kernels/test_cuda*.py)
+	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device tests/state/test_transaction.py \
+		$(wildcard tests/kernels/test_cuda*.py)
 
 gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes)

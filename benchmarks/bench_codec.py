@@ -40,7 +40,7 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef
-from pulsesync.state.live import State as LiveState
+from pulsesync.state.host import HostState
 from pulsesync.testing import AdamUpdates
 
 OURS = ("gap", "context", "history", "auto")
@@ -124,7 +124,7 @@ class Ours:
     def __init__(self, codec: patch.CodecName, layout: Layout, weights: State) -> None:
         self.codec: patch.CodecName = codec
         self.layout = layout
-        self.worker = LiveState.attach({name: bits.view(ml_dtypes.bfloat16) for name, bits in weights.items()}, layout)
+        self.worker = HostState.attach({name: bits.view(ml_dtypes.bfloat16) for name, bits in weights.items()}, layout)
         self.remembers = codec in ("history", "auto")
         self._sums, self._digest, self._history = dict(self.worker.sums), self.worker.digest, History()
         self._held = self.worker.sums, self.worker.history

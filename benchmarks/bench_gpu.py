@@ -36,7 +36,7 @@ from pulsesync.publish.commit import RunTip, root_record
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPREAD = 0.17  # standard deviation of the weights
 FIRST_CLASS = 100  # of the shares that follow: of the weights with this exponent and the next ones, those that changed
 SHARES = [

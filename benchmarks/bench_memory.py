@@ -88,11 +88,11 @@ def one_tensor_remembered(times: Any, index: int) -> Any:
     from pulsesync.format import layout as layouts
     from pulsesync.format import patch
     from pulsesync.format.history import History
-    from pulsesync.state.live import State
+    from pulsesync.state.host import HostState
 
     layout = layouts.make([TensorSpec("w", "BF16", SHAPE)])
     old, new = {"w": times[0]}, {"w": times[1]}
-    sums = State(layout, old, {}).sums
+    sums = HostState(layout, old, {}).sums
     part = patch.encode(layout, layout.tiles, old, new, sums, codec="history", history=History())
     tile = History().after(part.patches, old).tiles[0]
     rng = np.random.default_rng(SEED)
@@ -111,13 +111,13 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
     from pulsesync.core.types import TensorSpec
     from pulsesync.format import layout as layouts
     from pulsesync.format.history import History
-    from pulsesync.state.live import State
+    from pulsesync.state.host import HostState
 
     pulsesync.warm_up()
     times = np.load(folder / f"{point.density}.npy")
     names = [f"layer{i:03d}" for i in range(point.weights // times[0].size)]
     layout = layouts.make(TensorSpec(name, "BF16", SHAPE) for name in names)
-    worker = State(layout, {name: times[1].copy() for name in names}, {})
+    worker = HostState(layout, {name: times[1].copy() for name in names}, {})
     new = {name: times[2].copy() for name in names}
     tile = one_tensor_remembered(times, point.index) if point.codec == "history" else None
     resets = reset_peak()

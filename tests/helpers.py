@@ -16,7 +16,8 @@ from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.testing import mutate, random_bits
 
 RUN = "0123456789abcdef" * 2
@@ -225,16 +226,16 @@ def _refs(parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
     return tuple(PartRef(part.id, len(part.data)) for part in parts)
 
 
-def reader(layout: Layout, state: Mapping[str, Bits]) -> State:
-    return State(layout, copied(state), {})
+def reader(layout: Layout, state: Mapping[str, Bits]) -> HostState:
+    return HostState(layout, copied(state), {})
 
 
-def apply(state: State, version: tuple[Manifest, list[bytes]]) -> Transition:
+def apply(state: AnyState, version: tuple[Manifest, list[bytes]]) -> AnyTransition:
     """Bring a patch, squashed or not, into a state; returns the way back."""
     return state.commit(state.prepare(*version))
 
 
-def load(state: State, anchor: tuple[Manifest, list[bytes]]) -> None:
+def load(state: AnyState, anchor: tuple[Manifest, list[bytes]]) -> None:
     """Check an anchor and bring it into a state."""
     record, parts = anchor
     bodies = [Body.of(data, state.layout, ref.id) for ref, data in zip(record.parts, parts, strict=True)]

@@ -19,10 +19,11 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.kernels import spec
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState
 from pulsesync.testing import random_bits
 from tests.device.pairs import SPECS, Pair, codecs_of, small, to_bits, to_flats, trained
-from tests.helpers import Writer, reader, same
+from tests.helpers import Writer, apply, reader, same
 
 Edit = Callable[[bytes], bytes]
 
@@ -145,7 +146,7 @@ class Attacked:
     """A state here and on the host, and the next patch for both, which is coded with a history."""
 
     here: DeviceState
-    there: State
+    there: HostState
     version: tuple[Manifest, list[bytes]]
     held: dict[str, Any]
 
@@ -162,8 +163,9 @@ def attacked(device: str) -> Attacked:
             states[-1]["a"][list(THERE)] = list(THERE.values())
             versions.append(writer.advance(states[-1]))
     here, there = DeviceState(layout, to_flats(first, device)), reader(layout, first)
-    for state in (here, there):
-        state.commit(state.prepare(*versions[0]))
+    both: tuple[AnyState, ...] = (here, there)
+    for state in both:
+        apply(state, versions[0])
         state.prepare(*versions[1])  # as it is, it is good
     return Attacked(here, there, versions[1], states[1])
 

@@ -15,7 +15,8 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState
 from pulsesync.state.slices import Slice, Slices, windows
 from tests.device.pairs import Pair, to_bits, to_flats
 from tests.helpers import apply, copied, load, same
@@ -45,7 +46,7 @@ def versions(run: Path) -> Iterator[tuple[Manifest, Manifest, list[bytes]]]:
         yield version, *bodies(run, anchors[version.version] if version.base is None else version)
 
 
-def follow(state: State, run: Path, most: int = 1 << 60) -> Iterator[Manifest]:
+def follow(state: AnyState, run: Path, most: int = 1 << 60) -> Iterator[Manifest]:
     for version, record, parts in versions(run):
         if version.version > most:
             return
@@ -57,7 +58,7 @@ def follow(state: State, run: Path, most: int = 1 << 60) -> Iterator[Manifest]:
 @by_name
 def test_every_version_reads_to_the_expected_weights(run: Path, device: str) -> None:
     layout = layout_of(run)
-    empty = State.empty(layout)
+    empty = HostState.empty(layout)
     state = DeviceState(layout, to_flats(empty.flats, device))
     for version in follow(state, run):
         assert state.digest == version.digest
@@ -70,7 +71,7 @@ def test_every_version_reads_to_the_expected_weights(run: Path, device: str) -> 
 @by_name
 def test_every_patch_is_written_again_byte_for_byte(run: Path, device: str) -> None:
     """Those of one part: a publisher on a GPU writes no others. Which codec was asked for, a record does not say."""
-    host = State.empty(layout_of(run))
+    host = HostState.empty(layout_of(run))
     last, before, history, tried = None, {}, host.history, 0
     for version in follow(host, run):
         if last is not None and version.base is not None and len(version.parts) == 1:
@@ -86,10 +87,10 @@ CODECS: tuple[patch.CodecName, ...] = get_args(patch.CodecName)
 
 
 def _written(
-    then: State, before: Mapping[str, Bits], history: History, last: Manifest, codec: patch.CodecName, device: str
+    then: HostState, before: Mapping[str, Bits], history: History, last: Manifest, codec: patch.CodecName, device: str
 ) -> bytes:
     pair = Pair(then.layout, before, device, codec)
-    pair.state.history, pair.last = history, last
+    pair.state.history, pair.last = pair.state.bring(history), last
     return bytes(pair.encode(then.flats)[0].data)
 
 
@@ -104,7 +105,7 @@ SOME = [
 def test_some_tensors_of_a_run_read_as_on_the_host(name: str, slices: Slices, most: int, device: str) -> None:
     """So few that the interpreter reads them too."""
     layout, run = layout_of(FOLDER / name), FOLDER / name
-    there = State(layout, _zeros(layout, slices), {}, slices)
+    there = HostState(layout, _zeros(layout, slices), {}, slices)
     here = DeviceState(layout, to_flats(there.flats, device), {}, slices)
     for ours, theirs in zip(follow(here, run, most), follow(there, run, most), strict=True):
         assert ours == theirs

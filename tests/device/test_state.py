@@ -1,4 +1,4 @@
-"""A live state on a device: transactions, snapshots, ties, slices and anchors, as on the host."""
+"""Live weights on a device: what is read, tied, sliced and refused. The rules of a transaction are in tests/state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pulsesync.core.types import Bits, TensorSpec
-from pulsesync.device.changes import PileChanges
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
 from pulsesync.format import layout as layouts
@@ -17,7 +16,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.state.slices import Slice
 from pulsesync.testing import mutate
 from tests.device.pairs import SPECS, small, to_bits, to_flats, trained
-from tests.helpers import Writer, apply, copied, load, random_state, reader, same
+from tests.helpers import Writer, apply, load, random_state, same
 
 
 class Followed:
@@ -38,148 +37,12 @@ class Followed:
         return to_bits(self.here.flats)
 
 
-# Transactions
-
-
-def test_preparing_touches_nothing_and_committing_can_be_undone(device: str, many_lanes: None) -> None:
-    run = Followed(device, "history", SPECS[:1])
-    apply(run.here, run.write())
-    before = run.here.digest, run.here.history.to_bytes()
-    prepared = run.here.prepare(*run.write())
-    assert same(run.bits, run.states[1])
-    assert (run.here.digest, run.here.history.to_bytes()) == before
-    back = run.here.commit(prepared)
-    assert same(run.bits, run.states[2])
-    assert run.here.recount() == run.writer.digest
-    assert prepared.changed == back.changed == sum(int((run.states[1][n] != run.states[2][n]).sum()) for n in run.bits)
-    again = run.here.commit(back)
-    assert same(run.bits, run.states[1])
-    assert (run.here.recount(), run.here.history.to_bytes()) == before
-    run.here.commit(again)
-    assert same(run.bits, run.states[2])
-
-
-def test_two_ways_are_joined_to_one(device: str) -> None:
-    run = Followed(device)
-    first = apply(run.here, run.write())
-    second = apply(run.here, run.write())
-    assert same(run.bits, run.states[2])
-    run.here.commit(run.here.join(second, first))
-    assert same(run.bits, run.states[0])
-    assert run.here.recount() == Writer(run.layout, run.states[0]).digest
-
-
-def test_a_write_that_fails_half_way_is_put_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Followed(device)
-    prepared = run.here.prepare(*run.write())
-    taken = run.here.snapshot()
-    write, calls, digest = PileChanges.write, [], run.here.digest
-
-    def fail_once(self: PileChanges, at: torch.Tensor) -> None:
-        calls.append(self)
-        if len(calls) == 2:
-            raise MemoryError("no more of it")
-        write(self, at)
-
-    monkeypatch.setattr(PileChanges, "write", fail_once)
-    with pytest.raises(MemoryError):
-        run.here.commit(prepared)
-    assert same(run.bits, run.states[0])
-    assert run.here.recount() == digest
-    assert taken.changes == ()
-    run.here.commit(prepared)  # and can be repeated
-    assert same(run.bits, run.states[1])
-
-
-def test_patches_for_other_states_are_refused(device: str) -> None:
-    run = Followed(device)
-    first, second = run.write(), run.write()
-    with pytest.raises(BaseMismatchError):
-        run.here.prepare(*second)
-    apply(run.here, first)
-    with pytest.raises(BaseMismatchError):
-        run.here.prepare(*first)
-    assert same(run.bits, run.states[1])
-    with pytest.raises(BaseMismatchError, match="another layout"):
-        Followed(device, specs=SPECS[:1]).here.prepare(*first)
-
-
-def test_a_patch_that_leads_elsewhere_is_refused(device: str) -> None:
-    """The writer's weights are not those that are held, though the digest it says it starts from is."""
-    run = Followed(device)
-    other = copied(run.states[0])
-    other["c"] = other["c"] + 5
-    sums = dict(run.writer.sums)
-    part = patch.encode(run.layout, run.layout.tiles, other, run.states[0], sums, codec="gap")
-    record = run.writer._manifest(run.writer.mark().base, [part], 1)
-    with pytest.raises(VerificationError):
-        run.here.prepare(record, [bytes(part.data)])
-    assert same(run.bits, run.states[0])
-
-
-def test_two_parts_for_one_tile_are_refused(device: str) -> None:
-    run = Followed(device)
-    new = trained(run.layout, run.states[0], 1)
-    part = patch.encode(run.layout, run.layout.tiles, run.states[0], new, run.writer.sums, codec="gap")
-    record = run.writer._manifest(run.writer.mark().base, [part, part], 1)
-    with pytest.raises(FormatError, match="two parts"):
-        run.here.prepare(record, [bytes(part.data)] * 2)
-
-
-# Looking
-
-
-def test_damage_is_found(device: str) -> None:
-    run = Followed(device)
-    assert run.here.find_damage() is None
-    run.here.flats["b"][7] ^= 1
-    damaged = run.here.find_damage()
-    assert damaged is not None
-    assert damaged.tensor.name == "b"
-    assert run.here.digest == run.writer.digest
-    assert run.here.recount() != run.writer.digest
-
-
-def test_damage_of_a_tied_copy_is_told_of_its_tensor(device: str) -> None:
-    layout = layouts.make([TensorSpec("a", "F16", (3,)), TensorSpec("b", "BF16", (4, 5))], {"tied": "b"})
-    model = {"a": torch.zeros(3, dtype=torch.float16, device=device)}
-    model |= {name: torch.zeros(4, 5, dtype=torch.bfloat16, device=device) for name in ("b", "tied")}
-    here = DeviceState.attach(model, layout)
-    model["tied"][0, 0] = 1
-    damaged = here.find_damage()
-    assert damaged is not None
-    assert damaged.tensor.name == "b"
-
-
 def test_blocks_are_read_to_the_host(device: str) -> None:
     run = Followed(device)
     for tile in run.layout.tiles:
         if tile.size:
             expected = tile.read_block(run.states[0][tile.tensor.name], 0)
             assert np.array_equal(run.here.block(tile, 0), expected)
-
-
-def test_a_snapshot_stays_while_versions_are_committed_and_undone(device: str) -> None:
-    run = Followed(device)
-
-    def read(taken: Any) -> dict[str, Bits]:
-        out = {name: np.zeros_like(bits) for name, bits in run.states[0].items()}
-        for tile in run.layout.tiles:
-            for number in range(tile.block_count):
-                tile.write_block(out[tile.tensor.name], number, taken.block(tile, number))
-        return out
-
-    first = run.here.snapshot()
-    apply(run.here, run.write())
-    second = run.here.snapshot()
-    back = apply(run.here, run.write())
-    assert same(read(first), run.states[0])
-    assert same(read(second), run.states[1])
-    run.here.commit(back)
-    assert same(read(first), run.states[0])
-    assert same(read(second), run.states[1])
-    assert second.changes == []  # nothing is held for a snapshot of what is there
-    assert first.sums == reader(run.layout, run.states[0]).sums
 
 
 # Tensors of a process

@@ -16,7 +16,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Position
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.state.views import new_tensors
 from pulsesync.store import LocalStore
 from pulsesync.testing.backends import use_kernels
@@ -50,9 +50,9 @@ def bodies(run: Path, record: Manifest) -> tuple[Manifest, list[bytes]]:
     return record, [(run / "parts" / ref.id).read_bytes() for ref in record.parts]
 
 
-def replay(run: Path) -> State:
+def replay(run: Path) -> HostState:
     """Every version in turn: roots by their anchors, the others by their patches."""
-    state = State.empty(layout_of(run))
+    state = HostState.empty(layout_of(run))
     anchors = {anchor.version: anchor for anchor in records(run, "anchors")}
     held = None
     for version in records(run, "manifests"):
@@ -110,7 +110,7 @@ def test_every_version_reads_to_the_expected_weights(run: Path, kernel: str) -> 
 
 @by_name(RUNS)
 def test_a_squash_is_its_patches_in_one(run: Path) -> None:
-    state = State.empty(layout_of(run))
+    state = HostState.empty(layout_of(run))
     anchors = {anchor.version: anchor for anchor in records(run, "anchors")}
     for squash in records(run, "squashes"):
         assert squash.base is not None

@@ -23,7 +23,7 @@ from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, Recor
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState, HostTransition
 
 FOLDER = Path(__file__).parent / "v1-draft"
 CREATED = 1_750_000_000
@@ -59,7 +59,7 @@ class Run:
 
     def publish_root(self, flats: Mapping[str, Bits], pieces: int = 1) -> None:
         """Publish a state that follows from nothing, in an epoch of its own, and an anchor for it."""
-        self.state = State(self.layout, {name: flat.copy() for name, flat in flats.items()}, {})
+        self.state = HostState(self.layout, {name: flat.copy() for name, flat in flats.items()}, {})
         self._add((), 0 if self.last is None else self.last.epoch + 1, 0, base=None)
         self.publish_anchor(pieces)
 
@@ -88,7 +88,7 @@ class Run:
         ]
         patches = tuple(one for part in parts for one in part.patches)
         sums = {**state.sums, **{tile: total for part in parts for tile, total in part.sums.items()}}
-        state.commit(Transition(by_block(patches), sums, history.after(patches, state.flats)))
+        state.commit(HostTransition(by_block(patches), sums, history.after(patches, state.flats)))
         assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
         self._add(parts, epoch, index, BaseRef(last.version, last.digest))
 

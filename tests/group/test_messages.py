@@ -11,7 +11,7 @@ from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan, LocalBundles, agree, tell
 from pulsesync.group.cost_model import Method
 from pulsesync.group.messages import TRAILER, SyncTimes
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.state.sharding import shards_of
 from pulsesync.state.slices import LocalTile
 
@@ -34,9 +34,9 @@ class Ends:
         tiles = self.wire.layout.tiles
         self.held = LocalBundles(self.wire, tiles, source)
         nowhere = {spec.name: np.empty(0, np.uint8) for spec in self.wire.layout.tensors}
-        self.receiver = State(self.wire.layout, nowhere, places=LocalBundles(self.wire, tiles, receiver).places)
+        self.receiver = HostState(self.wire.layout, nowhere, places=LocalBundles(self.wire, tiles, receiver).places)
         flats = {tile.tensor.name: self.receiver.block(tile, 0).copy() for tile in tiles}
-        self.base = State(self.wire.layout, flats, places={tile.ordinal: LocalTile(tile, True) for tile in tiles})
+        self.base = HostState(self.wire.layout, flats, places={tile.ordinal: LocalTile(tile, True) for tile in tiles})
 
     def message(self, method: Method) -> Bits:
         tiles, clock = self.wire.layout.tiles, SyncTimes()
@@ -65,8 +65,8 @@ def test_a_bucket_brings_what_was_sent(method: Method) -> None:
         if tile.ordinal in got.sums:
             assert (
                 got.sums[tile.ordinal]
-                == State.count(
-                    State(ends.wire.layout, {t.tensor.name: ends.held.block(t, 0) for t in ends.wire.layout.tiles})
+                == HostState.count(
+                    HostState(ends.wire.layout, {t.tensor.name: ends.held.block(t, 0) for t in ends.wire.layout.tiles})
                 )[tile.ordinal]
             )
 

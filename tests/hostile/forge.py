@@ -32,7 +32,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run.subscriber import Subscriber, SyncReport
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 
 RUN = "0123456789abcdef" * 2
@@ -448,7 +448,7 @@ class Run:
 
     def __init__(self, specs: list[TensorSpec], ties: dict[str, str], key: SigningKey | None = None) -> None:
         self.layout, self.key = layouts.make(specs, ties), key
-        self.state = State(self.layout, start(specs, 0), {})
+        self.state = HostState(self.layout, start(specs, 0), {})
         self.manifest = Manifest(
             run=RUN,
             version=0,
@@ -497,14 +497,14 @@ class Run:
         found = [patch.decode(p.write(), self.layout, self.state.flats, history=self.state.history) for p in parts]
         history = self.state.history.after([one for part in found for one in part.patches], self.state.flats)
         self.manifest = replace(self.manifest, history=history.digest() if history.tiles else None)
-        self.state = State(self.layout, new, {})
+        self.state = HostState(self.layout, new, {})
         self.state.history = history
         self.latest = self._version(f"manifests/{self.manifest.version:016d}", self.manifest, parts)
         return self.latest
 
     def squash(self, base: Manifest, flats: Flats) -> Version:
         """One patch from an epoch's start to the version published last, by whoever was allowed to write it."""
-        old = State(self.layout, flats, {})
+        old = HostState(self.layout, flats, {})
         with mock.patch.object(tables, "choose_cut", low_cut), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
         record = replace(self.manifest, kind=RecordKind.SQUASH, base=BaseRef(base.version, base.digest), history=None)
@@ -722,5 +722,5 @@ class Victim:
 
     def history_is_right(self) -> bool:
         assert self.subscriber._state is not None
-        held = self.subscriber._state.history
-        return held.tiles.keys() == self.target.history.tiles.keys() and held.digest() == self.target.history.digest()
+        local, target = self.subscriber._state.history, self.target.history
+        return bool(local.tiles.keys() == target.tiles.keys() and local.digest() == target.digest())

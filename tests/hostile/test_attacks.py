@@ -50,7 +50,7 @@ from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.kernels import reference, spec
 from pulsesync.maintain.squash import Squasher
 from pulsesync.maintain.verify import RunVerifier
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.state.views import new_tensors
 from pulsesync.store.local import LocalStore
 from pulsesync.testing.backends import use_kernels
@@ -2427,7 +2427,7 @@ def test_an_anchor_that_says_it_is_large_and_is_not_is_refused_before_memory_is_
 def test_a_tensor_for_which_there_is_no_memory_is_an_error_with_its_name() -> None:
     layout = layouts.make([TensorSpec("w", "F64", (1 << 46,))])
     with pytest.raises(LimitError, match="'w' has 562949953421312 bytes"):
-        State.empty(layout)
+        HostState.empty(layout)
     with pytest.raises(LimitError, match="'w' has 562949953421312 bytes"):
         new_tensors(layout.tensors)
 
@@ -2457,7 +2457,7 @@ from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.core.types import TensorSpec
 from pulsesync.maintain.squash import Squasher
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 
 size = 1 << 20
 old = np.full(size, 0x3F80, np.uint16)
@@ -2466,7 +2466,7 @@ new = old.copy()
 new[100:2100:2] += 1
 newer = new.copy()
 newer[100:2100:2] += 1
-state = State(layout.make([TensorSpec("w", "BF16", (size,))]), {"w": old}, {})
+state = HostState(layout.make([TensorSpec("w", "BF16", (size,))]), {"w": old}, {})
 run = state.layout, state.layout.tiles
 first = patch.encode(*run, {"w": old}, {"w": new}, state.sums, codec="history", history=History())
 history = History().after(first.patches, {"w": old})

@@ -41,7 +41,7 @@ from pulsesync.publish.baseline import HostDifference
 from pulsesync.publish.writer import RunWriter
 from pulsesync.run import keys
 from pulsesync.run.spool import Outbox
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.store import LocalStore, MemoryStore, Store
 from pulsesync.testing import random_bits
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
@@ -904,7 +904,7 @@ def test_a_trainer_interrupted_while_it_waits_goes_on_from_there(monkeypatch: py
     assert equal(synced(store), training.weights)
 
 
-@pytest.mark.parametrize(("room", "verb"), [(State, "commit"), (HostDifference, "after")])
+@pytest.mark.parametrize(("room", "verb"), [(HostState, "commit"), (HostDifference, "after")])
 def test_a_base_that_failed_to_move_to_a_committed_version_is_moved_by_the_next(
     room: type, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
 from pulsesync.run import keys, spool
 from pulsesync.run.spool import AnchorSpool, Outbox
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.testing import random_bits
 from tests.helpers import RUN, count_sums
 from tests.runs import Watched, equal, parts_of, publish_steps, worker
@@ -325,9 +325,9 @@ def test_a_patch_that_stays_bad_is_read_twice_and_no_other_patch_again() -> None
 
 def flip_behind(monkeypatch: pytest.MonkeyPatch, step: str, path: Callable[[], Path]) -> None:
     """Have another writer of the folder flip a bit of a part just before a step of loading an anchor."""
-    run = getattr(State, step)
+    run = getattr(HostState, step)
 
-    def meddled(state: State, *given: Any) -> Any:
+    def meddled(state: HostState, *given: Any) -> Any:
         with path().open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             last = file.read(1)[0]
@@ -335,7 +335,7 @@ def flip_behind(monkeypatch: pytest.MonkeyPatch, step: str, path: Callable[[], P
             file.write(bytes([last ^ 1]))
         return run(state, *given)
 
-    monkeypatch.setattr(State, step, meddled)
+    monkeypatch.setattr(HostState, step, meddled)
 
 
 @pytest.mark.parametrize("step", ["check_whole", "load_whole"])

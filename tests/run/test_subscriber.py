@@ -40,7 +40,7 @@ from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, keys, reader, subscriber
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import random_bits
 from tests.helpers import nudge
@@ -245,7 +245,7 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
                 fetched += 1
                 ahead = max(ahead, fetched - decoded)
 
-    prepare = State.prepare
+    prepare = HostState.prepare
 
     def prepared(*args: Any, **options: Any) -> Any:
         nonlocal decoded
@@ -258,7 +258,7 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=0)
     store.before, store.after = count, uncount
-    monkeypatch.setattr(State, "prepare", prepared)
+    monkeypatch.setattr(HostState, "prepare", prepared)
     sub.sync(held)
     assert 1 < most <= subscriber.AHEAD
     assert 1 < ahead <= subscriber.AHEAD + 2
@@ -282,15 +282,15 @@ def test_an_executor_that_was_given_is_used_and_left_running() -> None:
 
 def test_a_sync_over_many_versions_pauses_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, states = run_of(10)
-    commit, commits = State.commit, []
+    commit, commits = HostState.commit, []
 
-    def counted(state: State, transition: Any) -> Any:
+    def counted(state: HostState, transition: Any) -> Any:
         commits.append(transition)
         return commit(state, transition)
 
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=1)
-    monkeypatch.setattr(State, "commit", counted)
+    monkeypatch.setattr(HostState, "commit", counted)
     sub.sync(held)
     assert len(commits) == 1
     assert equal(held, states[9])
@@ -300,13 +300,13 @@ def test_until_the_pause_the_weights_are_what_they_were(monkeypatch: pytest.Monk
     store, states = run_of(6)
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=1)
-    commit = State.commit
+    commit = HostState.commit
 
-    def looked_at(state: State, transition: Any) -> Any:
+    def looked_at(state: HostState, transition: Any) -> Any:
         assert equal(held, states[1])
         return commit(state, transition)
 
-    monkeypatch.setattr(State, "commit", looked_at)
+    monkeypatch.setattr(HostState, "commit", looked_at)
     sub.sync(held)
     assert equal(held, states[5])
 
@@ -617,15 +617,15 @@ def test_of_many_workers_with_one_cache_one_fetches_each_body(tmp_path: Path) ->
 @pytest.mark.parametrize("early", [False, True], ids=["in the middle", "at the very beginning"])
 def test_an_interrupt_while_an_anchor_is_loaded_lets_it_finish(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
     store, states = run_of(1)
-    load = State.load_whole
+    load = HostState.load_whole
 
-    def interrupted(state: State, *args: Any) -> None:
+    def interrupted(state: HostState, *args: Any) -> None:
         time.sleep(0.0 if early else 0.05)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
         load(state, *args)
 
-    monkeypatch.setattr(State, "load_whole", interrupted)
+    monkeypatch.setattr(HostState, "load_whole", interrupted)
     sub, held = Subscriber(store), worker()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -647,13 +647,13 @@ def test_a_worker_that_dies_while_it_loads_goes_on_from_its_spool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
 ) -> None:
     store, states = run_of(3)
-    load = State.load_whole
+    load = HostState.load_whole
 
-    def half(state: State, parts: Any, sums: Any) -> None:
+    def half(state: HostState, parts: Any, sums: Any) -> None:
         load(state, parts[:1], sums)
         raise MemoryError
 
-    monkeypatch.setattr(State, "load_whole", half)
+    monkeypatch.setattr(HostState, "load_whole", half)
     held = worker()
     with pytest.raises(MemoryError):
         Subscriber(store, cache=tmp_path).sync(held)
@@ -669,13 +669,13 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
 ) -> None:
     store, states = run_of(3)
     sub, held = Subscriber(store), worker()
-    load = State.load_whole
+    load = HostState.load_whole
 
-    def half(state: State, parts: Any, sums: Any) -> None:
+    def half(state: HostState, parts: Any, sums: Any) -> None:
         load(state, parts[:1], sums)
         raise MemoryError
 
-    monkeypatch.setattr(State, "load_whole", half)
+    monkeypatch.setattr(HostState, "load_whole", half)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -686,13 +686,13 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
 
 def spoil_while_loading(monkeypatch: pytest.MonkeyPatch, store: Watched, cache: Path, part: str) -> None:
     """Have another process flip a bit of a spooled part after it was checked, while the store does not answer."""
-    load = State.load_whole
+    load = HostState.load_whole
 
     def refuse(verb: str, key: str) -> None:
         if key.startswith("parts/"):
             raise StoreError("no answer", retryable=True)
 
-    def meddled(state: State, *args: Any) -> None:
+    def meddled(state: HostState, *args: Any) -> None:
         with (cache / "anchors" / part).open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             last = file.read(1)[0]
@@ -701,7 +701,7 @@ def spoil_while_loading(monkeypatch: pytest.MonkeyPatch, store: Watched, cache: 
         store.before = refuse
         load(state, *args)
 
-    monkeypatch.setattr(State, "load_whole", meddled)
+    monkeypatch.setattr(HostState, "load_whole", meddled)
 
 
 @pytest.mark.parametrize("how", ["sync", "watch"])
@@ -762,7 +762,7 @@ def test_a_spool_keeps_the_last_anchor_only(tmp_path: Path, short_epochs: int) -
 
 
 def saved(sub: Subscriber) -> bytes:
-    assert sub.state is not None
+    assert isinstance(sub.state, HostState)
     return sub.state.history.to_bytes()
 
 
@@ -818,14 +818,14 @@ def test_what_does_not_belong_together_is_not_resumed(what: str) -> None:
 
 def cut_after_commit(patches: pytest.MonkeyPatch, sub: Subscriber, held: dict[str, Any], **options: Any) -> None:
     """A sync that is interrupted right after its first commit."""
-    commit = State.commit
+    commit = HostState.commit
 
-    def cut(state: State, transition: Any) -> None:
+    def cut(state: HostState, transition: Any) -> None:
         commit(state, transition)
         raise KeyboardInterrupt
 
     with patches.context() as patched:
-        patched.setattr(State, "commit", cut)
+        patched.setattr(HostState, "commit", cut)
         with pytest.raises(KeyboardInterrupt):
             sub.sync(held, **options)
 
@@ -861,11 +861,11 @@ def test_a_way_back_that_cannot_be_joined_is_not_missed_by_an_older_one(monkeypa
     sub.sync(held, version=0)
     sub.sync(held, version=1)
 
-    def fail(_: State, __: Any, ___: Any) -> None:
+    def fail(_: HostState, __: Any, ___: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(State, "stacks", False)
-    monkeypatch.setattr(State, "join", fail)
+    monkeypatch.setattr(HostState, "overlays", False)
+    monkeypatch.setattr(HostState, "join", fail)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -882,10 +882,10 @@ def test_after_a_commit_that_changed_nothing_the_ways_back_are_still_there(monke
     sub.sync(held, version=0)
     sub.sync(held, version=1)
 
-    def fail(_: State, __: Any) -> None:
+    def fail(_: HostState, __: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(State, "commit", fail)
+    monkeypatch.setattr(HostState, "commit", fail)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -920,10 +920,10 @@ def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
         sub.sync(held)
         pub.publish(training.weights)  # nothing changed: the digest is the same, the place in the epoch is not
 
-        def cut(_: State, __: Any) -> None:
+        def cut(_: HostState, __: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(State, "commit", cut)
+        monkeypatch.setattr(HostState, "commit", cut)
         with pytest.raises(KeyboardInterrupt):
             sub.sync(held)
         monkeypatch.undo()

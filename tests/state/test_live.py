@@ -1,4 +1,7 @@
-"""Applying a version is a transaction: all of it, or nothing and the same again."""
+"""Live weights in host memory: every codec, several versions at once, slices, ties and anchors.
+
+The rules that hold on every backend are in test_transaction.py.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec
+from pulsesync.core.types import BLOCK, Bits, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, PulseError, StateError, VerificationError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -19,8 +22,8 @@ from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import CodecName
-from pulsesync.state import live as states
-from pulsesync.state.live import Snapshot, State, Transition
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyTransition, Snapshot
 from pulsesync.state.slices import Slice, Slices
 from tests.helpers import (
     Writer,
@@ -45,7 +48,7 @@ SPECS = [
 ]
 
 
-def start() -> tuple[Writer, State, np.random.Generator]:
+def start() -> tuple[Writer, HostState, np.random.Generator]:
     """A writer and a reader at the second version of a run, with a history."""
     rng, layout = np.random.default_rng(0), layouts.make(SPECS)
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in SPECS}
@@ -57,12 +60,12 @@ def start() -> tuple[Writer, State, np.random.Generator]:
     return writer, held, rng
 
 
-def remembered(state: State) -> tuple[Any, ...]:
+def remembered(state: HostState) -> tuple[Any, ...]:
     copies = {name: [bits.copy() for bits in some] for name, some in state.copies.items()}
     return copied(state.flats), copies, dict(state.sums), state.history.digest(), state.digest
 
 
-def assert_untouched(state: State, before: tuple[Any, ...]) -> None:
+def assert_untouched(state: HostState, before: tuple[Any, ...]) -> None:
     assert same(state.flats, before[0])
     assert all(
         np.array_equal(a, b) for name in before[1] for a, b in zip(state.copies[name], before[1][name], strict=True)
@@ -100,13 +103,6 @@ def test_an_anchor_forgets_the_history() -> None:
     assert (held.history.index, held.history.tiles) == (0, {})
     apply(held, writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
     assert same(held.flats, writer.state)
-
-
-def test_prepare_touches_nothing() -> None:
-    writer, held, rng = start()
-    before = remembered(held)
-    held.prepare(*writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
-    assert_untouched(held, before)
 
 
 def spoilt_byte(version: Version) -> Version:
@@ -183,32 +179,6 @@ def test_a_tile_that_would_not_be_the_publishers_is_named() -> None:
     assert caught.value.tensor == "c"
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 3, 5])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_commit_that_fails_half_way_is_put_back(
-    monkeypatch: pytest.MonkeyPatch, fails_at: int, error: type[BaseException]
-) -> None:
-    writer, held, rng = start()
-    version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
-    transition = held.prepare(*version)
-    assert len(transition.changes) == 6
-    before, write, calls = remembered(held), State._write, []
-
-    def failing(self: State, ordinal: int, change: BlockChange) -> None:
-        write(self, ordinal, change)
-        calls.append(ordinal)
-        if len(calls) == fails_at + 1:
-            raise error
-
-    monkeypatch.setattr(State, "_write", failing)
-    with pytest.raises(error):
-        held.commit(transition)
-    monkeypatch.undo()
-    assert_untouched(held, before)
-    apply(held, version)
-    assert same(held.flats, writer.state)
-
-
 class Moody(np.ndarray[Any, Any]):
     """An array that writes half of what it is told and fails, once."""
 
@@ -233,25 +203,6 @@ def test_an_array_that_fails_in_the_middle_of_a_write_is_put_back() -> None:
     assert_untouched(held, before)
     held.commit(transition)
     assert same(held.flats, writer.state)
-
-
-def test_an_interrupt_after_the_last_write_changes_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, held, rng = start()
-    taken, there = held.snapshot(), copied(held.flats)
-    transition = held.prepare(*writer.advance(changed_state(rng, writer.state, 0.1, small=True)))
-    before = remembered(held)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(states, "_compose_all", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        held.commit(transition)
-    monkeypatch.undo()
-    assert_untouched(held, before)
-    assert same(read(taken), there)
-    held.commit(transition)
-    assert same(read(taken), there)
 
 
 def test_two_parts_over_disjoint_tiles_apply_together() -> None:
@@ -354,7 +305,7 @@ def test_a_commit_returns_the_way_back(seed: int, codecs: list[patch.CodecName])
     assert same(held.flats, writer.state)
 
 
-def read(taken: "Snapshot | State") -> dict[str, Bits]:
+def read(taken: "Snapshot | HostState") -> dict[str, Bits]:
     """All of a state, block by block."""
     out = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in taken.layout.tensors}
     for tile in taken.layout.tiles:
@@ -370,7 +321,7 @@ def test_a_snapshot_stays_as_it_was_while_commits_go_on(seed: int, actions: list
     writer = Writer(layout, random_state(rng, layout), "gap")
     held = reader(layout, writer.state)
     taken: list[tuple[Snapshot, dict[str, Bits], dict[int, Sum]]] = []
-    undo: list[Transition] = []
+    undo: list[AnyTransition] = []
     for action in actions:
         if action == "snapshot":
             taken.append((held.snapshot(), copied(held.flats), dict(held.sums)))
@@ -547,15 +498,6 @@ def test_an_anchor_in_several_parts_takes_any_state_to_its_own(seed: int, pieces
     assert held.digest == held.recount() == writer.digest
 
 
-def test_damage_is_found_in_the_tile_it_is_in() -> None:
-    _, held, _ = start()
-    assert held.find_damage() is None
-    held.flats["b"][13] ^= 1
-    found = held.find_damage()
-    assert found is not None
-    assert found.tensor.name == "b"
-
-
 # -- slices --------------------------------------------------------------------------------------------------------
 
 
@@ -595,7 +537,7 @@ def test_a_slice_of_whole_tiles_follows_every_codec(
     rng, layout = np.random.default_rng(3), layouts.make(GRID)
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)
-    held = State(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
+    held = HostState(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
     assert not held.whole
     load(held, writer.anchor())
     assert same(held.flats, sliced(layout, writer.state, slices))
@@ -635,7 +577,7 @@ def test_any_rectangle_follows_what_needs_no_old_weights(
     seed, slices = window
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     writer = Writer(layout, random_state(rng, layout))
-    held = State(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
+    held = HostState(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
     load(held, writer.anchor())
     assert same(held.flats, sliced(layout, writer.state, slices))
     at_start, transition = copied(held.flats), None
@@ -658,7 +600,7 @@ def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_old_weights(code
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)
     slices = {"a": Slice(rows=(10, 60))}
-    held = State(layout, sliced(layout, state, slices), slices=slices)
+    held = HostState(layout, sliced(layout, state, slices), slices=slices)
     before = remembered(held)
     (version,) = versions(writer, rng, [codec])
     with pytest.raises(StateError, match=r"'a'.*borders") as caught:
@@ -679,7 +621,7 @@ def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_old_weights(code
 def test_a_slice_that_a_tensor_does_not_have_is_refused(slices: Slices) -> None:
     source = {spec.name: np.zeros(spec.shape, spec.kind.bits) for spec in GRID}
     with pytest.raises(StateError, match="has no slice"):
-        State.attach(source, layouts.make(GRID), slices)
+        HostState.attach(source, layouts.make(GRID), slices)
 
 
 def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
@@ -687,7 +629,7 @@ def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
     slices = {"x": Slice(rows=(2, 5)), "y": None}
     source = {"x": np.zeros((3, 2, 4), np.int32), "z": np.zeros((), np.int32)}
     writer = Writer(layout, {"x": np.zeros(48, np.uint32), "y": np.zeros(8, np.uint32), "z": np.zeros(1, np.uint32)})
-    state = State.attach(source, layout, slices)
+    state = HostState.attach(source, layout, slices)
     new = {"x": np.arange(48, dtype=np.uint32), "y": np.ones(8, np.uint32), "z": np.ones(1, np.uint32)}
     writer.codec = "gap"
     apply(state, writer.advance(new))
@@ -695,9 +637,9 @@ def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
     assert source["z"] == 1
     for wrong in ({**source, "y": np.zeros(8, np.int32)}, {**source, "x": np.zeros((6, 2, 4), np.int32)}):
         with pytest.raises(StateError):
-            State.attach(wrong, layout, slices)
+            HostState.attach(wrong, layout, slices)
     flat = {"x": np.zeros((3, 5), np.int32), "z": source["z"]}
-    assert State.attach(flat, layout, {"x": Slice((2, 5), (1, 6)), "y": None}).flats["x"].size == 15
+    assert HostState.attach(flat, layout, {"x": Slice((2, 5), (1, 6)), "y": None}).flats["x"].size == 15
 
 
 # -- taking hold of tensors ----------------------------------------------------------------------------------------
@@ -719,7 +661,7 @@ def test_a_tied_tensor_follows_the_one_it_is_tied_to(how: str) -> None:
     source = arrays()
     if how != "absent":
         source["z"] = source["a"] if how == "shared" else np.zeros(4, np.float32)
-    apply(State.attach(source, TIED), tied_writer()[1])
+    apply(HostState.attach(source, TIED), tied_writer()[1])
     assert all(source[name].view(np.uint32).tolist() == [0, 1, 2, 3] for name in source if name != "b")
 
 
@@ -729,7 +671,8 @@ def test_aliases_may_share_memory_apart_from_the_tensor_they_are_tied_to() -> No
     source = arrays(y=both, z=both)
     writer = Writer(layout, {"a": np.zeros(4, np.uint32), "b": np.zeros(3, np.uint32)})
     apply(
-        State.attach(source, layout), writer.advance({"a": np.arange(4, dtype=np.uint32), "b": np.zeros(3, np.uint32)})
+        HostState.attach(source, layout),
+        writer.advance({"a": np.arange(4, dtype=np.uint32), "b": np.zeros(3, np.uint32)}),
     )
     assert both.view(np.uint32).tolist() == [0, 1, 2, 3]
 
@@ -737,37 +680,13 @@ def test_aliases_may_share_memory_apart_from_the_tensor_they_are_tied_to() -> No
 def test_a_tied_tensor_that_overlaps_the_one_it_is_tied_to_is_refused() -> None:
     memory = np.zeros(6, np.float32)
     with pytest.raises(StateError):
-        State.attach(arrays(a=memory[:4], z=memory[2:]), TIED)
-
-
-def test_a_failed_commit_puts_copies_of_tied_tensors_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = State.attach(arrays(z=np.zeros(4, np.float32)), TIED)
-    _, version = tied_writer()
-    transition, before, write = state.prepare(*version), remembered(state), State._write
-
-    def failing(self: State, ordinal: int, change: BlockChange) -> None:
-        write(self, ordinal, change)
-        if self.layout.tiles[ordinal].tensor.name == "b" and change.new.all():
-            raise MemoryError
-
-    monkeypatch.setattr(State, "_write", failing)
-    with pytest.raises(MemoryError):
-        state.commit(transition)
-    assert_untouched(state, before)
-
-
-def test_a_tied_tensor_that_somebody_else_wrote_is_found_by_a_recount() -> None:
-    source = arrays(z=np.zeros(4, np.float32))
-    state = State.attach(source, TIED)
-    source["z"][1] = 1
-    with pytest.raises(VerificationError, match="'a'"):
-        state.recount()
+        HostState.attach(arrays(a=memory[:4], z=memory[2:]), TIED)
 
 
 def test_an_anchor_makes_tied_tensors_with_memory_of_their_own_equal() -> None:
     source = arrays(a=np.full(4, 5, np.float32), z=np.full(4, 7, np.float32))
     writer = Writer(TIED, {"a": np.arange(4, dtype=np.uint32), "b": np.ones(3, np.uint32)})
-    load(State.attach(source, TIED), writer.anchor())
+    load(HostState.attach(source, TIED), writer.anchor())
     assert source["z"].view(np.uint32).tolist() == source["a"].view(np.uint32).tolist() == [0, 1, 2, 3]
 
 
@@ -777,7 +696,7 @@ def test_two_tensors_of_the_run_in_the_same_memory_are_refused(overlap: str) -> 
     memory = np.zeros(6, np.float32)
     source = {"a": memory[:4], "b": memory[:4] if overlap == "whole" else memory[2:]}
     with pytest.raises(StateError):
-        State.attach(source, layout)
+        HostState.attach(source, layout)
 
 
 def read_only() -> np.ndarray[Any, Any]:
@@ -804,13 +723,13 @@ def read_only() -> np.ndarray[Any, Any]:
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(name: str, source: dict[str, Any]) -> None:
     with pytest.raises(StateError, match=repr(name)) as caught:
-        State.attach(source, TIED)
+        HostState.attach(source, TIED)
     assert caught.value.tensor == name
 
 
 def test_holds_knows_its_own_memory_again() -> None:
     source = arrays()
-    state = State.attach(source, TIED)
+    state = HostState.attach(source, TIED)
     assert state.holds(dict(source))
     assert not state.holds({**source, "b": source["b"].copy()})
 
@@ -818,14 +737,14 @@ def test_holds_knows_its_own_memory_again() -> None:
 def test_holds_sees_that_two_tensors_changed_places() -> None:
     layout = layouts.make([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (4,))])
     a, b = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    assert not State.attach({"a": a, "b": b}, layout).holds({"a": b, "b": a})
+    assert not HostState.attach({"a": a, "b": b}, layout).holds({"a": b, "b": a})
 
 
 def test_holds_does_not_mind_empty_tensors() -> None:
     torch = pytest.importorskip("torch")
     layout = layouts.make([TensorSpec("a", "F32", (4,)), TensorSpec("e", "F32", (0,)), TensorSpec("f", "F32", (0, 3))])
     source = {"a": torch.zeros(4), "e": torch.zeros(0), "f": torch.zeros(0, 3)}
-    assert State.attach(source, layout).holds({name: tensor.detach() for name, tensor in source.items()})
+    assert HostState.attach(source, layout).holds({name: tensor.detach() for name, tensor in source.items()})
 
 
 def empty_layout() -> Layout:
@@ -844,7 +763,7 @@ def test_weights_at_odd_addresses_are_followed() -> None:
     buffer = np.zeros(601, np.uint8)
     weights: Bits = buffer[1:].view(np.uint16)
     writer = Writer(layout, {"w": weights.copy()}, "history")
-    held = State(layout, {"w": weights}, {})
+    held = HostState(layout, {"w": weights}, {})
     for _ in range(2):
         apply(held, writer.advance({"w": nudge(rng, writer.state["w"], 0.3)}))
     assert np.array_equal(weights, writer.state["w"])

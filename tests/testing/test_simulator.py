@@ -27,7 +27,8 @@ from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
 from pulsesync.run.reader import RunReader
-from pulsesync.state.live import Snapshot, State, Transition
+from pulsesync.state.host import HostState, HostTransition
+from pulsesync.state.live import AnyTransition, LiveState, Snapshot
 from pulsesync.store import CachedStore, MemoryStore, ObjectEntry
 from pulsesync.testing.simulator import (
     InlineExecutor,
@@ -143,7 +144,7 @@ def test_an_unexpected_exception_is_a_crash_and_violates_no_invariant(monkeypatc
 def test_a_violation_that_the_library_catches_ends_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes anchors raises nothing: what stops an anchor is logged."""
 
-    def begin(self: AnchorWriter, snapshot: Snapshot | State, version: Manifest) -> None:
+    def begin(self: AnchorWriter, snapshot: Snapshot | HostState, version: Manifest) -> None:
         self._current = self._start(0, self.store.put, keys.anchor_key(0), b"not an anchor")
 
     monkeypatch.setattr(AnchorWriter, "begin", begin)
@@ -208,7 +209,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 
 TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = RunTip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
-STATE_COMMIT, PREPARE, SPAN_THEN = State.commit, State.prepare, _Span.then
+STATE_COMMIT, PREPARE, SPAN_THEN = HostState.commit, HostState.prepare, _Span.then
 SEND, NEXT_RECORD = Publisher._send, commit.next_record
 
 
@@ -257,7 +258,7 @@ def put_what_must_be_created(self: CachedStore, key: str, data: bytes) -> None:
 
 
 def report_before_the_commit(
-    self: Subscriber, transition: Transition, record: Manifest, progress: Any, goes_on: bool
+    self: Subscriber, transition: AnyTransition, record: Manifest, progress: Any, goes_on: bool
 ) -> None:
     self._move_to(record)
     SUBSCRIBER_COMMIT(self, transition, record, progress, goes_on)
@@ -285,28 +286,28 @@ def take_a_pruned_run_for_another(self: RunReader, run: str, version: int, diges
 
 
 def write_before_the_path_was_checked(
-    self: State, manifest: Manifest, parts: Sequence[bytes | memoryview | Body], after: Transition | None = None
-) -> Transition:
+    self: HostState, manifest: Manifest, parts: Sequence[bytes | memoryview | Body], after: AnyTransition | None = None
+) -> AnyTransition:
     transition = PREPARE(self, manifest, parts, after)
     for (ordinal, _), change in transition.changes.items():
-        self._write(ordinal, change)
+        self.write_change(ordinal, change)
     return transition
 
 
-def commit_without_rollback(self: State, transition: Transition) -> Transition:
-    back = Transition({}, self.sums, self.history)
+def commit_without_rollback(self: HostState, transition: AnyTransition) -> AnyTransition:
+    back = HostTransition({}, self.sums, self.history)
     for (ordinal, _), change in transition.changes.items():
-        self._write(ordinal, change)
+        self.write_change(ordinal, change)
     self.sums, self.history = transition.sums, transition.history
     return back
 
 
-def commit_all_but_the_last_block(self: State, transition: Transition) -> Transition:
+def commit_all_but_the_last_block(self: HostState, transition: AnyTransition) -> AnyTransition:
     changes = dict(list(transition.changes.items())[:-1])
-    return STATE_COMMIT(self, Transition(changes, transition.sums, transition.history))
+    return STATE_COMMIT(self, HostTransition(changes, transition.sums, transition.history))
 
 
-def write_one_of_two_tied_tensors(self: State, ordinal: int, change: BlockChange) -> None:
+def write_one_of_two_tied_tensors(self: HostState, ordinal: int, change: BlockChange) -> None:
     self.places[ordinal].write(self.flats[self.layout.tiles[ordinal].tensor.name], change)
 
 
@@ -354,10 +355,10 @@ FAULTS = [
     PlantedFault(Subscriber, "_goal", go_to_the_newest_version_instead, Invariant.SYNC_REPORT),
     PlantedFault(RunReader, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN),
     PlantedFault(RunReader, "newest", believe_the_head, Invariant.PROGRESS),
-    PlantedFault(State, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
-    PlantedFault(State, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
-    PlantedFault(State, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
-    PlantedFault(State, "_write", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS),
+    PlantedFault(LiveState, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
+    PlantedFault(LiveState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
+    PlantedFault(LiveState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
+    PlantedFault(HostState, "write_change", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS),
     PlantedFault(Snapshot, "block", read_the_live_state, Invariant.ANCHOR_AND_SQUASH_CONTENT),
     PlantedFault(planner, "_squash", use_no_squash, Invariant.JOIN_COST),
     PlantedFault(pruning, "_first_kept", keep_the_newest_version_alone, Invariant.PATH_TO_NEWEST),

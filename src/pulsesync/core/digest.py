@@ -64,9 +64,8 @@ def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
 def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
     """Count the digest of one block of a tile, given its weights: blocks add up to their tile."""
     if not tile.contiguous:
-        positions = np.arange(bits.size, dtype=np.uint32)
-        change = BlockChange(number, positions, np.zeros_like(bits), bits)
-        return _moved(TilePatch(tile, Codec.DENSE, ()), change) if bits.size else Sum(0, 0)
+        patch = TilePatch(tile, Codec.DENSE, ())
+        return _moved(patch, BlockChange.from_zeros(number, bits)) if bits.size else Sum(0, 0)
     units = _units(bits)
     per = units.size // bits.size if bits.size else 1
     start = (tile.start + number * BLOCK) * per

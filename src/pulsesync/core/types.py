@@ -154,6 +154,11 @@ class BlockChange:
     new: Bits  # (changes,)
     remembered: NDArray[np.uint8] | None = None  # the block's history afterwards, where the codec had it at hand
 
+    @classmethod
+    def from_zeros(cls, number: int, bits: Bits) -> "BlockChange":
+        """The change that makes a block of zeros these weights."""
+        return cls(number, np.arange(bits.size, dtype=np.uint32), np.zeros_like(bits), bits)
+
     def tile_positions(self) -> NDArray[np.int64]:
         return self.positions.astype(np.int64) + self.number * BLOCK
 

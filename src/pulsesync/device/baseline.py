@@ -40,7 +40,7 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.predict import CodedTile
-from pulsesync.state.live import State, Transition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Shards, TileShare, shards_of
 from pulsesync.state.slices import Window
 from pulsesync.state.views import CASTS, find_casts
@@ -88,7 +88,7 @@ class DeviceBaseline:
             )
         return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
-    def copy(self, share: TileShare, shards: Shards) -> State:
+    def copy(self, share: TileShare, shards: Shards) -> AnyState:
         flats = {name: self._own(_weights_in(window, shards)) for name, window in share.windows.items()}
         return DeviceState(share.layout, flats, places=share.held, device=self.device)
 
@@ -105,18 +105,18 @@ class DeviceBaseline:
             out[name] = _clone(_weights_in(window, shards)).view(dtype).view(window.local.shape)
         return out
 
-    def adopt(self, share: TileShare, state: State) -> State:
+    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         if share.whole and self.keep == "device":
             return state
         flats: Mapping[str, Any] = state.flats  # none, and the state the host's, if the share has no tiles
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
         kept = DeviceState(share.layout, flats, places=share.held, device=self.device)
-        kept.history = state.history
+        kept.bring(state.history)
         return kept
 
     def compare(
-        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
         places = {ordinal: place.tile for ordinal, place in share.places.items()}
@@ -188,17 +188,17 @@ class DeviceDifference:
     marks: Mapping[Pile, ChangeMarks]
     found: StreamPoint
 
-    def after(self, done: Transition) -> "DeviceDifference":
+    def after(self, done: AnyTransition) -> "DeviceDifference":
         assert isinstance(done, DeviceTransition)
         with self.stream([self.found]):
             runs = compose([run.inverse() for run in done.changes], self.runs)
         return replace(self, runs=runs, marks={})
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         with self.stream([self.found]):
             return self._encode(last.next_patch[1] > 1, codec)
 
-    def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def _encode(self, goes_on: bool, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         state = self.state
         memories = state.history if goes_on else DeviceHistory()
         known = memories if codec in ("auto", "history") else None

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from pulsesync.core.types import Bits, Tile
 from pulsesync.device.baseline import DeviceBaseline
+from pulsesync.device.changes import Changes
 from pulsesync.device.memory import to_host
-from pulsesync.device.state import DeviceSnapshot, DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceState
 from pulsesync.errors import StateError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition, Snapshot
 from pulsesync.state.sharding import Shards, TileShare
 
 
@@ -47,31 +48,17 @@ class HookState(DeviceState):
                 "a base (keep='device')"
             )
 
-    def commit(self, transition: Transition) -> DeviceTransition:
-        """There is nothing to write."""
-        assert isinstance(transition, DeviceTransition)
-        back = DeviceTransition([run.inverse() for run in transition.changes], self.sums, self.history)
-        self.sums, self.history = transition.sums, transition.history
-        self.readers.clear()
-        return back
+    def write(self, changes: Changes) -> None:
+        """There are no weights to write to."""
 
-    def snapshot(self) -> "HookSnapshot":
-        return HookSnapshot(self)
-
-
-class HookSnapshot(DeviceSnapshot):
-    """The source of a state as it is now, copied to the host."""
-
-    def __init__(self, state: HookState) -> None:
-        super().__init__(state)
-        self._flats: dict[str, Bits] = {}
-        for name, window in state.share.windows.items():
-            flat = state.source.published.cast(name)
+    def snapshot(self) -> Snapshot:
+        """The source as it is now, on the host."""
+        flats = {}
+        for name, window in self.share.windows.items():
+            flat = self.source.published.cast(name)
             (bits,) = to_host(flat.clone() if flat.device.type == "cpu" else flat)
-            self._flats[name] = bits.view(window.tensor.kind.bits)
-
-    def block(self, tile: Tile, number: int) -> Bits:
-        return self._state.places[tile.ordinal].read(self._flats[tile.tensor.name], number)
+            flats[name] = bits.view(window.tensor.kind.bits)
+        return HostState(self.layout, flats, places=self.places, sums=self.sums).snapshot()
 
 
 class HookBaseline:
@@ -85,17 +72,17 @@ class HookBaseline:
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         return self._device.read(source, cast)
 
-    def copy(self, share: TileShare, shards: Shards) -> State:
+    def copy(self, share: TileShare, shards: Shards) -> AnyState:
         return HookState(share, shards, self._device.device)
 
     def rebuild(self, share: TileShare, shards: Shards) -> None:
         """A run is not resumed from its last version: its state would have to be kept for that."""
 
-    def adopt(self, share: TileShare, state: State) -> State:
+    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         raise AssertionError("there is none")
 
     def compare(
-        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "EncodedDifference":
         """Compare and encode. Raises: StateError, if what is handed over is not the last version."""
         assert isinstance(state, HookState)
@@ -122,10 +109,10 @@ class HookBaseline:
 class EncodedDifference:
     """A difference that is encoded already."""
 
-    done: tuple[EncodedPart, Transition]
+    done: tuple[EncodedPart, AnyTransition]
 
-    def after(self, done: Transition) -> "EncodedDifference":
+    def after(self, done: AnyTransition) -> "EncodedDifference":
         raise AssertionError("what was handed over is sent before the next")
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         return self.done

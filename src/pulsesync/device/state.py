@@ -1,12 +1,11 @@
-"""A live state on a GPU: patches are decoded, checked, applied and undone there; only records and streams cross.
+"""Live weights on a GPU: the backend of torch and Triton. Only records and streams cross to the host and back.
 
-The same transactions as on a host (see `state`), with two differences: patches are committed one by one, because what
-decodes the second must lie in memory, and what would be a dictionary of blocks is one `changes.PileChanges`.
+Patches are committed one by one: the kernels that decode the second one read weights from memory, so what the first
+one changes must be there, and a copy with its changes in it would be a second copy of the weights (gpu.md).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,43 +13,36 @@ import torch
 
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
 from pulsesync.device import decode, memory
-from pulsesync.device.changes import PileChanges, as_sums, compose, device_keys, moves, on_whole
+from pulsesync.device.changes import Changes, PileChanges, as_sums, compose, device_keys, moves, on_whole
 from pulsesync.device.hot import DeviceHistory, HotWeights, advance, mark_hot
 from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, to_host, to_stream
 from pulsesync.device.pile import Pile, make_piles
-from pulsesync.errors import FormatError, StateError, VerificationError
+from pulsesync.errors import StateError
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.kernels import cuda
-from pulsesync.state.live import Snapshot, State, Transition, find_places
+from pulsesync.state.live import LiveState, Transition, VersionChanges, find_places
 from pulsesync.state.slices import LocalTile, Slices
 from pulsesync.state.views import named
 
 
-@dataclass(frozen=True)
-class DeviceTransition(Transition):
-    """The way from the live state to another, on the device."""
-
-    changes: Sequence[PileChanges]  # type: ignore[assignment]
-    history: DeviceHistory  # type: ignore[assignment]
+class DeviceTransition(Transition[Changes, DeviceHistory]):
+    """The step from a state on a device to another."""
 
     @property
     def changed(self) -> int:
         return sum(run.count for run in self.changes)
 
 
-class DeviceState(State):
+class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     """The tensors of one process on a GPU, in the layout of a run.
 
     device: where the work is done; tensors may also lie in pinned host memory, which it reads and writes.
     """
 
-    stacks = False  # a patch is prepared for the live weights alone
+    overlays = False  # kernels read weights from memory alone
     widens = False  # kernels address weights in the dtype of the run
-    flats: dict[str, torch.Tensor]  # type: ignore[assignment]
-    copies: dict[str, Sequence[torch.Tensor]]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -70,124 +62,105 @@ class DeviceState(State):
                 "with a grid that has borders there",
                 tensor=name,
             )
-        self.piles = make_piles(layout.tiles, {n: place.tile for n, place in places.items()}, self.device)
-        self._memories = DeviceHistory()
-        self.stream: DeviceStream | None = None  # of a publisher's base, which nobody else uses
-        self.readers: list[
-            StreamPoint
-        ] = []  # comparisons with it that were launched: nothing is written before they are over
-        super().__init__(layout, flats, copies, slices, places)  # type: ignore[arg-type]
-
-    @property  # type: ignore[override]
-    def history(self) -> DeviceHistory:
-        return self._memories
-
-    @history.setter
-    def history(self, history: History | DeviceHistory) -> None:
-        self._memories = history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
+        self._tiles = {ordinal: place.tile for ordinal, place in places.items()}  # in the tensors here
+        self.piles = make_piles(layout.tiles, self._tiles, self.device)
+        self.stream: DeviceStream | None = None  # of a publisher's base, which nothing else uses
+        self.readers: list[StreamPoint] = []  # launched comparisons with it: nothing is written before they are over
+        super().__init__(layout, flats, copies, slices, places)
 
     @staticmethod
     def views(source: Any) -> Mapping[str, DeviceView]:
         views, ties = memory.view(source)
         return {**views, **{alias: views[name] for alias, name in ties.items()}}
 
-    def holds(self, source: Any) -> bool:
+    @classmethod
+    def addresses(cls, source: Any) -> Mapping[str, int]:
         tensors = ((name, found) for name, found in named(source) if isinstance(found, torch.Tensor))
-        return {name: found.data_ptr() for name, found in tensors} == self._addresses  # 0 for those without weights
+        return {name: found.data_ptr() for name, found in tensors}  # 0 for those without weights
 
     @staticmethod
     def span(flat: torch.Tensor) -> tuple[int, int]:
         return flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.element_size()
 
+    @staticmethod
+    def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return torch.equal(a, b)
+
+    def bring(self, history: History | DeviceHistory) -> DeviceHistory:
+        return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
+
+    def stay(self) -> DeviceTransition:
+        return DeviceTransition((), self.sums, self.history)
+
     # Reading
 
     def block(self, tile: Tile, number: int) -> Bits:
         """Bring one block to the host."""
-        place = self.places[tile.ordinal].tile
-        assert place is not None
-        begin, end = number * BLOCK, min((number + 1) * BLOCK, tile.size)
+        size = min(BLOCK, tile.size - number * BLOCK)
         flat = self.flats[tile.tensor.name]
         with self.aside():
-            if place.contiguous:
-                bits = flat[place.start + begin : place.start + end]
-            else:
-                bits = flat[self._indices(place, begin, end)]
+            bits = flat[self._where(flat, tile, number, size)]
             copied = bits.clone() if bits.device.type == "cpu" else bits
             return to_host(copied)[0].view(tile.tensor.kind.bits)
+
+    def _where(self, flat: torch.Tensor, tile: Tile, number: int, size: int) -> "slice | torch.Tensor":
+        """Where the weights of a block lie in a tensor."""
+        place, begin = self._tiles[tile.ordinal], number * BLOCK
+        if place.contiguous:
+            return slice(place.start + begin, place.start + begin + size)
+        return torch.from_numpy(place.flat_indices(np.arange(begin, begin + size))).to(flat.device)
+
+    def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
+        bits = self.block(tile, number)
+        pile = self.piles[tile.tensor.dtype]
+        with self.aside():
+            for run in changes:
+                if run.pile is pile:
+                    b = int(pile.first_block[pile.index[tile.ordinal]]) + number
+                    begin, end = run.starts[b : b + 2].tolist()
+                    if begin < end:
+                        bits = bits.copy()
+                        where, new = to_host(run.positions[begin:end], run.new[begin:end])
+                        bits[where] = new.view(bits.dtype)
+        return bits
 
     def aside(self) -> AbstractContextManager[None]:
         """Do what is launched inside where a trainer does not wait for it, nor it for the trainer."""
         return self.stream() if self.stream is not None else nullcontext()
 
-    def _indices(self, place: Tile, begin: int, end: int) -> torch.Tensor:
-        flat = self.flats[place.tensor.name]
-        return torch.from_numpy(place.flat_indices(np.arange(begin, end))).to(flat.device)
+    def batches(self) -> Iterable[Sequence[Tile]]:
+        return (pile.tiles for pile in self.piles.values())
 
-    def snapshot(self) -> "DeviceSnapshot":
-        with self.lock:
-            taken = DeviceSnapshot(self)
-            self._snapshots.add(taken)
-        return taken
-
-    def find_damage(self) -> Tile | None:
-        with self.lock:
-            if (untied := self._find_untied()) is not None:
-                return next(tile for tile in self.layout.tiles if tile.tensor.name == untied)
-            counted = self.count()
-            return next((self.layout.tiles[n] for n, total in counted.items() if total != self.sums[n]), None)
-
-    def count(self) -> dict[int, Sum]:
-        sums = {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self._counts(tile)}
+    def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
+        pile = self.piles[tiles[0].tensor.dtype].part([tile.ordinal for tile in tiles])
         with memory.on(self.device):
-            for pile in self.piles.values():
-                sums.update(count_pile(pile, self.flats))
-        return sums
+            return count_pile(pile, self.flats)
 
-    def _find_untied(self) -> str | None:
-        for name, others in self.copies.items():
-            if any(not torch.equal(self.flats[name], other) for other in others):
-                return name
-        return None
-
-    # Patches
-
-    def prepare(
-        self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]", after: Transition | None = None
-    ) -> DeviceTransition:
-        assert after is None, "a state on a device takes patches one by one"
+    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
         with memory.on(self.device):
-            return self._prepare(manifest, parts)
+            return count_block(tile, number, bits, self.device)
 
-    def _prepare(self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]") -> DeviceTransition:
-        self._check_base(manifest, DeviceTransition((), self.sums, self.history))
-        version = manifest.kind == RecordKind.VERSION
-        memories = self.history if version and manifest.index > 1 else DeviceHistory()
+    # Decoding
+
+    def decode(
+        self, bodies: Sequence[Body], after: Changes, history: DeviceHistory | None
+    ) -> VersionChanges[Changes, DeviceHistory]:
+        assert not after, "a state on a device takes patches one by one"
         runs: list[PileChanges] = []
-        promised: dict[int, Sum] = {}
         cuts: dict[int, int] = {}
-        for body in self._open(manifest, parts):
-            entries = {e.tile: e.sum for e in body.index.entries if e.tile in self.places}
-            if not promised.keys().isdisjoint(entries):
-                raise FormatError(f"two parts of version {manifest.version} change the same tile")
-            promised.update(entries)
-            some, of_tiles = self._decode(body, memories if version else None)
-            runs += some
-            cuts.update(of_tiles)
-        sums = {**self.sums, **self._moved(runs, promised)}
-        if self.whole and (then := self._digest(sums)) != manifest.digest:
-            raise VerificationError(
-                "digest mismatch: the decoded weights differ from the manifest; weights unchanged",
-                version=manifest.version,
-                expected=manifest.digest,
-                actual=then,
-            )
-        later = self.remember(memories, cuts, runs, set(promised)) if version else DeviceHistory()
-        if self.whole and (later.digest() if later.tiles else None) != manifest.history:
-            raise VerificationError(
-                "digest mismatch: the history of the epoch differs from the manifest; weights unchanged",
-                version=manifest.version,
-            )
-        return DeviceTransition(runs, sums, later)
+        touched = [entry.tile for body in bodies for entry in body.index.entries if entry.tile in self.places]
+
+        def remember(before: DeviceHistory) -> DeviceHistory:
+            with memory.on(self.device):
+                return self.remember(before, cuts, runs, set(touched))
+
+        with memory.on(self.device):
+            for body in bodies:
+                some, of_tiles = self._decode(body, history)
+                runs += some
+                cuts.update(of_tiles)
+            by = moves(runs)
+        return VersionChanges(runs, {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}, remember)
 
     def _decode(self, body: Body, memories: DeviceHistory | None) -> tuple[list[PileChanges], Mapping[int, int]]:
         wanted = None if self.whole else self.places.keys()
@@ -204,24 +177,11 @@ class DeviceState(State):
             runs += decode.decode_plain(self.piles[dtype], plain, self.flats)
         return runs, opened.cuts
 
-    def _moved(self, runs: Sequence[PileChanges], promised: Mapping[int, Sum]) -> dict[int, Sum]:
-        """The digests that changed tiles will have. Raises: VerificationError, if they are not as promised."""
-        by = moves(runs)
-        sums = {ordinal: self.sums[ordinal] + by.get(ordinal, Sum(0, 0)) for ordinal in promised}
-        for ordinal, total in sums.items():
-            if total != promised[ordinal]:
-                name = self.layout.tiles[ordinal].tensor.name
-                raise VerificationError(
-                    f"digest mismatch: the decoded tensor {name!r} differs from the part's index; weights unchanged",
-                    tensor=name,
-                )
-        return sums
-
     def remember(
         self,
         memories: DeviceHistory,
         cuts: Mapping[int, int],
-        runs: Sequence[PileChanges],
+        runs: Changes,
         touched: set[int],
         hot: Mapping[Pile, HotWeights] | None = None,
     ) -> DeviceHistory:
@@ -240,45 +200,22 @@ class DeviceState(State):
                 marked.append(one)
         return advance(memories, memories.index + 1, marked, runs)
 
-    def commit(self, transition: Transition) -> DeviceTransition:
-        """Write a prepared transition into the weights, or put everything back if that fails half-way.
+    # Changes
 
-        Waits first until nothing else runs on the device, so that nobody reads weights that change; for a publisher's
-        base until what compared with it is over. Returns the way back, whose changes are the undo log.
-        """
-        assert isinstance(transition, DeviceTransition)
-        back = DeviceTransition([run.inverse() for run in transition.changes], self.sums, self.history)
-        with self.lock:
-            kept = [(taken, taken.changes) for taken in self._snapshots]
-            try:
-                self._write_all(transition.changes)
-                with self.aside():
-                    for taken, before in kept:
-                        taken.changes = compose(back.changes, before)  # type: ignore[arg-type, assignment]
-                self.sums, self.history = transition.sums, transition.history
-            except BaseException:
-                self._write_all(back.changes)
-                for taken, before in kept:
-                    taken.changes = before
-                self.sums, self.history = back.sums, back.history
-                raise
-        return back
+    def inverse(self, changes: Changes) -> Changes:
+        return [run.inverse() for run in changes]
 
-    def join(self, first: Transition, then: Transition) -> DeviceTransition:
-        assert isinstance(first, DeviceTransition)
-        assert isinstance(then, DeviceTransition)
-        return DeviceTransition(compose(first.changes, then.changes), then.sums, then.history)
+    def compose(self, first: Changes, then: Changes) -> Changes:
+        if not first:
+            return then
+        with self.aside():
+            return compose(first, then)
 
-    def _write_all(self, runs: Sequence[PileChanges]) -> None:
-        with self._alone():
-            for run in runs:
-                most = max(1 + len(self.copies.get(tile.tensor.name, ())) for tile in run.pile.tiles)
-                for n in range(most):
-                    run.write(self._addresses_of(run.pile, n))
+    # Writing
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Do what is launched inside while nobody reads the weights."""
+    def exclusive(self) -> Iterator[None]:
+        """Wait until nothing else runs on the device; for a publisher's base, until no comparison reads it."""
         if self.stream is not None:
             with self.stream(self.readers):
                 yield
@@ -291,57 +228,19 @@ class DeviceState(State):
             finally:
                 memory.wait(self.device)
 
+    def write(self, changes: Changes) -> None:
+        for run in changes:
+            most = max(1 + len(self.copies.get(tile.tensor.name, ())) for tile in run.pile.tiles)
+            for n in range(most):
+                run.write(self._addresses_of(run.pile, n))
+
     def _addresses_of(self, pile: Pile, n: int) -> torch.Tensor:
         """Of each tile the address of the n-th memory that its tensor has, or of the last."""
-        held = ((self.flats[t.tensor.name], *self.copies.get(t.tensor.name, ())) for t in pile.tiles)
-        return to_stream(np.array([all_[min(n, len(all_) - 1)].data_ptr() for all_ in held], np.int64), self.device)
+        memories = [self._memory(tile) for tile in pile.tiles]
+        return to_stream(np.array([all_[min(n, len(all_) - 1)].data_ptr() for all_ in memories], np.int64), self.device)
 
-    # Anchors
-
-    def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
-        with self._alone():
-            super().load_whole(parts, sums)
-
-    def _count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        with memory.on(self.device):
-            return count_block(tile, number, bits, self.device)
-
-    def _write_block(self, tile: Tile, number: int, bits: Bits) -> None:
-        place = self.places[tile.ordinal].tile
-        assert place is not None
-        begin = number * BLOCK
-        for flat in (self.flats[tile.tensor.name], *self.copies.get(tile.tensor.name, ())):
-            new = to_stream(bits, flat.device)
-            if place.contiguous:
-                flat[place.start + begin : place.start + begin + bits.size] = new
-            else:
-                flat[self._indices(place, begin, begin + bits.size)] = new
-
-
-class DeviceSnapshot(Snapshot):
-    """A state as it was, readable block by block while the live one moves on."""
-
-    changes: Sequence[PileChanges] = ()  # type: ignore[assignment]
-    _state: DeviceState
-
-    def __init__(self, state: DeviceState) -> None:
-        super().__init__(state)
-        self._piles = {tile.ordinal: pile for pile in state.piles.values() for tile in pile.tiles}
-        self.changes = ()
-
-    def block(self, tile: Tile, number: int) -> Bits:
-        with self._state.lock:
-            bits = self._state.block(tile, number)
-            runs = [run for run in self.changes if run.pile is self._piles[tile.ordinal]]
-        with self._state.aside():
-            for run in runs:
-                b = int(run.pile.first_block[run.pile.index[tile.ordinal]]) + number
-                begin, end = run.starts[b : b + 2].tolist()
-                if begin < end:
-                    bits = bits.copy()
-                    where, new = to_host(run.positions[begin:end], run.new[begin:end])
-                    bits[where] = new.view(bits.dtype)
-        return bits
+    def write_block(self, flat: torch.Tensor, tile: Tile, number: int, bits: Bits) -> None:
+        flat[self._where(flat, tile, number, bits.size)] = to_stream(bits, flat.device)
 
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:

@@ -7,7 +7,7 @@ to count and to code; decoding reads them once. Apart from the result, memory is
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -324,10 +324,13 @@ class PayloadStart(Protocol):
 
 
 class HistoryLookup(Protocol):
-    """A history, wherever it is held."""
+    """A history, in whichever memory."""
 
     @property
     def index(self) -> int: ...
+    @property
+    def tiles(self) -> Mapping[int, Any]: ...
+    def digest(self) -> str: ...
     def cut(self, tile: int) -> int: ...
 
 

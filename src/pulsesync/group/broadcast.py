@@ -35,7 +35,8 @@ from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
 from pulsesync.group.messages import Bucket, SpareBuffers
 from pulsesync.group.session import FailureCollector, Job, RankVersion, SyncSession
-from pulsesync.state.live import State, Transition, check_apart
+from pulsesync.state.host import HostState, HostTransition
+from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Placed, Shards, shards_of
 from pulsesync.state.slices import LocalTile
 
@@ -100,9 +101,9 @@ class Broadcast:
         self._addresses: list[int] = []
         self._wire: BundlePlan | None = None
         self._held: LocalBundles | None = None  # the live weights, in bundles
-        self._state: State | None = None  # a source's copy of what it last sent, or a receiver's live weights
+        self._state: HostState | None = None  # a source's copy of what it last sent, or a receiver's live weights
         self._at: RankVersion | None = None
-        self._before: tuple[RankVersion, Transition] | None = None  # the last sync: its start, and how to roll back
+        self._before: tuple[RankVersion, AnyTransition] | None = None  # the last sync: its start, and how to roll back
         self._spare = SpareBuffers()
         self._messages: list[tuple[Bits, set[int]]] = []  # that a source's copy lies in, and which tiles of it
         self._latency_s = 1.0
@@ -264,7 +265,7 @@ class Broadcast:
         state, patches = self._state, [patch for bucket in stream.made for patch in bucket.patches]
         whole = {ordinal: bits for bucket in stream.made for ordinal, bits in bucket.whole.items()}
         sums = {ordinal: point.sums[ordinal] for ordinal in state.places}
-        back = state.commit(Transition(by_block(patches), sums, History()))
+        back = state.commit(HostTransition(by_block(patches), sums, History()))
         before, self._before = self._at, None
         if whole:
             self._at = None  # should writing them fail, the weights are neither here nor there
@@ -378,7 +379,7 @@ class Broadcast:
             for name, view in shards.published.views.items():
                 if not view.shared:
                     raise StateError(f"tensor {name!r} is not contiguous, or read-only: not to be written", tensor=name)
-            check_apart({name: view.flat for name, view in shards.published.views.items()})
+            HostState.check_apart({name: view.flat for name, view in shards.published.views.items()})
             self._at = self._before = None  # other memory: what was pulled is not there
         same = self._shards is not None and (shards.windows, shards.ties) == (self._shards.windows, self._shards.ties)
         self._shards, self._addresses = shards, addresses if own else []
@@ -410,10 +411,10 @@ class Broadcast:
         nowhere = {spec.name: _NOWHERE for spec in wire.layout.tensors}
         if not self._pushes:
             known = self._state.sums if self._state is not None and self._at is not None else {}
-            self._state = State(wire.layout, nowhere, places=self._held.places, sums=known)
+            self._state = HostState(wire.layout, nowhere, places=self._held.places, sums=known)
         elif self._state is None:
             places = {tile.ordinal: LocalTile(tile, True) for tile in tiles}
-            self._state = State(wire.layout, nowhere, places=places, sums={})
+            self._state = HostState(wire.layout, nowhere, places=places, sums={})
             self._measure(tiles)
 
     def _measure(self, tiles: Sequence[Tile]) -> None:

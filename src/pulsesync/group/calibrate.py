@@ -15,7 +15,8 @@ from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan, LocalBundles, TensorRegion
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTrial, TransferLoad
 from pulsesync.group.messages import Bucket, SyncTimes
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState, HostTransition
+from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import Slice
 from pulsesync.state.views import BitView, HostSource
@@ -39,9 +40,9 @@ class _TrialEnds:
 
     def __init__(self, old: Bits, dtype: str, density: float) -> None:
         self.layout = layouts.make([TensorSpec("sample", dtype, (old.size,))])
-        self.base = State(self.layout, {"sample": old})
+        self.base = HostState(self.layout, {"sample": old})
         held = _bundle(self.layout, old.copy())
-        self.receiver = State(self.layout, {"sample": old}, places=held.places, sums=self.base.sums)
+        self.receiver = HostState(self.layout, {"sample": old}, places=held.places, sums=self.base.sums)
         magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
         border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
         hot = np.flatnonzero(magnitude <= border)
@@ -63,9 +64,9 @@ class _TrialEnds:
 
         bucket, source_s = _time(encode)
         got, receiver_s = _time(lambda: messages.read(bucket.message, self.layout, self.receiver, sums, SyncTimes()))
-        there = Transition(by_block(got.patches), got.sums, History())
+        there = HostTransition(by_block(got.patches), got.sums, History())
 
-        def write() -> Transition:
+        def write() -> AnyTransition:
             back = self.receiver.commit(there)
             self.receiver.load_tiles(got.whole, got.sums)
             return back

@@ -25,7 +25,7 @@ from pulsesync.format.patch import CodecName
 from pulsesync.format.weights import Changes, Weights
 from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
 from pulsesync.group.cost_model import Method
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState, count_moves
 
 _COUNT = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<Qq16s")
@@ -97,7 +97,9 @@ def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Til
         yield some
 
 
-def encode(base: State, new: LocalBundles, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
+def encode(
+    base: HostState, new: LocalBundles, tiles: Sequence[Tile], method: Method, clock: SyncTimes
+) -> Bucket | None:
     """What takes these tiles of the base to the new weights, by a method that compares; None if nothing changed."""
     with clock.timed("diff"):
         changes = new.changes(tiles, base)
@@ -114,7 +116,7 @@ def encode(base: State, new: LocalBundles, tiles: Sequence[Tile], method: Method
     return Bucket(message, part.patches, {}, part.sums)
 
 
-def _plain(base: State, changes: Changes, clock: SyncTimes) -> Bucket:
+def _plain(base: HostState, changes: Changes, clock: SyncTimes) -> Bucket:
     blocks: dict[int, list[BlockChange]] = {}
     for (ordinal, _), change in changes.items():
         blocks.setdefault(ordinal, []).append(change)
@@ -165,7 +167,7 @@ def raw(
     return Bucket(message, (), whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
 
-def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
+def read(message: Bits, layout: Layout, state: HostState | None, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
     """Check a message and decode what of it is held here, against the digests that tiles had before.
 
     Raises:
@@ -180,9 +182,9 @@ def read(message: Bits, layout: Layout, state: State | None, before: Mapping[int
         return Bucket(NOTHING, (), {}, {entry.tile: entry.sum for entry in index.entries})
     with clock.timed("prepare"):
         body = Body.of(data, layout)
-        part = state.decode(body)
+        part = state.decode_part(body)
     with clock.timed("digest"):
-        state.move(part.patches, part.sums, before)
+        state.check_moves(count_moves(part.patches), part.sums, before)
     return Bucket(NOTHING, part.patches, {}, {entry.tile: entry.sum for entry in body.index.entries})
 
 
@@ -192,7 +194,7 @@ Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
 
 
 def _read_table(
-    message: Bits, layout: Layout, state: State | None, before: Mapping[int, Sum], clock: SyncTimes
+    message: Bits, layout: Layout, state: HostState | None, before: Mapping[int, Sum], clock: SyncTimes
 ) -> Bucket:
     shape, promised = _open(message, layout)
     if state is None:
@@ -207,7 +209,7 @@ def _read_table(
             else:
                 patches.append(_changes(tile, places, bits, state))
     with clock.timed("digest"):
-        state.move(patches, promised, before)
+        state.check_moves(count_moves(patches), promised, before)
         counted = _count([layout.tiles[ordinal] for ordinal in whole], whole)
     for ordinal, sum_ in counted.items():
         if sum_ != promised[ordinal]:
@@ -216,7 +218,7 @@ def _read_table(
     return Bucket(message if whole else NOTHING, tuple(patches), whole, promised)
 
 
-def _changes(tile: Tile, places: Bits, values: Bits, state: State) -> TilePatch:
+def _changes(tile: Tile, places: Bits, values: Bits, state: HostState) -> TilePatch:
     if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
         raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
     borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)

@@ -24,7 +24,7 @@ from pulsesync.group.bundles import BundlePlan, LocalBundles, bytes_of
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import Method
 from pulsesync.group.messages import TRAILER, Bucket, SpareBuffers, SyncTimes
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 
 AHEAD = 2  # buckets that are encoded before they are sent
 _END, _UNKNOWN, _FAULT = 0, -1, -2  # in place of a length: no more, not encoded yet, could not be
@@ -53,7 +53,7 @@ class SyncSession:
     sources: Sequence[int]
     wire: BundlePlan
     held: LocalBundles  # the live weights of this rank
-    state: State  # a source's copy of what it last sent, or a receiver's live weights
+    state: HostState  # a source's copy of what it last sent, or a receiver's live weights
     bucket_weights: int
     spare: SpareBuffers = field(default_factory=SpareBuffers)
     clock: SyncTimes = field(default_factory=SyncTimes)

@@ -64,7 +64,7 @@ from pulsesync.state.checkpoint_files import (
     plan_files,
     writing,
 )
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.store import CachedStore, Store, open_store
 
 __all__ = ["CopyRecord", "FolderUpdate", "HuggingFaceFolder", "reading"]
@@ -509,7 +509,7 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     folder = path / name if name else path
     layout = records.layout(newest.layout)
     checkpoint = open_checkpoint(folder, private=True)
-    state = State.attach(by_layout(layout, checkpoint.tensors), layout)
+    state = HostState.attach(by_layout(layout, checkpoint.tensors), layout)
     digest, mark = state.recount(), read_mark(folder)
     guesses = [records.version(mark.version) if mark else None, newest, records.start(digest)]
     found = next((record for record in guesses if record and record.digest == digest), None)

@@ -22,7 +22,7 @@ from pulsesync.run.bodies import check_room, fetch_body, keep_body
 from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State, Transition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import new_tensors
 from pulsesync.store import CachedStore, Store, open_store
 
@@ -87,7 +87,7 @@ class Squasher:
         self.signing_key = signing_key
         self.trust = trusted(trust)
         self._epoch_patches = epoch_patches
-        self._state: State | None = None
+        self._state: AnyState | None = None
         self._at: Manifest | None = None  # the epoch start that the state is at
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
 
@@ -165,7 +165,7 @@ class Squasher:
         """Go through an epoch, and write the spans that end with it."""
         state = self._state
         assert state is not None
-        transition: Transition | None = None
+        transition: AnyTransition | None = None
         for record in epoch:
             bodies = [fetch_body(self.store, ref, state.layout, None)[0] for ref in record.parts]
             transition = state.prepare(record, bodies, after=transition)

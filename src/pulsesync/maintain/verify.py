@@ -26,7 +26,7 @@ from pulsesync.run.bodies import check_room, fetch_body
 from pulsesync.run.planner import Position
 from pulsesync.run.reader import RunReader
 from pulsesync.run.spool import AnchorSpool
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.store import Store, open_store
 
 __all__ = ["CheckedRecord", "RunVerifier"]
@@ -165,7 +165,7 @@ class RunVerifier:
         self.found = find_records(self._records)  # all that will be looked at
         if not self.found:
             raise NotFoundError("there is no run here: no version is published", key="manifests/")
-        self._state: State | None = None
+        self._state: HostState | None = None
         self._position: Position | None = None
         self._files: dict[str, str | None] = {}  # id -> fault
         self._spool = Path()
@@ -244,7 +244,7 @@ class RunVerifier:
         if self._state is None or self._state.layout.id != anchor.layout:
             layout = self._records.layout(anchor.layout)
             check_room(self.store, anchor, layout)
-            self._state, self._position = State.empty(layout), None
+            self._state, self._position = HostState.empty(layout), None
         spool = AnchorSpool(self._spool)
         bodies, _ = spool.fetch(anchor, self.store, self._state.layout)
         try:

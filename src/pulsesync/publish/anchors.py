@@ -19,7 +19,7 @@ from pulsesync.publish.team import AnchorShare
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look
 from pulsesync.run.spool import Outbox
-from pulsesync.state.live import Snapshot, State
+from pulsesync.state.live import AnyState, Snapshot
 from pulsesync.store import Store
 
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
@@ -62,7 +62,7 @@ class AnchorWriter:
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
-    def begin(self, snapshot: Snapshot | State, version: Manifest, tiles: Sequence[Tile]) -> None:
+    def begin(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         """Write the anchor of a version, of which this is the state, unless one is being written.
 
         tiles: those that are this rank's.
@@ -139,7 +139,7 @@ class AnchorWriter:
             waits.set_exception(StoreError(f"the anchor of epoch {epoch} was not begun: {e}", retryable=True))
             return waits
 
-    def _write(self, snapshot: Snapshot | State, version: Manifest, tiles: Sequence[Tile]) -> None:
+    def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         epoch = version.starts
         refs = self.outbox.stage(epoch, encode_parts(tiles, snapshot) if tiles or self._alone else ())
         record = anchor_record(version, refs, self.newest)
@@ -201,7 +201,7 @@ class AnchorWriter:
             raise
 
 
-def encode_parts(tiles: Iterable[Tile], state: Snapshot | State) -> Iterator[EncodedPart]:
+def encode_parts(tiles: Iterable[Tile], state: Snapshot | AnyState) -> Iterator[EncodedPart]:
     """Encode a state, or these tiles of one, whole: part by part, at least one."""
     some: list[Tile] = []
     size = 0

@@ -20,7 +20,8 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import Changes, rebase
 from pulsesync.publish.commit import encode_next
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Shards, ShardWeights, TileShare, local_tensors, shards_of
 from pulsesync.state.views import new_tensors
 
@@ -30,11 +31,11 @@ Keep = Literal["device", "host", "hook"]
 class Difference(Protocol):
     """How a source differed from the base it was compared with. The source may change again."""
 
-    def after(self, done: Transition) -> "Difference":
+    def after(self, done: AnyTransition) -> "Difference":
         """The same, now that the base has made a transition."""
         ...
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         """Encode it against the base, which is at the version last. Changes nothing."""
         ...
 
@@ -48,7 +49,7 @@ class Baseline(Protocol):
         """A source as it is published. Raises: StateError."""
         ...
 
-    def copy(self, share: TileShare, shards: Shards) -> State:
+    def copy(self, share: TileShare, shards: Shards) -> AnyState:
         """A base that is the source as it is now."""
         ...
 
@@ -59,12 +60,12 @@ class Baseline(Protocol):
         """
         ...
 
-    def adopt(self, share: TileShare, state: State) -> State:
+    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         """The state of such tensors as the base, kept where it is to be."""
         ...
 
     def compare(
-        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> Difference:
         """Compare a source with the base, which is at the version last; when this returns, the source may change.
 
@@ -106,12 +107,12 @@ class HostBaseline:
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         return shards_of(source, cast)
 
-    def copy(self, share: TileShare, shards: Shards) -> State:
+    def copy(self, share: TileShare, shards: Shards) -> AnyState:
         specs = {name: window.local for name, window in share.windows.items()}
         # What lies between the tiles, in a window around them, is never read.
         flats = {name: np.empty(spec.size, spec.kind.bits) for name, spec in specs.items()}
         _copy_tiles(share, shards, flats)
-        return State(share.layout, flats, places=share.held)
+        return HostState(share.layout, flats, places=share.held)
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         tensors = new_tensors(window.local for window in share.windows.values())
@@ -119,11 +120,11 @@ class HostBaseline:
         _copy_tiles(share, shards, {name: tensor.reshape(-1).view(bits[name]) for name, tensor in tensors.items()})
         return tensors
 
-    def adopt(self, share: TileShare, state: State) -> State:
+    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         return state
 
     def compare(
-        self, share: TileShare, state: State, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
         diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
@@ -145,16 +146,16 @@ def _copy_tiles(share: TileShare, shards: Shards, flats: Mapping[str, Bits]) -> 
 class HostDifference:
     """What differs in host memory, block by block."""
 
-    state: State
+    state: AnyState
     changes: Changes
     diffs: list[Diff] | None  # None once it was rebased: to be found again from the changes
 
-    def after(self, done: Transition) -> "HostDifference":
+    def after(self, done: AnyTransition) -> "HostDifference":
         keys = self.changes.keys() | done.changes.keys()
         found = {key: rebase(self.changes.get(key), done.changes.get(key)) for key in keys}
         return HostDifference(self.state, {key: change for key, change in found.items() if change}, None)
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         diffs = self.diffs
         if diffs is None:
             diffs = patch.diff_of(self.state.layout.tiles, self.state, self.changes, codec)

@@ -15,22 +15,23 @@ from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostTransition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.store import Store
 
 logger = logging.getLogger(__name__)
 
 
 def encode_next(
-    state: State, last: Manifest, diffs: Sequence[Diff], codec: CodecName
-) -> tuple[EncodedPart, Transition]:
+    state: AnyState, last: Manifest, diffs: Sequence[Diff], codec: CodecName
+) -> tuple[EncodedPart, AnyTransition]:
     """Encode what takes a state, or the part of it that is held, from the last version on. Changes nothing."""
     _, index = last.next_patch
     history = state.history if index > 1 else History()
     known = history if codec in ("auto", "history") else None
     part = patch.encode_diff(state.layout, diffs, state, state.sums, codec=codec, history=known)
     sums = {**state.sums, **part.sums}
-    return part, Transition(by_block(part.patches), sums, history.after(part.patches, state))
+    return part, HostTransition(by_block(part.patches), sums, history.after(part.patches, state))
 
 
 def next_record(

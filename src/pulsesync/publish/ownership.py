@@ -16,7 +16,7 @@ from pulsesync.errors import FormatError, StateError
 from pulsesync.format.history import TileHistorySummary, digest_of
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import PartRef
-from pulsesync.state.live import State
+from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import TileShare, Windows
 
 
@@ -54,7 +54,7 @@ class RankReport:
     failed: bool = False  # whether it has nothing to report, and why is no error
 
     @classmethod
-    def of(cls, state: State, share: TileShare) -> "RankReport":
+    def of(cls, state: AnyState, share: TileShare) -> "RankReport":
         """Of all its tiles, as they are."""
         owned = [tile.ordinal for tile in share.tiles]
         return cls(sums={n: state.sums[n] for n in owned}, remembered=state.history.counts(owned))

@@ -45,7 +45,7 @@ from pulsesync.run import keys
 from pulsesync.run.bodies import keep_body
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State, Transition
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import (
     Shards,
     TileShare,
@@ -83,7 +83,7 @@ class RankBase:
     last: Manifest
     record: bytes  # of last, as stored
     share: TileShare
-    state: State
+    state: AnyState
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Draft:
 
     version: int
     encoded: EncodedPart
-    transition: Transition
+    transition: AnyTransition
     part: PartRef | None  # None: nothing changed in this rank's tiles, and nothing was uploaded
     record: bytes = b""  # the coordinator's, once it is signed
     tables: VersionTables | None = None  # the coordinator's, of the version
@@ -338,7 +338,7 @@ class RunWriter:
     def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> RankBase | None:
         """Rebuild the last version, each rank its own tiles. Returns None on all ranks if that cannot be done."""
 
-        def rebuild() -> tuple[tuple[TileShare, State] | None, RankReport]:
+        def rebuild() -> tuple[tuple[TileShare, AnyState] | None, RankReport]:
             layout = self._reader().layout(last.layout)
             same_tensors(layout, plan.layout.tensors, plan.layout.ties)
             try:
@@ -369,7 +369,7 @@ class RunWriter:
         self._try_anchor(base, message.anchor)
         return base
 
-    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> State | None:
+    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
         """This rank's tiles of the last version; None if no path leads there from what trainer or store have."""
         assert self.baseline is not None
         tensors = self.baseline.rebuild(share, shards)
@@ -408,7 +408,7 @@ class RunWriter:
         assert baseline is not None
         assert shards is not None
 
-        def copy() -> tuple[tuple[TileShare, State], RankReport]:
+        def copy() -> tuple[tuple[TileShare, AnyState], RankReport]:
             share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.talk.team.rank, shards)
             state = baseline.copy(share, shards)
             clock.encoded()

@@ -51,7 +51,8 @@ from pulsesync.run.bodies import fetch_body
 from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.spool import AnchorSpool
-from pulsesync.state.live import State, Transition
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.slices import Slices
 from pulsesync.store import CachedStore, Store, open_store
 
@@ -187,10 +188,10 @@ class Subscriber:
         self._epoch_patches = epoch_patches
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
-        self._state: State | None = None
+        self._state: AnyState | None = None
         self._position: Position | None = None
         self._step: int | None = None
-        self._undo: deque[tuple[Position, int, Transition]] = deque(maxlen=max(undo, 0))
+        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
@@ -259,7 +260,7 @@ class Subscriber:
         return self._position.version if self._position else None
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> AnyState | None:
         return self._state
 
     @property
@@ -504,12 +505,12 @@ class Subscriber:
             )
         return goal if not local or goal.version != local.version else None
 
-    def _attach(self, state: State, records: RunReader, progress: _Progress) -> None:
+    def _attach(self, state: AnyState, records: RunReader, progress: _Progress) -> None:
         """Take hold of a state; if its weights are those of a published version, that is where it starts."""
         self._forget()
         self._state = state
         if state.whole and not state.untied and (start := records.start(state.digest)):
-            state.history = History(start.index)
+            state.history = state.bring(History(start.index))
             self._move_to(start)
             progress.path.append("start")
 
@@ -539,7 +540,8 @@ class Subscriber:
             with progress.applying(path[0], records):
                 self._load(path[0], progress)
             path = path[1:]
-        transition: Transition | None = None
+        transition: AnyTransition | None = None
+        goes_on = False  # whether there was a commit in this walk: it is undone together with the next
         for n, (record, fetching) in enumerate(self._ahead(path), 1):
             with progress.applying(record, records):
                 with progress.timed("fetch"):
@@ -547,9 +549,9 @@ class Subscriber:
                 progress.fetched_bytes += sum(size for _, size in got)
                 with progress.timed("prepare"):
                     transition = self._state.prepare(record, [body for body, _ in got], after=transition)
-            if n == len(path) or not self._state.stacks:
-                self._commit(transition, record, progress, goes_on=n > 1 and not self._state.stacks)
-                transition = None
+            if n == len(path) or not self._state.overlays:
+                self._commit(transition, record, progress, goes_on=goes_on)
+                transition, goes_on = None, True
             progress.path.append("squash" if record.kind == RecordKind.SQUASH else "patch")
 
     def _ahead(self, path: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
@@ -574,8 +576,8 @@ class Subscriber:
             if executor is not self._executor:
                 executor.shutdown()
 
-    def _commit(self, transition: Transition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
-        """Bring a transition into the weights; goes_on: it is taken back together with the one before."""
+    def _commit(self, transition: AnyTransition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
+        """Bring a transition into the weights; goes_on: it is undone together with the one before."""
         assert self._state is not None
         before, kept = (self._position, self._step), list(self._undo)
         self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
@@ -683,7 +685,7 @@ class Subscriber:
             if known.index != record.index or (known.digest() if known.tiles else None) != record.history:
                 return False
         self._forget()
-        self._state, state.history = state, known
+        self._state, state.history = state, state.bring(known)
         self._move_to(record)
         return True
 
@@ -741,11 +743,11 @@ class Subscriber:
             raise VerificationError(damage, expected=expected, actual=actual)
 
 
-def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> State:
+def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> AnyState:
     """Take hold of tensors where they are: in host memory, or on a GPU. Raises: StateError."""
     if device.find(source) is None:
-        return State.attach(source, layout, slices, widen)
-    state: State = device.load("state").DeviceState.attach(source, layout, slices, widen)
+        return HostState.attach(source, layout, slices, widen)
+    state: AnyState = device.load("state").DeviceState.attach(source, layout, slices, widen)
     return state
 
 

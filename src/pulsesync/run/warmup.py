@@ -7,7 +7,7 @@ import numpy as np
 from pulsesync.core.types import TensorSpec
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 
 
 def warm_up(dtype: str = "BF16") -> float:
@@ -22,7 +22,7 @@ def warm_up(dtype: str = "BF16") -> float:
     old = rng.integers(0, 1 << (8 * spec.kind.itemsize), spec.size, dtype=np.uint64).astype(spec.kind.bits)
     new = old.copy()
     new[::7] += 1
-    state, history = State(layout.make([spec]), {"w": old}, {}), History()
+    state, history = HostState(layout.make([spec]), {"w": old}, {}), History()
     for _ in range(2):
         part = patch.encode(
             state.layout, state.layout.tiles, {"w": old}, {"w": new}, state.sums, codec="history", history=history

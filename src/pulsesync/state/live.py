@@ -1,63 +1,77 @@
-"""A live state: bit views of the weights, their digest and history. Whoever changes weights does it through here.
+"""The transaction on live weights, in whichever memory they are. All writes to the weights of a run go through here.
 
 Applying versions is a transaction: everything is read, checked and decoded, and the digest it will give is known,
-before the first weight changes; should writing then fail, what was written is put back. Several versions can be
-prepared one over the other and committed at once. A whole state (an anchor) is checked first where it lies, and then
-brought in block by block.
+before the first weight changes; if writing then fails, what was written is rolled back. Several versions can be
+prepared one over the other and committed at once. An anchor is checked first where it lies, and then written block by
+block.
+
+`LiveState` has the rules and none of the work. A backend does the work in a few verbs: `state.host` in host memory,
+`device.state` on a GPU.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from pulsesync.core import digest
-from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
+from pulsesync.core.types import Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
 from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
-from pulsesync.format.patch import DecodedPart
-from pulsesync.format.weights import Changes, Overlay, Weights, compose, inverse
+from pulsesync.format.patch import HistoryLookup
 from pulsesync.state.slices import LocalTile, Slices, TileStorage, WidenedTile, windows
-from pulsesync.state.views import view_bits, zeros
+
+Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
+Delta = TypeVar("Delta")  # changes of weights: their places, old and new bits
+Memory = TypeVar("Memory", bound=HistoryLookup)  # the history of an epoch
 
 
 @dataclass(frozen=True)
-class Transition:
-    """The way from the live state to another, ready to be committed."""
+class Transition(ABC, Generic[Delta, Memory]):
+    """The step from the live state to another, ready to be committed."""
 
-    changes: Changes
-    sums: Mapping[int, Sum]  # then, of all tiles that are held
-    history: History  # then
+    changes: Delta
+    sums: Mapping[int, Sum]  # after it, of all local tiles
+    history: Memory  # after it
 
     @property
+    @abstractmethod
     def changed(self) -> int:
-        return sum(change.positions.size for change in self.changes.values())
+        """How many weights it changes."""
 
 
-class State:
+@dataclass(frozen=True)
+class VersionChanges(Generic[Delta, Memory]):
+    """What a version changes, decoded against the weights before it."""
+
+    changes: Delta
+    moves: Mapping[int, Sum]  # of the digests of all tiles that it names, by ordinal
+    history_after: Callable[[Memory], Memory]  # the history after it, given the one before it
+
+
+class LiveState(ABC, Generic[Flat, Delta, Memory]):
     """The tensors of one process, in the layout of a run.
 
-    One thread at a time changes it; `snapshot` and `recount` may run beside. Nobody else may write the weights while it
-    is in use; `recount` finds out.
+    One thread at a time changes it; `snapshot` and `recount` may run concurrently. Nothing else may write the weights
+    while it is in use; `recount` finds out.
     """
 
-    stacks = True  # patches can be prepared one over the other, and committed at once
-    widens = True  # BF16 tensors of a run can be FP32 tensors here
+    overlays: ClassVar[bool]  # whether a patch can be prepared over a transition that is not committed yet
+    widens: ClassVar[bool]  # whether BF16 tensors of a run can be FP32 tensors here
 
     def __init__(
         self,
         layout: Layout,
-        flats: Mapping[str, Bits],
-        copies: Mapping[str, Sequence[Bits]] | None = None,
+        flats: Mapping[str, Flat],
+        copies: Mapping[str, Sequence[Flat]] | None = None,
         slices: Slices | None = None,
         places: Mapping[int, TileStorage] | None = None,
         sums: Mapping[int, Sum] | None = None,
@@ -69,23 +83,98 @@ class State:
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )
-        self.history = History()
+        self.history = self.bring(History())
         self.torn = False  # whether an anchor is written in part: the weights are between two versions
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-        self._addresses: dict[str, int] = {}
+        self._addresses: Mapping[str, int] = {}
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
-        self.untied = self._find_untied()  # a tensor from which one that is tied to it differs: an anchor is required
+        self.untied = self._find_untied(self.copies)  # a tensor from which one tied to it differs: needs an anchor
+
+    # The verbs of a backend
+
+    @staticmethod
+    @abstractmethod
+    def views(source: Any) -> Mapping[str, Any]:
+        """The tensors of a source under all their names, tied ones too."""
+
+    @staticmethod
+    @abstractmethod
+    def span(flat: Flat) -> tuple[int, int]:
+        """The addresses at which weights begin and end."""
+
+    @staticmethod
+    @abstractmethod
+    def equal(a: Flat, b: Flat) -> bool:
+        """Whether two tensors have the same bits."""
+
+    @abstractmethod
+    def bring(self, history: History) -> Memory:
+        """A history of the host as this state remembers one."""
+
+    @abstractmethod
+    def stay(self) -> Transition[Delta, Memory]:
+        """The transition that changes nothing."""
+
+    @abstractmethod
+    def block(self, tile: Tile, number: int) -> Bits:
+        """Read a block of a tile. It is not to be written, and may be a view."""
+
+    @abstractmethod
+    def amended_block(self, tile: Tile, number: int, changes: Delta) -> Bits:
+        """Read a block as it is after some changes, in memory of its own."""
+
+    @abstractmethod
+    def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
+        """Count the digests of local tiles of a batch; of one that is local in part, as if the rest were zeros."""
+
+    @abstractmethod
+    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
+        """Count the digest of one block of a tile, given its weights."""
+
+    @abstractmethod
+    def decode(self, bodies: Sequence[Body], after: Delta, history: Memory | None) -> VersionChanges[Delta, Memory]:
+        """Decode the local tiles of a version's parts against the weights as they are after some changes.
+
+        Raises:
+            FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
+        """
+
+    @abstractmethod
+    def inverse(self, changes: Delta) -> Delta:
+        """What undoes changes."""
+
+    @abstractmethod
+    def compose(self, first: Delta, then: Delta) -> Delta:
+        """What two sets of changes do one after the other."""
+
+    @abstractmethod
+    def write(self, changes: Delta) -> None:
+        """Write the new bits of changes everywhere that their tensors are."""
+
+    @abstractmethod
+    def write_block(self, flat: Flat, tile: Tile, number: int, bits: Bits) -> None:
+        """Write a block of a tile, as far as it is local, into a tensor."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Write to the weights inside, while nothing reads them; in host memory the caller sees to that."""
+        return nullcontext()
+
+    def batches(self) -> Iterable[Sequence[Tile]]:
+        """The local tiles, in groups that are counted together."""
+        return ([tile] for tile in self.layout.tiles if tile.ordinal in self.places)
 
     @classmethod
-    def empty(cls, layout: Layout) -> "State":
-        """A state of zeros in memory of its own. Raises: LimitError, if there is no memory for it."""
-        return cls(layout, {spec.name: zeros(spec, (spec.size,), spec.kind.bits) for spec in layout.tensors})
+    def addresses(cls, source: Any) -> Mapping[str, int]:
+        """Where the tensors of a source are, by name."""
+        return {name: view.address for name, view in cls.views(source).items()}
+
+    # Attaching
 
     @classmethod
-    def attach(cls, source: Any, layout: Layout, slices: Slices | None = None, widen: bool = False) -> "State":
-        """Take hold of a module's, state dict's or mapping's tensors in place; widen: FP32 ones for BF16 ones too.
+    def attach(cls, source: Any, layout: Layout, slices: Slices | None = None, widen: bool = False) -> Self:
+        """Attach to a module's, state dict's or mapping's tensors in place; widen: FP32 ones for BF16 ones too.
 
         Raises:
             StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
@@ -104,12 +193,12 @@ class State:
         if extra := sorted(set(everything) - set(wanted)):
             raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
         flats = {name: everything[name].flat for name in specs}
-        copies: dict[str, list[Bits]] = {}
+        copies: dict[str, list[Flat]] = {}
         for alias, name in layout.ties.items():
             known = [flats[name], *copies.get(name, ())] if name in flats else []
             if alias in everything and all(everything[alias].address != cls.span(flat)[0] for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
-        check_apart(flats, copies, cls.span)
+        cls.check_apart(flats, copies)
         places: dict[int, TileStorage] = {
             ordinal: WidenedTile(place) if place.tile.tensor.name in wide else place
             for ordinal, place in find_places(layout, slices or {}).items()
@@ -118,26 +207,25 @@ class State:
         state._addresses = {name: view.address for name, view in everything.items()}
         return state
 
+    @classmethod
+    def check_apart(cls, flats: Mapping[str, Flat], copies: Mapping[str, Sequence[Flat]] | None = None) -> None:
+        """Refuse tensors that overlap in memory: writing one would change the other. Raises: StateError."""
+        copies = copies or {}
+        named = [*flats.items(), *((name, other) for name, others in copies.items() for other in others)]
+        spans = sorted((*cls.span(flat), name) for name, flat in named)
+        for (_, end, name), (begin, _, other) in pairwise(s for s in spans if s[0] < s[1]):
+            if begin < end:
+                raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=other)
+
     def holds(self, source: Any) -> bool:
-        """Whether a source still has the very memory that was attached: tensors can be replaced behind their names."""
-        return {name: view.address for name, view in self.views(source).items()} == self._addresses
+        """Whether a source still has the very memory that was attached: another tensor can take over a name."""
+        return self.addresses(source) == self._addresses
 
-    @staticmethod
-    def views(source: Any) -> Mapping[str, Any]:
-        """The tensors of a source under all their names, tied ones too."""
-        views, ties = view_bits(source)
-        return {**views, **{alias: views[name] for alias, name in ties.items()}}
-
-    @staticmethod
-    def span(flat: Any) -> tuple[int, int]:
-        """The addresses at which weights begin and end."""
-        begin: int = flat.ctypes.data
-        return begin, begin + flat.nbytes
+    def _memory(self, tile: Tile) -> tuple[Flat, ...]:
+        """All the memory that a tensor has here."""
+        return (self.flats[tile.tensor.name], *self.copies.get(tile.tensor.name, ()))
 
     # Reading
-
-    def block(self, tile: Tile, number: int) -> Bits:
-        return self.places[tile.ordinal].read(self.flats[tile.tensor.name], number)
 
     def snapshot(self) -> "Snapshot":
         """The state as it is now, readable while later versions are committed."""
@@ -163,7 +251,7 @@ class State:
         Raises:
             VerificationError: a tied tensor differs from the one it is tied to.
         """
-        self.untied = self._find_untied()
+        self.untied = self._find_untied(self.copies)
         if self.untied:
             raise VerificationError(f"a tensor tied to {self.untied!r} differs from it", tensor=self.untied)
         self.sums = self.count()
@@ -172,78 +260,62 @@ class State:
     def find_damaged(self) -> list[str]:
         """Recount all the weights; return the names of the tensors that something other than a commit has changed."""
         with self.lock:
-            counted, untied = self.count(), self._find_untied()
+            counted, untied = self.count(), self._find_untied(self.copies)
             differ = {self.layout.tiles[n].tensor.name for n, total in counted.items() if total != self.sums[n]}
         return sorted(differ | {untied} if untied else differ)
 
     def find_damage(self) -> Tile | None:
-        """Recount tile by tile, letting commits in between; return one whose weights another program changed."""
-        for tile in self.layout.tiles:
-            if tile.ordinal in self.places:
-                with self.lock:
-                    flat, *others = self._memory(tile)
-                    untied = any(not np.array_equal(flat, other) for other in others)
-                    if untied or self._count_tile(tile) != self.sums[tile.ordinal]:
+        """Recount batch by batch, letting commits in between; return a tile whose weights another program changed."""
+        for tiles in self.batches():
+            with self.lock:
+                untied = self._find_untied({tile.tensor.name for tile in tiles})
+                counted = self.count_tiles(tiles)
+                for tile in tiles:
+                    if tile.tensor.name == untied or counted[tile.ordinal] != self.sums[tile.ordinal]:
                         return tile
         return None
 
     def count(self) -> dict[int, Sum]:
-        """Count the digests of all tiles that are local; of one that is local in part, as if the rest were zeros."""
-        return {tile.ordinal: self._count_tile(tile) for tile in self.layout.tiles if self._counts(tile)}
+        """Count the digests of all local tiles."""
+        sums = self._zero_sums()
+        for tiles in self.batches():
+            sums.update(self.count_tiles(tiles))
+        return sums
 
-    def _counts(self, tile: Tile) -> bool:
-        return self.whole or tile.ordinal in self.places
+    def _zero_sums(self) -> dict[int, Sum]:
+        """A sum for each tile that the digest is over: of a whole state, those without weights too."""
+        return {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self.whole or tile.ordinal in self.places}
 
-    def _count_tile(self, tile: Tile) -> Sum:
-        place = self.places.get(tile.ordinal)
-        if place is None:
-            return Sum(0, 0)
-        if place.tile == tile:
-            return digest.count_tile(tile, self.flats[tile.tensor.name])
-        total = digest.sum_up(
-            spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))
-        )
-        return total if self._exact(tile, place) else total + Sum(1, 1)  # which is then no published state's
-
-    def _exact(self, tile: Tile, place: TileStorage) -> bool:
-        """Whether all weights of a tile are numbers that the dtype of the run has."""
-        if not isinstance(place, WidenedTile):
-            return True
-        flat = self.flats[tile.tensor.name]
-        return all(spread(lambda n: place.exact(flat, n), range(tile.block_count)))
-
-    def _find_untied(self) -> str | None:
+    def _find_untied(self, names: Collection[str]) -> str | None:
+        """The first of these tensors from which one that is tied to it differs."""
         for name, others in self.copies.items():
-            if any(not np.array_equal(self.flats[name], other) for other in others):
+            if name in names and any(not self.equal(self.flats[name], other) for other in others):
                 return name
         return None
 
     # Patches
 
     def prepare(
-        self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]", after: Transition | None = None
-    ) -> Transition:
+        self,
+        manifest: Manifest,
+        parts: "Sequence[bytes | memoryview | Body]",
+        after: Transition[Delta, Memory] | None = None,
+    ) -> Transition[Delta, Memory]:
         """Check and decode a patch against this state, or against what it will be after a transition. Touches nothing.
 
-        Returns the way from the live state to the version, whatever `after` has on it already.
+        Returns the transition from the live state to the version, with what `after` changes in it.
 
         Raises:
             BaseMismatchError: it is for another state or history; FormatError: and branches, for bad bytes;
             VerificationError: it decodes, but not to the state the record promises.
         """
-        base = after or Transition({}, self.sums, self.history)
+        base = after or self.stay()
         history = self._check_base(manifest, base)
         bodies = self._open(manifest, parts)
-        weights: Weights = Overlay(self, base.changes) if base.changes else self
-        patches: list[TilePatch] = []
-        promised: dict[int, Sum] = {}
-        for body in bodies:
-            part = self.decode(body, weights, history if manifest.kind == RecordKind.VERSION else None)
-            if not promised.keys().isdisjoint(part.sums):
-                raise FormatError(f"two parts of version {manifest.version} change the same tile")
-            patches += part.patches
-            promised.update(part.sums)
-        sums = {**base.sums, **self.move(patches, promised, base.sums)}
+        promised = self._promised(manifest, bodies)
+        remembers = manifest.kind == RecordKind.VERSION
+        found = self.decode(bodies, base.changes, history if remembers else None)
+        sums = {**base.sums, **self.check_moves(found.moves, promised, base.sums)}
         if self.whole and (then := self._digest(sums)) != manifest.digest:
             raise VerificationError(
                 "digest mismatch: the decoded weights differ from the manifest; weights unchanged",
@@ -251,28 +323,15 @@ class State:
                 expected=manifest.digest,
                 actual=then,
             )
-        later = history.after(patches, weights) if manifest.kind == RecordKind.VERSION else History()
+        later = found.history_after(history) if remembers else self.bring(History())
         if self.whole and (later.digest() if later.tiles else None) != manifest.history:
             raise VerificationError(
                 "digest mismatch: the history of the epoch differs from the manifest; weights unchanged",
                 version=manifest.version,
             )
-        return Transition(_composed(base.changes, patches), sums, later)
+        return replace(base, changes=self.compose(base.changes, found.changes), sums=sums, history=later)
 
-    def decode(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
-        """Decode a part, as far as its tiles are held, against this state or other weights in its place.
-
-        Raises:
-            FormatError: and branches, for bad bytes; StateError: what is held cuts through a tile.
-        """
-        self._check_codecs(body)
-        wanted = None if self.whole else self.places.keys()
-        part = patch.decode_tiles(
-            body.index, body.sections, self.layout, weights or self, wanted=wanted, history=history
-        )
-        return DecodedPart(tuple(self._kept(part.patches)), part.sums)
-
-    def _check_base(self, manifest: Manifest, base: Transition) -> History:
+    def _check_base(self, manifest: Manifest, base: Transition[Delta, Memory]) -> Memory:
         """Check that a patch is for this state; return the history it was made with."""
         if manifest.base is None:
             raise BaseMismatchError(f"version {manifest.version} is not a patch", version=manifest.version)
@@ -287,7 +346,7 @@ class State:
                 f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=held
             )
         if manifest.kind == RecordKind.SQUASH or manifest.index == 1:
-            return History()
+            return self.bring(History())
         if manifest.index != base.history.index + 1:
             raise BaseMismatchError(
                 f"patch {manifest.index} of its epoch; {base.history.index} are known here", version=manifest.version
@@ -306,80 +365,60 @@ class State:
             bodies.append(part)
         return bodies
 
-    def _check_codecs(self, body: Body) -> None:
-        """What is held in part can take only what needs no old weights."""
-        for entry in body.index.entries if not self.whole else ():
-            place = self.places.get(entry.tile)
-            if place and place.tile and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
-                name = place.tile.tensor.name
-                raise StateError(
-                    f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
-                    "borders there, or with codec='gap'",
-                    tensor=name,
-                )
+    def _promised(self, manifest: Manifest, bodies: Sequence[Body]) -> dict[int, Sum]:
+        """The digests that the parts of a patch promise of local tiles, each of which is in one part alone."""
+        promised: dict[int, Sum] = {}
+        for body in bodies:
+            entries = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
+            if not promised.keys().isdisjoint(entries):
+                raise FormatError(f"two parts of version {manifest.version} change the same tile")
+            promised.update(entries)
+        return promised
 
-    def _kept(self, patches: Iterable[TilePatch]) -> Iterable[TilePatch]:
-        for one in patches:
-            place = self.places[one.tile.ordinal]
-            kept = one.blocks if place.whole else tuple(b for block in one.blocks if (b := place.keep(block)))
-            yield TilePatch(one.tile, one.codec, kept, one.cut)
-
-    def move(
-        self, patches: Sequence[TilePatch], promised: Mapping[int, Sum], before: Mapping[int, Sum]
+    def check_moves(
+        self, moves: Mapping[int, Sum], promised: Mapping[int, Sum], before: Mapping[int, Sum]
     ) -> dict[int, Sum]:
         """Return the digests that changed tiles will have, as they follow from what changes.
 
         Raises:
             VerificationError: they are not as promised, which is known of tiles that are local as a whole.
         """
-        sums = {}
-        for one, by in zip(patches, spread(digest.moved, patches), strict=True):
-            ordinal = one.tile.ordinal
-            sums[ordinal] = before[ordinal] + by
-            if self.places[ordinal].whole and sums[ordinal] != promised[ordinal]:
-                name = one.tile.tensor.name
+        sums = {ordinal: before[ordinal] + by for ordinal, by in moves.items()}
+        for ordinal, total in sums.items():
+            if self.places[ordinal].whole and total != promised[ordinal]:
+                name = self.layout.tiles[ordinal].tensor.name
                 raise VerificationError(
                     f"digest mismatch: the decoded tensor {name!r} differs from the part's index; weights unchanged",
                     tensor=name,
                 )
         return sums
 
-    def commit(self, transition: Transition) -> Transition:
-        """Write a prepared transition into the weights, or put everything back if that fails half-way.
+    def commit(self, transition: Transition[Delta, Memory]) -> Transition[Delta, Memory]:
+        """Write a prepared transition into the weights, or roll everything back if that fails halfway.
 
-        Returns the way back: committing that undoes this.
+        Returns the transition back, which is the undo log: committing it undoes this.
         """
-        back = Transition({key: inverse(c) for key, c in transition.changes.items()}, self.sums, self.history)
+        back = replace(transition, changes=self.inverse(transition.changes), sums=self.sums, history=self.history)
         with self.lock:
-            written: list[tuple[int, int]] = []
             kept = [(taken, taken.changes) for taken in self._snapshots]
             try:
-                for key, change in transition.changes.items():
-                    written.append(key)
-                    self._write(key[0], change)
+                with self.exclusive():
+                    self.write(transition.changes)
                 for taken, changes in kept:
-                    taken.changes = _compose_all(back.changes, changes)
+                    taken.changes = self.compose(back.changes, changes)
                 self.sums, self.history = transition.sums, transition.history
             except BaseException:
-                for key in written:
-                    self._write(key[0], back.changes[key])
+                with self.exclusive():
+                    self.write(back.changes)  # also where nothing was written yet: those bits are the old ones
                 for taken, changes in kept:
                     taken.changes = changes
                 self.sums, self.history = back.sums, back.history
                 raise
         return back
 
-    def join(self, first: Transition, then: Transition) -> Transition:
+    def join(self, first: Transition[Delta, Memory], then: Transition[Delta, Memory]) -> Transition[Delta, Memory]:
         """Two transitions as one."""
-        return Transition(_compose_all(first.changes, then.changes), then.sums, then.history)
-
-    def _write(self, ordinal: int, change: BlockChange) -> None:
-        for flat in self._memory(self.layout.tiles[ordinal]):
-            self.places[ordinal].write(flat, change)
-
-    def _memory(self, tile: Tile) -> tuple[Bits, ...]:
-        """Everywhere that a tensor is held."""
-        return (self.flats[tile.tensor.name], *self.copies.get(tile.tensor.name, ()))
+        return replace(then, changes=self.compose(first.changes, then.changes))
 
     # Anchors
 
@@ -391,7 +430,7 @@ class State:
         """
         if manifest.layout != self.layout.id:
             raise BaseMismatchError("the anchor has another layout", expected=manifest.layout, actual=self.layout.id)
-        sums = {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self._counts(tile)}
+        sums = self._zero_sums()
         seen: set[int] = set()
         for body in parts:
             promised = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
@@ -402,7 +441,7 @@ class State:
             seen |= promised.keys()
             counted = dict.fromkeys(promised, Sum(0, 0))
             for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                counted[tile.ordinal] += self._count_block(tile, number, bits)
+                counted[tile.ordinal] += self.count_block(tile, number, bits)
                 if not self.places[tile.ordinal].whole:
                     sums[tile.ordinal] += self._count_local(tile, number, bits)
             if counted != promised:
@@ -414,96 +453,47 @@ class State:
             raise VerificationError("the anchor is not its version", expected=manifest.digest, actual=actual)
         return sums
 
-    def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
-        """Bring an anchor that was checked into the weights. If this fails halfway, `torn` stays True."""
-        with self.lock:
-            for body in parts:
-                for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                    self.torn = True
-                    self._write_block(tile, number, bits)
-            self.sums, self.history, self.untied, self.torn = dict(sums), History(), None, False
-
-    def _count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        return digest.count_block(tile, number, bits)
-
     def _count_local(self, tile: Tile, number: int, bits: Bits) -> Sum:
         """Count the digest of what is local of a block."""
-        everything = BlockChange(number, np.arange(bits.size, dtype=np.uint32), np.zeros_like(bits), bits)
-        kept = self.places[tile.ordinal].keep(everything)
+        kept = self.places[tile.ordinal].keep(BlockChange.from_zeros(number, bits))
         return digest.moved(TilePatch(tile, Codec.DENSE, (kept,))) if kept else Sum(0, 0)
 
-    def _write_block(self, tile: Tile, number: int, bits: Bits) -> None:
-        for flat in self._memory(tile):
-            self.places[tile.ordinal].write_block(flat, number, bits)
-
-    def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Bring whole tiles that were checked into the weights. If this fails they are neither here nor there."""
+    def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
+        """Write an anchor that was checked into the weights. If this fails halfway, `torn` stays True."""
         with self.lock:
-            for ordinal, bits in tiles.items():
-                tile = self.layout.tiles[ordinal]
-                for number in range(tile.block_count):
-                    self._write_block(tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
-            self.sums, self.history = {**self.sums, **sums}, History()
+            with self.exclusive():
+                for body in parts:
+                    for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
+                        self.torn = True
+                        for flat in self._memory(tile):
+                            self.write_block(flat, tile, number, bits)
+            self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
 
-    def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Take arrays over as the memory of tiles that are a whole tensor each: for a state in memory of its own."""
-        with self.lock:
-            for ordinal, bits in tiles.items():
-                self.flats[self.layout.tiles[ordinal].tensor.name] = bits
-            self.sums, self.history = {**self.sums, **sums}, History()
+
+AnyState: TypeAlias = LiveState[Any, Any, Any]  # in whichever memory
+AnyTransition: TypeAlias = Transition[Any, Any]
 
 
 class Snapshot:
     """A state as it was, readable block by block while the live one moves on. O(changed since) of memory."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AnyState) -> None:
         self.layout, self.sums = state.layout, dict(state.sums)
         self._state = state
-        self.changes: Changes = {}  # from the live state back to this one; written by its commits, under its lock
+        self.changes = state.stay().changes  # from the live state back to this one; its commits write them
 
     def block(self, tile: Tile, number: int) -> Bits:
         with self._state.lock:
-            bits = self._state.block(tile, number).copy()
-            change = self.changes.get((tile.ordinal, number))
-        if change is not None:
-            bits[change.positions] = change.new
-        return bits
-
-
-def _compose_all(first: Changes, then: Changes) -> dict[tuple[int, int], BlockChange]:
-    out: dict[tuple[int, int], BlockChange] = {}
-    for key in first.keys() | then.keys():
-        if both := compose(first.get(key), then.get(key)):
-            out[key] = both
-    return out
-
-
-def _composed(changes: Changes, patches: Iterable[TilePatch]) -> dict[tuple[int, int], BlockChange]:
-    later = {(one.tile.ordinal, block.number): block for one in patches for block in one.blocks}
-    return _compose_all(changes, later) if changes else later
+            return self._state.amended_block(tile, number, self.changes)
 
 
 def find_places(layout: Layout, slices: Slices) -> dict[int, LocalTile]:
-    """Where the tiles of a run lie in what is held of its tensors, by ordinal."""
+    """Where the tiles of a run lie in what is local of its tensors, by ordinal."""
     if not slices:
         return {tile.ordinal: LocalTile(tile, True) for tile in layout.tiles if tile.size}
     held = windows(layout.tensors, slices)
     found = {tile.ordinal: held[tile.tensor.name].place(tile) for tile in layout.tiles if tile.tensor.name in held}
     return {ordinal: place for ordinal, place in found.items() if place}
-
-
-def check_apart(
-    flats: Mapping[str, Any],
-    copies: Mapping[str, Sequence[Any]] | None = None,
-    span: Callable[[Any], tuple[int, int]] = State.span,
-) -> None:
-    """Refuse tensors that overlap in memory: writing one would change the other. Raises: StateError."""
-    copies = copies or {}
-    named = [*flats.items(), *((name, other) for name, others in copies.items() for other in others)]
-    spans = sorted((*span(flat), name) for name, flat in named if len(flat))
-    for (_, end, name), (begin, _, other) in pairwise(spans):
-        if begin < end:
-            raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=other)
 
 
 def _fits(name: str, view: Any | None, spec: TensorSpec, wide: bool, optional: bool, advice: str) -> None:

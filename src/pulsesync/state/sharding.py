@@ -107,7 +107,7 @@ class Shards:
         return ShardWeights(self.published, places)
 
     def slices(self) -> dict[str, Slice | None]:
-        """The same for a `Subscriber` or a `State`: what is not named here is not held."""
+        """The same for a `Subscriber` or a `HostState`: what is not named here is not local."""
         return _slices(self.windows)
 
 

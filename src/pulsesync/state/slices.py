@@ -144,7 +144,7 @@ class LocalTile:
         """Write a whole block of the tile, as far as it is held."""
         if self.whole:
             self.tile.write_block(flat, number, bits)
-        elif kept := self.keep(BlockChange(number, np.arange(bits.size, dtype=np.uint32), bits, bits)):
+        elif kept := self.keep(BlockChange.from_zeros(number, bits)):
             self.write(flat, kept)
 
     def write(self, flat: Bits, change: BlockChange) -> None:

@@ -14,7 +14,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.state.views import view_bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.line import StoreLink
@@ -70,7 +70,7 @@ class TensorSet:
         return {name: arrays[name].tobytes() for name in self.arrays}
 
     def digest(self, arrays: Arrays) -> str:
-        return State.attach({name: arrays[name] for name in self.arrays}, self.layout).digest
+        return HostState.attach({name: arrays[name] for name in self.arrays}, self.layout).digest
 
 
 def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -11,7 +11,7 @@ from pulsesync.format.history import History
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run import keys
 from pulsesync.run.subscriber import Subscriber, SyncReport
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.testing.simulator.actors import SimulatedTrainer, SimulatedWorker
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.line import BODIES, Crash, bodies_of
@@ -113,7 +113,7 @@ def _replay(world: World, key: str, record: Manifest) -> History | None:
     arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
     try:
         layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)), record.layout)
-        state = State.attach(arrays, layout)
+        state = HostState.attach(arrays, layout)
         state.history = history
         parts = [Body.of(world.truth.get(keys.part_key(part.id)), layout, part.id) for part in record.parts]
         if record.base is None:

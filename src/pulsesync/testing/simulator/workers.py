@@ -8,7 +8,7 @@ from unittest import mock
 
 from pulsesync.errors import VerificationError
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import State
+from pulsesync.state.host import HostState
 from pulsesync.testing.simulator.actors import Arrays, Content, SimulatedWorker, bits
 from pulsesync.testing.simulator.checks import check_synced, check_verified
 from pulsesync.testing.simulator.executors import InlineExecutor
@@ -185,10 +185,10 @@ def on_leave(world: World) -> str:
 @contextmanager
 def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
     """Let the n-th write of a commit to these weights be interrupted, once."""
-    commit, write = State.commit, State._write
+    commit, write = HostState.commit, HostState.write_change
     left: list[int] = []
 
-    def commit_(state: State, transition: Any) -> Any:
+    def commit_(state: HostState, transition: Any) -> Any:
         if state.holds(weights):
             left.append(number)
         try:
@@ -196,12 +196,12 @@ def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
         finally:
             left.clear()
 
-    def write_(state: State, ordinal: int, change: Any) -> None:
+    def write_(state: HostState, ordinal: int, change: Any) -> None:
         write(state, ordinal, change)
         if left and left[0] == 0:
             left.clear()
             raise Interrupted
         left[:] = [count - 1 for count in left]
 
-    with mock.patch.object(State, "commit", commit_), mock.patch.object(State, "_write", write_):
+    with mock.patch.object(HostState, "commit", commit_), mock.patch.object(HostState, "write_change", write_):
         yield

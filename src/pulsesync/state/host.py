@@ -1,0 +1,180 @@
+"""Live weights in host memory: the backend of numpy and the CPU's kernels."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pulsesync.core import digest
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.errors import StateError
+from pulsesync.format import patch
+from pulsesync.format.body import Body
+from pulsesync.format.history import History
+from pulsesync.format.layout import Layout
+from pulsesync.format.patch import DecodedPart
+from pulsesync.format.weights import Changes, Overlay, Weights, by_block, compose, inverse
+from pulsesync.state.live import LiveState, Transition, VersionChanges
+from pulsesync.state.slices import TileStorage, WidenedTile
+from pulsesync.state.views import view_bits, zeros
+
+
+class HostTransition(Transition[Changes, History]):
+    """The step from a state in host memory to another."""
+
+    @property
+    def changed(self) -> int:
+        return sum(change.positions.size for change in self.changes.values())
+
+
+class HostState(LiveState[Bits, Changes, History]):
+    """The tensors of one process in host memory, in the layout of a run."""
+
+    overlays = True
+    widens = True
+
+    @classmethod
+    def empty(cls, layout: Layout) -> "HostState":
+        """A state of zeros in memory of its own. Raises: LimitError, if there is no memory for it."""
+        return cls(layout, {spec.name: zeros(spec, (spec.size,), spec.kind.bits) for spec in layout.tensors})
+
+    @staticmethod
+    def views(source: Any) -> Mapping[str, Any]:
+        views, ties = view_bits(source)
+        return {**views, **{alias: views[name] for alias, name in ties.items()}}
+
+    @staticmethod
+    def span(flat: Bits) -> tuple[int, int]:
+        begin: int = flat.ctypes.data
+        return begin, begin + flat.nbytes
+
+    @staticmethod
+    def equal(a: Bits, b: Bits) -> bool:
+        return np.array_equal(a, b)
+
+    def bring(self, history: History) -> History:
+        return history
+
+    def stay(self) -> HostTransition:
+        return HostTransition({}, self.sums, self.history)
+
+    # Reading
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return self.places[tile.ordinal].read(self.flats[tile.tensor.name], number)
+
+    def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
+        bits = self.block(tile, number).copy()
+        if change := changes.get((tile.ordinal, number)):
+            bits[change.positions] = change.new
+        return bits
+
+    def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
+        return {tile.ordinal: self._count_tile(tile, self.places[tile.ordinal]) for tile in tiles}
+
+    def _count_tile(self, tile: Tile, place: TileStorage) -> Sum:
+        if place.tile == tile:
+            return digest.count_tile(tile, self.flats[tile.tensor.name])
+        total = digest.sum_up(
+            spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))
+        )
+        return total if self._exact(tile, place) else total + Sum(1, 1)  # which is then no published state's
+
+    def _exact(self, tile: Tile, place: TileStorage) -> bool:
+        """Whether all weights of a tile are numbers that the dtype of the run has."""
+        if not isinstance(place, WidenedTile):
+            return True
+        flat = self.flats[tile.tensor.name]
+        return all(spread(lambda n: place.exact(flat, n), range(tile.block_count)))
+
+    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
+        return digest.count_block(tile, number, bits)
+
+    # Decoding
+
+    def decode(
+        self, bodies: Sequence[Body], after: Changes, history: History | None
+    ) -> VersionChanges[Changes, History]:
+        weights: Weights = Overlay(self, after) if after else self
+        patches = [one for body in bodies for one in self.decode_part(body, weights, history).patches]
+        return VersionChanges(by_block(patches), count_moves(patches), lambda before: before.after(patches, weights))
+
+    def decode_part(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
+        """Decode the local tiles of a part against this state, or other weights in its place.
+
+        Raises:
+            FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
+        """
+        self._check_codecs(body)
+        wanted = None if self.whole else self.places.keys()
+        part = patch.decode_tiles(
+            body.index, body.sections, self.layout, weights or self, wanted=wanted, history=history
+        )
+        return DecodedPart(tuple(self._local(part.patches)), part.sums)
+
+    def _check_codecs(self, body: Body) -> None:
+        """A tile that is local in part can be read only with a codec that needs no old weights."""
+        for entry in body.index.entries if not self.whole else ():
+            place = self.places.get(entry.tile)
+            if place and place.tile and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
+                name = place.tile.tensor.name
+                raise StateError(
+                    f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
+                    "borders there, or with codec='gap'",
+                    tensor=name,
+                )
+
+    def _local(self, patches: Iterable[TilePatch]) -> Iterable[TilePatch]:
+        for one in patches:
+            place = self.places[one.tile.ordinal]
+            kept = one.blocks if place.whole else tuple(b for block in one.blocks if (b := place.keep(block)))
+            yield TilePatch(one.tile, one.codec, kept, one.cut)
+
+    # Changes
+
+    def inverse(self, changes: Changes) -> Changes:
+        return {key: inverse(change) for key, change in changes.items()}
+
+    def compose(self, first: Changes, then: Changes) -> Changes:
+        if not first:
+            return then
+        both = {key: compose(first.get(key), then.get(key)) for key in first.keys() | then.keys()}
+        return {key: change for key, change in both.items() if change}
+
+    # Writing
+
+    def write(self, changes: Changes) -> None:
+        for (ordinal, _), change in changes.items():
+            self.write_change(ordinal, change)
+
+    def write_change(self, ordinal: int, change: BlockChange) -> None:
+        for flat in self._memory(self.layout.tiles[ordinal]):
+            self.places[ordinal].write(flat, change)
+
+    def write_block(self, flat: Bits, tile: Tile, number: int, bits: Bits) -> None:
+        self.places[tile.ordinal].write_block(flat, number, bits)
+
+    # Tiles that come as a whole
+
+    def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
+        """Write whole tiles that were checked into the weights. If this fails, they are between two versions."""
+        with self.lock:
+            for ordinal, bits in tiles.items():
+                tile = self.layout.tiles[ordinal]
+                for number in range(tile.block_count):
+                    for flat in self._memory(tile):
+                        self.write_block(flat, tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
+            self.sums, self.history = {**self.sums, **sums}, History()
+
+    def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
+        """Take arrays over as the memory of tiles that are a whole tensor each: for a state in memory of its own."""
+        with self.lock:
+            for ordinal, bits in tiles.items():
+                self.flats[self.layout.tiles[ordinal].tensor.name] = bits
+            self.sums, self.history = {**self.sums, **sums}, History()
+
+
+def count_moves(patches: Sequence[TilePatch]) -> dict[int, Sum]:
+    """How the digests of tiles move by patches, by ordinal."""
+    return {one.tile.ordinal: by for one, by in zip(patches, spread(digest.moved, patches), strict=True)}
