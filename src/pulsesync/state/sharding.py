@@ -24,7 +24,7 @@ from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Grid, Layout
 from pulsesync.state.slices import LocalTile, Slice, Span, Window
-from pulsesync.state.views import HostSource, read_published
+from pulsesync.state.views import HostSource, mapping_of, read_published
 
 Read = Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Mapping[str, str]]]
 MAX_NOTE_BYTES = 1 << 28  # of a process's windows, unpacked
@@ -123,11 +123,7 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
     Raises:
         StateError: a part that is no rectangle of its tensor, or whatever `view_bits` refuses.
     """
-    if not isinstance(source, Mapping):
-        if not hasattr(source, "state_dict"):
-            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
-        source = source.state_dict()
-    placed = {name: _placed(name, value) for name, value in source.items()}
+    placed = {name: _placed(name, value) for name, value in mapping_of(source).items()}
     published, ties = read({name: one.tensor for name, one in placed.items()}, cast or {})
     windows = {}
     for name, view in published.views.items():
