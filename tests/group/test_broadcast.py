@@ -17,10 +17,11 @@ import torch
 from torch import distributed
 
 from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
-from pulsesync.group.broadcast import Broadcast, BroadcastReport
+from pulsesync.group.broadcast import NOTE_BYTES, Broadcast, BroadcastReport
 from pulsesync.group.bundles import Bundle
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, Method
+from pulsesync.group.ends import SourceEnd
 from pulsesync.group.session import SyncSession
 from pulsesync.state.sharding import Placed, tensor_parallel
 from tests.processes import Fleet, die, fleet, group, join_group
@@ -259,13 +260,15 @@ def test_what_does_not_fit_is_reported_to_every_rank_at_once(fleet: Fleet) -> No
 
 def test_a_rank_pushes_or_pulls_and_not_the_other(tmp_path: Any) -> None:
     with group(str(tmp_path), "solo", 0, 1):
-        with pytest.raises(ValueError, match="is a source here"):
+        with pytest.raises(ValueError, match=r"rank 0 is a source \(src=\[0\]\): call push, not pull_"):
             Broadcast().pull_({"a": torch.zeros(2)})
         with pytest.raises(ValueError, match=r"method must be one of .*; got 'sparse'"):
             Broadcast(method="sparse")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="has no ranks"):
+        with pytest.raises(ValueError, match=r"ranks of the group, 0 to 0, once; got \[0, 1\]"):
             Broadcast(src=[0, 1])
-        assert Broadcast().push({"a": torch.zeros(2)}).method == "full"  # nobody listens, and that is that
+        with pytest.raises(StateError, match="has no pulled weights to verify"):
+            Broadcast().verify()
+        assert Broadcast().push({"a": torch.zeros(2)}).method == "full"  # to no receivers, which is not an error
 
 
 def replaced(rank: int, size: int, folder: str) -> list[Any]:
@@ -341,7 +344,7 @@ DAMAGED_BYTES = (0, 8, 40, 100, 1000, 100_003)
 def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(fleet: Fleet, method: str) -> None:
     for byte, results in zip(DAMAGED_BYTES, zip(*fleet.run(corrupted, 3, method=method), strict=True), strict=True):
         said = [one for one, _ in results]
-        assert "GroupError: rank 1 could not take what was sent" in said[0], byte
+        assert "GroupError: rank 1 failed in this sync, which is aborted with all weights unchanged: " in said[0], byte
         assert said[0] == said[2], byte
         assert said[1].split(":")[0] in ("ChecksumError", "FormatError", "VerificationError", "UnsupportedError"), said
         assert all(methods == [method, method] for _, methods in results), byte
@@ -543,8 +546,10 @@ def not_alike(rank: int, size: int, folder: str) -> str:
         return str(e.value)
 
 
-def test_ranks_that_were_told_different_things_find_out(fleet: Fleet) -> None:
-    assert all("not told the same" in said for said in fleet.run(not_alike, 2))
+def test_ranks_with_different_bucket_weights_are_all_told_so(fleet: Fleet) -> None:
+    for rank, said in enumerate(fleet.run(not_alike, 2)):
+        assert f"ranks disagree on src or bucket_weights: rank {rank} has src=[0]" in said
+        assert f"bucket_weights={1 << (16 + rank)};" in said
 
 
 def half_committed(rank: int, size: int, folder: str, who: int) -> Any:
@@ -599,7 +604,7 @@ def overwritten(rank: int, size: int, folder: str) -> bool:
             return True
         cast.verify()
         model["norm"][5] = 2
-        with pytest.raises(VerificationError, match=r"large.weight, or of 1 tensors beside it,"):
+        with pytest.raises(VerificationError, match=r"weights of large.weight, or of 1 tensors bundled"):
             cast.verify()
         return True
 
@@ -667,8 +672,8 @@ def fsdp(rank: int, size: int, folder: str, trainers: int, layout: str) -> list[
             optimizer.step()
             optimizer.zero_grad()
             report = cast.push(net)
-            assert cast._state is not None
-            largest = sum(flat.nbytes for flat in cast._state.flats.values())
+            assert isinstance(cast._end, SourceEnd)
+            largest = sum(flat.nbytes for flat in cast._end.state.flats.values())
             whole = {name: t.full_tensor().bfloat16() for name, t in net.state_dict().items()}
             out.append((report.method, bits(whole), largest))
     return out
@@ -821,6 +826,69 @@ def test_a_source_that_is_not_contiguous_is_read_anew_each_time(fleet: Fleet) ->
     assert same(sent, got)
 
 
+def roles(rank: int, size: int, folder: str) -> list[Any]:
+    model = weights(np.random.default_rng(0))
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        seen: list[Any] = [cast.version, sync(cast, rank, model).version]
+        cast.regroup()
+        seen += [cast.version, sync(cast, rank, model).method]
+        cast.regroup(src=1)
+        seen += [cast.version, cast.digest, sync(cast, 1 - rank, model).method]
+        with pytest.raises(StateError, match="has no pulled weights to verify") if rank else nullcontext():
+            cast.verify()
+        return seen
+
+
+def test_a_rank_forgets_what_it_joined_with_when_its_role_changes_and_only_then(fleet: Fleet) -> None:
+    assert fleet.run(roles, 2) == [[None, 1, 1, "coded", None, None, "full"]] * 2
+
+
+def join_fails(rank: int, size: int, folder: str) -> list[Any]:
+    """One receiver comes with a model that the source does not have, and then with its own again."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
+        sync(cast, rank, model)
+        if rank == 0:
+            change_(model, rng, 0.001)
+        before = bits(model)
+        with pytest.raises(StateError, match="rank 2 holds rows 0 to 2 of tensor 'c', and no source does"):
+            sync(cast, rank, model | {"c": torch.ones(2)} if rank == 2 else model)
+        assert same(bits(model), before)
+        version = cast.version
+        report = sync(cast, rank, model)
+        if rank:
+            cast.verify()
+        return [version, report.version, report.method, report.received_bytes, bits(model)]
+
+
+def test_a_join_that_fails_leaves_the_other_ranks_at_their_version(fleet: Fleet) -> None:
+    results = fleet.run(join_fails, 3)
+    assert [version for version, *_ in results] == [1, 1, None]
+    assert all(seen[1:3] == [2, "coded"] for seen in results)
+    assert results[1][3] < 2 * 300 * 700 / 10 < 2 * 300 * 700 < results[2][3]  # only rank 2 gets all weights again
+    assert all(same(seen[4], results[0][4]) for seen in results)
+
+
+def out_of_step(rank: int, size: int, folder: str, other: str) -> str:
+    with group(folder, "one", rank, size):
+        if rank == 1:
+            note = np.frombuffer(other.encode().ljust(NOTE_BYTES + 16), np.uint8)
+            Collective(timeout_s=TIMEOUT_S).gather_rows(note)
+            return ""
+        with pytest.raises(GroupError) as e:
+            Broadcast(timeout_s=TIMEOUT_S).push(weights(np.random.default_rng(0)))
+        return str(e.value)
+
+
+@pytest.mark.parametrize("other", ["not JSON", "7", "[]", "{}", '[["fault", ""]]'])
+def test_bytes_that_are_no_note_are_reported_with_the_rank_that_sent_them(fleet: Fleet, other: str) -> None:
+    assert "malformed message from rank 1" in fleet.run(out_of_step, 2, other=other)[0]
+
+
 def tied_otherwise(rank: int, size: int, folder: str) -> str:
     a = torch.zeros(8, dtype=torch.float16)
     model = {"a": a, "b": a} if rank == 0 else {"a": a, "b": torch.zeros(8, dtype=torch.float32)}
@@ -891,7 +959,7 @@ def trailer(rank: int, size: int, folder: str, value: int) -> str:
 @pytest.mark.parametrize("value", [1 << 60, -7, 5])
 def test_a_length_that_cannot_be_is_not_believed(fleet: Fleet, value: int) -> None:
     said = fleet.run(trailer, 2, value=value)
-    assert f"rank 0 sends {value} bytes" in said[1]
+    assert f"rank 0 reports a message of {value} bytes" in said[1]
     assert "lost the others" in said[0]
 
 
@@ -905,20 +973,21 @@ def stumbles(rank: int, size: int, folder: str, where: str) -> Any:
         sync(cast, rank, model)
         if rank == 0:
             change_(model, rng, 0.01)
-        before, plain = bits(model), getattr(Broadcast, where)
+        owner = Broadcast if where == "_attach" else SourceEnd
+        before, plain = bits(model), getattr(owner, where)
         if rank == (1 if where == "_attach" else 0):
-            setattr(Broadcast, where, lambda *_: [].pop())
+            setattr(owner, where, lambda *_: [].pop())
         began = time.monotonic()
         with pytest.raises((GroupError, IndexError)) as e:
             sync(cast, rank, model)
         assert time.monotonic() - began < TIMEOUT_S / 2
         assert same(bits(model), before)
-        setattr(Broadcast, where, plain)
+        setattr(owner, where, plain)
         sync(cast, rank, model)
         return str(e.value), bits(model)
 
 
-@pytest.mark.parametrize("where", ["_attach", "_plan"])
+@pytest.mark.parametrize("where", ["_attach", "plan"])
 def test_whatever_goes_wrong_at_one_rank_all_hear_of_at_once(fleet: Fleet, where: str) -> None:
     (said, sent), (heard, got) = fleet.run(stumbles, 2, where=where)
     assert "IndexError: pop from empty list" in (said + heard)
@@ -977,8 +1046,10 @@ def many_syncs(rank: int, size: int, folder: str) -> list[int]:
             sync(cast, rank, model)
             if rank:
                 cast.verify()
-            free = sum(m.nbytes for some in cast._spare._free.values() for m in some)
-            kept.append(free + sum(message.nbytes for message, _ in cast._messages))
+            assert cast._end is not None
+            copies = cast._end.messages if isinstance(cast._end, SourceEnd) else []
+            free = sum(m.nbytes for some in cast._end.spare._free.values() for m in some)
+            kept.append(free + sum(message.nbytes for message, _ in copies))
     return kept
 
 

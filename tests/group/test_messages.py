@@ -34,7 +34,8 @@ class Ends:
         tiles = self.wire.layout.tiles
         self.held = LocalBundles(self.wire, tiles, source)
         nowhere = {spec.name: np.empty(0, np.uint8) for spec in self.wire.layout.tensors}
-        self.receiver = HostState(self.wire.layout, nowhere, places=LocalBundles(self.wire, tiles, receiver).places)
+        self.live = LocalBundles(self.wire, tiles, receiver)
+        self.receiver = HostState(self.wire.layout, nowhere, places=self.live.places)
         flats = {tile.tensor.name: self.receiver.block(tile, 0).copy() for tile in tiles}
         self.base = HostState(self.wire.layout, flats, places={tile.ordinal: LocalTile(tile, True) for tile in tiles})
 
@@ -47,7 +48,8 @@ class Ends:
         return bucket.message
 
     def read(self, message: Bits) -> messages.Bucket:
-        return messages.read(message, self.wire.layout, self.receiver, self.receiver.sums, SyncTimes())
+        receiver = self.receiver, self.live
+        return messages.read(message, self.wire.layout, receiver, self.receiver.sums, SyncTimes())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -41,8 +41,8 @@ class _TrialEnds:
     def __init__(self, old: Bits, dtype: str, density: float) -> None:
         self.layout = layouts.make([TensorSpec("sample", dtype, (old.size,))])
         self.base = HostState(self.layout, {"sample": old})
-        held = _bundle(self.layout, old.copy())
-        self.receiver = HostState(self.layout, {"sample": old}, places=held.places, sums=self.base.sums)
+        self.live = _bundle(self.layout, old.copy())
+        self.receiver = HostState(self.layout, {"sample": old}, places=self.live.places, sums=self.base.sums)
         magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
         border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
         hot = np.flatnonzero(magnitude <= border)
@@ -53,7 +53,7 @@ class _TrialEnds:
         self.load = TransferLoad(old.size, old.nbytes, positions.size)
 
     def try_method(self, method: Method) -> MethodTrial:
-        sums, tiles = self.base.sums, self.layout.tiles
+        receiver, sums, tiles = (self.receiver, self.live), self.base.sums, self.layout.tiles
 
         def encode() -> Bucket:
             if method == "dense":
@@ -63,7 +63,7 @@ class _TrialEnds:
             return bucket
 
         bucket, source_s = _time(encode)
-        got, receiver_s = _time(lambda: messages.read(bucket.message, self.layout, self.receiver, sums, SyncTimes()))
+        got, receiver_s = _time(lambda: messages.read(bucket.message, self.layout, receiver, sums, SyncTimes()))
         there = HostTransition(by_block(got.patches), got.sums, History())
 
         def write() -> AnyTransition:

@@ -2,8 +2,8 @@
 
 A part is as docs/format.md has it. A table holds how many tiles it has (8 bytes), of each its number (8), how many
 changes (8; -1: all its weights) and the digest it must have (16), and then of each its weights, or where they change
-(4 bytes each, ascending) and what they become; all of these begin at a multiple of 8. Behind either come 8 bytes that
-belong to the stream, not to the bucket: how long the next message is, if that is known.
+(4 bytes each, ascending) and what they become; all of these begin at a multiple of 8. After either come 8 bytes that
+belong to the session, not to the bucket: how long the next message is, if that is known.
 """
 
 import struct
@@ -31,8 +31,9 @@ _COUNT = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<Qq16s")
 _TABLE = b"\x89PulsTab"
 _WHOLE = -1
+Receiver = tuple[HostState, LocalBundles]  # live weights, and the bundles in which they lie
 NOTHING: Bits = np.empty(0, np.uint8)
-TRAILER = 8  # bytes that a message has room for, behind the bucket
+TRAILER = 8  # bytes that a message has room for, after the bucket
 CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
 
 
@@ -58,7 +59,7 @@ class SyncTimes:
 class Bucket:
     """A message, and what its tiles will be: what changes in them, or all their weights."""
 
-    message: Bits  # bytes; nothing, where a receiver needs them no more
+    message: Bits  # bytes; empty where a receiver does not need them any more
     patches: tuple[TilePatch, ...]
     whole: Mapping[int, Bits]
     sums: Mapping[int, Sum]
@@ -78,14 +79,14 @@ class SpareBuffers:
             return np.empty(size, np.uint8)
 
     def replace(self, messages: Iterable[Bits]) -> None:
-        """Have these, and none that were there before."""
+        """Keep these, and none that were kept before."""
         self._free = {}
         for message in messages:
             self._free.setdefault(message.size, []).append(message)
 
 
 def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
-    """Group tiles, in order, until each group has so many weights; all of a group are held by the same ranks."""
+    """Group tiles, in order, up to `most` weights; all tiles of a group are local to the same ranks."""
     some, size = list[Tile](), 0
     for tile in tiles:
         if some and (size + tile.size > most or wire.holders[tile.ordinal] != wire.holders[some[0].ordinal]):
@@ -167,19 +168,22 @@ def raw(
     return Bucket(message, (), whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
 
-def read(message: Bits, layout: Layout, state: HostState | None, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-    """Check a message and decode what of it is held here, against the digests that tiles had before.
+def read(
+    message: Bits, layout: Layout, receiver: Receiver | None, before: Mapping[int, Sum], clock: SyncTimes
+) -> Bucket:
+    """Check a message and decode its tiles that are local, against the digests that tiles had before.
 
     Raises:
-        FormatError: and branches, for bad bytes; VerificationError: it would not give what it promises.
+        FormatError: and branches, for bad bytes; VerificationError: its tiles would not have the digests that it names.
     """
     if bytes(message[:8]) == _TABLE:
-        return _read_table(message, layout, state, before, clock)
+        return _read_table(message, layout, receiver, before, clock)
     data = message[:-TRAILER].data
-    if state is None:  # a source, which wants to know the digests of others' tiles
+    if receiver is None:  # a source, which needs the digests of the other sources' tiles
         header, sections = container.open_part(data)
         index = patch.open_index(header, sections[0], layout)
         return Bucket(NOTHING, (), {}, {entry.tile: entry.sum for entry in index.entries})
+    state, _ = receiver
     with clock.timed("prepare"):
         body = Body.of(data, layout)
         part = state.decode_part(body)
@@ -194,31 +198,34 @@ Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
 
 
 def _read_table(
-    message: Bits, layout: Layout, state: HostState | None, before: Mapping[int, Sum], clock: SyncTimes
+    message: Bits, layout: Layout, receiver: Receiver | None, before: Mapping[int, Sum], clock: SyncTimes
 ) -> Bucket:
     shape, promised = _open(message, layout)
-    if state is None:
+    if receiver is None:
         return Bucket(NOTHING, (), {}, promised)
+    state, live = receiver
     whole, patches = {}, []
-    with clock.timed("undo"):  # which is why the old weights are looked at
+    with clock.timed("undo"):  # for which the old weights are read
         for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
-            if tile.ordinal not in state.places:
+            if tile.ordinal not in live.places:
                 continue
             if changes == _WHOLE:
                 whole[tile.ordinal] = bits
             else:
-                patches.append(_changes(tile, places, bits, state))
+                patches.append(_changes(tile, places, bits, live.places[tile.ordinal]))
     with clock.timed("digest"):
         state.check_moves(count_moves(patches), promised, before)
         counted = _count([layout.tiles[ordinal] for ordinal in whole], whole)
     for ordinal, sum_ in counted.items():
         if sum_ != promised[ordinal]:
             name = layout.tiles[ordinal].tensor.name
-            raise VerificationError(f"bundle {name} is not what was sent", tensor=name)
+            raise VerificationError(
+                f"digest mismatch: bundle {name} is not what was sent; weights unchanged", tensor=name
+            )
     return Bucket(message if whole else NOTHING, tuple(patches), whole, promised)
 
 
-def _changes(tile: Tile, places: Bits, values: Bits, state: HostState) -> TilePatch:
+def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatch:
     if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
         raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
     borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
@@ -227,10 +234,7 @@ def _changes(tile: Tile, places: Bits, values: Bits, state: HostState) -> TilePa
         here = slice(borders[number], borders[number + 1])
         if here.start < here.stop:
             positions = places[here] - np.uint32(number * BLOCK)
-            place = state.places[tile.ordinal]
-            assert isinstance(place, Bundle)
-            old = place.pick(number, positions)
-            blocks.append(BlockChange(number, positions, old, values[here]))
+            blocks.append(BlockChange(number, positions, bundle.pick(number, positions), values[here]))
     return TilePatch(tile, Codec.GAP, tuple(blocks))
 
 
@@ -254,10 +258,10 @@ def _open(message: Bits, layout: Layout) -> tuple[list[tuple[Tile, int]], dict[i
     entries = [_ENTRY.unpack_from(message.data, _COUNT.size + n * _ENTRY.size) for n in range(count)]
     ordinals = [ordinal for ordinal, _, _ in entries]
     if any(ordinal >= len(layout.tiles) for ordinal in ordinals) or len(set(ordinals)) != count:
-        raise FormatError("a table names a tile twice, or one that there is not")
+        raise FormatError("a table names a tile twice, or one that the layout does not have")
     shape = [(layout.tiles[ordinal], changes) for ordinal, changes, _ in entries]
     if any(not _WHOLE <= changes <= tile.size for tile, changes in shape) or message.size != _size(shape):
-        raise FormatError(f"a table of {message.size} bytes does not hold what it says")
+        raise FormatError(f"a table of {message.size} bytes does not have the changes that its entries count")
     return shape, {ordinal: Sum.from_bytes(sum_) for ordinal, _, sum_ in entries}
 
 

@@ -70,12 +70,19 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
     return views, ties
 
 
+def mapping_of(source: Any) -> Mapping[str, Any]:
+    """The tensors of a module, a state dict or a mapping, by name. Raises: StateError."""
+    if isinstance(source, Mapping):
+        return source
+    if not hasattr(source, "state_dict"):
+        raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
+    tensors: Mapping[str, Any] = source.state_dict()
+    return tensors
+
+
 def named(source: Any) -> Iterator[tuple[str, Any]]:
-    """What a module, a state dict or a mapping holds, in the order of the names. Raises: StateError."""
-    if not isinstance(source, Mapping):
-        if not hasattr(source, "state_dict"):
-            raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
-        source = source.state_dict()
+    """The tensors of a module, a state dict or a mapping, in the order of the names. Raises: StateError."""
+    source = mapping_of(source)
     for name in sorted(source, key=_encoded):
         yield name, source[name]
 

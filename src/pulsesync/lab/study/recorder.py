@@ -36,6 +36,7 @@ from pulsesync.lab.study.measure.meter import Meter, MeterReading, MeterSettings
 from pulsesync.lab.study.measure.writing import RecordingWriter
 from pulsesync.lab.study.recording import WINDOWS, Recording, RecordingHeader, Step, WatchedTensor
 from pulsesync.lab.study.steps import make_step, plain
+from pulsesync.state.views import mapping_of
 
 _DTYPES = tuple(name for name in FLOATS if name != "F64")
 _TOLD = ("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "rho", "alpha")  # of an optimizer
@@ -140,10 +141,7 @@ class Recorder:
         """
         if self._closed:
             raise PulseError("this recorder was closed")
-        if not isinstance(state, Mapping):
-            if not hasattr(state, "state_dict"):
-                raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(state).__name__}")
-            state = state.state_dict()
+        state = mapping_of(state)
         if self._holding is None:
             self._hold(list(state.items()))
         assert self._holding is not None
