@@ -39,7 +39,7 @@ from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
@@ -374,6 +374,35 @@ class Publisher:
     def anchor_bytes(self) -> int:
         """What this process has uploaded of anchors so far."""
         return self._writer.anchors.written_bytes if self._process else 0
+
+    def state_dict(self) -> PublisherState:
+        """What belongs into a checkpoint of the trainer: the run, and the last version that was committed.
+
+        Plain text and numbers. With wait=False, versions that are still on their way are not in it; `flush` first if
+        the checkpoint is to name the version of its own step.
+        """
+        if (base := self._base) is None:
+            return self._options.continues
+        last = base.last
+        return {"run": last.run, "version": last.version, "step": last.step, "digest": last.digest}
+
+    def load_state_dict(self, state: PublisherState) -> None:
+        """Continue the run that a checkpoint of the trainer is of, however far the run has gone since.
+
+        The first publish then checks that the run is the same one and still has that version, and raises
+        RunReplacedError, RunForkedError or RunRolledBackError if not. The next version is a patch to the newest one:
+        versions grow, and the step goes back to the trainer's. Of a team every rank loads the same state.
+
+        Raises:
+            ValueError: this is no state of a publisher; RuntimeError: this publisher has published already.
+        """
+        if self._process is not None:
+            raise RuntimeError("load_state_dict must be called before the first publish, on a new Publisher")
+        if state and state.keys() != PublisherState.__annotations__.keys():
+            raise ValueError(
+                f"a state of a publisher has {', '.join(PublisherState.__annotations__)}; got {', '.join(state)}"
+            )
+        self._options.continues = PublisherState(**state)
 
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too. Of a team every rank calls it.

@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
 
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import (
@@ -21,6 +21,7 @@ from pulsesync.errors import (
     FormatError,
     GroupError,
     NotFoundError,
+    RunReplacedError,
     SignatureError,
     StateError,
     StoreError,
@@ -43,6 +44,7 @@ from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
 from pulsesync.run.bodies import keep_body
+from pulsesync.run.planner import check_unchanged
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
@@ -74,6 +76,16 @@ class WriterOptions:
     files: Files
     anchor_every: float
     epoch_patches: int
+    continues: "PublisherState" = field(default_factory=lambda: PublisherState())  # the run must have this version
+
+
+class PublisherState(TypedDict, total=False):
+    """What a publisher adds to a checkpoint of the trainer: the last version committed. Empty before the first."""
+
+    run: str
+    version: int
+    step: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -332,6 +344,8 @@ class RunWriter:
             raise SignatureError(
                 "this run is signed; pass signing_key= to resume it", key=keys.manifest_key(last.version)
             )
+        if self.options.continues:
+            check_continues(self.options.continues, reader, last)
         self._refs = put_companions(self.store, self.options.files, source, last)
         return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
@@ -623,6 +637,31 @@ class RunWriter:
 
     def _sign(self, record: Manifest) -> bytes:
         return signed(record, self.options.signing_key)
+
+
+def check_continues(state: PublisherState, reader: RunReader, last: Manifest | None) -> None:
+    """Check that a checkpoint of a trainer is of the run at this place.
+
+    Raises:
+        RunReplacedError, RunForkedError, RunRolledBackError: it is not; StoreError.
+    """
+    version = state["version"]
+    advice = (
+        f"the checkpoint of the trainer is of version {version} of run {state['run']}: publish to the location of that "
+        "run, or leave out load_state_dict to continue from whatever is here"
+    )
+    if last is None:
+        raise RunReplacedError(f"there is no run here; {advice}", version=version, expected=state["run"])
+    published = reader.version(version)
+    check_unchanged(state["run"], version, state["digest"], published, last, advice)
+    logger.info(
+        "The run is at version %d, of step %d; the trainer was restored to version %d, of step %d. The next version "
+        "follows the newest one, whatever its step.",
+        last.version,
+        last.step,
+        version,
+        state["step"],
+    )
 
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:

@@ -67,7 +67,17 @@ def accept(position: Position | None, record: Manifest) -> None:
         raise ChainError(f"version {record.version} is out of place in its epoch", version=record.version)
 
 
-def check_unchanged(run: str, version: int, digest: str, published: Manifest | None, newest: Manifest | None) -> None:
+START_OVER = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of what is there now"
+
+
+def check_unchanged(
+    run: str,
+    version: int,
+    digest: str,
+    published: Manifest | None,
+    newest: Manifest | None,
+    advice: str = START_OVER,
+) -> None:
     """Check that a run is still the one from which a local version was taken.
 
     Args:
@@ -76,15 +86,15 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
         digest: The digest of its state.
         published: The record of that version as the store has it now; None if there is none.
         newest: The newest record in the store. It is looked at only where `published` is None.
+        advice: What to do about it.
 
     Raises:
         RunReplacedError, RunForkedError, RunRolledBackError: it is not. A version that was pruned is no reason.
     """
     found = published or newest
-    start_over = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of what is there now"
     if found is not None and found.run != run:
         raise RunReplacedError(
-            f"the location now holds run {found.run}, and local version {version} belongs to run {run}; {start_over}",
+            f"the location now holds run {found.run}, and local version {version} belongs to run {run}; {advice}",
             version=version,
             run=found.run,
             expected=run,
@@ -93,7 +103,7 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
     if published is not None and published.digest != digest:
         raise RunForkedError(
             f"local version {version} has the digest {digest[:12]}, and the published version {version} of the same "
-            f"run has {published.digest[:12]}: the run was continued from an earlier version; {start_over}",
+            f"run has {published.digest[:12]}: the run was continued from an earlier version; {advice}",
             version=version,
             run=run,
             expected=digest,
@@ -102,7 +112,7 @@ def check_unchanged(run: str, version: int, digest: str, published: Manifest | N
     if published is None and newest is not None and newest.version < version:
         raise RunRolledBackError(
             f"the newest published version is {newest.version}, and the local version is {version}: the run was rolled "
-            f"back; {start_over}",
+            f"back; {advice}",
             version=version,
             run=run,
             newest=newest.version,

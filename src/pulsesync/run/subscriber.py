@@ -78,6 +78,8 @@ class SyncReport:
     apply_s: float  # writing: the only time the weights are not to be used
     digest: str
     repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
+    from_version: int | None = None  # that the weights were at before; None: at none that is known
+    from_step: int | None = None  # the trainer's, of that version; larger than `step` where the trainer went back
 
     @property
     def applied(self) -> int:
@@ -89,6 +91,8 @@ class SyncReport:
 class _Progress:
     """What a sync has done so far, over all attempts."""
 
+    from_version: int | None = None
+    from_step: int | None = None
     path: list[str] = field(default_factory=list)
     changed: int = 0
     fetched_bytes: int = 0
@@ -375,7 +379,7 @@ class Subscriber:
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
         """One sync, from a recount of the weights, if one is due, to its report."""
         self._check_scrub()
-        progress = _Progress()
+        progress = _Progress(self.version, self._step)
         if self._state is not None and not self._state.holds(source):
             self._forget()  # other memory: what was synced is not there
             self._to_repair = ()
@@ -445,6 +449,14 @@ class Subscriber:
         assert self._position is not None
         assert self._step is not None
         repaired, self._to_repair = self._to_repair, ()
+        if self._went_back(progress):
+            logger.warning(
+                "The trainer went back: version %d is of step %d, and version %d, which follows it, is of step %d.",
+                progress.from_version,
+                progress.from_step,
+                self._position.version,
+                self._step,
+            )
         return SyncReport(
             version=self._position.version,
             step=self._step,
@@ -457,7 +469,15 @@ class Subscriber:
             apply_s=progress.seconds["apply"],
             digest=self._position.digest,
             repaired=repaired,
+            from_version=progress.from_version,
+            from_step=progress.from_step,
         )
+
+    def _went_back(self, progress: _Progress) -> bool:
+        """Whether the trainer was restored to an earlier step, and continued the run from there."""
+        if self._position is None or self._step is None or progress.from_version is None or progress.from_step is None:
+            return False
+        return self._position.version > progress.from_version and self._step < progress.from_step
 
     def _go(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
         if self._state is None or self._state.layout.id != goal.layout:
