@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain as chained
@@ -315,7 +315,7 @@ def read_the_live_state(self: Snapshot, tile: Tile, number: int) -> Bits:
 
 
 def believe_the_head(self: RunReader, after: int = -1) -> Manifest | None:
-    head = self._head()
+    head = self._hint(keys.HEAD)
     return self.version(head) if head > after else None
 
 
@@ -324,7 +324,11 @@ def use_no_squash(at: Position, last: int, look: Look) -> Manifest | None:
 
 
 def keep_the_newest_version_alone(
-    versions: list[tuple[ObjectEntry, Manifest]], others: list[tuple[ObjectEntry, Manifest]], keep: int, since_s: float
+    versions: list[tuple[ObjectEntry, Manifest]],
+    others: list[tuple[ObjectEntry, Manifest]],
+    keep: int,
+    since_s: float,
+    pointed: Collection[int],
 ) -> int:
     return max((record.version for _, record in versions), default=0)
 

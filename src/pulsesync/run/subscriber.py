@@ -37,6 +37,7 @@ from pulsesync.errors import (
     PulseError,
     RunChangedError,
     SignatureError,
+    StaleWeightsError,
     StoreError,
     VerificationError,
 )
@@ -49,6 +50,7 @@ from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body
 from pulsesync.run.planner import Position
+from pulsesync.run.pointers import PointerFollower, check_staleness
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State, Transition
@@ -77,6 +79,7 @@ class SyncReport:
     apply_s: float  # writing: the only time the weights are not to be used
     digest: str
     repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
+    pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was asked for
 
     @property
     def applied(self) -> int:
@@ -158,6 +161,10 @@ class Subscriber:
         verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: at none.
         widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the FP32 number that it
             is, which is exact. Tensors must be in host memory.
+        follow: Name of a pointer of the run: syncs go to the version that it names, which may be an older one than the
+            local one; None: to the newest version.
+        max_staleness: How many versions the weights may be away from the version to follow; `check_fresh` raises where
+            they are further away. None: that is not checked.
         executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
         epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
             another number, and then to everything that reads or writes the run.
@@ -173,17 +180,24 @@ class Subscriber:
         undo: int = 1,
         verify_every: int = 0,
         widen: bool = False,
+        follow: str | None = None,
+        max_staleness: int | None = None,
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if verify_every < 0:
             raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness must be None or a number of versions; got {max_staleness}")
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
         self.slices = slices
         self.widen = widen
         self.verify_every = verify_every
+        self.max_staleness = max_staleness
+        self._follower = PointerFollower(follow) if follow is not None else None
+        self._newest: int | None = None  # the version to follow, as it was last found
         self._epoch_patches = epoch_patches
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
@@ -363,6 +377,10 @@ class Subscriber:
                 if not e.retryable:
                     raise
                 logger.warning("The store did not answer, and will be asked again: %s.", e)
+                try:
+                    self._check_staleness()
+                except StaleWeightsError as stale:
+                    logger.error("The weights cannot be brought up to date for now: %s.", stale)
             else:
                 followed, waiting = True, False
                 if report.path:
@@ -370,6 +388,29 @@ class Subscriber:
                     pauses = _pauses(interval_s, max_interval_s)
                     continue
             self._closed.wait(next(pauses))
+
+    def check_fresh(self) -> int:
+        """Return how many versions the weights are away from the version to follow, and raise if these are too many.
+
+        Call this before the weights are used, from any thread, also while another one syncs or watches. It reads three
+        small objects, and believes nothing that it cannot check: if the store does not answer, that is raised too, for
+        weights of unknown age are not fresh.
+
+        Raises:
+            StaleWeightsError: more than `max_staleness`, or nothing was synced yet; StoreError: the store does not
+            answer; RunChangedError, FormatError, ChainError: as `sync`. ValueError: there is no `max_staleness`.
+        """
+        if self.max_staleness is None:
+            raise ValueError("check_fresh compares with max_staleness; pass it to the Subscriber")
+        self._check_open()
+        self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
+        return self._check_staleness()
+
+    def _check_staleness(self) -> int:
+        """Compare the local version with the one to follow, as it was last found. Raises: StaleWeightsError."""
+        if self.max_staleness is None or self._newest is None:
+            return 0
+        return check_staleness(self.version, self._newest, self.max_staleness)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
         """One sync, from a recount of the weights, if one is due, to its report."""
@@ -403,7 +444,7 @@ class Subscriber:
                     goal = self._find_goal(version, records, follow_replaced)
                 if goal is not None:
                     self._go(goal, source, records, progress)
-                return self._report(progress, records)
+                return self._report(progress, records, version)
             except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
@@ -440,7 +481,7 @@ class Subscriber:
     def _damaged(self) -> bool:
         return self._state is not None and self._state.find_damage() is not None
 
-    def _report(self, progress: _Progress, records: RunReader) -> SyncReport:
+    def _report(self, progress: _Progress, records: RunReader, asked: int | None) -> SyncReport:
         assert self._position is not None
         assert self._step is not None
         repaired, self._to_repair = self._to_repair, ()
@@ -456,6 +497,7 @@ class Subscriber:
             apply_s=progress.seconds["apply"],
             digest=self._position.digest,
             repaired=repaired,
+            pointer=self._follower.name if self._follower and asked is None else None,
         )
 
     def _go(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
@@ -480,6 +522,8 @@ class Subscriber:
                     raise
                 logger.warning("Starting over from an anchor: %s.", e)
                 self._forget()
+                if self._follower:
+                    self._follower.forget()
                 return self._goal(version, records)
         except MissingBucketError as e:
             raise records.nothing_published(": the bucket does not exist") from e
@@ -488,7 +532,11 @@ class Subscriber:
         local = self._position
         if local:
             records.check_run(local.run, local.version, local.digest)
-        goal = records.newest(local.version if local else -1) if version is None else records.version(version)
+        if version is not None:
+            goal = records.version(version)
+        else:
+            goal = self._follower.goal(records) if self._follower else records.newest(local.version if local else -1)
+            self._newest = goal.version if goal else local.version if local else None
         if goal is None:
             if local is None and (version is None or records.newest() is None):
                 raise records.nothing_published()

@@ -1,0 +1,142 @@
+"""Where the fleet is to be: the version that a named pointer of a run names, and how far from it a worker may be.
+
+    read_pointers("s3://bucket/run", trust=public_key)["stable"].version
+
+`Subscriber(follow="stable")` goes there; `maintain.point` moves pointers.
+"""
+
+import re
+from collections.abc import Collection
+
+from pulsesync.errors import (
+    ChainError,
+    MissingLinkError,
+    NothingPublishedError,
+    RunReplacedError,
+    StaleWeightsError,
+)
+from pulsesync.format.manifest import Manifest
+from pulsesync.format.pointer import NAME, Pointer, check_name
+from pulsesync.format.signature import trusted
+from pulsesync.run import keys
+from pulsesync.run.reader import RunReader, location_of
+from pulsesync.store import Store, open_store
+
+PREFIX = "pointers/"
+_KEY = re.compile(rf"{PREFIX}({NAME.pattern})/([0-9]{{16}})")
+
+
+def read_pointers(location: str | Store, *, trust: str | Collection[str] | None = None) -> dict[str, Pointer]:
+    """Return the newest move of every pointer of a run, by name.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        trust: As for a `Subscriber`.
+
+    Raises:
+        SignatureError: no trusted key signed one of them; FormatError, ChainError: one cannot be read; StoreError.
+    """
+    store = open_store(location) if isinstance(location, str) else location
+    reader = RunReader(store, trusted(trust))
+    found = {name: reader.pointer(name) for name in list_moves(store)}
+    return {name: pointer for name, pointer in found.items() if pointer is not None}
+
+
+def list_moves(store: Store) -> dict[str, list[int]]:
+    """The numbers of the moves of every pointer, by name, in order; other keys are not those of pointers."""
+    found: dict[str, list[int]] = {}
+    for entry in store.list(PREFIX):
+        if match := _KEY.fullmatch(entry.key):
+            found.setdefault(match[1], []).append(int(match[2]))
+    return found
+
+
+class PointerFollower:
+    """Finds the version that a pointer names. It never goes back to a move before the last that it has seen."""
+
+    def __init__(self, name: str) -> None:
+        self.name = check_name(name)
+        self._seen: Pointer | None = None
+
+    def forget(self) -> None:
+        """Start over: the run was replaced, or restored from a backup."""
+        self._seen = None
+
+    def goal(self, records: RunReader) -> Manifest:
+        """The record of the version that the pointer names now.
+
+        Raises:
+            NothingPublishedError: there is no run, or no such pointer in it yet; MissingLinkError: its version is not
+            published any more; RunReplacedError: it belongs to another run than that version; ChainError: to another
+            state of it; FormatError, SignatureError, StoreError.
+        """
+        pointer = records.pointer(self.name, self._seen.number if self._seen else -1) or self._seen
+        if pointer is None:
+            if records.newest() is None:
+                raise records.nothing_published()
+            place = location_of(records.store)
+            raise NothingPublishedError(
+                f"the run at {place} has no pointer {self.name!r} yet; create it with: pulse point {place} "
+                f"{self.name} VERSION",
+                key=keys.pointer_prefix(self.name),
+                location=place,
+            )
+        self._seen = pointer
+        return check_target(pointer, records.version(pointer.version))
+
+
+def is_about_pointer(error: NothingPublishedError) -> bool:
+    """Whether there is a run, and the pointer to follow is what is missing."""
+    return (error.key or "").startswith(PREFIX)
+
+
+def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
+    """Check that a pointer names this version, with this state.
+
+    Raises:
+        MissingLinkError, RunReplacedError, ChainError: as `PointerFollower.goal`.
+    """
+    named = f"pointer {pointer.name!r} names version {pointer.version}"
+    key = keys.pointer_key(pointer.name, pointer.number)
+    again = f"move it with: pulse point RUN {pointer.name} VERSION"
+    if goal is None:
+        raise MissingLinkError(f"{named}, which is not published any more; {again}", version=pointer.version, key=key)
+    if goal.run != pointer.run:
+        raise RunReplacedError(
+            f"{named} of run {pointer.run}, and the location now holds run {goal.run}; {again}",
+            key=key,
+            version=pointer.version,
+            run=goal.run,
+            expected=pointer.run,
+            actual=goal.run,
+        )
+    if goal.digest != pointer.digest:
+        raise ChainError(
+            f"{named} with the digest {pointer.digest[:12]}, and the published version has {goal.digest[:12]}; {again}",
+            key=key,
+            version=pointer.version,
+            expected=pointer.digest,
+            actual=goal.digest,
+        )
+    return goal
+
+
+def check_staleness(version: int | None, newest: int, limit: int) -> int:
+    """Return how many versions the local one is away from the one to follow.
+
+    A worker that still has a newer version after its pointer was moved back is as stale as one that has an older one.
+
+    Raises:
+        StaleWeightsError: it is more than the limit, or there is no local version.
+    """
+    away = limit + 1 if version is None else abs(newest - version)
+    if away > limit:
+        have = "nothing was synced yet" if version is None else f"the local version is {version}, {away} versions away"
+        raise StaleWeightsError(
+            f"{have}, and the version to follow is {newest}: max_staleness={limit} does not allow to use these "
+            "weights; sync first",
+            version=version,
+            newest=newest,
+            max_staleness=limit,
+        )
+    return away
