@@ -19,6 +19,7 @@ from pulsesync.core import threads
 from pulsesync.errors import PulseError, RunChangedError
 from pulsesync.format.history import History
 from pulsesync.format.signature import SigningKey
+from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import anchors, commit, publisher
@@ -101,6 +102,7 @@ class World:
                 (publisher, "time", times),
                 (commit, "time", times),
                 (commit, "secrets", chance),
+                (pointing, "time", times),
                 (pruning, "secrets", chance),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
