@@ -81,8 +81,9 @@ class PointerFollower:
                 key=keys.pointer_prefix(self.name),
                 location=place,
             )
-        self._seen = pointer
-        return check_target(pointer, records.version(pointer.version))
+        goal = check_target(pointer, records.version(pointer.version))
+        self._seen = pointer  # not one that leads nowhere, which without a signature may have been damaged on its path
+        return goal
 
 
 def is_about_pointer(error: NothingPublishedError) -> bool:
