@@ -1,7 +1,6 @@
 """What `pulse point` does: show the pointers of a run, and move them."""
 
 from dataclasses import asdict
-from typing import Any
 
 from pulsesync.cli.log import utc
 from pulsesync.cli.options import (
@@ -34,8 +33,8 @@ def point(
 ) -> int:
     """Show the pointers of a run, or move one: all workers that follow it go to the version that it names.
 
-    A worker that follows a pointer, by pulse follow --pointer stable or Subscriber(follow="stable"), has the version
-    that the pointer names, not the newest. So a version can be tried by a few workers before all of them get it:
+    Workers follow a pointer by pulse follow --pointer stable or Subscriber(follow="stable"). So a few can try a version
+    before all of them get it:
 
         pulse point RUN canary 120    the workers that follow canary go to version 120
 
@@ -64,66 +63,57 @@ def point(
     store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
     if trusted is None and signing_key:
         trusted = frozenset({signing_key.public})
-    try:
-        name = None if name is None else check_name(name)
-    except ValueError as e:
-        raise UsageError(str(e)) from e
     records = RunReader(store, trusted)
     if records.newest() is None:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
-    if name is not None and version is not None:
-        before = records.pointer(name)
-        try:
+    try:
+        if name is not None and version is not None:
+            before = records.pointer(check_name(name))
             moved = move_pointer(store, name, version, signing_key=signing_key, trust=trusted)
-        except NothingPublishedError as e:
-            raise NothingThereError(str(e)) from e
-        _report_move(before, moved, printer)
-        return 0
-    found = _find(records, name)
+            _report_move(before, moved, printer)
+            return 0
+        found = _find(records, name and check_name(name))
+    except ValueError as e:
+        raise UsageError(str(e)) from e
+    except NothingPublishedError as e:
+        raise NothingThereError(str(e)) from e
     if not found:
         text = f"there is no pointer{'' if name is None else f' {name}'} in {run}"
         printer.note("none", f"{text}; create one with: pulse point {run} {name or 'stable'} VERSION")
     if as_json:
-        for row in found:
-            printer.tell("pointer", "", **row)
-    else:
-        printer.table(_columns(row, "signed by" if trusted else "signed by (not checked)") for row in found)
+        for pointer, step in found:
+            printer.tell("pointer", "", **asdict(pointer), step=step)
+        return 0
+    printer.table(
+        {
+            "pointer": pointer.name,
+            "move": pointer.number,
+            "version": pointer.version,
+            "step": step,
+            "time (UTC)": utc(pointer.created),
+            "signed by" if trusted else "signed by (not checked)": pointer.signed_by and pointer.signed_by[:16],
+        }
+        for pointer, step in found
+    )
     return 0
 
 
-def _find(records: RunReader, name: str | None) -> list[dict[str, Any]]:
+def _find(records: RunReader, name: str | None) -> list[tuple[Pointer, int | None]]:
     """The newest move of every pointer, or all moves of one, the newest first; each with the step of its version."""
     moves = list_moves(records.store)
     if name is None:
         found = [records.pointer(one) for one in moves]
     else:
         found = [records.move(name, number) for number in reversed(moves.get(name, []))]
-    return [_describe(pointer, records) for pointer in found if pointer is not None]
-
-
-def _describe(pointer: Pointer, records: RunReader) -> dict[str, Any]:
-    """A move as facts for people and machines; the step is that of its version, if this is still published."""
-    target = records.version(pointer.version)
-    return {**asdict(pointer), "step": target.step if target and target.run == pointer.run else None}
-
-
-def _columns(row: dict[str, Any], signed_by: str) -> dict[str, Any]:
-    return {
-        "pointer": row["name"],
-        "move": row["number"],
-        "version": row["version"],
-        "step": row["step"],
-        "time (UTC)": utc(row["created"]),
-        signed_by: row["signed_by"] and row["signed_by"][:16],
-    }
+    targets = {one.version: records.version(one.version) for one in found if one}
+    return [(one, target.step if (target := targets[one.version]) else None) for one in found if one]
 
 
 def _report_move(before: Pointer | None, moved: Pointer, printer: Printer) -> None:
-    was = before.version if before else None
-    if before == moved:
-        text = f"{moved.name} names version {moved.version} already"
-    elif was is None:
+    if before is None:
         text = f"{moved.name} is created, and names version {moved.version}"
+    elif before == moved:
+        text = f"{moved.name} names version {moved.version} already"
     else:
-        text = f"{moved.name} names version {moved.version}, and {was} before"
-    printer.tell("moved", text, **asdict(moved), before=was)
+        text = f"{moved.name} names version {moved.version}, and {before.version} before"
+    printer.tell("moved", text, **asdict(moved), before=before and before.version)

@@ -55,10 +55,9 @@ def move_pointer(
 
     Raises:
         PointerMovedError: another process moved the pointer first, and this call changed nothing; MissingLinkError: the
-            version is not published, or cannot be reached; NothingPublishedError: there is no run, or its first anchor
-            is still being written; SignatureError: the run is signed, and not with a key that is trusted here;
-            ValueError: the name is not one; FormatError, ChainError. StoreError: if it is `retryable`, the pointer may
-            have been moved or not, and the same call can be repeated.
+            version is not published, or cannot be reached; NothingPublishedError: there is no run, or no anchor yet;
+            SignatureError: the run is signed, and not with a key that is trusted here; ValueError: `name` is not a
+            name; FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
     """
     check_name(name)
     store = open_store(location) if isinstance(location, str) else location

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
@@ -85,7 +86,10 @@ def prune(
     if gone:
         _take_out(store, doomed, [record for _, record in gone])
     for pointer, old in moves:
-        _take_out_moves(store, pointer, old)
+        if old:  # the hint first, so that no reader begins at one that is gone
+            store.put(keys.pointer_hint(pointer.name), str(pointer.number).encode())
+        for key in old:
+            store.delete(key)
     seen = {entry.key for entry, _ in (*versions, *others)}
     bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen)
     if isinstance(store, LocalStore):
@@ -120,21 +124,9 @@ def _pointers(
 
 def _old_moves(records: RunReader, newest: Pointer, numbers: list[int], first: int) -> list[str]:
     """The keys of the first moves of a pointer, up to one that names a version which is kept; never the newest."""
-    gone = []
-    for number in numbers:
-        move = records.move(newest.name, number)
-        if number >= newest.number or (move is not None and move.version >= first):
-            break
-        gone.append(keys.pointer_key(newest.name, number))
-    return gone
-
-
-def _take_out_moves(store: Store, newest: Pointer, doomed: list[str]) -> None:
-    """Delete moves of a pointer; the hint first, so that no reader begins at one that is gone."""
-    if doomed:
-        store.put(keys.pointer_hint(newest.name), str(newest.number).encode())
-    for key in doomed:
-        store.delete(key)
+    old = takewhile(lambda number: number < newest.number, numbers)
+    gone = takewhile(lambda number: (move := records.move(newest.name, number)) is None or move.version < first, old)
+    return [keys.pointer_key(newest.name, number) for number in gone]
 
 
 def _first_kept(

@@ -7,14 +7,9 @@
 
 import re
 from collections.abc import Collection
+from typing import Any
 
-from pulsesync.errors import (
-    ChainError,
-    MissingLinkError,
-    NothingPublishedError,
-    RunReplacedError,
-    StaleWeightsError,
-)
+from pulsesync.errors import ChainError, MissingLinkError, NothingPublishedError, RunReplacedError, StaleWeightsError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.pointer import NAME, Pointer, check_name
 from pulsesync.format.signature import trusted
@@ -98,27 +93,16 @@ def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
         MissingLinkError, RunReplacedError, ChainError: as `PointerFollower.goal`.
     """
     named = f"pointer {pointer.name!r} names version {pointer.version}"
-    key = keys.pointer_key(pointer.name, pointer.number)
     again = f"move it with: pulse point RUN {pointer.name} VERSION"
+    at: dict[str, Any] = {"key": keys.pointer_key(pointer.name, pointer.number), "version": pointer.version}
     if goal is None:
-        raise MissingLinkError(f"{named}, which is not published any more; {again}", version=pointer.version, key=key)
+        raise MissingLinkError(f"{named}, which is not published any more; {again}", **at)
     if goal.run != pointer.run:
-        raise RunReplacedError(
-            f"{named} of run {pointer.run}, and the location now holds run {goal.run}; {again}",
-            key=key,
-            version=pointer.version,
-            run=goal.run,
-            expected=pointer.run,
-            actual=goal.run,
-        )
+        text = f"{named} of run {pointer.run}, and the location now holds run {goal.run}; {again}"
+        raise RunReplacedError(text, **at, run=goal.run, expected=pointer.run, actual=goal.run)
     if goal.digest != pointer.digest:
-        raise ChainError(
-            f"{named} with the digest {pointer.digest[:12]}, and the published version has {goal.digest[:12]}; {again}",
-            key=key,
-            version=pointer.version,
-            expected=pointer.digest,
-            actual=goal.digest,
-        )
+        text = f"{named} with the digest {pointer.digest[:12]}, and the published version has {goal.digest[:12]}"
+        raise ChainError(f"{text}; {again}", **at, expected=pointer.digest, actual=goal.digest)
     return goal
 
 

@@ -26,7 +26,7 @@ from pulsesync.publish import anchors, commit, publisher
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run import spool, subscriber
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.store import Store
+from pulsesync.store import Store, cache
 from pulsesync.testing.faults import FaultyStore
 from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from pulsesync.testing.simulator.book import PublishLog
@@ -104,6 +104,7 @@ class World:
                 (commit, "secrets", chance),
                 (pointing, "time", times),
                 (pruning, "secrets", chance),
+                (cache, "_ASK_AGAIN_S", 0.0),  # after a failure a cache waits by a real clock
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
             yield
