@@ -30,7 +30,7 @@ from pulsesync.publish.commit import Draft, RunTip, create
 from pulsesync.publish.publisher import PublishReport
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
-from pulsesync.run.pointers import PointerFollower, list_moves
+from pulsesync.run.pointers import FollowTarget, list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.state.live import Snapshot, State, Transition
 from pulsesync.store import CachedStore, MemoryStore, ObjectEntry, Store
@@ -215,7 +215,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = RunTip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
 STATE_COMMIT, PREPARE, SPAN_THEN = State.commit, State.prepare, _Span.then
 SEND, NEXT_RECORD = Publisher._send, commit.next_record
-CREATE_MOVE, FOLLOW = pointing._create, PointerFollower.goal
+CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
 
 
 def advance_the_base_before_the_commit(self: RunTip, draft: Draft) -> int:
@@ -377,11 +377,12 @@ def believe_the_hint_at_a_pointer(self: RunReader, name: str, after: int = -1) -
     return self.move(name, max(self._hint(keys.pointer_hint(name)), after))
 
 
-def never_follow_a_pointer_back(self: PointerFollower, records: RunReader) -> Manifest:
-    goal = FOLLOW(self, records)
+def never_follow_a_pointer_back(self: FollowTarget, records: RunReader, local: int | None) -> Manifest | None:
+    found = FOLLOW(self, records, local)
+    if self.name is None:
+        return found
     numbers = list_moves(records.store)[self.name]
-    named = [move.version for number in numbers if (move := records.move(self.name, number))]
-    return records.version(max(named)) or goal
+    return records.version(max(move.version for number in numbers if (move := records.move(self.name, number))))
 
 
 FAULTS = [
@@ -390,7 +391,7 @@ FAULTS = [
     PlantedFault(pointing, "_create", move_a_pointer_by_overwriting, Invariant.IMMUTABLE_OBJECTS),
     PlantedFault(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER),
     PlantedFault(RunReader, "pointer", believe_the_hint_at_a_pointer, Invariant.POINTER),
-    PlantedFault(PointerFollower, "goal", never_follow_a_pointer_back, Invariant.POINTER),
+    PlantedFault(FollowTarget, "find", never_follow_a_pointer_back, Invariant.POINTER),
     PlantedFault(RunTip, "commit", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
     PlantedFault(RunTip, "commit", write_the_record_before_the_body, Invariant.BODIES_FIRST),
     PlantedFault(RunTip, "commit", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),

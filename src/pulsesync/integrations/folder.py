@@ -49,7 +49,7 @@ from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
-from pulsesync.run.pointers import PointerFollower, check_staleness
+from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader, forgetting
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.run.subscriber import Subscriber, SyncReport
@@ -134,9 +134,7 @@ class HuggingFaceFolder:
         max_staleness: int | None = None,
         follow_replaced: bool = False,
     ) -> None:
-        self.max_staleness = max_staleness
-        self._follower = PointerFollower(follow) if follow is not None else None
-        self._newest: int | None = None  # the version to follow, as it was last found
+        self._target = FollowTarget(follow, max_staleness)
         self.folder = Path(folder)
         self.trust = trusted(trust)
         self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
@@ -191,18 +189,13 @@ class HuggingFaceFolder:
             except PulseError as e:
                 if on_error:
                     on_error(e)
-                self._check_staleness()
+                if (current := self.current) is not None:  # else there is nothing to load, old or new
+                    self._target.check_staleness(current.version)
                 flip, wait_s = None, min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
             if flip:
                 yield flip
             else:
                 time.sleep(wait_s)
-
-    def _check_staleness(self) -> None:
-        """Raises: StaleWeightsError, if there is something to load, and it is too old."""
-        current = self.current
-        if current is not None and self.max_staleness is not None and self._newest is not None:
-            check_staleness(current.version, self._newest, self.max_staleness)
 
     def update(self, version: int | None = None) -> FolderUpdate | None:
         """Bring the folder to the newest version, the one that its pointer names, or to one; None if it is there.
@@ -247,20 +240,15 @@ class HuggingFaceFolder:
                 raise
             logger.warning("Starting over from an anchor: %s.", e)
             current = None
-            if self._follower:
-                self._follower.forget()
+            self._target.forget()
         if version is not None:
             goal = records.version(version)
             if goal is None:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
         else:
-            goal = (
-                self._follower.goal(records) if self._follower else records.newest(current.version if current else -1)
-            )
-            found = goal or current
-            if found is None:
+            goal = self._target.find(records, current.version if current else None)
+            if goal is None and current is None:
                 raise records.nothing_published()
-            self._newest = found.version
         return None if current and goal and (current.run, current.version) == (goal.run, goal.version) else goal
 
     def _layout_of(self, goal: Manifest) -> Layout:

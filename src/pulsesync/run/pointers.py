@@ -46,39 +46,83 @@ def list_moves(store: Store) -> dict[str, list[int]]:
     return found
 
 
-class PointerFollower:
-    """Finds the version that a pointer names. It never goes back to a move before the last that it has seen."""
+class FollowTarget:
+    """The version that a worker is to have, and how many versions away from it the local one may be.
 
-    def __init__(self, name: str) -> None:
-        self.name = check_name(name)
+    It never goes back to a move before the last that it has seen.
+
+    Args:
+        name: The pointer that names the version; None: it is the newest.
+        max_staleness: How many versions the local one may be away; None: any number.
+
+    Raises:
+        ValueError: that is not a name, or less than none.
+    """
+
+    def __init__(self, name: str | None, max_staleness: int | None) -> None:
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness must be None or a number of versions; got {max_staleness}")
+        self.name = None if name is None else check_name(name)
+        self.max_staleness = max_staleness
         self._seen: Pointer | None = None
+        self._version: int | None = None  # as it was last found
 
     def forget(self) -> None:
         """Start over: the run was replaced, or restored from a backup."""
-        self._seen = None
+        self._seen = self._version = None
 
-    def goal(self, records: RunReader) -> Manifest:
-        """The record of the version that the pointer names now.
+    def find(self, records: RunReader, local: int | None) -> Manifest | None:
+        """The record of the version; None if it is the local one, which is the newest, or if there is no version.
 
         Raises:
-            NothingPublishedError: there is no run, or no such pointer in it yet; MissingLinkError: its version is not
-            published any more; RunReplacedError: it belongs to another run than that version; ChainError: to another
-            state of it; FormatError, SignatureError, StoreError.
+            NothingPublishedError: there is no such pointer yet; MissingLinkError: its version is not published any
+            more; RunReplacedError: it belongs to another run than that version; ChainError: to another state of it;
+            FormatError, SignatureError, StoreError.
         """
-        pointer = records.pointer(self.name, self._seen.number if self._seen else -1) or self._seen
+        if self.name is not None:
+            found: Manifest | None = self._find_pointed(records, self.name)
+        else:
+            found = records.newest(-1 if local is None else local)
+        self._version = found.version if found else local
+        return found
+
+    def _find_pointed(self, records: RunReader, name: str) -> Manifest:
+        pointer = records.pointer(name, self._seen.number if self._seen else -1) or self._seen
         if pointer is None:
             if records.newest() is None:
                 raise records.nothing_published()
             place = location_of(records.store)
             raise NothingPublishedError(
-                f"the run at {place} has no pointer {self.name!r} yet; create it with: pulse point {place} "
-                f"{self.name} VERSION",
-                key=keys.pointer_prefix(self.name),
+                f"the run at {place} has no pointer {name!r} yet; create it with: pulse point {place} {name} VERSION",
+                key=keys.pointer_prefix(name),
                 location=place,
             )
         goal = check_target(pointer, records.version(pointer.version))
         self._seen = pointer  # not one that leads nowhere, which without a signature may have been damaged on its path
         return goal
+
+    def check_staleness(self, local: int | None) -> int:
+        """Return how many versions a local one is away from the version that was found last.
+
+        A worker that still has a newer version after its pointer was moved back is as stale as one with an older one.
+
+        Raises:
+            StaleWeightsError: more than `max_staleness`, or there is no local version.
+        """
+        version, limit = self._version, self.max_staleness
+        if version is None or limit is None:
+            return 0
+        away = limit + 1 if local is None else abs(version - local)
+        if away > limit:
+            have = "nothing was synced yet" if local is None else f"the local version is {local}, {away} versions away"
+            raise StaleWeightsError(
+                f"{have}, and the version to follow is {version}: max_staleness={limit} does not allow to use these "
+                "weights; sync first",
+                version=local,
+                newest=version,
+                max_staleness=limit,
+            )
+        return away
 
 
 def is_about_pointer(error: NothingPublishedError) -> bool:
@@ -90,7 +134,7 @@ def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
     """Check that a pointer names this version, with this state.
 
     Raises:
-        MissingLinkError, RunReplacedError, ChainError: as `PointerFollower.goal`.
+        MissingLinkError, RunReplacedError, ChainError: as `FollowTarget.find`.
     """
     named = f"pointer {pointer.name!r} names version {pointer.version}"
     again = f"move it with: pulse point RUN {pointer.name} VERSION"
@@ -104,24 +148,3 @@ def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
         text = f"{named} with the digest {pointer.digest[:12]}, and the published version has {goal.digest[:12]}"
         raise ChainError(f"{text}; {again}", **at, expected=pointer.digest, actual=goal.digest)
     return goal
-
-
-def check_staleness(version: int | None, newest: int, limit: int) -> int:
-    """Return how many versions the local one is away from the one to follow.
-
-    A worker that still has a newer version after its pointer was moved back is as stale as one that has an older one.
-
-    Raises:
-        StaleWeightsError: it is more than the limit, or there is no local version.
-    """
-    away = limit + 1 if version is None else abs(newest - version)
-    if away > limit:
-        have = "nothing was synced yet" if version is None else f"the local version is {version}, {away} versions away"
-        raise StaleWeightsError(
-            f"{have}, and the version to follow is {newest}: max_staleness={limit} does not allow to use these "
-            "weights; sync first",
-            version=version,
-            newest=newest,
-            max_staleness=limit,
-        )
-    return away

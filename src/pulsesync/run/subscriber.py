@@ -50,7 +50,7 @@ from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body
 from pulsesync.run.planner import Position
-from pulsesync.run.pointers import PointerFollower, check_staleness
+from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.live import State, Transition
@@ -187,17 +187,13 @@ class Subscriber:
     ) -> None:
         if verify_every < 0:
             raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError(f"max_staleness must be None or a number of versions; got {max_staleness}")
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
         self.slices = slices
         self.widen = widen
         self.verify_every = verify_every
-        self.max_staleness = max_staleness
-        self._follower = PointerFollower(follow) if follow is not None else None
-        self._newest: int | None = None  # the version to follow, as it was last found
+        self._target = FollowTarget(follow, max_staleness)
         self._epoch_patches = epoch_patches
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
@@ -378,7 +374,7 @@ class Subscriber:
                     raise
                 logger.warning("The store did not answer, and will be asked again: %s.", e)
                 try:
-                    self._check_staleness()
+                    self._target.check_staleness(self.version)
                 except StaleWeightsError as stale:
                     logger.error("The weights cannot be brought up to date for now: %s.", stale)
             else:
@@ -400,17 +396,11 @@ class Subscriber:
             StaleWeightsError: more than `max_staleness`, or nothing was synced yet; StoreError: the store does not
             answer; RunChangedError, FormatError, ChainError: as `sync`. ValueError: there is no `max_staleness`.
         """
-        if self.max_staleness is None:
+        if self._target.max_staleness is None:
             raise ValueError("check_fresh compares with max_staleness; pass it to the Subscriber")
         self._check_open()
         self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
-        return self._check_staleness()
-
-    def _check_staleness(self) -> int:
-        """Compare the local version with the one to follow, as it was last found. Raises: StaleWeightsError."""
-        if self.max_staleness is None or self._newest is None:
-            return 0
-        return check_staleness(self.version, self._newest, self.max_staleness)
+        return self._target.check_staleness(self.version)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
         """One sync, from a recount of the weights, if one is due, to its report."""
@@ -497,7 +487,7 @@ class Subscriber:
             apply_s=progress.seconds["apply"],
             digest=self._position.digest,
             repaired=repaired,
-            pointer=self._follower.name if self._follower and asked is None else None,
+            pointer=self._target.name if asked is None else None,
         )
 
     def _go(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
@@ -522,8 +512,7 @@ class Subscriber:
                     raise
                 logger.warning("Starting over from an anchor: %s.", e)
                 self._forget()
-                if self._follower:
-                    self._follower.forget()
+                self._target.forget()
                 return self._goal(version, records)
         except MissingBucketError as e:
             raise records.nothing_published(": the bucket does not exist") from e
@@ -532,11 +521,8 @@ class Subscriber:
         local = self._position
         if local:
             records.check_run(local.run, local.version, local.digest)
-        if version is not None:
-            goal = records.version(version)
-        else:
-            goal = self._follower.goal(records) if self._follower else records.newest(local.version if local else -1)
-            self._newest = goal.version if goal else local.version if local else None
+        here = local.version if local else None
+        goal = self._target.find(records, here) if version is None else records.version(version)
         if goal is None:
             if local is None and (version is None or records.newest() is None):
                 raise records.nothing_published()
