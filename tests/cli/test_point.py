@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pulsesync import PointerMovedError, move_pointer, read_pointers
+from pulsesync import PointerMovedError, Subscriber, move_pointer, read_pointers
 from pulsesync.cli import point as command
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import read_mark
 from pulsesync.run import keys
 from pulsesync.store import LocalStore
+from tests.cli.test_look import plain_web_server
 from tests.commands import pulse, start
-from tests.runs import publish_steps, versions
+from tests.runs import publish_steps, versions, worker
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,15 @@ def test_a_folder_follows_a_pointer_forwards_and_backwards(run: Path, tmp_path: 
         assert mark
         assert mark.version == version
     assert "is version 1 already" in pulse("follow", run, place, "--once", "--pointer", "stable").out
+
+
+def test_a_pointer_is_followed_from_a_web_server_that_cannot_list(run: Path) -> None:
+    for version in (5, 2):
+        pulse("point", run, "stable", version)
+    with plain_web_server(run) as url:
+        sub = Subscriber(url, follow="stable", max_staleness=0)
+        assert sub.sync(worker()).version == 2
+        assert sub.check_fresh() == 0
 
 
 def test_a_folder_whose_pointer_does_not_exist_yet_is_exit_code_3(run: Path, tmp_path: Path) -> None:

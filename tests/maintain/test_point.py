@@ -1,11 +1,16 @@
 """Moving pointers: what is checked first, and who wins if two do it at once."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
-from pulsesync import PointerMovedError, SigningKey, Subscriber, move_pointer, read_pointers
+from pulsesync import Pointer, PointerMovedError, SigningKey, Subscriber, move_pointer, read_pointers
 from pulsesync.errors import ConflictError, MissingLinkError, NothingPublishedError, SignatureError, StoreError
 from pulsesync.run import keys
-from pulsesync.store import MemoryStore
+from pulsesync.run.reader import RunReader
+from pulsesync.store import LocalStore, MemoryStore
 from tests.runs import Training, Watched, publish_steps, version, worker
 
 KEY, OTHER = SigningKey("11" * 32), SigningKey("22" * 32)
@@ -58,6 +63,27 @@ def test_the_loser_of_two_moves_is_told_who_won_and_overwrites_nothing(winner: i
     assert isinstance(caught.value, ConflictError)
     assert (caught.value.pointer, caught.value.version) == ("stable", winner)
     assert read_pointers(store)["stable"].version == winner
+
+
+def test_of_many_that_move_a_pointer_at_once_each_makes_a_move_of_its_own_or_loses(tmp_path: Path) -> None:
+    publish_steps(str(tmp_path), 8)
+    start = threading.Barrier(8)
+
+    def move(number: int) -> Pointer | PointerMovedError:
+        start.wait()
+        try:
+            return move_pointer(str(tmp_path), "stable", number)
+        except PointerMovedError as e:
+            return e
+
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(move, range(8)))
+    won = sorted((one for one in outcomes if isinstance(one, Pointer)), key=lambda one: one.number)
+    store = RunReader(LocalStore(tmp_path), None)
+    assert [store.move("stable", number) for number in range(len(won) + 1)] == [*won, None]
+    assert read_pointers(str(tmp_path))["stable"] == won[-1]
+    lost = [one for one in outcomes if isinstance(one, PointerMovedError)]
+    assert {one.version for one in lost} <= {one.version for one in won}
 
 
 class Echo(MemoryStore):
