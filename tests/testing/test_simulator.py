@@ -357,8 +357,8 @@ def prune_without_looking_at_pointers(
     return []
 
 
-def prune_every_move_of_a_pointer(records: RunReader, newest: Pointer, numbers: list[int], first: int) -> list[str]:
-    return [keys.pointer_key(newest.name, number) for number in numbers]
+def prune_every_move_of_a_pointer(records: RunReader, name: str, numbers: list[int], first: int) -> list[str]:
+    return [keys.pointer_key(name, number) for number in numbers]
 
 
 def move_a_pointer_by_overwriting(records: RunReader, move: Pointer, signing_key: SigningKey | None) -> Pointer:

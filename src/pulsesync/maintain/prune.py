@@ -75,7 +75,7 @@ def prune(
     asked = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR, ())
     pointed = [pointer.version for pointer, _ in pointers]
     first = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR, pointed)
-    moves = [(pointer, _old_moves(records, pointer, numbers, first)) for pointer, numbers in pointers]
+    moves = [(pointer, _old_moves(records, pointer.name, numbers, first)) for pointer, numbers in pointers]
     gone = [(entry, record) for entry, record in versions if record.version < first]
     gone += [
         (entry, record) for entry, record in others if (record.base.version if record.base else record.version) < first
@@ -122,11 +122,10 @@ def _pointers(
     return [(pointer, numbers) for pointer, numbers in found if pointer is not None and pointer.run in runs]
 
 
-def _old_moves(records: RunReader, newest: Pointer, numbers: list[int], first: int) -> list[str]:
-    """The keys of the first moves of a pointer, up to one that names a version which is kept; never the newest."""
-    old = takewhile(lambda number: number < newest.number, numbers)
-    gone = takewhile(lambda number: (move := records.move(newest.name, number)) is None or move.version < first, old)
-    return [keys.pointer_key(newest.name, number) for number in gone]
+def _old_moves(records: RunReader, name: str, numbers: list[int], first: int) -> list[str]:
+    """The keys of the first moves of a pointer, up to one whose version is kept, as that of the newest always is."""
+    gone = takewhile(lambda number: (move := records.move(name, number)) is None or move.version < first, numbers)
+    return [keys.pointer_key(name, number) for number in gone]
 
 
 def _first_kept(
