@@ -35,6 +35,7 @@ from pulsesync.errors import (
     MissingLinkError,
     NotFoundError,
     NothingPublishedError,
+    PointerMovedError,
     PulseError,
     RoundError,
     RunChangedError,
@@ -42,6 +43,7 @@ from pulsesync.errors import (
     RunReplacedError,
     RunRolledBackError,
     SignatureError,
+    StaleWeightsError,
     StateError,
     StoreError,
     UnsupportedError,
@@ -50,12 +52,15 @@ from pulsesync.errors import (
 
 if TYPE_CHECKING:
     from pulsesync import loco
+    from pulsesync.format.pointer import Pointer
     from pulsesync.format.signature import Delegation, SigningKey
     from pulsesync.group.broadcast import Broadcast, BroadcastReport
     from pulsesync.group.collective import Collective
+    from pulsesync.maintain.point import move_pointer
     from pulsesync.publish.lifecycle import PublishReport
     from pulsesync.publish.publisher import Publisher
     from pulsesync.publish.sharded import ShardedPublisher
+    from pulsesync.run.pointers import read_pointers
     from pulsesync.run.subscriber import Subscriber, SyncReport
     from pulsesync.run.warmup import warm_up
     from pulsesync.state.sharding import Placed, tensor_parallel
@@ -81,6 +86,8 @@ __all__ = [
     "NotFoundError",
     "NothingPublishedError",
     "Placed",
+    "Pointer",
+    "PointerMovedError",
     "PublishReport",
     "Publisher",
     "PulseError",
@@ -93,6 +100,7 @@ __all__ = [
     "SignatureError",
     "SigningKey",
     "Slice",
+    "StaleWeightsError",
     "StateError",
     "StoreError",
     "Subscriber",
@@ -100,7 +108,9 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "loco",
+    "move_pointer",
     "open_store",
+    "read_pointers",
     "tensor_parallel",
     "warm_up",
 ]
@@ -111,6 +121,7 @@ _HOMES = {
     "Collective": "group.collective",
     "Delegation": "format.signature",
     "Placed": "state.sharding",
+    "Pointer": "format.pointer",
     "PublishReport": "publish.lifecycle",
     "Publisher": "publish.publisher",
     "ShardedPublisher": "publish.sharded",
@@ -118,7 +129,9 @@ _HOMES = {
     "Slice": "state.slices",
     "Subscriber": "run.subscriber",
     "SyncReport": "run.subscriber",
+    "move_pointer": "maintain.point",
     "open_store": "store",
+    "read_pointers": "run.pointers",
     "tensor_parallel": "state.sharding",
     "warm_up": "run.warmup",
 }

@@ -18,7 +18,9 @@
     │   │   └── NothingPublishedError   no version can be synced yet: check the location, or wait
     │   ├── MissingBucketError      the bucket itself does not exist: create it, or correct the address
     │   └── ConflictError           another process created the object first
-    │       └── AnotherPublisherError   the run has another publisher: stop one of the two, or resume the run
+    │       ├── AnotherPublisherError   the run has another publisher: stop one of the two, or resume the run
+    │       └── PointerMovedError   another process moved the pointer first: look where it is, and decide again
+    ├── StaleWeightsError           the weights are older than `max_staleness` allows: sync before they are used
     ├── ClosedError                 this Publisher or Subscriber can do nothing any more: create another one
     ├── StateError                  the tensors do not fit the run: names, dtypes, shapes, memory layout
     ├── GroupError                  a process of a group died or is late: nothing changed, continue in a new group
@@ -277,6 +279,48 @@ class AnotherPublisherError(ConflictError):
     ) -> None:
         super().__init__(message, key=key, retryable=retryable)
         self.version = version
+
+
+class PointerMovedError(ConflictError):
+    """A pointer was to be moved, and another process moved it first; it is where that process moved it to.
+
+    Attributes:
+        pointer: The name of the pointer.
+        version: The version that it names now.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        retryable: bool = False,
+        pointer: str | None = None,
+        version: int | None = None,
+    ) -> None:
+        super().__init__(message, key=key, retryable=retryable)
+        self.pointer, self.version = pointer, version
+
+
+class StaleWeightsError(PulseError):
+    """The local weights are further from the version to follow than `max_staleness` allows.
+
+    Attributes:
+        version: The local version; None if nothing was synced yet.
+        newest: The version to follow: the newest one, or the one that the pointer names.
+        max_staleness: How many versions the local one may be away from it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        version: int | None = None,
+        newest: int | None = None,
+        max_staleness: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.version, self.newest, self.max_staleness = version, newest, max_staleness
 
 
 class ClosedError(PulseError):

@@ -12,8 +12,10 @@ from pulsesync.errors import SignatureError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
+from pulsesync.format import pointer as pointers
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Position
 from pulsesync.state.host import HostState
@@ -40,6 +42,12 @@ def records(run: Path, place: str) -> list[Manifest]:
 
 def everything(run: Path) -> list[Manifest]:
     return [record for place in ("manifests", "anchors", "squashes") for record in records(run, place)]
+
+
+def moves(run: Path) -> list[Pointer]:
+    """Those of all pointers, in order."""
+    paths = sorted(path for path in (run / "pointers").rglob("*") if path.name.isdigit())
+    return [pointers.parse(path.read_bytes(), TRUST if run == SIGNED else None) for path in paths]
 
 
 def layout_of(run: Path) -> Layout:
@@ -126,6 +134,8 @@ def test_every_object_is_where_its_name_says(run: Path) -> None:
     named |= {keys.file_key(file.id) for record in everything(run) for file in record.files}
     named |= {keys.manifest_key(record.version) for record in records(run, "manifests")}
     named |= {keys.anchor_key(record.starts) for record in records(run, "anchors")}
+    for move in moves(run):
+        named |= {keys.pointer_key(move.name, move.number), keys.pointer_hint(move.name)}
     named |= {keys.layout_key(layout_of(run).id), keys.HEAD, "expected.npz"}
     starts = {path.name: int(path.read_text()) for path in (run / "starts").iterdir()}
     named |= {keys.start_key(digest) for digest in starts}
@@ -158,6 +168,26 @@ def test_the_signed_run_is_for_its_own_key_alone() -> None:
     (squash,) = (path for path in (SIGNED / "squashes").rglob("*") if path.is_file())
     assert manifests.parse(squash.read_bytes(), TRUST).kind == RecordKind.SQUASH
     assert make_golden.HELPER.public.encode() in squash.read_bytes()
+
+
+def test_the_pointers_of_the_signed_run_were_moved_on_and_back_by_its_key() -> None:
+    assert [(move.name, move.number, move.version) for move in moves(SIGNED)] == [
+        ("canary-eu.1_b", 0, 35),
+        ("stable", 0, 32),
+        ("stable", 1, 34),
+        ("stable", 2, 33),
+    ]
+    versions = records(SIGNED, "manifests")
+    for move in moves(SIGNED):
+        assert (move.run, move.digest) == (versions[move.version].run, versions[move.version].digest)
+        assert move.signed_by == make_golden.KEY.public
+
+
+@pytest.mark.parametrize(("name", "version"), [("stable", 33), ("canary-eu.1_b", 35)])
+def test_a_subscriber_follows_a_pointer_of_the_run(name: str, version: int) -> None:
+    tensors = new_tensors(layout_of(SIGNED).tensors)
+    report = Subscriber(LocalStore(SIGNED), trust=TRUST, follow=name).sync(tensors)
+    assert (report.version, report.digest) == (version, records(SIGNED, "manifests")[version].digest)
 
 
 @by_name(RUNS)

@@ -6,6 +6,7 @@ have a say in the bytes. Run ids and times are fixed as well. CONTRIBUTING.md sa
 
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ import numpy as np
 from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
 from pulsesync.format import patch, signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
@@ -48,6 +51,7 @@ class Run:
         self.layout = layouts.make(specs, ties)
         self.last: Manifest | None = None
         self.newest: int | None = None  # epoch of the newest anchor
+        self.moves: Counter[str] = Counter()  # of each pointer
         self._write(keys.layout_key(self.layout.id), self.layout.data)
         self.files = tuple(self._add_file(name, data) for name, data in sorted((files or {}).items()))
         self.publish_root(flats)
@@ -108,6 +112,16 @@ class Run:
         )
         level = (last.starts - since.starts).bit_length() - 1
         self._write(keys.squash_key(level, since.starts >> level), signature.sign(record.build(), key))
+
+    def point(self, name: str, version: int) -> None:
+        """Move a pointer."""
+        record = manifests.parse((self.folder / keys.manifest_key(version)).read_bytes())
+        number = self.moves[name]
+        move = Pointer(self.run, name, number, version, record.digest, CREATED + 3600 + 60 * number)
+        line = move.build()
+        self._write(keys.pointer_key(name, number), signature.sign(line, self.key) if self.key else line)
+        self._write(keys.pointer_hint(name), str(number).encode())
+        self.moves[name] += 1
 
     def finish(self) -> None:
         """Write down what a reader must arrive at."""
@@ -352,7 +366,10 @@ def gap_and_dense(folder: Path) -> None:
 
 
 def signed_squash(folder: Path) -> None:
-    """A signed run over an epoch's end, with files; an anchor there, and a squash of the first epoch by a delegate."""
+    """A signed run over an epoch's end, with files; an anchor there, and a squash of the first epoch by a delegate.
+
+    Two pointers, of which one is moved on and back.
+    """
     specs = [
         TensorSpec("codes", "I32", (9,)),
         TensorSpec("norm", "F32", (30,)),
@@ -380,6 +397,9 @@ def signed_squash(folder: Path) -> None:
     step("history")
     step("context")
     step("history")
+    for version in (32, 34, 33):
+        run.point("stable", version)
+    run.point("canary-eu.1_b", 35)
     run.finish()
 
 

@@ -1,15 +1,18 @@
 """Retention, and publishers that write while a prune deletes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, Subscriber
+from pulsesync import Publisher, SigningKey, Subscriber, move_pointer, read_pointers
+from pulsesync.errors import FormatError, SignatureError
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys
+from pulsesync.run.pointers import list_moves
 from tests.runs import Training, Watched, parts_of, publish_steps, versions, worker
 
 
@@ -144,3 +147,88 @@ def test_a_store_that_cannot_answer_whether_a_body_is_there_does_not_fail_the_ve
     run.publish(run.second)
     assert "Could not check" in caplog.text
     assert versions(run.store)[-1] == before + 1
+
+
+# -- pointers ------------------------------------------------------------------------------------------------------
+
+
+def pointed_run(short_epochs: int, *moves: int) -> Watched:
+    """Twelve versions with an anchor at each epoch's start, and the pointer `stable` moved to these."""
+    store = Watched()
+    publish_steps(store, 12, anchor_every=0, epoch_patches=short_epochs)
+    for number in moves:
+        move_pointer(store, "stable", number, epoch_patches=short_epochs)
+    return store
+
+
+def moves_left(store: Watched) -> list[int]:
+    return list_moves(store).get("stable", [])
+
+
+def test_the_version_that_a_pointer_names_is_kept_with_its_anchor_and_all_since(short_epochs: int) -> None:
+    store = pointed_run(short_epochs, 5)
+    report = prune(store, **OPTIONS)
+    assert (report.kept_from, report.pinned_by) == (4, "stable")
+    assert versions(store) == list(range(4, 12))
+
+
+def test_a_pointer_at_a_version_that_is_kept_anyway_pins_nothing(short_epochs: int) -> None:
+    report = prune(pointed_run(short_epochs, 5, 11), **OPTIONS)
+    assert (report.kept_from, report.pinned_by) == (10, None)
+
+
+def test_a_version_that_a_pointer_named_before_is_not_kept(short_epochs: int) -> None:
+    store = pointed_run(short_epochs, 1, 9)
+    assert prune(store, **OPTIONS).kept_from == 8
+
+
+def test_old_moves_go_with_their_versions_and_the_newest_stays(short_epochs: int) -> None:
+    store = pointed_run(short_epochs, 0, 2, 9, 11, 8)
+    prune(store, **OPTIONS)
+    assert moves_left(store) == [2, 3, 4]
+    held = worker()
+    assert Subscriber(store, follow="stable", epoch_patches=short_epochs).sync(held).version == 8
+    assert move_pointer(store, "stable", 11, epoch_patches=short_epochs).number == 5
+
+
+def test_no_move_goes_that_is_later_than_one_whose_version_is_kept(short_epochs: int) -> None:
+    store = pointed_run(short_epochs, 10, 2, 11)
+    prune(store, **OPTIONS)
+    assert moves_left(store) == [0, 1, 2]
+    assert read_pointers(store)["stable"].version == 11
+
+
+def test_a_reader_finds_the_newest_move_after_a_prune_although_the_hint_had_lagged(short_epochs: int) -> None:
+    store = pointed_run(short_epochs, 0, 1, 2, 11)
+    sub, held = Subscriber(store, follow="stable", epoch_patches=short_epochs), worker()
+    sub.sync(held)
+    store.put(keys.pointer_hint("stable"), b"0")
+    prune(store, **OPTIONS)
+    assert moves_left(store) == [3]
+    assert store.get(keys.pointer_hint("stable")) == b"3"
+
+
+def test_a_pointer_of_a_run_that_was_here_before_keeps_nothing(short_epochs: int) -> None:
+    store = pointed_run(short_epochs)
+    move = move_pointer(store, "old", 1, epoch_patches=short_epochs)
+    store.put(keys.pointer_key("old", 0), replace(move, run="ab" * 16).build())
+    assert prune(store, **OPTIONS).pinned_by is None
+    assert versions(store) == [10, 11]
+
+
+def test_a_pointer_that_cannot_be_read_stops_a_prune_before_it_deletes(short_epochs: int) -> None:
+    store = pointed_run(short_epochs, 5)
+    store.put(keys.pointer_key("stable", 1), b"rubbish\n")
+    with pytest.raises(FormatError):
+        prune(store, **OPTIONS)
+    assert versions(store) == list(range(12))
+
+
+def test_a_prune_that_trusts_a_key_does_not_let_others_pin_or_free_versions(short_epochs: int) -> None:
+    store, key = Watched(), SigningKey("11" * 32)
+    publish_steps(store, 12, anchor_every=0, epoch_patches=short_epochs, signing_key=key)
+    move = move_pointer(store, "stable", 5, epoch_patches=short_epochs, signing_key=key)
+    store.put(keys.pointer_key("stable", 1), replace(move, number=1, version=11).build())
+    with pytest.raises(SignatureError):
+        prune(store, trust={key.public}, **OPTIONS)
+    assert versions(store) == list(range(12))

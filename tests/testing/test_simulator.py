@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain as chained
@@ -16,8 +16,12 @@ import pytest
 from pulsesync import Publisher, Subscriber
 from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.errors import AnotherPublisherError, RunRolledBackError, StoreError
+from pulsesync.format import signature
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
+from pulsesync.format.pointer import Pointer
+from pulsesync.format.signature import SigningKey
+from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import _Span
 from pulsesync.publish import commit
@@ -26,10 +30,11 @@ from pulsesync.publish.commit import Draft, RunTip, create
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
+from pulsesync.run.pointers import FollowTarget, list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.state.host import HostState, HostTransition
 from pulsesync.state.live import AnyTransition, LiveState, Snapshot
-from pulsesync.store import CachedStore, MemoryStore, ObjectEntry
+from pulsesync.store import CachedStore, MemoryStore, ObjectEntry, Store
 from pulsesync.testing.simulator import (
     InlineExecutor,
     Invariant,
@@ -211,6 +216,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = RunTip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
 STATE_COMMIT, PREPARE, SPAN_THEN = HostState.commit, HostState.prepare, _Span.then
 SEND, NEXT_RECORD = Publisher._send, commit.next_record
+CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
 
 
 def advance_the_base_before_the_commit(self: RunTip, draft: Draft) -> int:
@@ -316,7 +322,7 @@ def read_the_live_state(self: Snapshot, tile: Tile, number: int) -> Bits:
 
 
 def believe_the_head(self: RunReader, after: int = -1) -> Manifest | None:
-    head = self._head()
+    head = self._hint(keys.HEAD)
     return self.version(head) if head > after else None
 
 
@@ -325,7 +331,11 @@ def use_no_squash(at: Position, last: int, look: Look) -> Manifest | None:
 
 
 def keep_the_newest_version_alone(
-    versions: list[tuple[ObjectEntry, Manifest]], others: list[tuple[ObjectEntry, Manifest]], keep: int, since_s: float
+    versions: list[tuple[ObjectEntry, Manifest]],
+    others: list[tuple[ObjectEntry, Manifest]],
+    keep: int,
+    since_s: float,
+    pointed: Collection[int],
 ) -> int:
     return max((record.version for _, record in versions), default=0)
 
@@ -342,7 +352,47 @@ def squash_from_the_wrong_version(self: _Span, later: _Span) -> _Span:
     return replace(SPAN_THEN(self, later), base=later.base)
 
 
+def prune_without_looking_at_pointers(
+    store: Store, records: RunReader, versions: list[tuple[ObjectEntry, Manifest]]
+) -> list[tuple[Pointer, list[int]]]:
+    return []
+
+
+def prune_every_move_of_a_pointer(records: RunReader, name: str, numbers: list[int], first: int) -> list[str]:
+    return [keys.pointer_key(name, number) for number in numbers]
+
+
+def move_a_pointer_by_overwriting(records: RunReader, move: Pointer, signing_key: SigningKey | None) -> Pointer:
+    last = replace(move, number=max(0, move.number - 1))
+    line = last.build()
+    data = signature.sign(line, signing_key) if signing_key else line
+    records.store.put(keys.pointer_key(last.name, last.number), data)
+    return last
+
+
+def move_a_pointer_beyond_the_next_number(records: RunReader, move: Pointer, signing_key: SigningKey | None) -> Pointer:
+    return CREATE_MOVE(records, replace(move, number=2 * move.number + 1), signing_key)
+
+
+def believe_the_hint_at_a_pointer(self: RunReader, name: str, after: int = -1) -> Pointer | None:
+    return self.move(name, max(self._hint(keys.pointer_hint(name)), after))
+
+
+def never_follow_a_pointer_back(self: FollowTarget, records: RunReader, local: int | None) -> Manifest | None:
+    found = FOLLOW(self, records, local)
+    if self.name is None:
+        return found
+    numbers = list_moves(records.store)[self.name]
+    return records.version(max(move.version for number in numbers if (move := records.move(self.name, number))))
+
+
 FAULTS = [
+    PlantedFault(pruning, "_pointers", prune_without_looking_at_pointers, Invariant.POINTER),
+    PlantedFault(pruning, "_old_moves", prune_every_move_of_a_pointer, Invariant.POINTER),
+    PlantedFault(pointing, "_create", move_a_pointer_by_overwriting, Invariant.IMMUTABLE_OBJECTS),
+    PlantedFault(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER),
+    PlantedFault(RunReader, "pointer", believe_the_hint_at_a_pointer, Invariant.POINTER),
+    PlantedFault(FollowTarget, "find", never_follow_a_pointer_back, Invariant.POINTER),
     PlantedFault(RunTip, "commit", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
     PlantedFault(RunTip, "commit", write_the_record_before_the_body, Invariant.BODIES_FIRST),
     PlantedFault(RunTip, "commit", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),

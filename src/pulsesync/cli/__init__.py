@@ -44,6 +44,10 @@ COMMANDS = {
         "pulsesync.cli.follow:follow",
         "Keep a folder at the newest version of a run, for programs that load weights from disk.",
     ),
+    "point": (
+        "pulsesync.cli.point:point",
+        "Show the pointers of a run, or move one: all workers that follow it go to the version that it names.",
+    ),
     "log": (
         "pulsesync.cli.log:log",
         "List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.",

@@ -14,6 +14,7 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    UsageError,
     Version,
     open_place,
     read_trust,
@@ -21,6 +22,7 @@ from pulsesync.cli.options import (
 )
 from pulsesync.errors import NothingPublishedError, PulseError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
+from pulsesync.run.pointers import is_about_pointer
 
 
 def follow(
@@ -33,6 +35,8 @@ def follow(
     interval_s: Interval = 1.0,
     hold_s: Annotated[Amount, Parameter(name="--hold")] = 10.0,
     version: Version = None,
+    pointer: str | None = None,
+    max_staleness: Version = None,
     follow_replaced: Flag = False,
     as_json: Json = False,
 ) -> int:
@@ -52,25 +56,41 @@ def follow(
         interval_s: Seconds between looks at the run.
         hold_s: Seconds for which a copy that is no longer current stays as it is: time to finish loading it.
         version: Update to this version, which may be an older one, and end.
+        pointer: Follow this pointer of the run, such as stable, instead of the newest version: pulse point moves it,
+            forwards and backwards.
+        max_staleness: End with exit code 1 if the folder cannot be updated and is more than this number of versions
+            away from the version to follow, so that nothing is loaded from it unnoticed.
         follow_replaced: If the run was replaced by another one or restored from a backup since the folder was written,
             start over from what is there now; without this, that is an error.
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
+        UsageError: --pointer is not the name of a pointer.
         NothingThereError: with --once or --version, no version can be reached.
         PulseError: the folder cannot be updated.
     """
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
-    with HuggingFaceFolder(
-        store, folder, trust=keys, cache=cache, hold_s=hold_s, follow_replaced=follow_replaced
-    ) as kept:
+    try:
+        kept = HuggingFaceFolder(
+            store,
+            folder,
+            trust=keys,
+            cache=cache,
+            hold_s=hold_s,
+            follow=pointer,
+            max_staleness=max_staleness,
+            follow_replaced=follow_replaced,
+        )
+    except ValueError as e:
+        raise UsageError(f"--pointer {pointer}: {e}") from e
+    with kept:
         if once or version is not None:
             try:
                 flip = kept.update(version)
             except NothingPublishedError as e:
+                text = f"there is no run at {run}, or none of its versions can be reached yet"
                 raise NothingThereError(
-                    f"there is no run at {run}, or none of its versions can be reached yet: check the location, or try "
-                    "again later"
+                    str(e) if is_about_pointer(e) else f"{text}: check the location, or try again later"
                 ) from e
             if flip is not None:
                 _report_flip(flip, printer)
@@ -129,7 +149,9 @@ def _report_error(error: PulseError, run: str, kept: HuggingFaceFolder, printer:
         printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
         return
     published, current = error.version, kept.current
-    if published is not None:
+    if is_about_pointer(error):
+        text = f"waiting for the pointer: {error}"
+    elif published is not None:
         text = f"waiting for the first anchor of version {published} at {run}, which is probably still being written"
     elif current is not None:
         text = (

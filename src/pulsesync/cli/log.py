@@ -1,13 +1,19 @@
 """What `pulse log` shows: the versions of a run, with the anchors and squashed patches that lead to them."""
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, open_place, read_trust
+from pulsesync.errors import PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
+from pulsesync.run import keys
+from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, describe
+from pulsesync.store import Store
 
 
 def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = False) -> int:
@@ -23,19 +29,31 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
         NothingThereError: there is no run, or no version in it yet.
         PulseError: it cannot be read.
     """
-    found = find_records(RunReader(open_place(run), read_trust(trust)), limit or None)[::-1]
+    store, trusted = open_place(run), read_trust(trust)
+    found = find_records(RunReader(store, trusted), limit or None)[::-1]
     if not found:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+    pointed = _pointed(store, trusted)
     if as_json:
         for one in found:
             facts = describe(one.record) if one.record else {"fault": one.fault}
-            print(json.dumps({"key": one.key, **facts}))
+            print(json.dumps({"key": one.key, **facts, "pointers": pointed.get(one.key, [])}))
         return 0
-    Printer(False).table(rows(found))
+    marks = ({"pointers": " ".join(pointed.get(one.key, []))} if pointed else {} for one in found if one.record)
+    Printer(False).table({**row, **mark} for row, mark in zip(rows(found), marks, strict=True))
     for one in found:
         if one.fault:
             print(f"{one.key}: {one.fault}")
     return 0
+
+
+def _pointed(store: Store, trust: Collection[str] | None) -> dict[str, list[str]]:
+    """Pointers by the key of the version that they name; none if they cannot be read, of which pulse verify tells."""
+    named: defaultdict[str, list[str]] = defaultdict(list)
+    with suppress(PulseError):
+        for name, pointer in read_pointers(store, trust=trust).items():
+            named[keys.manifest_key(pointer.version)].append(name)
+    return named
 
 
 def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:

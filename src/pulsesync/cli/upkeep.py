@@ -91,6 +91,7 @@ def prune(
 ) -> int:
     """Delete old versions that no worker should need; an anchor and every version since it always remain.
 
+    The versions that pointers name remain as well, with every version since the oldest of them.
     Records are deleted at once; their bodies by a later run of this command, when the grace period is over.
 
     Args:
@@ -108,11 +109,19 @@ def prune(
     store, keys = open_place(run), read_trust(trust)
     if RunReader(store, keys).newest() is None:
         raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+    printer = Printer(as_json)
     report = prune_run(store, keep_versions=keep_versions, keep_hours=keep_hours, grace_hours=grace_hours, trust=keys)
-    Printer(as_json).tell(
+    printer.tell(
         "pruned",
         f"versions {report.kept_from} to {report.newest} are kept; {report.versions} versions and {report.records} "
         f"anchors and squashed patches taken out of use, {report.bodies} bodies deleted: {size(report.freed_bytes)}",
         **asdict(report),
     )
+    if report.pinned_by:
+        printer.note(
+            "pinned",
+            f"more is kept than was asked for, because the pointer {report.pinned_by} names an old version; move it on "
+            f"with: pulse point {run} {report.pinned_by} VERSION",
+            pointer=report.pinned_by,
+        )
     return 0

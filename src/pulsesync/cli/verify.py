@@ -9,6 +9,7 @@ from rich.progress import track
 
 from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, open_place, read_trust
 from pulsesync.errors import NotFoundError
+from pulsesync.format.pointer import Pointer
 from pulsesync.integrations.folder import identify
 from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run.reader import RunReader
@@ -18,7 +19,8 @@ def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json
     """Replay a whole run and check every hash and digest in it; or find out which version a folder holds.
 
     Every version is rebuilt from the one before it, and every anchor and squashed patch is compared with the version
-    it leads to. Exit code 1 if something is bad, or if the folder holds no version of the run.
+    it leads to, and every move of a pointer with the version it names. Exit code 1 if something is bad, or if the
+    folder holds no version of the run.
 
     Args:
         run: The run to check.
@@ -46,7 +48,7 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
     for one in track(
         audit.run(), "replaying", len(audit.found), console=bar, transient=True, disable=not bar.is_terminal
     ):
-        kind = one.record.kind.value if one.record else "record"
+        kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
         counted[kind] += 1
         bad += one.fault is not None
         facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault}
@@ -60,7 +62,13 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
     return 1 if bad else 0
 
 
-_PLURALS = {"version": "versions", "anchor": "anchors", "squash": "squashes", "record": "records"}
+_PLURALS = {
+    "version": "versions",
+    "anchor": "anchors",
+    "squash": "squashes",
+    "pointer": "moves of pointers",
+    "record": "records",
+}
 
 
 def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -> int:

@@ -23,8 +23,8 @@ MAX_PARTS = 1 << 16
 MAX_VERSION = 1 << 53
 MAX_FILES = 1 << 8
 MAX_FILE_BYTES = 1 << 28
-_HASH = re.compile("[0-9a-f]{64}")
-_RUN = re.compile("[0-9a-f]{32}")
+HASH = re.compile("[0-9a-f]{64}")
+RUN = re.compile("[0-9a-f]{32}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -142,21 +142,23 @@ def parse(data: bytes, trust: Collection[str] | None = None, epoch_patches: int 
     try:
         base, anchor = table["base"], table["anchor"]
         manifest = Manifest(
-            run=_text(table["run"], _RUN),
-            version=_whole(table["version"]),
-            step=_whole(table["step"]),
-            epoch=_whole(table["epoch"]),
-            index=_whole(table["index"], MAX_INDEX),
-            base=None if base is None else BaseRef(_whole(base["version"]), _text(base["digest"], _HASH)),
-            layout=_text(table["layout"], _HASH),
-            parts=tuple(PartRef(_text(p["id"], _HASH), _whole(p["size"], MAX_SECTION_BYTES)) for p in table["parts"]),
-            digest=_text(table["digest"], _HASH),
-            history=None if table["history"] is None else _text(table["history"], _HASH),
-            created=_whole(table["created"]),
+            run=read_text(table["run"], RUN),
+            version=read_whole(table["version"]),
+            step=read_whole(table["step"]),
+            epoch=read_whole(table["epoch"]),
+            index=read_whole(table["index"], MAX_INDEX),
+            base=None if base is None else BaseRef(read_whole(base["version"]), read_text(base["digest"], HASH)),
+            layout=read_text(table["layout"], HASH),
+            parts=tuple(
+                PartRef(read_text(p["id"], HASH), read_whole(p["size"], MAX_SECTION_BYTES)) for p in table["parts"]
+            ),
+            digest=read_text(table["digest"], HASH),
+            history=None if table["history"] is None else read_text(table["history"], HASH),
+            created=read_whole(table["created"]),
             kind=_kind(table["kind"]),
-            anchor=None if anchor is None else _whole(anchor),
+            anchor=None if anchor is None else read_whole(anchor),
             files=tuple(
-                FileRef(_text(f["name"], _FILE), _text(f["id"], _HASH), _whole(f["size"], MAX_FILE_BYTES))
+                FileRef(read_text(f["name"], _FILE), read_text(f["id"], HASH), read_whole(f["size"], MAX_FILE_BYTES))
                 for f in table["files"]
             ),
             epoch_patches=epoch_patches,
@@ -195,13 +197,15 @@ def _kind(value: Any) -> RecordKind:
     return RecordKind(value)
 
 
-def _whole(value: Any, limit: int = MAX_VERSION) -> int:
+def read_whole(value: Any, limit: int = MAX_VERSION) -> int:
+    """Return a field of a record that is a whole number. Raises: FormatError."""
     if type(value) is not int or not 0 <= value <= limit:
-        raise FormatError(f"the manifest holds {str(value)[:40]!r} where a whole number up to {limit} belongs")
+        raise FormatError(f"the record has {str(value)[:40]!r} where a whole number up to {limit} belongs")
     return value
 
 
-def _text(value: Any, pattern: "re.Pattern[str]") -> str:
+def read_text(value: Any, pattern: "re.Pattern[str]") -> str:
+    """Return a field of a record that is a text of this pattern. Raises: FormatError."""
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise FormatError(f"the manifest holds {str(value)[:40]!r} where {pattern.pattern} belongs")
+        raise FormatError(f"the record has {str(value)[:40]!r} where {pattern.pattern} belongs")
     return value

@@ -153,6 +153,12 @@ def check_form(data: bytes) -> bytes:
     return line
 
 
+def signer(data: bytes) -> str | None:
+    """Return the key that a record names as its signer, None for one that is not signed. It checks no signature."""
+    _, rest = split(data)
+    return str(_parse(rest)["key"]) if rest else None
+
+
 def _parse(rest: bytes) -> dict[str, Any]:
     if len(rest) > MAX_BYTES:
         raise LimitError(f"a signature of {len(rest)} bytes; at most {MAX_BYTES} are read", value=len(rest))

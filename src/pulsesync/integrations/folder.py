@@ -49,6 +49,7 @@ from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
+from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader, forgetting
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.run.subscriber import Subscriber, SyncReport
@@ -110,6 +111,9 @@ class HuggingFaceFolder:
         hold_s: Seconds for which a copy that is no longer current stays as it is, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
         shard_bytes: The most bytes of weights in a file.
+        follow: As for a `Subscriber`: the pointer to follow.
+        max_staleness: How many versions the folder may be away from the version to follow if it cannot be updated;
+            `follow` raises where it is further away. None: that is not checked.
         follow_replaced: As for `Subscriber.sync`: if the location has another run than the folder, or was restored from
             a backup, start over from an anchor.
 
@@ -126,8 +130,11 @@ class HuggingFaceFolder:
         cache: str | Path | None = None,
         hold_s: float = 0.0,
         shard_bytes: int = SHARD_BYTES,
+        follow: str | None = None,
+        max_staleness: int | None = None,
         follow_replaced: bool = False,
     ) -> None:
+        self._target = FollowTarget(follow, max_staleness)
         self.folder = Path(folder)
         self.trust = trusted(trust)
         self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
@@ -165,7 +172,8 @@ class HuggingFaceFolder:
         also when all versions have been removed from the location.
 
         Raises:
-            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help.
+            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
+            the folder cannot be updated, and is further from the version to follow than `max_staleness`.
         """
         wait_s, waiting = interval_s, False
         while True:
@@ -181,6 +189,8 @@ class HuggingFaceFolder:
             except PulseError as e:
                 if on_error:
                     on_error(e)
+                if (current := self.current) is not None:  # else there is nothing to load, old or new
+                    self._target.check_staleness(current.version)
                 flip, wait_s = None, min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
             if flip:
                 yield flip
@@ -188,7 +198,7 @@ class HuggingFaceFolder:
                 time.sleep(wait_s)
 
     def update(self, version: int | None = None) -> FolderUpdate | None:
-        """Bring the folder to the newest version, or to one; None if it is there.
+        """Bring the folder to the newest version, the one that its pointer names, or to one; None if it is there.
 
         Raises:
             PulseError: as Subscriber.sync does. `current` is then what it was, and the same call can be repeated.
@@ -230,15 +240,16 @@ class HuggingFaceFolder:
                 raise
             logger.warning("Starting over from an anchor: %s.", e)
             current = None
+            self._target.forget()
         if version is not None:
             goal = records.version(version)
             if goal is None:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
-            return None if current and (current.run, current.version) == (goal.run, goal.version) else goal
-        newest = records.newest(current.version if current else -1)
-        if newest is None and current is None:
-            raise records.nothing_published()
-        return newest
+        else:
+            goal = self._target.find(records, current.version if current else None)
+            if goal is None and current is None:
+                raise records.nothing_published()
+        return None if current and goal and (current.run, current.version) == (goal.run, goal.version) else goal
 
     def _layout_of(self, goal: Manifest) -> Layout:
         if self._layout is None or self._layout.id != goal.layout:

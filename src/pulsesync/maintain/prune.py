@@ -10,10 +10,13 @@ import secrets
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys
+from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, ObjectEntry, Store
 
@@ -41,6 +44,7 @@ class PruneReport:
     records: int  # anchors and squashed patches taken out of use
     bodies: int  # deleted
     freed_bytes: int
+    pinned_by: str | None = None  # a pointer because of whose version more is kept than was asked for
 
 
 def prune(
@@ -53,7 +57,8 @@ def prune(
 ) -> PruneReport:
     """Delete what no worker should need: see docs/protocol.md, Retention. All times are the store's.
 
-    The newest anchor at or before the oldest version to keep stays, with every version since: there is always a way.
+    The newest anchor at or before the oldest version to keep stays, with every version since: there is always a path.
+    The version that a pointer names is kept too. Moves of a pointer before its newest go with the versions they name.
 
     Raises:
         FormatError, SignatureError: a record cannot be read, or a list that an earlier prune wrote; StoreError. If it
@@ -66,7 +71,11 @@ def prune(
     records = RunReader(store, trust)
     versions = list(_read(store, records, "manifests/"))
     others = [*_read(store, records, "anchors/"), *_read(store, records, "squashes/")]
-    first = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR)
+    pointers = _pointers(store, records, versions)
+    asked = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR, ())
+    pointed = [pointer.version for pointer, _ in pointers]
+    first = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR, pointed)
+    moves = [(pointer, _old_moves(records, pointer.name, numbers, first)) for pointer, numbers in pointers]
     gone = [(entry, record) for entry, record in versions if record.version < first]
     gone += [
         (entry, record) for entry, record in others if (record.base.version if record.base else record.version) < first
@@ -76,13 +85,19 @@ def prune(
     left = [record for entry, record in (*versions, *others) if entry.key not in deleted]
     if gone:
         _take_out(store, doomed, [record for _, record in gone])
+    for pointer, old in moves:
+        if old:  # the hint first, so that no reader begins at one that is gone
+            store.put(keys.pointer_hint(pointer.name), str(pointer.number).encode())
+        for key in old:
+            store.delete(key)
     seen = {entry.key for entry, _ in (*versions, *others)}
     bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen)
     if isinstance(store, LocalStore):
         store.sweep()
     newest = max((record.version for _, record in versions), default=None)
     taken = sum(record.kind == RecordKind.VERSION for _, record in gone)
-    return PruneReport(None if newest is None else first, newest, taken, len(gone) - taken, bodies, freed)
+    pinned_by = min((pointer.version, pointer.name) for pointer, _ in pointers)[1] if first < asked else None
+    return PruneReport(None if newest is None else first, newest, taken, len(gone) - taken, bodies, freed, pinned_by)
 
 
 def _now(store: Store) -> float:
@@ -98,14 +113,34 @@ def _read(store: Store, records: RunReader, prefix: str) -> Iterator[tuple[Objec
             yield entry, record
 
 
+def _pointers(
+    store: Store, records: RunReader, versions: list[tuple[ObjectEntry, Manifest]]
+) -> list[tuple[Pointer, list[int]]]:
+    """The newest move of every pointer of this run, with the numbers of all; another run may have left some here."""
+    runs = {record.run for _, record in versions}
+    found = [(records.pointer(name), numbers) for name, numbers in list_moves(store).items()]
+    return [(pointer, numbers) for pointer, numbers in found if pointer is not None and pointer.run in runs]
+
+
+def _old_moves(records: RunReader, name: str, numbers: list[int], first: int) -> list[str]:
+    """The keys of the first moves of a pointer, up to one whose version is kept, as that of the newest always is."""
+    gone = takewhile(lambda number: (move := records.move(name, number)) is None or move.version < first, numbers)
+    return [keys.pointer_key(name, number) for number in gone]
+
+
 def _first_kept(
-    versions: list[tuple[ObjectEntry, Manifest]], others: list[tuple[ObjectEntry, Manifest]], keep: int, since_s: float
+    versions: list[tuple[ObjectEntry, Manifest]],
+    others: list[tuple[ObjectEntry, Manifest]],
+    keep: int,
+    since_s: float,
+    pointed: Collection[int],
 ) -> int:
     """The oldest version that must stay: that of the newest anchor from which all that are kept can be reached."""
     if not versions:
         return 0
     wanted = [record.version for entry, record in versions if entry.modified_s >= since_s]
     wanted += [record.version for _, record in versions][-keep:]
+    wanted += pointed
     anchors = [record.version for _, record in others if record.kind == RecordKind.ANCHOR]
     return max((version for version in anchors if version <= min(wanted)), default=0)
 

@@ -20,10 +20,12 @@ from pulsesync.core.scratch import ScratchFolder
 from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body
 from pulsesync.run.planner import Position
+from pulsesync.run.pointers import check_target, list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.host import HostState
@@ -134,7 +136,7 @@ class CheckedRecord:
     """A record that was looked at, with all that it names."""
 
     key: str
-    record: Manifest | None
+    record: Manifest | Pointer | None
     fault: str | None
 
 
@@ -194,6 +196,21 @@ class RunVerifier:
             yield CheckedRecord(
                 found.key, found.record, "it belongs to a version that is not published, or not any more"
             )
+        yield from self._pointers()
+
+    def _pointers(self) -> Iterator[CheckedRecord]:
+        """Check every move of every pointer. The version of an old one may have been pruned, that of the newest not."""
+        if _listed(self.store) is None:
+            return  # nothing says which names there are
+        for name, numbers in list_moves(self.store).items():
+            for number in numbers:
+                move = None
+                with _told() as faults:
+                    move = self._records.move(name, number)
+                    goal = self._records.version(move.version) if move else None
+                    if move and (goal or number == numbers[-1]):
+                        check_target(move, goal)
+                yield CheckedRecord(keys.pointer_key(name, number), move, faults[0] if faults else None)
 
     def _version(
         self, found: FoundRecord, anchors: list[FoundRecord], squashes: list[FoundRecord]

@@ -29,3 +29,15 @@ def squash_key(level: int, number: int) -> str:
 
 def start_key(digest: str) -> str:
     return f"starts/{digest}"
+
+
+def pointer_prefix(name: str) -> str:
+    return f"pointers/{name}/"
+
+
+def pointer_key(name: str, number: int) -> str:
+    return f"pointers/{name}/{number:016d}"
+
+
+def pointer_hint(name: str) -> str:
+    return f"pointers/{name}/{HEAD}"

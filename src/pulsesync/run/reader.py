@@ -5,7 +5,7 @@ What Subscriber, Publisher, squash and prune have in common. Nothing here change
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,9 +21,11 @@ from pulsesync.errors import (
 )
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
+from pulsesync.format import pointer as pointers
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
 
@@ -91,26 +93,58 @@ class RunReader:
         return self.fetched(keys.manifest_key(version))
 
     def newest(self, after: int = -1) -> Manifest | None:
-        """The newest version beyond one: what head says, and then the next as long as there is one; None for none.
+        """The newest version beyond one: what head says, and then the next as long as there is one; None for none."""
+        return self._last(keys.HEAD, "manifests/", self.version, after)
+
+    def pointer(self, name: str, after: int = -1) -> Pointer | None:
+        """The newest move of a pointer beyond one, found as the newest version is; None for none.
+
+        Raises:
+            SignatureError: no trusted key signed it; FormatError: it is not a pointer; ChainError: it is another one.
+        """
+        return self._last(
+            keys.pointer_hint(name), keys.pointer_prefix(name), lambda number: self.move(name, number), after
+        )
+
+    def move(self, name: str, number: int) -> Pointer | None:
+        """One move of a pointer, None if there is none of this number. Raises: as `pointer`."""
+        key = keys.pointer_key(name, number)
+        try:
+            data = self.store.get(key, 0, pointers.MAX_BYTES + 1)
+        except NotFoundError:
+            return None
+        self.fetched_bytes += len(data)
+        try:
+            pointer = pointers.parse(data, self.trust)
+            if (pointer.name, pointer.number) != (name, number):
+                raise ChainError(f"{key} has move {pointer.number} of pointer {pointer.name!r}")
+        except (FormatError, ChainError) as e:
+            locate(e, key)
+            raise
+        return pointer
+
+    def _last(self, hint: str, prefix: str, look: Callable[[int], T | None], after: int) -> T | None:
+        """The last of consecutive records beyond one.
 
         The hint may be stale, missing or wrong: it is where to begin, not what to believe. Where nothing is found, all
-        manifests are listed, unless the hint names the version that was given and `check_run` has not found it gone.
+        of them are listed, unless the hint names the one that was given and `check_run` has not found it gone.
         """
-        head = self._head()
-        found = self.version(head) if head > after else None
-        found = found or self.version(after + 1)
-        if found is None and (head != after or after < 0 or self._is_gone(after)):
-            last = self._last_listed()
-            found = self.version(last) if last is not None and last > after else None
+        number = head = self._hint(hint)
+        found = look(head) if head > after else None
+        if found is None:
+            number = after + 1
+            found = look(number)
+        if found is None and (head != after or after < 0 or self._is_gone(f"{prefix}{after:016d}")):
+            number = self._last_listed(prefix)
+            found = look(number) if number > after else None
         for _ in range(MAX_PROBES):
-            if found is None or (later := self.version(found.version + 1)) is None:
+            if found is None or (later := look(number + 1)) is None:
                 return found
-            found = later
-        raise ChainError(f"head lags by more than {MAX_PROBES} versions")
+            number, found = number + 1, later
+        raise ChainError(f"{hint} lags by more than {MAX_PROBES} records", key=hint)
 
-    def _is_gone(self, version: int) -> bool:
-        """Whether a version was looked for and is not there."""
-        key = keys.manifest_key(version)
+    def _is_gone(self, key: str) -> bool:
+        """Whether a record was looked for and is not there."""
         return key in self._known and self._known[key] is None
 
     def check_run(self, run: str, version: int, digest: str) -> None:
@@ -167,29 +201,25 @@ class RunReader:
             version=goal.version,
         )
 
-    def _head(self) -> int:
+    def _hint(self, key: str) -> int:
         try:
-            text = self.store.get(keys.HEAD, 0, HINT_BYTES)
+            return _number(self.store.get(key, 0, HINT_BYTES))
         except NotFoundError:
             return -1
-        return _number(text)
 
-    def _last_listed(self) -> int | None:
-        """The last version in a listing: the first ones may have been pruned, and head may be lost."""
+    def _last_listed(self, prefix: str) -> int:
+        """The last record in a listing, -1 for none: the first ones may have been pruned, and the hint may be lost."""
         try:
-            names = [entry.key.rpartition("/")[2] for entry in self.store.list("manifests/")]
+            names = [entry.key.rpartition("/")[2] for entry in self.store.list(prefix)]
         except StoreError as e:
             if e.retryable:
                 raise  # not to know is not the same as to know that there is nothing
-            return None  # a place that cannot list
-        return max((_number(name.encode()) for name in names), default=None)
+            return -1  # a place that cannot list
+        return max((_number(name.encode()) for name in names), default=-1)
 
     def start(self, digest: str) -> Manifest | None:
         """The version from which weights with this digest can go on, if there is one."""
-        try:
-            version = _number(self.store.get(keys.start_key(digest), 0, HINT_BYTES))
-        except NotFoundError:
-            return None
+        version = self._hint(keys.start_key(digest))
         found = self.version(version) if version >= 0 else None
         if found is None or found.digest != digest:
             return None

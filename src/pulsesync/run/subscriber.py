@@ -37,6 +37,7 @@ from pulsesync.errors import (
     PulseError,
     RunChangedError,
     SignatureError,
+    StaleWeightsError,
     StoreError,
     VerificationError,
 )
@@ -49,6 +50,7 @@ from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body
 from pulsesync.run.planner import Position
+from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.host import HostState
@@ -80,6 +82,7 @@ class SyncReport:
     repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
     from_version: int | None = None  # that the weights were at before; None: at none that is known
     from_step: int | None = None  # the trainer's, of that version; larger than `step` where the trainer went back
+    pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was asked for
 
     @property
     def applied(self) -> int:
@@ -163,6 +166,10 @@ class Subscriber:
         verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: at none.
         widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the FP32 number that it
             is, which is exact. Tensors must be in host memory.
+        follow: Name of a pointer of the run: syncs go to the version that it names, which may be an older one than the
+            local one; None: to the newest version.
+        max_staleness: How many versions the weights may be away from the version to follow; `check_fresh` raises where
+            they are further away. None: that is not checked.
         executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
         epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
             another number, and then to everything that reads or writes the run.
@@ -178,6 +185,8 @@ class Subscriber:
         undo: int = 1,
         verify_every: int = 0,
         widen: bool = False,
+        follow: str | None = None,
+        max_staleness: int | None = None,
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
@@ -189,6 +198,7 @@ class Subscriber:
         self.slices = slices
         self.widen = widen
         self.verify_every = verify_every
+        self._target = FollowTarget(follow, max_staleness)
         self._epoch_patches = epoch_patches
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
@@ -368,6 +378,10 @@ class Subscriber:
                 if not e.retryable:
                     raise
                 logger.warning("The store did not answer, and will be asked again: %s.", e)
+                try:
+                    self._target.check_staleness(self.version)
+                except StaleWeightsError as stale:
+                    logger.error("The weights cannot be brought up to date for now: %s.", stale)
             else:
                 followed, waiting = True, False
                 if report.path:
@@ -375,6 +389,23 @@ class Subscriber:
                     pauses = _pauses(interval_s, max_interval_s)
                     continue
             self._closed.wait(next(pauses))
+
+    def check_fresh(self) -> int:
+        """Return how many versions the weights are away from the version to follow, and raise if these are too many.
+
+        Call this before the weights are used, from any thread, also while another one syncs or watches. It reads three
+        small objects, and believes nothing that it cannot check: if the store does not answer, that is raised too, for
+        weights of unknown age are not fresh.
+
+        Raises:
+            StaleWeightsError: more than `max_staleness`, or nothing was synced yet; StoreError: the store does not
+            answer; RunChangedError, FormatError, ChainError: as `sync`. ValueError: there is no `max_staleness`.
+        """
+        if self._target.max_staleness is None:
+            raise ValueError("check_fresh compares with max_staleness; pass it to the Subscriber")
+        self._check_open()
+        self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
+        return self._target.check_staleness(self.version)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
         """One sync, from a recount of the weights, if one is due, to its report."""
@@ -408,7 +439,7 @@ class Subscriber:
                     goal = self._find_goal(version, records, follow_replaced)
                 if goal is not None:
                     self._go(goal, source, records, progress)
-                return self._report(progress, records)
+                return self._report(progress, records, version)
             except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
@@ -445,7 +476,7 @@ class Subscriber:
     def _damaged(self) -> bool:
         return self._state is not None and self._state.find_damage() is not None
 
-    def _report(self, progress: _Progress, records: RunReader) -> SyncReport:
+    def _report(self, progress: _Progress, records: RunReader, asked: int | None) -> SyncReport:
         assert self._position is not None
         assert self._step is not None
         repaired, self._to_repair = self._to_repair, ()
@@ -471,6 +502,7 @@ class Subscriber:
             repaired=repaired,
             from_version=progress.from_version,
             from_step=progress.from_step,
+            pointer=self._target.name if asked is None else None,
         )
 
     def _went_back(self, progress: _Progress) -> bool:
@@ -501,6 +533,7 @@ class Subscriber:
                     raise
                 logger.warning("Starting over from an anchor: %s.", e)
                 self._forget()
+                self._target.forget()
                 return self._goal(version, records)
         except MissingBucketError as e:
             raise records.nothing_published(": the bucket does not exist") from e
@@ -509,7 +542,8 @@ class Subscriber:
         local = self._position
         if local:
             records.check_run(local.run, local.version, local.digest)
-        goal = records.newest(local.version if local else -1) if version is None else records.version(version)
+        here = local.version if local else None
+        goal = self._target.find(records, here) if version is None else records.version(version)
         if goal is None:
             if local is None and (version is None or records.newest() is None):
                 raise records.nothing_published()

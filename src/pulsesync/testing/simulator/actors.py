@@ -108,6 +108,7 @@ class SimulatedWorker(SimulatedProcess):
     weights: Arrays
     last: Content  # what they were when they were last looked at
     cache: Path | None
+    follow: str | None = None  # the pointer
     subscriber: Subscriber | None = None
     saved: tuple[int, bytes, Content] | None = None  # version, history and weights, written down for a restart
     damaged: bool = False

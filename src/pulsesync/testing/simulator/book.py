@@ -75,11 +75,11 @@ class PublishLog:
                     self._parsed[data] = manifests.parse(data, epoch_patches=self._epoch_patches)
                 yield entry.key, self._parsed[data]
 
-    def joinable(self) -> bool:
-        """Whether a way leads to the newest version from nothing, by all records that are there."""
+    def joinable(self, version: int | None = None) -> bool:
+        """Whether a path leads to a version, or to the newest, from nothing, by all records that are there."""
         records = [record for _, record in self.stored()]
         reached = {record.version for record in records if record.kind == RecordKind.ANCHOR}
         for record in sorted(records, key=lambda record: record.version):
             if record.base is not None and record.base.version in reached:
                 reached.add(record.version)
-        return bool(self.records) and self.records[-1].version in reached
+        return bool(self.records) and (self.records[-1].version if version is None else version) in reached

@@ -4,11 +4,15 @@ Two things are looked at as they happen instead: `Ledger` sees that nothing is o
 versions follow from each other.
 """
 
+from collections import Counter
+
 from pulsesync.errors import PulseError
 from pulsesync.format import layout as layouts
+from pulsesync.format import pointer as pointers
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.host import HostState
@@ -26,12 +30,39 @@ def check(world: World) -> None:
         check_worker(world, worker)
     for trainer in world.trainers:
         check_trainer(world, trainer)
+    check_moves(world)
     there = {entry.key for prefix in BODIES for entry in world.truth.list(prefix)}
     for key, record in world.book.stored():
         if lacking := [body for body in bodies_of(record) if body not in there]:
             world.fail(Invariant.BODIES_FIRST, f"{key} is in the store without {lacking[0]}")
         if key not in world.replayed:
             world.replayed[key] = _replay(world, key, record)
+
+
+def moves_of(world: World, name: str) -> list[Pointer]:
+    """All moves of a pointer that ever were made."""
+    moves = (pointers.parse(data) for data in world.ledger.moves)
+    return [move for move in moves if move.name == name]
+
+
+def check_moves(world: World) -> None:
+    """See that pointers were moved by one record after the other, signed as they should be, to versions that exist."""
+    counts: Counter[str] = Counter()
+    for data in world.ledger.moves:
+        move = pointers.parse(data, {world.trust} if world.trust else None)
+        target = world.book.records[move.version] if move.version < len(world.book.records) else None
+        if target is None or (move.run, move.digest) != (target.run, target.digest):
+            world.fail(Invariant.POINTER, f"{move.name} names version {move.version}, which is not in this run")
+        if move.number != counts[move.name]:
+            world.fail(Invariant.POINTER, f"{move.name} has move {move.number} after {counts[move.name]} moves")
+        counts[move.name] += 1
+
+
+def check_followed(world: World, name: str, version: int, moves_before: int) -> None:
+    """Check the version that a worker was brought to: the one that its pointer named, then or in the meantime."""
+    named = [move.version for move in moves_of(world, name)]
+    if version not in named[max(0, moves_before - 1) :]:
+        world.fail(Invariant.POINTER, f"{name} names version {named[-1:]}, and a worker that follows it has {version}")
 
 
 def check_worker(world: World, worker: SimulatedWorker) -> None:

@@ -7,9 +7,10 @@ from pulsesync.errors import AnotherPublisherError, PulseError, RunChangedError,
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys
 from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker
-from pulsesync.testing.simulator.checks import check, check_synced, check_worker
+from pulsesync.testing.simulator.checks import check, check_synced, check_worker, moves_of
 from pulsesync.testing.simulator.events import describe_prune, prune_with
 from pulsesync.testing.simulator.invariants import Invariant
+from pulsesync.testing.simulator.pointers import NAMES, check_pruned, move, named_versions
 from pulsesync.testing.simulator.trainers import publish, train
 from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync
 from pulsesync.testing.simulator.world import PART_BYTES, World
@@ -51,8 +52,10 @@ def _finish(world: World) -> None:
     world.log.append(f"squashes {[(s.level, s.number) for s in squasher.run()]}")
     check(world)
     _spoil_head(world)
+    _point(world)
     for worker in world.workers:
         _arrive(world, worker)
+    _direct_a_fleet(world)
     _join_cheaply(world)
     if world.rng.random() < 0.5:
         _prune(world, trainer, squasher)
@@ -68,16 +71,40 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
             _publish_for_sure(world, trainer)
         squasher.run()
         _spoil_head(world)
+    for name in NAMES if world.rng.random() < 0.8 else ():  # else they keep what they name, and all since
+        world.log.append(move(world, SimulatedProcess("operator", world.new_line()), name, len(world.book.records) - 1))
+    named = named_versions(world)
     for hours in (5.0, 0.0):
         world.clock.now_s += hours * 3600
         report = prune_with(world, world.new_line(), 2, 0.0, 1.0)
         world.log.append(describe_prune(report))
         if not world.book.joinable():
             world.fail(Invariant.PATH_TO_NEWEST, "no path is left after a prune")
+        check_pruned(world, named)
     _join_cheaply(world)
     train(world, trainer)
     _publish_for_sure(world, trainer)
     for worker in world.workers:
+        _arrive(world, worker)
+
+
+def _point(world: World) -> None:
+    """Let the pointer that workers follow name one of the last versions that can be reached, and its hint lag."""
+    versions = [record.version for record in world.book.records[-4:] if world.book.joinable(record.version)]
+    operator = SimulatedProcess("operator", world.new_line())
+    world.log.append(move(world, operator, "stable", world.rng.choice(versions)))
+    hint = keys.pointer_hint("stable")
+    world.truth.put(hint, world.rng.choice([*world.ledger.hints.get(hint, []), b"", b"9999", b"?"]))
+
+
+def _direct_a_fleet(world: World) -> None:
+    """Two workers follow a pointer that is moved on and back; one of them misses a move."""
+    fleet = [new_worker(world, None, follow="stable") for _ in range(2)]
+    for number in range(3):
+        for worker in fleet[number % 2 :]:
+            _arrive(world, worker)
+        _point(world)
+    for worker in fleet:
         _arrive(world, worker)
 
 
@@ -105,7 +132,7 @@ def _arrive(world: World, worker: SimulatedWorker) -> None:
     open_subscriber(world, worker)
     world.log.append(f"{worker.name} {sync(world, worker)}")
     assert worker.subscriber is not None
-    newest = world.book.records[-1]
+    newest = world.book.records[moves_of(world, worker.follow)[-1].version if worker.follow else -1]
     if worker.subscriber.version != newest.version:
         world.fail(Invariant.PROGRESS, f"{worker.name} does not reach version {newest.version}")
     check_worker(world, worker)
@@ -119,7 +146,7 @@ def _arrive(world: World, worker: SimulatedWorker) -> None:
 
 def _join_cheaply(world: World) -> None:
     """A worker with nothing arrives, by an anchor, squashes and the patches of one epoch, asking little."""
-    worker = new_worker(world, None)
+    worker = new_worker(world, None, follow=None)
     end = open_subscriber(world, worker)
     report = end.sync(worker.weights)
     check_synced(world, end, report, None)

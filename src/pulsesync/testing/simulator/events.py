@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pulsesync.maintain.prune import PruneReport, prune
 from pulsesync.maintain.squash import Squasher
 from pulsesync.store import Store
-from pulsesync.testing.simulator import trainers, workers
+from pulsesync.testing.simulator import pointers, trainers, workers
 from pulsesync.testing.simulator.actors import SimulatedProcess
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.world import World
@@ -29,12 +29,13 @@ def on_prune(world: World) -> str:
     process = SimulatedProcess(world.new_name("prune"), world.new_line())
     keep, hours = world.rng.choice([1, 2, 5, 20]), world.rng.choice([0.0, 0.0, 0.5, 3.0])
     grace = world.rng.choice([0.0, 0.5, 2.0])
-    before = world.book.joinable()
+    before, named = world.book.joinable(), pointers.named_versions(world)
     made = len(world.book.records)
     outcome = world.act(process, lambda: prune_with(world, process.line, keep, hours, grace), describe_prune)
     rooted = any(record.base is None for record in world.book.records[made:])
     if before and not rooted and not world.book.joinable():
         world.fail(Invariant.PATH_TO_NEWEST, f"no path is left after a prune: {outcome}")
+    pointers.check_pruned(world, named)
     return f"keep {keep}, {hours} h, grace {grace} h: {outcome}"
 
 
@@ -76,6 +77,7 @@ EVENTS: dict[str, tuple[int, Callable[[World], str]]] = {
     "leave": (1, workers.on_leave),
     "damage a worker": (1, workers.on_damage_a_worker),
     "interrupt a write": (2, workers.on_interrupt_a_write),
+    "move a pointer": (4, pointers.on_move_a_pointer),
     "squash": (4, on_squash),
     "prune": (2, on_prune),
     "time passes": (2, on_time_passes),
@@ -87,6 +89,7 @@ MEANWHILE = (
     "publish behind",
     "sync",
     "squash",
+    "move a pointer",
     "prune",
     "prune",
     "train",

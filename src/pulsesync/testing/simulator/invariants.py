@@ -27,6 +27,9 @@ class Invariant(StrEnum):
     BODIES_FIRST = "every object that a record names was put before the record, and stays as long as it does"
     PATCH_CONTENT = "every patch takes the weights of its base to those of its version"
     ANCHOR_AND_SQUASH_CONTENT = "every anchor and every squash leads to the weights of its version"
+    POINTER = (
+        "a worker that follows a pointer gets the version it names; each move is one more record; prunes keep both"
+    )
     PATH_TO_NEWEST = "records lead from an anchor to the newest version, and a prune leaves such a path"
     # The end, without faults
     PROGRESS = "without faults the run can be resumed, squashed, joined and pruned, and all reach the newest version"

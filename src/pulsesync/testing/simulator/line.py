@@ -15,6 +15,7 @@ from pulsesync.testing.simulator.invariants import Fail, Invariant
 
 RECORDS = ("manifests/", "anchors/", "squashes/")
 BODIES = ("parts/", "layouts/", "files/")
+POINTERS = "pointers/"
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class Ledger:
     def __init__(self, store: Store, on_version: Callable[[bytes], None], fail: Fail) -> None:
         self.store = store
         self.heads: list[bytes] = []  # all that head has ever said
+        self.moves: list[bytes] = []  # of pointers, as they were created
+        self.hints: dict[str, list[bytes]] = {}  # at the newest moves, since some were last deleted
         self.late: list[Callable[[], None]] = []  # writes that have not arrived yet
         self._on_version, self._fail = on_version, fail
         self._bodies: dict[str, bytes] = {}
@@ -47,15 +50,22 @@ class Ledger:
         return self.store.get(key, begin, end)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        if key.startswith(RECORDS):
+        is_hint = key == keys.HEAD or key.endswith(f"/{keys.HEAD}")
+        if key.startswith((*RECORDS, POINTERS)) and not is_hint:
             self._fail(Invariant.IMMUTABLE_OBJECTS, f"{key} is put, which could overwrite an existing record")
         if key.startswith(BODIES) and self._bodies.setdefault(key, bytes(data)) != bytes(data):
             self._fail(Invariant.IMMUTABLE_OBJECTS, f"{key} is put again with other bytes")
         self.store.put(key, data)
         if key == keys.HEAD:
             self.heads.append(bytes(data))
+        elif is_hint:
+            self.hints.setdefault(key, []).append(bytes(data))
 
     def create(self, key: str, data: bytes) -> None:
+        if key.startswith(POINTERS):
+            self.store.create(key, data)
+            self.moves.append(data)
+            return
         if lacking := [body for body in bodies_of(manifests.parse(data)) if body not in self._bodies]:
             self._fail(Invariant.BODIES_FIRST, f"{key} is created before {lacking[0]} was put")
         self.store.create(key, data)
@@ -66,6 +76,8 @@ class Ledger:
         return self.store.list(prefix)
 
     def delete(self, key: str) -> None:
+        if key.startswith(POINTERS):
+            self.hints.clear()
         self.store.delete(key)
 
     def arrive(self) -> None:
@@ -111,9 +123,10 @@ class StoreLink:
         self._alarms[self.calls + calls] = "before", event
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        if key == keys.HEAD and self.ledger.heads and self._rng.random() < self.stale:
+        said = self.ledger.heads if key == keys.HEAD else self.ledger.hints.get(key)
+        if said and self._rng.random() < self.stale:
             self.faults["stale"] += 1
-            old = self._rng.choice(self.ledger.heads)
+            old = self._rng.choice(said)
             return self._call(lambda: old[begin:end])
         return self._call(lambda: self._by(key).get(key, begin, end))
 

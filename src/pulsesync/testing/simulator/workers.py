@@ -10,7 +10,7 @@ from pulsesync.errors import VerificationError
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
 from pulsesync.testing.simulator.actors import Arrays, Content, SimulatedWorker, bits
-from pulsesync.testing.simulator.checks import check_synced, check_verified
+from pulsesync.testing.simulator.checks import check_followed, check_synced, check_verified, moves_of
 from pulsesync.testing.simulator.executors import InlineExecutor
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.world import Interrupted, World
@@ -18,10 +18,11 @@ from pulsesync.testing.simulator.world import Interrupted, World
 WORKERS = 4  # at most, at a time
 
 
-def new_worker(world: World, content: Content | None) -> SimulatedWorker:
+def new_worker(world: World, content: Content | None, follow: str | None) -> SimulatedWorker:
     weights = world.model.new(content, world.rng.choice(["shared", "copy", "absent"]))
     cache = world.new_folder("cache") if world.rng.random() < 0.4 else None
-    worker = SimulatedWorker(world.new_name("worker"), world.new_line(), weights, world.model.content(weights), cache)
+    name, now = world.new_name("worker"), world.model.content(weights)
+    worker = SimulatedWorker(name, world.new_line(), weights, now, cache, follow)
     open_subscriber(world, worker)
     return worker
 
@@ -34,6 +35,7 @@ def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
             trust=world.trust,
             cache=worker.cache,
             undo=world.rng.choice([0, 1, 3]),
+            follow=worker.follow,
             executor=InlineExecutor(),
             epoch_patches=world.epoch_patches,
         )
@@ -42,10 +44,12 @@ def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
 
 def sync(world: World, worker: SimulatedWorker, version: int | None = None) -> str:
     end = open_subscriber(world, worker)
-    before = end.version
+    before, moves = end.version, len(moves_of(world, worker.follow or ""))
     report = end.sync(worker.weights, version)
     check_synced(world, end, report, version)
-    if version is None and report.version < (before or 0):
+    if version is None and worker.follow:
+        check_followed(world, worker.follow, report.version, moves)
+    elif version is None and report.version < (before or 0):
         world.fail(Invariant.SYNC_REPORT, f"{worker.name} went from version {before} to {report.version}")
     to = "" if version is None else f" (asked for {version})"
     return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
@@ -70,7 +74,7 @@ def on_join(world: World) -> str:
         content = world.rng.choice(world.book.contents)
     elif kind == "other weights":
         content = world.model.content(world.model.arbitrary(world.noise))
-    worker = new_worker(world, content)
+    worker = new_worker(world, content, world.rng.choice([None, "stable"]))
     world.workers.append(worker)
     return f"{worker.name} with {kind}; " + world.act(worker, lambda: sync(world, worker))
 

@@ -19,13 +19,14 @@ from pulsesync.core import threads
 from pulsesync.errors import PulseError, RunChangedError
 from pulsesync.format.history import History
 from pulsesync.format.signature import SigningKey
+from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run import spool, subscriber
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.store import Store
+from pulsesync.store import Store, cache
 from pulsesync.testing.faults import FaultyStore
 from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from pulsesync.testing.simulator.book import PublishLog
@@ -102,7 +103,9 @@ class World:
                 (writer, "time", times),
                 (commit, "time", times),
                 (commit, "secrets", chance),
+                (pointing, "time", times),
                 (pruning, "secrets", chance),
+                (cache, "_ASK_AGAIN_S", 0.0),  # after a failure a cache waits by a real clock
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
             yield

@@ -1,0 +1,119 @@
+"""What `pulse point` does: show the pointers of a run, and move them."""
+
+from dataclasses import asdict
+
+from pulsesync.cli.log import utc
+from pulsesync.cli.options import (
+    Json,
+    Key,
+    NothingThereError,
+    Printer,
+    Trust,
+    UsageError,
+    Version,
+    open_place,
+    read_key,
+    read_trust,
+)
+from pulsesync.errors import NothingPublishedError
+from pulsesync.format.pointer import Pointer, check_name
+from pulsesync.maintain.point import move_pointer
+from pulsesync.run.pointers import list_moves
+from pulsesync.run.reader import RunReader
+
+
+def point(
+    run: str,
+    name: str | None = None,
+    version: Version = None,
+    *,
+    key: Key = None,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> int:
+    """Show the pointers of a run, or move one: all workers that follow it go to the version that it names.
+
+    Workers follow a pointer by pulse follow --pointer stable or Subscriber(follow="stable"). So a few can try a version
+    before all of them get it:
+
+        pulse point RUN canary 120    the workers that follow canary go to version 120
+
+        pulse point RUN stable 120    and if it is good, the others too
+
+        pulse point RUN stable        every version that stable has named, the newest first
+
+        pulse point RUN stable 118    roll the whole fleet back: all that follow stable go to version 118
+
+    Nothing is overwritten: each move is a record of its own. If another process moves the pointer at the same time, one
+    of the two fails, and its message says where the pointer is now. Prune keeps what pointers name.
+
+    Args:
+        run: The run.
+        name: The pointer to show or to move; all are shown if it is not given.
+        version: The version that it is to name; the pointer is created if there is none of this name.
+        key: File with the run's signing key; needed to move a pointer of a run that is signed.
+        trust: Public key of a publisher to trust, or a file of such keys; if not given, that of the signing key.
+        as_json: Print one JSON object a line, for machines.
+
+    Raises:
+        UsageError: NAME is not the name of a pointer.
+        NothingThereError: there is no run, or no version in it yet.
+        PulseError: the run cannot be read, or the pointer not be moved.
+    """
+    store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
+    if trusted is None and signing_key:
+        trusted = frozenset({signing_key.public})
+    records = RunReader(store, trusted)
+    if records.newest() is None:
+        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+    try:
+        if name is not None and version is not None:
+            before = records.pointer(check_name(name))
+            moved = move_pointer(store, name, version, signing_key=signing_key, trust=trusted)
+            _report_move(before, moved, printer)
+            return 0
+        found = _find(records, name and check_name(name))
+    except ValueError as e:
+        raise UsageError(str(e)) from e
+    except NothingPublishedError as e:
+        raise NothingThereError(str(e)) from e
+    if not found:
+        text = f"there is no pointer{'' if name is None else f' {name}'} in {run}"
+        printer.note("none", f"{text}; create one with: pulse point {run} {name or 'stable'} VERSION")
+    if as_json:
+        for pointer, step in found:
+            printer.tell("pointer", "", **asdict(pointer), step=step)
+        return 0
+    printer.table(
+        {
+            "pointer": pointer.name,
+            "move": pointer.number,
+            "version": pointer.version,
+            "step": step,
+            "time (UTC)": utc(pointer.created),
+            "signed by" if trusted else "signed by (not checked)": pointer.signed_by and pointer.signed_by[:16],
+        }
+        for pointer, step in found
+    )
+    return 0
+
+
+def _find(records: RunReader, name: str | None) -> list[tuple[Pointer, int | None]]:
+    """The newest move of every pointer, or all moves of one, the newest first; each with the step of its version."""
+    moves = list_moves(records.store)
+    if name is None:
+        found = [records.pointer(one) for one in moves]
+    else:
+        found = [records.move(name, number) for number in reversed(moves.get(name, []))]
+    targets = {one.version: records.version(one.version) for one in found if one}
+    return [(one, target.step if (target := targets[one.version]) else None) for one in found if one]
+
+
+def _report_move(before: Pointer | None, moved: Pointer, printer: Printer) -> None:
+    if before is None:
+        text = f"{moved.name} is created, and names version {moved.version}"
+    elif before == moved:
+        text = f"{moved.name} names version {moved.version} already"
+    else:
+        text = f"{moved.name} names version {moved.version}, and {before.version} before"
+    printer.tell("moved", text, **asdict(moved), before=before and before.version)

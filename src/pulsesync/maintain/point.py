@@ -1,0 +1,121 @@
+"""Moving a pointer of a run: all workers that follow it go to the version that it names, forwards or backwards.
+
+    move_pointer("s3://bucket/run", "stable", 120, signing_key=key)
+
+A move is a record that is created if it is absent, with the number after the newest. Of two processes that move a
+pointer at the same time one succeeds, and the other gets an error that says where the pointer is now.
+"""
+
+import logging
+import time
+from collections.abc import Collection
+
+from pulsesync.errors import (
+    ConflictError,
+    MissingLinkError,
+    NotFoundError,
+    PointerMovedError,
+    SignatureError,
+    StoreError,
+)
+from pulsesync.format import manifest as manifests
+from pulsesync.format import signature
+from pulsesync.format.epochs import EPOCH_PATCHES
+from pulsesync.format.manifest import Manifest
+from pulsesync.format.pointer import Pointer, check_name
+from pulsesync.format.signature import SigningKey, trusted
+from pulsesync.run import keys, planner
+from pulsesync.run.reader import RunReader
+from pulsesync.store import Store, open_store
+
+logger = logging.getLogger(__name__)
+
+
+def move_pointer(
+    location: str | Store,
+    name: str,
+    version: int,
+    *,
+    signing_key: SigningKey | None = None,
+    trust: str | Collection[str] | None = None,
+    epoch_patches: int = EPOCH_PATCHES,
+) -> Pointer:
+    """Let a pointer name a version, and create the pointer if there is none of this name; return the move that counts.
+
+    A pointer that names the version already is left alone. A version that no anchor leads to is refused, because a
+    worker that joins could not reach it.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        name: The name of the pointer, such as "stable".
+        version: The version that it names from now on, newer or older than the one before.
+        signing_key: Signs the move; required if the run is signed.
+        trust: Public keys whose records are accepted; None: that of the signing key, if one is given.
+        epoch_patches: As for a `Subscriber`.
+
+    Raises:
+        PointerMovedError: another process moved the pointer first, and this call changed nothing; MissingLinkError: the
+            version is not published, or cannot be reached; NothingPublishedError: there is no run, or no anchor yet;
+            SignatureError: the run is signed, and not with a key that is trusted here; ValueError: `name` is not a
+            name; FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
+    """
+    check_name(name)
+    store = open_store(location) if isinstance(location, str) else location
+    allowed = trusted(signing_key.public if trust is None and signing_key else trust)
+    records = RunReader(store, allowed, epoch_patches=epoch_patches)
+    goal = _target(records, version, signing_key)
+    last = records.pointer(name)
+    if last is not None and (last.run, last.version, last.digest) == (goal.run, goal.version, goal.digest):
+        return last
+    move = Pointer(goal.run, name, last.number + 1 if last else 0, version, goal.digest, int(time.time()))
+    return _create(records, move, signing_key)
+
+
+def _target(records: RunReader, version: int, signing_key: SigningKey | None) -> Manifest:
+    """The record of a version that a pointer may name. Raises: as `move_pointer`."""
+    goal, key = records.version(version), keys.manifest_key(version)
+    if goal is None:
+        if records.newest() is None:
+            raise records.nothing_published()
+        raise MissingLinkError(
+            f"version {version} is not published, or not any more; pulse log lists the versions", version=version
+        )
+    if signing_key is None and signature.signer(records.store.get(key, 0, manifests.MAX_BYTES)):
+        raise SignatureError("this run is signed; pass signing_key= (pulse point --key) to move its pointers", key=key)
+    try:
+        planner.find_path(None, goal, records.look)
+    except MissingLinkError:
+        if goal.anchor is None:
+            raise records.no_anchor(goal) from None
+        raise
+    return goal
+
+
+def _create(records: RunReader, move: Pointer, signing_key: SigningKey | None) -> Pointer:
+    line, key, store = move.build(), keys.pointer_key(move.name, move.number), records.store
+    try:
+        store.create(key, signature.sign(line, signing_key) if signing_key else line)
+    except ConflictError as e:
+        winner = records.pointer(move.name)
+        if winner != move:  # else the answer to this very move was lost, and it was sent again
+            version = winner.version if winner else None
+            raise PointerMovedError(
+                f"{move.name} was moved to version {version} meanwhile, and not to {move.version}; look at what moved "
+                "it, and move it again if that was wrong",
+                key=key,
+                pointer=move.name,
+                version=version,
+            ) from e
+    try:
+        store.get(keys.manifest_key(move.version), 0, 1)
+    except NotFoundError as e:
+        raise MissingLinkError(
+            f"version {move.version} was pruned while {move.name} was moved to it; move it to another version",
+            key=key,
+            version=move.version,
+        ) from e
+    try:
+        store.put(keys.pointer_hint(move.name), str(move.number).encode())
+    except StoreError as e:  # it may lag; the pointer is moved
+        logger.warning("Pointer %s is moved; the hint to its newest move could not be written: %s", move.name, e)
+    return move
