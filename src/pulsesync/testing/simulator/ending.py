@@ -135,7 +135,8 @@ def _join_cheaply(world: World) -> None:
     for kind, limit in limits.items():
         if kinds[kind] > limit:
             world.fail(Invariant.JOIN_COST, f"a joiner applies {kinds[kind]} of kind {kind} over {epochs} epochs")
-    most = 24 + len(report.path) * (2 + levels) + _parts(world)
+    of_a_patch = max(len(record.parts) for record in world.book.records)  # one from each rank of a team
+    most = 24 + len(report.path) * (1 + of_a_patch + levels) + _parts(world)
     if worker.line.calls > most:
         world.fail(Invariant.JOIN_COST, f"a joiner asks the store {worker.line.calls} times; {most} are enough")
 

@@ -1,6 +1,8 @@
-"""What trainers do: train, publish and wait, publish behind; go back, die and come again; be two."""
+"""What trainers do: train, publish and wait, publish behind; go back, die and come again; be two, or a team."""
 
+import random
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
 from pulsesync.testing.simulator.checks import check_published
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.invariants import Invariant
+from pulsesync.testing.simulator.teams import Sharding, TeamPublisher
 from pulsesync.testing.simulator.world import World
 from pulsesync.testing.updates import mutate
 
@@ -26,17 +29,34 @@ def new_trainer(world: World, content: Content) -> SimulatedTrainer:
         "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
         "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
     }
-    name = world.new_name("trainer")
-    return SimulatedTrainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
+    sharding = draw_sharding(world) if world.rng.random() < world.teams else None
+    name, spool = world.new_name("team" if sharding else "trainer"), world.new_folder("spool")
+    return SimulatedTrainer(name, world.new_line(), world.model.new(content), spool, options, sharding=sharding)
 
 
-def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher:
+def draw_sharding(world: World) -> Sharding:
+    shapes = {name: shape for name, (_, shape) in world.model.arrays.items()}
+    return Sharding.draw(world.rng, shapes, world.model.alias)
+
+
+def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher | TeamPublisher:
     if trainer.publisher is None:
         trainer.line, trainer.executor, trainer.version = world.new_line(), QueuedExecutor(), -1
-        trainer.publisher = world.make_publisher(
-            trainer.line, **trainer.options, spool=trainer.spool, executor=trainer.executor
-        )
+        if trainer.sharding is not None:
+            trainer.publisher = _open_team(world, trainer, trainer.sharding)
+        else:
+            trainer.other_lines = []
+            trainer.publisher = world.make_publisher(
+                trainer.line, **trainer.options, spool=trainer.spool, executor=trainer.executor
+            )
     return trainer.publisher
+
+
+def _open_team(world: World, trainer: SimulatedTrainer, sharding: Sharding) -> TeamPublisher:
+    trainer.other_lines = [world.new_line() for _ in range(1, sharding.size)]
+    options = {name: value for name, value in trainer.options.items() if name != "publish_every"}
+    make, rng = partial(world.make_sharded, **options), random.Random(world.rng.getrandbits(32))
+    return TeamPublisher(make, sharding, trainer.lines, rng, world.note, world.fail)
 
 
 def train(world: World, trainer: SimulatedTrainer) -> str:
@@ -59,7 +79,8 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     """Publish and wait for it."""
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
-    late = not end._sending and world.rng.random() < 0.5  # an anchor that waits is written after this version
+    idle = isinstance(end, Publisher) and not end._sending
+    late = idle and world.rng.random() < 0.5  # an anchor that waits is written after this version
     with trainer.executor.at_once(backlog=not late):
         try:
             report = end.publish(trainer.weights, step=trainer.step, now=now)
@@ -79,6 +100,7 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
 
 def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     end = open_publisher(world, trainer)
+    assert isinstance(end, Publisher)
     _, ordinal = _note_call(world, trainer)
     future = end.publish(trainer.weights, step=trainer.step, wait=False)
     trainer.futures.append((future, ordinal))
@@ -88,7 +110,7 @@ def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
 def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
-    if end is None or end._lock._is_owned():  # type: ignore[attr-defined]
+    if not isinstance(end, Publisher) or end._lock._is_owned():  # type: ignore[attr-defined]
         return  # where they hold the lock it would have to wait
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
@@ -128,9 +150,9 @@ def on_publish(world: World) -> str:
 
 
 def on_publish_behind(world: World) -> str:
-    trainer = world.pick(world.trainers)
+    trainer = world.pick([one for one in world.trainers if one.sharding is None])
     if trainer is None:
-        return "nobody is idle"
+        return on_publish(world)  # a team waits for every version
     if world.rng.random() < 0.6:
         train(world, trainer)
     open_publisher(world, trainer)
@@ -154,12 +176,15 @@ def on_work_behind(world: World) -> str:
 
 
 def on_restart_the_trainer(world: World) -> str:
-    """A new process, with the weights it had, older ones or others, with its spool or on another machine."""
+    """A new process, with the weights it had, older ones or others, with its spool or on another machine.
+
+    Or a team in place of a process, a process in place of a team, or a team with other shards.
+    """
     trainer = world.pick(world.trainers)
     if trainer is None:
         return "nobody is idle"
     world.bury(trainer)
-    trainer.line.dead = True
+    trainer.kill()
     kind = world.rng.choice(["the same", "older", "base", "any version's", "other"])
     if kind == "older" and trainer.saved:
         trainer.step, content = world.rng.choice(trainer.saved)
@@ -172,10 +197,24 @@ def on_restart_the_trainer(world: World) -> str:
         train(world, trainer)
     else:
         kind = "the same"
-    if world.rng.random() < 0.3:
+    change = world.rng.choice(["nothing", "nothing", "the spool", "the trainer", "the shards"])
+    if change == "the spool":
         trainer.spool = world.new_folder("spool")
         return f"{trainer.name} with {kind} weights and a new spool"
+    if change == "the trainer":
+        return f"{trainer.name} with {kind} weights, as {_replace(world, trainer).name}"
+    if change == "the shards" and trainer.sharding is not None:
+        trainer.sharding = draw_sharding(world)
+        return f"{trainer.name} with {kind} weights, now over {trainer.sharding.size} ranks"
     return f"{trainer.name} with {kind} weights"
+
+
+def _replace(world: World, trainer: SimulatedTrainer) -> SimulatedTrainer:
+    """Let another trainer continue, with other options: one process where a team was, or the other way around."""
+    other = new_trainer(world, world.model.content(trainer.weights))
+    other.step, other.saved = trainer.step, trainer.saved
+    world.trainers[world.trainers.index(trainer)] = other
+    return other
 
 
 def on_a_second_trainer(world: World) -> str:
@@ -184,7 +223,7 @@ def on_a_second_trainer(world: World) -> str:
         if left is None:
             return "nobody is idle"
         world.bury(left)
-        left.line.dead = True
+        left.kill()
         world.trainers.remove(left)
         return f"{left.name} is gone"
     first = world.trainers[0]
