@@ -68,6 +68,8 @@ def train(world: World, trainer: SimulatedTrainer) -> str:
             flat[...] = mutate(world.noise, flat, world.rng.choice([0.02, 0.5]))
         else:
             places = world.noise.integers(0, max(1, flat.size // 8), max(1, flat.size // 100))
+            if trainer.sharding is not None:
+                places = places * 8 % flat.size  # in the parts of all ranks
             flat[places] += world.noise.choice(np.array([1, 1, -1]).astype(flat.dtype), places.size)
     trainer.step += 1
     if world.rng.random() < 0.2:
