@@ -11,7 +11,8 @@ import numpy as np
 
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
-from pulsesync.publish.publisher import Publisher, PublishReport
+from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import State
 from pulsesync.state.views import view_bits
@@ -113,6 +114,11 @@ class SimulatedTrainer(SimulatedProcess):
     @property
     def lines(self) -> list[StoreLink]:
         return [self.line, *self.other_lines]
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks wait to be done in the background."""
+        return self.publisher.waiting if isinstance(self.publisher, TeamPublisher) else self.executor.waiting
 
 
 @dataclass(eq=False)

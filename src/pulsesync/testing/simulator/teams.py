@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from pulsesync.errors import GroupError, PulseError
-from pulsesync.publish.publisher import PublishReport
+from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice
+from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.invariants import Fail, Invariant
 from pulsesync.testing.simulator.line import Crash, StoreLink
 
@@ -164,8 +166,13 @@ class TeamPublisher:
         fail: Fail,
     ) -> None:
         self.group = SimulatedGroup(sharding.size, rng)
-        self.ranks = [make(line, GroupMember(self.group, rank, line)) for rank, line in enumerate(lines)]
+        self.executors = [QueuedExecutor() for _ in lines]
+        self.ranks = [
+            make(line, GroupMember(self.group, rank, line), executor=executor)
+            for rank, (line, executor) in enumerate(zip(lines, self.executors, strict=True))
+        ]
         self._sharding, self._lines, self._note, self._fail = sharding, lines, note, fail
+        self._calls: list[list[Future[PublishReport]]] = []  # that are not completed, by rank
 
     @property
     def version(self) -> int | None:
@@ -173,13 +180,8 @@ class TeamPublisher:
         return max((rank.version for rank in self.ranks if rank.version is not None), default=None)
 
     @property
-    def anchor_every(self) -> float:
-        return self.ranks[0].anchor_every
-
-    @anchor_every.setter
-    def anchor_every(self, fraction: float) -> None:
-        for rank in self.ranks:
-            rank.anchor_every = fraction
+    def waiting(self) -> int:
+        return sum(executor.waiting for executor in self.executors)
 
     def publish(self, weights: Mapping[str, Any], *, step: int, now: bool = False) -> PublishReport:
         """Publish on all ranks. If a rank reports a version, that report counts: others may have died after it.
@@ -188,28 +190,59 @@ class TeamPublisher:
             Crash: a rank died; PulseError: no rank reports a version.
         """
 
-        def publish(rank: int) -> Callable[[], PublishReport]:
-            shards = self._sharding.shards(weights, rank)
-            return lambda: self.ranks[rank].publish(shards, step=step)
+        def publish(rank: int) -> PublishReport:
+            with self.executors[rank].at_once():
+                return self.ranks[rank].publish(self._sharding.shards(weights, rank), step=step, now=now)
 
-        return self._agreed(self._run([publish(rank) for rank in range(self.group.size)]))
+        outcomes = self._agreed(self._run(publish))
+        report, known = _first(outcomes), {(rank.version, rank.digest, rank.run) for rank in self.ranks}
+        if report.version is not None and len(known) > 1 and not any(outcome.exception() for outcome in outcomes):
+            self._fail(Invariant.PUBLISH_REPORT, f"the ranks report version {report.version}, and are at {known}")
+        return report
+
+    def publish_behind(self, weights: Mapping[str, Any], *, step: int) -> "list[Future[PublishReport]]":
+        """Have all ranks compare; return their futures. Raises: Crash, PulseError, if a rank does."""
+        outcomes = self._run(
+            lambda rank: self.ranks[rank].publish(self._sharding.shards(weights, rank), step=step, wait=False)
+        )
+        futures = [outcome.result() for outcome in outcomes if not outcome.exception()]
+        if len(futures) < len(outcomes):
+            raise min((error for outcome in outcomes if (error := outcome.exception())), key=_importance)
+        self._calls.append(futures)
+        return futures
+
+    def work(self) -> int:
+        """Let all ranks do what waits; return how many tasks that were."""
+        count = self.waiting
+        for outcome in self._run(lambda rank: self.executors[rank].run_all()):
+            outcome.result()
+        return count
 
     def flush(self) -> None:
-        """Nothing is done in the background yet."""
+        def flush(rank: int) -> None:
+            with self.executors[rank].at_once():
+                self.ranks[rank].flush()
 
-    def _run(self, works: Sequence[Callable[[], T]]) -> "list[Future[T]]":
+        for outcome in self._run(flush):
+            outcome.result()
+
+    def _run(self, work: Callable[[int], T]) -> "list[Future[T]]":
         """Let all ranks work until they have ended. If the group is lost, a launcher kills the ranks that are left."""
-        outcomes = self.group.run(works)
+        outcomes = self.group.run([partial(work, rank) for rank in range(self.group.size)])
         for rank, outcome in enumerate(outcomes):
             if (error := outcome.exception()) is not None:
                 self._note(f"rank {rank}: {type(error).__name__}: {error}")
         if self.group.broken or any(line.dead for line in self._lines):
             for line in self._lines:
                 line.dead = True
+        for futures in self._calls:
+            if all(future.done() for future in futures):
+                self._agreed(futures)
+        self._calls = [futures for futures in self._calls if not all(future.done() for future in futures)]
         return outcomes
 
-    def _agreed(self, outcomes: "Sequence[Future[PublishReport]]") -> PublishReport:
-        """The report of all ranks. Raises: an error of the rank that failed, rather than one that names it."""
+    def _agreed(self, outcomes: "Sequence[Future[PublishReport]]") -> "Sequence[Future[PublishReport]]":
+        """Check that what the ranks report of one call is the same, and that only ranks that failed are named."""
         errors = [error for outcome in outcomes if (error := outcome.exception())]
         reports = [outcome.result() for outcome in outcomes if not outcome.exception()]
         for error in errors:
@@ -219,13 +252,21 @@ class TeamPublisher:
                 self._fail(Invariant.PUBLISH_REPORT, f"a rank reports {reports[0]}, and another one raises {error!r}")
             if (named := _failed_rank(error)) is not None and _failed_rank(outcomes[named].exception()) is not None:
                 self._fail(Invariant.PUBLISH_REPORT, f"{error!r} names rank {named}, which did not fail")
-        if not reports:
-            raise min(errors, key=lambda error: (isinstance(error, GroupError), _failed_rank(error) is not None))
-        facts = {(one.version, one.step, one.changed, one.total, one.payload_bytes) for one in reports}
-        known = {(rank.version, rank.digest, rank.run) for rank in self.ranks}
-        if len(facts) > 1 or (not errors and len(known) > 1):
-            self._fail(Invariant.PUBLISH_REPORT, f"the ranks report {facts}, and are at {known}")
-        return reports[0]
+        if len({(one.version, one.step, one.changed, one.total) for one in reports}) > 1:
+            self._fail(Invariant.PUBLISH_REPORT, f"the ranks report different versions: {reports}")
+        return outcomes
+
+
+def _first(outcomes: "Sequence[Future[T]]") -> T:
+    """What a rank returned; if none did, the error of the one that failed, rather than one that names it."""
+    for outcome in outcomes:
+        if not outcome.exception():
+            return outcome.result()
+    raise min((error for outcome in outcomes if (error := outcome.exception())), key=_importance)
+
+
+def _importance(error: BaseException) -> tuple[bool, bool]:
+    return isinstance(error, GroupError), _failed_rank(error) is not None
 
 
 def _failed_rank(error: BaseException | None) -> int | None:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from pulsesync.errors import AnotherPublisherError, PulseError
+from pulsesync.publish.lifecycle import Stage
 from pulsesync.publish.publisher import Publisher
 from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
 from pulsesync.testing.simulator.checks import check_published
@@ -54,8 +55,8 @@ def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher | TeamP
 
 def _open_team(world: World, trainer: SimulatedTrainer, sharding: Sharding) -> TeamPublisher:
     trainer.other_lines = [world.new_line() for _ in range(1, sharding.size)]
-    options = {name: value for name, value in trainer.options.items() if name != "publish_every"}
-    make, rng = partial(world.make_sharded, **options), random.Random(world.rng.getrandbits(32))
+    make = partial(world.make_sharded, **trainer.options, spool=trainer.spool)
+    rng = random.Random(world.rng.getrandbits(32))
     return TeamPublisher(make, sharding, trainer.lines, rng, world.note, world.fail)
 
 
@@ -81,7 +82,7 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     """Publish and wait for it."""
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
-    idle = isinstance(end, Publisher) and not end._sending
+    idle = isinstance(end, Publisher) and end._queue.stage == Stage.IDLE
     late = idle and world.rng.random() < 0.5  # an anchor that waits is written after this version
     with trainer.executor.at_once(backlog=not late):
         try:
@@ -102,23 +103,26 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
 
 def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     end = open_publisher(world, trainer)
-    assert isinstance(end, Publisher)
     _, ordinal = _note_call(world, trainer)
-    future = end.publish(trainer.weights, step=trainer.step, wait=False)
-    trainer.futures.append((future, ordinal))
+    if isinstance(end, TeamPublisher):
+        futures = end.publish_behind(trainer.weights, step=trainer.step)
+    else:
+        futures = [end.publish(trainer.weights, step=trainer.step, wait=False)]
+    trainer.futures += [(future, ordinal) for future in futures]
     return f"hands over step {trainer.step}"
 
 
 def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
-    if not isinstance(end, Publisher) or end._lock._is_owned():  # type: ignore[attr-defined]
+    if not isinstance(end, Publisher) or end._queue.lock._is_owned():  # type: ignore[attr-defined]
         return  # where they hold the lock it would have to wait
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
     with suppress(PulseError):
         publish_behind(world, trainer)
-    if end._quiet.is_set() and trainer.executor.waiting:  # an anchor is being written, no version: both go on
+    quiet = end._queue.stage in (Stage.IDLE, Stage.QUEUED)
+    if quiet and trainer.executor.waiting:  # an anchor is being written, no version: both go on
         trainer.executor.run_one()
 
 
@@ -152,9 +156,9 @@ def on_publish(world: World) -> str:
 
 
 def on_publish_behind(world: World) -> str:
-    trainer = world.pick([one for one in world.trainers if one.sharding is None])
+    trainer = world.pick(world.trainers)
     if trainer is None:
-        return on_publish(world)  # a team waits for every version
+        return "nobody is idle"
     if world.rng.random() < 0.6:
         train(world, trainer)
     open_publisher(world, trainer)
@@ -163,9 +167,11 @@ def on_publish_behind(world: World) -> str:
 
 def on_work_behind(world: World) -> str:
     """Let a publisher's threads do some of what they have to; meanwhile the trainer may go on."""
-    trainer = world.pick([one for one in world.trainers if one.executor.waiting])
+    trainer = world.pick([one for one in world.trainers if one.waiting])
     if trainer is None:
         return on_publish_behind(world)  # so that there is something
+    if isinstance(team := trainer.publisher, TeamPublisher):
+        return world.act(trainer, team.work, lambda count: f"does {count} tasks")
     number = world.rng.randrange(trainer.executor.waiting)
 
     def work() -> str:
