@@ -434,6 +434,21 @@ def _random_cells(rng: np.random.Generator, array: Any, size: int) -> list[tuple
     return (cells + extra)[:size]
 
 
+def test_a_root_after_the_end_of_an_epoch_has_an_anchor_of_its_own() -> None:
+    """The last version of an epoch starts the next one, so that epoch's anchor may be of this version."""
+    store, training = MemoryStore(), Training()
+    first = Group(store, 2, by_rows, anchor_every=0.0, epoch_patches=2)
+    for _ in range(3):
+        first.publish(training.weights)
+        training.step()
+    assert {entry.key for entry in store.list("anchors/")} == {keys.anchor_key(0), keys.anchor_key(1)}
+    Group(store, 2, by_columns, epoch_patches=2).publish(training.weights)
+    assert version(store, 3).base is None
+    held = worker()
+    assert Subscriber(store, epoch_patches=2).sync(held).version == 3
+    assert equal(held, training.weights)
+
+
 def test_shards_that_overlap_are_sent_once() -> None:
     def split(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
         rows = ((20, 40), (0, 60), (10, 45))[rank]

@@ -1,13 +1,16 @@
 """Whole runs by a seed; and mistakes that could be made in this library, which the simulator must find."""
 
 import inspect
+import random
+import re
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain as chained
 from typing import Any
 
@@ -15,27 +18,43 @@ import pytest
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.core.types import Bits, BlockChange, Tile
-from pulsesync.errors import AnotherPublisherError, RunRolledBackError, StoreError
+from pulsesync.errors import (
+    AnotherPublisherError,
+    GroupError,
+    NotFoundError,
+    PulseError,
+    RunRolledBackError,
+    StoreError,
+)
 from pulsesync.format import signature
 from pulsesync.format.body import Body
+from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
+from pulsesync.format.patch import EncodedPart
 from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import _Span
-from pulsesync.publish import commit
+from pulsesync.publish import commit, team, writer
 from pulsesync.publish.anchors import AnchorWriter
-from pulsesync.publish.commit import Draft, RunTip, create
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.commit import create
+from pulsesync.publish.lifecycle import PendingVersion, PublishReport
+from pulsesync.publish.ownership import RankReport, VersionTables
+from pulsesync.publish.sharded import ShardedPublisher
+from pulsesync.publish.team import CoordinatorMessage
+from pulsesync.publish.writer import Draft, RankBase, RunWriter
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
 from pulsesync.run.pointers import FollowTarget, list_moves
 from pulsesync.run.reader import RunReader
+from pulsesync.state import sharding
 from pulsesync.state.host import HostState, HostTransition
 from pulsesync.state.live import AnyTransition, LiveState, Snapshot
+from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.store import CachedStore, MemoryStore, ObjectEntry, Store
 from pulsesync.testing.simulator import (
+    TEAMS,
     InlineExecutor,
     Invariant,
     InvariantError,
@@ -43,6 +62,10 @@ from pulsesync.testing.simulator import (
     RunSimulator,
     SimulationCrashError,
 )
+from pulsesync.testing.simulator import teams as simulated_teams
+from pulsesync.testing.simulator.ending import finish
+from pulsesync.testing.simulator.teams import SimulatedGroup
+from pulsesync.testing.simulator.trainers import new_trainer
 
 QUICK, SCHEDULES, CHUNK, EVENTS = 20, 200, 10, 24
 SEEDS_FOR_A_FAULT, EVENTS_WITH_A_FAULT = 40, 40
@@ -57,24 +80,26 @@ def test_a_run_survives_what_can_happen_to_it(first: int) -> None:
         RunSimulator(seed, events=EVENTS).run()
 
 
-def test_the_same_seed_is_the_same_schedule() -> None:
-    first, second = RunSimulator(3), RunSimulator(3)
+@pytest.mark.parametrize("teams", [0.0, 1.0])
+def test_the_same_seed_is_the_same_schedule(teams: float) -> None:
+    first, second = RunSimulator(3, teams=teams), RunSimulator(3, teams=teams)
     assert first.run() == second.run()
     assert first.log == second.log
 
 
-class OneThread(MemoryStore):
-    """A store that is asked from one thread: with two, a seed would not always be the same schedule."""
+class KnownThreads(MemoryStore):
+    """A store for the simulator's own threads, of which one runs at a time: with others, seeds would not repeat."""
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        assert threading.current_thread() is threading.main_thread(), f"{key} is asked for behind the simulator"
+        here = threading.current_thread()
+        assert here is threading.main_thread() or here.name.startswith("rank "), f"{key} is read in {here.name}"
         return super().get(key, begin, end)
 
 
 @pytest.mark.slow
-def test_nobody_asks_the_store_in_a_thread_of_its_own() -> None:
+def test_the_library_starts_no_thread_that_uses_the_store() -> None:
     for seed in range(10):
-        RunSimulator(seed, store=OneThread).run()
+        RunSimulator(seed, store=KnownThreads).run()
 
 
 def test_a_schedule_has_many_events_and_faults() -> None:
@@ -89,6 +114,109 @@ def test_the_command_line_runs_schedules_and_says_what_they_were() -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "failed: none" in found.stdout
     assert found.stderr == ""
+
+
+# Teams
+
+
+def met(seed: int) -> list[str]:
+    """What three ranks do, in order, that gather twice."""
+    group, log = SimulatedGroup(3, random.Random(seed)), list[str]()
+
+    def work(rank: int) -> list[bytes]:
+        for number in range(2):
+            log.append(f"{rank} comes to gather {number}")
+            notes = group.gather(rank, b"%d" % rank, misses=False)
+        return notes
+
+    ended = group.run([partial(work, rank) for rank in range(3)])
+    assert [one.result() for one in ended] == [[b"0", b"1", b"2"]] * 3
+    return log
+
+
+def test_ranks_run_one_after_the_other_up_to_each_gather_in_an_order_of_the_seed() -> None:
+    assert [line[-1] for line in met(0)] == ["0"] * 3 + ["1"] * 3
+    assert met(0) == met(0)
+    assert len({tuple(met(seed)) for seed in range(20)}) > 10
+
+
+@pytest.mark.parametrize("early", [RuntimeError("no"), None])
+def test_a_rank_that_ends_fails_the_gather_of_the_others(early: Exception | None) -> None:
+    group = SimulatedGroup(3, random.Random(0))
+
+    def end() -> list[bytes]:
+        if early:
+            raise early
+        return []
+
+    works: list[Callable[[], list[bytes]]] = [
+        partial(group.gather, 0, b"", False),
+        end,
+        partial(group.gather, 2, b"", False),
+    ]
+    first, second, third = (one.exception() for one in group.run(works))
+    assert second is early
+    assert isinstance(first, GroupError)
+    assert isinstance(third, GroupError)
+
+
+def test_a_rank_that_blocks_ends_the_schedule_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    class Stuck(ShardedPublisher):
+        def publish(self, source: Any, **options: Any) -> Any:
+            if self.team.rank == 1:
+                released.wait(30)
+            return super().publish(source, **options)
+
+    monkeypatch.setattr(simulated_teams, "TURN_S", 0.2)
+    try:
+        with pytest.raises(SimulationCrashError, match=r"seed 5, event 0: .*rank 1 neither ends nor waits") as caught:
+            RunSimulator(5, teams=1.0, sharded=Stuck).run()
+    finally:
+        released.set()
+    assert "--seed 5 --events 40 --teams 1" in str(caught.value)
+
+
+def test_ranks_that_never_stop_meeting_end_the_schedule() -> None:
+    class Talkative(ShardedPublisher):
+        def publish(self, source: Any, **options: Any) -> Any:
+            while True:
+                self.team.gather(b"")
+
+    with pytest.raises(SimulationCrashError, match="the ranks have met 100 times in one call"):
+        RunSimulator(0, teams=1.0, trouble=0.0, sharded=Talkative).run()
+
+
+@pytest.mark.slow
+def test_teams_publish_in_parts_die_and_miss_gathers_and_resume_the_run() -> None:
+    simulators = [RunSimulator(seed, teams=1.0) for seed in range(5)]
+    faults = sum((simulator.run().faults for simulator in simulators), Counter[str]())
+    assert min(faults["crash"], faults["missed"]) > 3
+    patches = [record for simulator in simulators for record in simulator.records if record.base]
+    assert len(patches) > 30
+    assert sum(len(patch.parts) > 1 for patch in patches) > 15
+
+
+def test_teams_and_single_trainers_resume_each_others_runs() -> None:
+    simulator = RunSimulator(0, trouble=0.0, teams=0.5)
+    world, events = simulator.world, [*["restart the trainer"] * 4, "train", "publish"] * 20
+    with world.rules():
+        world.trainers.append(new_trainer(world, world.base))
+        for event in events:
+            simulator._happen(event)
+        finish(world)
+    log = "\n".join(simulator.log)
+    assert "Error" not in log
+    for change in (
+        "team .*, as trainer",
+        "trainer .*, as team",
+        "team .*, now over 2 ranks",
+        "team .*, now over 3 ranks",
+    ):
+        assert re.search(f"restart the trainer: {change}", log), change
+    bases = [record.base is not None for record in simulator.records[1:]]
+    assert bases.count(True) > bases.count(False) > 0  # where the tiles do not fit the shards, a root follows
 
 
 # Executors
@@ -179,6 +307,15 @@ def test_a_simulator_runs_the_classes_that_it_is_given() -> None:
 # Planted faults
 
 
+class TwoTrainers(RunSimulator):
+    """Schedules in which two trainers publish into the same run, and little else happens."""
+
+    def _draw(self) -> str:
+        if len(self.world.trainers) < 2:
+            return "a second trainer"
+        return self.world.rng.choice(["train", "publish", "publish", "publish"])
+
+
 @dataclass(frozen=True)
 class PlantedFault:
     """A mistake in place of one function of the library, and the invariant that it must violate.
@@ -188,15 +325,22 @@ class PlantedFault:
         name: Of the function.
         mistake: What is there instead. It must have the same parameters.
         violates: The invariant.
+        teams: How often a trainer is a team in the schedules that find it.
+        simulator: The class of these schedules.
     """
 
     owner: Any
     name: str
     mistake: Callable[..., Any]
     violates: Invariant
+    teams: float = TEAMS
+    simulator: type[RunSimulator] = RunSimulator
 
     def __str__(self) -> str:
         return self.mistake.__name__
+
+    def schedule(self, seed: int) -> RunSimulator:
+        return self.simulator(seed, events=EVENTS_WITH_A_FAULT, teams=self.teams)
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace the function. Raises: AssertionError, if this fault is older than the code it is planted in."""
@@ -213,37 +357,44 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return [f"{one.replace(annotation=one.empty)} ({one.kind.description})" for one in found]
 
 
-TIP_COMMIT, SUBSCRIBER_COMMIT, RESUME, GOAL = RunTip.commit, Subscriber._commit, Subscriber.resume, Subscriber._goal
+SUBSCRIBER_COMMIT, RESUME, GOAL = Subscriber._commit, Subscriber.resume, Subscriber._goal
 STATE_COMMIT, PREPARE, SPAN_THEN = HostState.commit, HostState.prepare, _Span.then
-SEND, NEXT_RECORD = Publisher._send, commit.next_record
+WRITE, CREATE, ADVANCE, PUT = RunWriter.write, RunWriter._create, RunWriter._advance, RunWriter._put
+NEXT_RECORD = commit.next_record
 CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
 
 
-def advance_the_base_before_the_commit(self: RunTip, draft: Draft) -> int:
-    self.state.commit(draft.transition)
-    return TIP_COMMIT(self, draft)
+def advance_the_base_before_the_commit(
+    self: RunWriter, base: RankBase, reports: Sequence[RankReport], step: int
+) -> CoordinatorMessage:
+    assert self._draft is not None
+    base.state.commit(self._draft.transition)
+    return CREATE(self, base, reports, step)
 
 
-def write_the_record_before_the_body(self: RunTip, draft: Draft) -> int:
-    self._unsure = draft
-    added = create(self.store, draft.manifest, self.sign(draft.manifest), self.last)
-    self.store.put(keys.part_key(draft.part.id), draft.part.data)
-    return len(draft.part.data) + added
+def write_the_record_before_the_body(self: RunWriter, part: EncodedPart) -> PartRef:
+    return PartRef(part.id, len(part.data))
 
 
-def take_no_answer_for_a_commit(self: RunTip, draft: Draft) -> int:
+def take_no_answer_for_a_commit(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:
     try:
-        return TIP_COMMIT(self, draft)
+        return create(store, manifest, data, after)
     except AnotherPublisherError:
         raise
     except StoreError:
         return 0
 
 
-def report_the_version_before(self: Publisher, tip: RunTip, job: Any) -> PublishReport:
-    report = SEND(self, tip, job)
+def report_the_version_before(self: RunWriter, version: PendingVersion) -> PublishReport:
+    report = WRITE(self, version)
     assert report.version is not None
     return replace(report, version=report.version - 1)
+
+
+def forget_that_what_waits_was_compared_with_the_base_before(
+    self: RunWriter, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]
+) -> RankBase:
+    return ADVANCE(self, draft, last, record, [])
 
 
 def never_begin_an_epoch(
@@ -386,6 +537,70 @@ def never_follow_a_pointer_back(self: FollowTarget, records: RunReader, local: i
     return records.version(max(move.version for number in numbers if (move := records.move(self.name, number))))
 
 
+# Of teams: each is a mistake about what several ranks make together, whichever function makes it
+
+WRITE_PATCH, OFFER, COMPLETE_ANCHOR = RunWriter._write_patch, RunWriter._offer, RunWriter._complete_anchor
+TABLES_AFTER, SHARE_OF, FAULT_FROM = VersionTables.after, sharding.share_of, team._fault_from
+
+
+def advance_a_rank_although_the_version_failed(
+    self: RunWriter, base: RankBase, fix: Callable[[], PendingVersion], clock: Any
+) -> PublishReport:
+    try:
+        return WRITE_PATCH(self, base, fix, clock)
+    except PulseError:
+        if self.talk.team.rank == 1 and self._draft is not None:
+            base.state.commit(self._draft.transition)
+            self._draft = None
+        raise
+
+
+def take_the_version_of_another_publisher_for_ones_own(store: Store, version: int, data: bytes) -> bool:
+    try:
+        return bool(store.get(keys.manifest_key(version)))
+    except NotFoundError:
+        return False
+
+
+def leave_the_last_rank_out_of_an_anchor(self: RunWriter, shares: Iterable[tuple[PartRef, ...]]) -> Manifest:
+    return COMPLETE_ANCHOR(self, list(shares)[:-1])
+
+
+def keep_the_history_at_the_start_of_an_epoch(
+    self: VersionTables, told: Iterable[RankReport], forget: bool = False
+) -> VersionTables:
+    return TABLES_AFTER(self, told)
+
+
+def take_a_rank_that_failed_for_one_without_changes(
+    self: RunWriter, base: RankBase, version: PendingVersion, clock: Any
+) -> RankReport:
+    try:
+        return OFFER(self, base, version, clock)
+    except StoreError:
+        if self.talk.coordinates:
+            raise
+        assert version.difference is not None
+        encoded = version.difference.encode(base.last, self.options.codec)
+        self._draft = Draft(base.last.version + 1, *encoded, None)
+        return RankReport()
+
+
+def report_a_part_before_it_is_put(self: RunWriter, part: EncodedPart) -> PartRef:
+    if self.talk.coordinates:
+        self.store.put(keys.part_key(part.id), part.data)
+    return PartRef(part.id, len(part.data))
+
+
+def send_every_tile_that_a_rank_has(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
+    held = shards.weights(layout).places
+    return SHARE_OF(layout, {tile: rank if tile in held else owner for tile, owner in owners.items()}, rank, shards)
+
+
+def report_failures_of_others_as_of_rank_0(data: bytes, failed: int, rank: int) -> PulseError:
+    return FAULT_FROM(data, 0, rank)
+
+
 FAULTS = [
     PlantedFault(pruning, "_pointers", prune_without_looking_at_pointers, Invariant.POINTER),
     PlantedFault(pruning, "_old_moves", prune_every_move_of_a_pointer, Invariant.POINTER),
@@ -393,11 +608,14 @@ FAULTS = [
     PlantedFault(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER),
     PlantedFault(RunReader, "pointer", believe_the_hint_at_a_pointer, Invariant.POINTER),
     PlantedFault(FollowTarget, "find", never_follow_a_pointer_back, Invariant.POINTER),
-    PlantedFault(RunTip, "commit", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
-    PlantedFault(RunTip, "commit", write_the_record_before_the_body, Invariant.BODIES_FIRST),
-    PlantedFault(RunTip, "commit", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),
-    PlantedFault(Publisher, "_send", report_the_version_before, Invariant.PUBLISH_REPORT),
-    PlantedFault(commit, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
+    PlantedFault(RunWriter, "_create", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT),
+    PlantedFault(RunWriter, "_put", write_the_record_before_the_body, Invariant.BODIES_FIRST),
+    PlantedFault(writer, "create", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),
+    PlantedFault(RunWriter, "write", report_the_version_before, Invariant.PUBLISH_REPORT),
+    PlantedFault(
+        RunWriter, "_advance", forget_that_what_waits_was_compared_with_the_base_before, Invariant.PATCH_CONTENT
+    ),
+    PlantedFault(writer, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
     PlantedFault(CachedStore, "create", put_what_must_be_created, Invariant.IMMUTABLE_OBJECTS),
     PlantedFault(Subscriber, "_commit", report_before_the_commit, Invariant.WORKER_WEIGHTS),
     PlantedFault(Subscriber, "verify", verify_without_counting, Invariant.VERIFIED_WEIGHTS),
@@ -415,16 +633,41 @@ FAULTS = [
     PlantedFault(pruning, "_bodies", forget_that_parts_are_in_use, Invariant.BODIES_FIRST),
     PlantedFault(_Span, "then", squash_the_second_half_alone, Invariant.ANCHOR_AND_SQUASH_CONTENT),
     PlantedFault(_Span, "then", squash_from_the_wrong_version, Invariant.ANCHOR_AND_SQUASH_CONTENT),
+    PlantedFault(
+        writer,
+        "is_committed",
+        take_the_version_of_another_publisher_for_ones_own,
+        Invariant.VERSION_ORDER,
+        teams=1.0,
+        simulator=TwoTrainers,
+    ),
+    *(
+        PlantedFault(owner, name, mistake, violates, teams=1.0)
+        for owner, name, mistake, violates in (
+            (RunWriter, "_write_patch", advance_a_rank_although_the_version_failed, Invariant.PUBLISHED_STATE),
+            (
+                RunWriter,
+                "_complete_anchor",
+                leave_the_last_rank_out_of_an_anchor,
+                Invariant.ANCHOR_AND_SQUASH_CONTENT,
+            ),
+            (VersionTables, "after", keep_the_history_at_the_start_of_an_epoch, Invariant.PATCH_CONTENT),
+            (RunWriter, "_offer", take_a_rank_that_failed_for_one_without_changes, Invariant.PUBLISHED_STATE),
+            (RunWriter, "_put", report_a_part_before_it_is_put, Invariant.BODIES_FIRST),
+            (writer, "share_of", send_every_tile_that_a_rank_has, Invariant.PATCH_CONTENT),
+            (team, "_fault_from", report_failures_of_others_as_of_rank_0, Invariant.PUBLISH_REPORT),
+        )
+    ),
 ]
 
 
-def seed_that_violates(invariant: Invariant) -> int | None:
-    """The first schedule that ends because an invariant is violated; a crash is raised."""
+def seed_that_violates(fault: PlantedFault) -> int | None:
+    """The first schedule that ends because the fault's invariant is violated; a crash is raised."""
     for seed in range(SEEDS_FOR_A_FAULT):
         try:
-            RunSimulator(seed, events=EVENTS_WITH_A_FAULT).run()
+            fault.schedule(seed).run()
         except InvariantError as e:
-            if e.invariant is invariant:
+            if e.invariant is fault.violates:
                 return seed
     return None
 
@@ -436,9 +679,9 @@ def seed_that_violates(invariant: Invariant) -> int | None:
 def test_a_planted_fault_violates_its_invariant(fault: PlantedFault, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patches:
         fault.plant(patches)
-        seed = seed_that_violates(fault.violates)
+        seed = seed_that_violates(fault)
     assert seed is not None, f"{fault.violates.name} holds in {SEEDS_FOR_A_FAULT} schedules with {fault}"
-    RunSimulator(seed, events=EVENTS_WITH_A_FAULT).run()  # without the fault, the same schedule is a good one
+    fault.schedule(seed).run()  # without the fault, the same schedule is a good one
 
 
 def test_every_invariant_is_violated_by_a_planted_fault() -> None:
@@ -448,15 +691,15 @@ def test_every_invariant_is_violated_by_a_planted_fault() -> None:
 @pytest.mark.parametrize(
     ("name", "mistake", "complaint"),
     [
-        ("_moved_elsewhere", lambda self, draft: 0, "RunTip._moved_elsewhere, which does not exist"),
-        ("commit", lambda self: 0, r"has the parameters \['self .*\], and RunTip.commit has"),
-        ("commit", lambda self, draft=None: 0, "draft=None"),
-        ("commit", lambda self, *, draft: 0, "keyword-only"),
+        ("_moved_elsewhere", lambda self, part: 0, "RunWriter._moved_elsewhere, which does not exist"),
+        ("_put", lambda self: 0, r"has the parameters \['self .*\], and RunWriter._put has"),
+        ("_put", lambda self, part=None: 0, "part=None"),
+        ("_put", lambda self, *, part: 0, "keyword-only"),
     ],
 )
 def test_a_fault_older_than_the_code_is_not_planted(
     name: str, mistake: Callable[..., Any], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(AssertionError, match=complaint):
-        PlantedFault(RunTip, name, mistake, Invariant.PUBLISH_REPORT).plant(monkeypatch)
-    assert RunTip.commit is TIP_COMMIT
+        PlantedFault(RunWriter, name, mistake, Invariant.PUBLISH_REPORT).plant(monkeypatch)
+    assert RunWriter._put is PUT

@@ -72,12 +72,15 @@ def root_record(
     files: tuple[FileRef, ...],
     epoch_patches: int = EPOCH_PATCHES,
 ) -> Manifest:
-    """The record of a state that has no base, in a new run or after the last version of one."""
+    """The record of a state that has no base, in a new run or after the last version of one.
+
+    Its epoch is new: the last version may have started one itself, and that one's anchor would take the root's place.
+    """
     return Manifest(
         run=after.run if after else secrets.token_hex(16),
         version=after.version + 1 if after else 0,
         step=step,
-        epoch=after.epoch + 1 if after else 0,
+        epoch=after.next_patch[0] + 1 if after else 0,
         index=0,
         base=None,
         layout=layout,

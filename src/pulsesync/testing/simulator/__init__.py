@@ -1,10 +1,11 @@
-"""A whole run in one thread, by a seed: trainers, workers, a squasher and prunes, over a store where things go wrong.
+"""A whole run by a seed: trainers, teams of them, workers, a squasher and prunes, over a store where things go wrong.
 
     RunSimulator(seed=7, events=60).run()
 
-The real Publisher, Subscriber, Squasher and prune act on one store, each by a line of its own that loses, repeats,
-delays and damages what goes over it, that lets somebody else act between two calls, and on which a process can die at
-any call, before or after it took effect. Time is a number, and work in the background is done when the simulator says.
+The real Publisher, ShardedPublisher, Subscriber, Squasher and prune act on one store. Each process has its own line: it
+loses, repeats, delays and damages what goes over it, it lets another process act between two calls, and the process can
+die at any call, before or after it took effect. One thread runs at a time: the ranks of a team take turns. Time is a
+number, and work in the background is done when the simulator says.
 
 What must be true after every event, and at the end, when all faults are gone, is listed in `Invariant`. A schedule in
 which one of these is violated raises an InvariantError that names it. A schedule in which something other than a
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pulsesync.publish.publisher import Publisher
+from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import MemoryStore, Store
 from pulsesync.testing.simulator.actors import (
@@ -55,6 +57,7 @@ __all__ = [
     "MEANWHILE",
     "PART_BYTES",
     "RECORDS",
+    "TEAMS",
     "WORKERS",
     "Arrays",
     "Content",
@@ -79,6 +82,8 @@ __all__ = [
     "bits",
 ]
 
+TEAMS = 0.2  # of all trainers
+
 
 @dataclass(frozen=True)
 class SimulationReport:
@@ -97,7 +102,9 @@ class RunSimulator:
         seed: Draws the events and the failures.
         events: How many events are drawn.
         trouble: How often something fails: 0 is never, 1 the usual rate.
+        teams: How often a trainer is a team of ranks that publish together: 0 is never, 1 always.
         publisher: The class of the publisher.
+        sharded: The class of the publishers of a team.
         subscriber: The class of the subscribers.
         store: Makes the store, given a clock in seconds.
     """
@@ -108,12 +115,14 @@ class RunSimulator:
         *,
         events: int = 40,
         trouble: float = 1.0,
+        teams: float = TEAMS,
         publisher: Callable[..., Publisher] = Publisher,
+        sharded: Callable[..., ShardedPublisher] = ShardedPublisher,
         subscriber: Callable[..., Subscriber] = Subscriber,
         store: Callable[[SimulatedClock], Store] = MemoryStore,
     ) -> None:
         self.seed, self.events, self.trouble = seed, events, trouble
-        self.world = world = World(seed, trouble, publisher, subscriber, store, MEANWHILE, self._happen)
+        self.world = world = World(seed, trouble, teams, publisher, sharded, subscriber, store, MEANWHILE, self._happen)
         self.log, self.counts, self.faults = world.log, world.counts, world.faults
         self.clock, self.truth, self.ledger = world.clock, world.truth, world.ledger
         self.model, self.base, self.key, self.epoch_patches = world.model, world.base, world.key, world.epoch_patches
@@ -145,10 +154,17 @@ class RunSimulator:
     def _error(self, failure: Exception, event: int) -> SimulationError:
         if isinstance(failure, Violation):
             return InvariantError(
-                failure.invariant, str(failure), seed=self.seed, event=event, events=self.events, log=self.log
+                failure.invariant, str(failure), seed=self.seed, event=event, command=self._command, log=self.log
             )
         reason = f"{type(failure).__name__}: {failure}"
-        return SimulationCrashError(reason, seed=self.seed, event=event, events=self.events, log=self.log)
+        return SimulationCrashError(reason, seed=self.seed, event=event, command=self._command, log=self.log)
+
+    @property
+    def _command(self) -> str:
+        """The command that repeats the schedule."""
+        usual = {"trouble": (self.trouble, 1.0), "teams": (self.world.teams, TEAMS)}
+        others = [f" --{name} {value:g}" for name, (value, default) in usual.items() if value != default]
+        return f"python -m pulsesync.testing.simulator --seed {self.seed} --events {self.events}{''.join(others)}"
 
     def _draw(self) -> str:
         return self.world.rng.choices(list(EVENTS), [weight for weight, _ in EVENTS.values()])[0]

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from pulsesync.testing.simulator import RunSimulator, SimulationError
+from pulsesync.testing.simulator import TEAMS, RunSimulator, SimulationError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,10 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0:100", help="many, from:to")
     parser.add_argument("--events", type=int, default=40, help="in a schedule")
     parser.add_argument("--trouble", type=float, default=1.0, help="how often something goes wrong; 1 is the usual")
+    parser.add_argument("--teams", type=float, default=TEAMS, help="the fraction of trainers that are teams")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        simulator = RunSimulator(options.seed, events=options.events, trouble=options.trouble)
+        simulator = RunSimulator(options.seed, events=options.events, trouble=options.trouble, teams=options.teams)
         try:
             simulator.run()
         finally:
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(int(first), int(end))
     for done, seed in enumerate(seeds, 1):
         try:
-            report = RunSimulator(seed, events=options.events, trouble=options.trouble).run()
+            report = RunSimulator(seed, events=options.events, trouble=options.trouble, teams=options.teams).run()
         except SimulationError as e:
             failed.append(seed)
             _say(str(e) if not options.keep_going else str(e).partition("\n")[0])

@@ -18,6 +18,7 @@ from pulsesync.state.host import HostState
 from pulsesync.state.views import view_bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.line import StoreLink
+from pulsesync.testing.simulator.teams import Sharding, TeamPublisher
 from pulsesync.testing.updates import random_bits
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -85,6 +86,14 @@ class SimulatedProcess:
     name: str
     line: StoreLink
 
+    @property
+    def lines(self) -> list[StoreLink]:
+        return [self.line]
+
+    def kill(self) -> None:
+        for line in self.lines:
+            line.dead = True
+
 
 @dataclass(eq=False)
 class SimulatedTrainer(SimulatedProcess):
@@ -94,11 +103,22 @@ class SimulatedTrainer(SimulatedProcess):
     spool: Path
     options: dict[str, Any]
     executor: QueuedExecutor = field(default_factory=QueuedExecutor)
-    publisher: Publisher | None = None
+    publisher: Publisher | TeamPublisher | None = None
     step: int = 0
     saved: list[tuple[int, Content]] = field(default_factory=list)  # the trainer's own checkpoints
     futures: list[tuple["Future[PublishReport]", int]] = field(default_factory=list)
     version: int = -1  # that the publisher reported last
+    sharding: Sharding | None = None  # if the trainer is a team: its first rank has `line`, the others these
+    other_lines: list[StoreLink] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[StoreLink]:
+        return [self.line, *self.other_lines]
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks wait to be done in the background."""
+        return self.publisher.waiting if isinstance(self.publisher, TeamPublisher) else self.executor.waiting
 
 
 @dataclass(eq=False)

@@ -57,7 +57,8 @@ class PublishLog:
         if last is not None and record.run != last.run:
             return "belongs to another run"
         if record.base is None:
-            return "" if record.epoch == (last.epoch + 1 if last else 0) else f"is a root in epoch {record.epoch}"
+            epoch = last.next_patch[0] + 1 if last else 0  # one that no version has started
+            return "" if record.epoch == epoch else f"is a root in epoch {record.epoch}, and not {epoch}"
         if last is None:
             return "has a base, and is the first"
         if (record.base.version, record.base.digest) != (last.version, last.digest):

@@ -11,6 +11,7 @@ from pulsesync.testing.simulator.checks import check, check_synced, check_worker
 from pulsesync.testing.simulator.events import describe_prune, prune_with
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.pointers import NAMES, check_pruned, move, named_versions
+from pulsesync.testing.simulator.teams import TeamPublisher
 from pulsesync.testing.simulator.trainers import publish, train
 from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync
 from pulsesync.testing.simulator.world import PART_BYTES, World
@@ -65,7 +66,9 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
     """Prune, perhaps while all workers are so far behind that their own versions go; the run goes on as before."""
     if world.rng.random() < 0.7:
         assert trainer.publisher is not None
-        trainer.publisher._options.anchor_every = 0.0  # at every epoch's start
+        ends = trainer.publisher.ranks if isinstance(trainer.publisher, TeamPublisher) else [trainer.publisher]
+        for end in ends:
+            end._options.anchor_every = 0.0  # at every epoch's start
         for _ in range(2 * world.epoch_patches):
             train(world, trainer)
             _publish_for_sure(world, trainer)
@@ -162,7 +165,8 @@ def _join_cheaply(world: World) -> None:
     for kind, limit in limits.items():
         if kinds[kind] > limit:
             world.fail(Invariant.JOIN_COST, f"a joiner applies {kinds[kind]} of kind {kind} over {epochs} epochs")
-    most = 24 + len(report.path) * (2 + levels) + _parts(world)
+    of_a_patch = max(len(record.parts) for record in world.book.records)  # one from each rank of a team
+    most = 24 + len(report.path) * (1 + of_a_patch + levels) + _parts(world)
     if worker.line.calls > most:
         world.fail(Invariant.JOIN_COST, f"a joiner asks the store {worker.line.calls} times; {most} are enough")
 

@@ -50,6 +50,8 @@ def describe_prune(report: PruneReport) -> str:
 
 def on_time_passes(world: World) -> str:
     minutes = world.rng.choice([1, 10, 60, 300, 3000])
+    if world.busy:
+        minutes = min(minutes, 60)  # no publish takes a day, after which a prune would delete what it has put
     world.clock.now_s += minutes * 60
     return f"{minutes} min"
 

@@ -54,12 +54,11 @@ class SimulationError(AssertionError):
         reason: What went wrong.
         seed: Of the schedule.
         event: How many events had been completed; the number of events of the schedule, if it failed at its end.
-        events: How many events the schedule has.
+        command: The command that repeats the schedule.
         log: What happened.
     """
 
-    def __init__(self, reason: str, *, seed: int, event: int, events: int, log: Sequence[str]) -> None:
-        command = f"python -m pulsesync.testing.simulator --seed {seed} --events {events}"
+    def __init__(self, reason: str, *, seed: int, event: int, command: str, log: Sequence[str]) -> None:
         lines = "\n".join(log)
         super().__init__(f"seed {seed}, event {event}: {reason}\n\n{lines}\n\nTo repeat it: {command}")
         self.seed, self.event = seed, event
@@ -69,9 +68,9 @@ class InvariantError(SimulationError):
     """An invariant was violated: `invariant` says which."""
 
     def __init__(
-        self, invariant: Invariant, reason: str, *, seed: int, event: int, events: int, log: Sequence[str]
+        self, invariant: Invariant, reason: str, *, seed: int, event: int, command: str, log: Sequence[str]
     ) -> None:
-        super().__init__(reason, seed=seed, event=event, events=events, log=log)
+        super().__init__(reason, seed=seed, event=event, command=command, log=log)
         self.invariant = invariant
 
 

@@ -101,7 +101,7 @@ class StoreLink:
         self.ledger = ledger
         self.weather: Store = ledger  # for records and hints
         self.bodies: Store = ledger  # for everything else
-        self.stale = self.late = 0.0
+        self.stale = self.late = self.missed = 0.0
         self.dead = False
         self.calls = 0
         self.faults: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class StoreLink:
     def calm(self) -> None:
         """From now on nothing goes wrong."""
         self.weather = self.bodies = self.ledger
-        self.stale = self.late = 0.0
+        self.stale = self.late = self.missed = 0.0
         self._alarms.clear()
 
     def crash(self, calls: int, when: str) -> None:
@@ -127,8 +127,8 @@ class StoreLink:
         if said and self._rng.random() < self.stale:
             self.faults["stale"] += 1
             old = self._rng.choice(said)
-            return self._call(lambda: old[begin:end])
-        return self._call(lambda: self._by(key).get(key, begin, end))
+            return self.call(lambda: old[begin:end])
+        return self.call(lambda: self._by(key).get(key, begin, end))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         copy = bytes(data)
@@ -138,22 +138,29 @@ class StoreLink:
         self._write(lambda store: store.create(key, data), key)
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        return self._call(lambda: self.weather.list(prefix))
+        return self.call(lambda: self.weather.list(prefix))
 
     def delete(self, key: str) -> None:
-        self._call(lambda: self.weather.delete(key))
+        self.call(lambda: self.weather.delete(key))
 
     def _write(self, write: Callable[[Store], None], key: str) -> None:
         if self._rng.random() < self.late and not self.dead:
             self.faults["late"] += 1
             self.ledger.late.append(lambda: write(self.ledger))
             raise StoreError(f"no answer about {key}, on purpose", key=key, retryable=True)
-        self._call(lambda: write(self._by(key)))
+        self.call(lambda: write(self._by(key)))
 
     def _by(self, key: str) -> Store:
         return self.bodies if key.startswith(BODIES) else self.weather
 
-    def _call(self, call: Callable[[], T]) -> T:
+    def misses(self) -> bool:
+        """Whether a rank gets no answer from its group."""
+        missed = self._rng.random() < self.missed
+        self.faults["missed"] += missed
+        return missed
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Do what the process does over this line, if it lives."""
         if self.dead:
             raise Crash
         self.calls += 1

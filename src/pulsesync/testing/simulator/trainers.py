@@ -1,6 +1,8 @@
-"""What trainers do: train, publish and wait, publish behind; go back, die and come again; be two."""
+"""What trainers do: train, publish and wait, publish behind; go back, die and come again; be two, or a team."""
 
+import random
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
 from pulsesync.testing.simulator.checks import check_published
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.invariants import Invariant
+from pulsesync.testing.simulator.teams import Sharding, TeamPublisher
 from pulsesync.testing.simulator.world import World
 from pulsesync.testing.updates import mutate
 
@@ -27,17 +30,34 @@ def new_trainer(world: World, content: Content) -> SimulatedTrainer:
         "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
         "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
     }
-    name = world.new_name("trainer")
-    return SimulatedTrainer(name, world.new_line(), world.model.new(content), world.new_folder("spool"), options)
+    sharding = draw_sharding(world) if world.rng.random() < world.teams else None
+    name, spool = world.new_name("team" if sharding else "trainer"), world.new_folder("spool")
+    return SimulatedTrainer(name, world.new_line(), world.model.new(content), spool, options, sharding=sharding)
 
 
-def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher:
+def draw_sharding(world: World) -> Sharding:
+    shapes = {name: shape for name, (_, shape) in world.model.arrays.items()}
+    return Sharding.draw(world.rng, shapes, world.model.alias)
+
+
+def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher | TeamPublisher:
     if trainer.publisher is None:
         trainer.line, trainer.executor, trainer.version = world.new_line(), QueuedExecutor(), -1
-        trainer.publisher = world.make_publisher(
-            trainer.line, **trainer.options, spool=trainer.spool, executor=trainer.executor
-        )
+        if trainer.sharding is not None:
+            trainer.publisher = _open_team(world, trainer, trainer.sharding)
+        else:
+            trainer.other_lines = []
+            trainer.publisher = world.make_publisher(
+                trainer.line, **trainer.options, spool=trainer.spool, executor=trainer.executor
+            )
     return trainer.publisher
+
+
+def _open_team(world: World, trainer: SimulatedTrainer, sharding: Sharding) -> TeamPublisher:
+    trainer.other_lines = [world.new_line() for _ in range(1, sharding.size)]
+    make = partial(world.make_sharded, **trainer.options, spool=trainer.spool)
+    rng = random.Random(world.rng.getrandbits(32))
+    return TeamPublisher(make, sharding, trainer.lines, rng, world.note, world.fail)
 
 
 def train(world: World, trainer: SimulatedTrainer) -> str:
@@ -49,6 +69,8 @@ def train(world: World, trainer: SimulatedTrainer) -> str:
             flat[...] = mutate(world.noise, flat, world.rng.choice([0.02, 0.5]))
         else:
             places = world.noise.integers(0, max(1, flat.size // 8), max(1, flat.size // 100))
+            if trainer.sharding is not None:
+                places = places * 8 % flat.size  # in the parts of all ranks
             flat[places] += world.noise.choice(np.array([1, 1, -1]).astype(flat.dtype), places.size)
     trainer.step += 1
     if world.rng.random() < 0.2:
@@ -60,7 +82,7 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     """Publish and wait for it."""
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
-    idle = end._queue.stage == Stage.IDLE
+    idle = isinstance(end, Publisher) and end._queue.stage == Stage.IDLE
     late = idle and world.rng.random() < 0.5  # an anchor that waits is written after this version
     with trainer.executor.at_once(backlog=not late):
         try:
@@ -82,15 +104,18 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
 def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     end = open_publisher(world, trainer)
     _, ordinal = _note_call(world, trainer)
-    future = end.publish(trainer.weights, step=trainer.step, wait=False)
-    trainer.futures.append((future, ordinal))
+    if isinstance(end, TeamPublisher):
+        futures = end.publish_behind(trainer.weights, step=trainer.step)
+    else:
+        futures = [end.publish(trainer.weights, step=trainer.step, wait=False)]
+    trainer.futures += [(future, ordinal) for future in futures]
     return f"hands over step {trainer.step}"
 
 
 def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     """The trainer's thread publishes while those behind are at work."""
     end = trainer.publisher
-    if end is None or end.version is None or end._queue.lock._is_owned():  # type: ignore[attr-defined]
+    if not isinstance(end, Publisher) or end.version is None or end._queue.lock._is_owned():  # type: ignore[attr-defined]
         return  # without a base, or where the lock is taken, the trainer's thread would have to wait
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
@@ -142,9 +167,11 @@ def on_publish_behind(world: World) -> str:
 
 def on_work_behind(world: World) -> str:
     """Let a publisher's threads do some of what they have to; meanwhile the trainer may go on."""
-    trainer = world.pick([one for one in world.trainers if one.executor.waiting])
+    trainer = world.pick([one for one in world.trainers if one.waiting])
     if trainer is None:
         return on_publish_behind(world)  # so that there is something
+    if isinstance(team := trainer.publisher, TeamPublisher):
+        return world.act(trainer, team.work, lambda count: f"does {count} tasks")
     number = world.rng.randrange(trainer.executor.waiting)
 
     def work() -> str:
@@ -157,12 +184,15 @@ def on_work_behind(world: World) -> str:
 
 
 def on_restart_the_trainer(world: World) -> str:
-    """A new process, with the weights it had, older ones or others, with its spool or on another machine."""
+    """A new process, with the weights it had, older ones or others, with its spool or on another machine.
+
+    Or a team in place of a process, a process in place of a team, or a team with other shards.
+    """
     trainer = world.pick(world.trainers)
     if trainer is None:
         return "nobody is idle"
     world.bury(trainer)
-    trainer.line.dead = True
+    trainer.kill()
     kind = world.rng.choice(["the same", "older", "base", "any version's", "other"])
     if kind == "older" and trainer.saved:
         trainer.step, content = world.rng.choice(trainer.saved)
@@ -175,10 +205,24 @@ def on_restart_the_trainer(world: World) -> str:
         train(world, trainer)
     else:
         kind = "the same"
-    if world.rng.random() < 0.3:
+    change = world.rng.choice(["nothing", "nothing", "the spool", "the trainer", "the shards"])
+    if change == "the spool":
         trainer.spool = world.new_folder("spool")
         return f"{trainer.name} with {kind} weights and a new spool"
+    if change == "the trainer":
+        return f"{trainer.name} with {kind} weights, as {_replace(world, trainer).name}"
+    if change == "the shards" and trainer.sharding is not None:
+        trainer.sharding = draw_sharding(world)
+        return f"{trainer.name} with {kind} weights, now over {trainer.sharding.size} ranks"
     return f"{trainer.name} with {kind} weights"
+
+
+def _replace(world: World, trainer: SimulatedTrainer) -> SimulatedTrainer:
+    """Let another trainer continue, with other options: one process where a team was, or the other way around."""
+    other = new_trainer(world, world.model.content(trainer.weights))
+    other.step, other.saved = trainer.step, trainer.saved
+    world.trainers[world.trainers.index(trainer)] = other
+    return other
 
 
 def on_a_second_trainer(world: World) -> str:
@@ -187,7 +231,7 @@ def on_a_second_trainer(world: World) -> str:
         if left is None:
             return "nobody is idle"
         world.bury(left)
-        left.line.dead = True
+        left.kill()
         world.trainers.remove(left)
         return f"{left.name} is gone"
     first = world.trainers[0]

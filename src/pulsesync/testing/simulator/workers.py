@@ -101,7 +101,7 @@ def on_restart_a_worker(world: World) -> str:
     if worker is None:
         return "nobody is idle"
     world.bury(worker)
-    worker.line.dead = True
+    worker.kill()
     kind = world.rng.choice(["its weights", "zeros", "base"])
     if kind != "its weights":
         refill(world, worker, world.base if kind == "base" else world.model.content(world.model.new()))

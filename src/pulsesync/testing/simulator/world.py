@@ -24,6 +24,7 @@ from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
+from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import spool, subscriber
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache
@@ -53,14 +54,16 @@ class World:
         self,
         seed: int,
         trouble: float,
+        teams: float,
         make_publisher: Callable[..., Publisher],
+        make_sharded: Callable[..., ShardedPublisher],
         make_subscriber: Callable[..., Subscriber],
         make_store: Callable[[SimulatedClock], Store],
         meanwhile: Sequence[str],
         happen: Callable[[str], None],
     ) -> None:
-        self.seed, self.trouble = seed, trouble
-        self.make_publisher, self.make_subscriber = make_publisher, make_subscriber
+        self.seed, self.trouble, self.teams = seed, trouble, teams
+        self.make_publisher, self.make_sharded, self.make_subscriber = make_publisher, make_sharded, make_subscriber
         self.log: list[str] = []
         self.counts: Counter[str] = Counter()  # of events
         self.faults: Counter[str] = Counter()
@@ -101,6 +104,7 @@ class World:
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
                 (writer, "time", times),
+                (writer, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
                 (commit, "time", times),
                 (commit, "secrets", chance),
                 (pointing, "time", times),
@@ -152,7 +156,8 @@ class World:
 
     def act(self, process: SimulatedProcess, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
         """Let somebody do something over a line on which things may go wrong."""
-        self._stir(process.line)
+        for line in process.lines:
+            self._stir(line)
         self.busy.append(process)
         at = len(self.log)
         self.note(f"{process.name} begins")
@@ -168,10 +173,11 @@ class World:
             outcome = f"{type(e).__name__}: {e}"
         finally:
             self.busy.pop()
-            self._settle_faults(process.line)
+            for line in process.lines:
+                self._settle_faults(line)
         if len(self.log) == at + 1:
             self.log.pop()  # nothing came in between
-        if process.line.dead:
+        if any(line.dead for line in process.lines):
             outcome += "; is dead"
             self.bury(process)
         return f"{process.name} {outcome}"
@@ -187,6 +193,7 @@ class World:
             # without a signature nobody can tell that a digit of a record was another one
             line.weather = FaultyStore(self.ledger, rng, **chances, flipped=flipped if self.key else 0.0)
             line.late = self.rng.choice([0.0, 0.0, 0.1])
+            line.missed = self.rng.choice([0.0, 0.0, 0.02, 0.1])
         line.stale = self.rng.choice([0.0, 0.0, 0.5]) * min(self.trouble, 1.0)
         if self.rng.random() < 0.12 * self.trouble:
             line.crash(self.rng.randint(1, self.rng.choice([6, 40])), self.rng.choice(["before", "after"]))
