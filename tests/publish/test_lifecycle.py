@@ -45,7 +45,7 @@ def test_a_version_goes_through_its_stages() -> None:
     stages.append(queue.stage)
     queue.completed(REPORT)
     stages.append(queue.stage)
-    assert stages == ["queued", "offered", "resuming", "sending", "sent", "queued"]
+    assert stages == ["queued", "offered", "resuming", "sending", "ending", "queued"]
     assert first.futures[0].result(0) is REPORT
     assert queue.take() is second
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import suppress
@@ -22,6 +23,7 @@ from pulsesync.run.spool import Outbox
 from pulsesync.state.live import AnyState, Snapshot
 from pulsesync.store import Store
 
+FRESH_S = 6 * 3600.0  # that parts which no record names yet are counted on: a prune deletes them after a day
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class AnchorWriter:
         self.owed = False  # one was begun and is not in the store
         self.written_bytes = 0
         self.share: AnchorShare | None = None
+        self._uploaded_s = 0.0  # when the share was
         self._version: Manifest | None = None  # of which the last anchor was begun
         self._executor, self._give_way, self._alone = executor, give_way, alone
         self._current: Future[None] | None = None
@@ -83,6 +86,12 @@ class AnchorWriter:
         if self._pause <= 0 and (waiting := self._waiting(run)):
             self.owed = True
             self._current = self._start(waiting[0][0], self._finish, waiting)
+
+    def renew(self, run: str) -> None:
+        """Upload this rank's share again if a prune may soon delete it, because no record names it yet."""
+        if self.share is not None and time.monotonic() - self._uploaded_s > FRESH_S:
+            self.share, self._pause = None, 0
+            self.finish(run)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
@@ -182,7 +191,7 @@ class AnchorWriter:
             self.store.put(keys.part_key(ref.id), self._staged(epoch, ref))
             self.written_bytes += ref.size
         if not self._alone:
-            self.share = AnchorShare(epoch, record.parts)
+            self.share, self._uploaded_s = AnchorShare(epoch, record.parts), time.monotonic()
             return
         self._create(record, data)
         self.newest, self.owed = epoch, False

@@ -37,7 +37,7 @@ class Stage(StrEnum):
     FIXED = "fixed"  # they agreed: calls up to that one are still merged into the version
     RESUMING = "resuming"  # there is no base: the run is looked for, and resumed if there is one
     SENDING = "sending"  # it is encoded, uploaded and committed; one more version may wait
-    SENT = "sent"  # its record is in the store and the base has moved; an anchor is begun if one is due
+    ENDING = "ending"  # it is committed, or it failed; an anchor is begun if one is due, and callers are answered
 
 
 MOVES = {
@@ -47,18 +47,14 @@ MOVES = {
     (Stage.FIXED, Stage.SENDING): "this rank has made that call",
     (Stage.FIXED, Stage.RESUMING): "the same, and there is no base",
     (Stage.RESUMING, Stage.SENDING): "the run was resumed, or a new root is published",
-    (Stage.SENDING, Stage.SENT): "the version is committed",
-    (Stage.SENT, Stage.IDLE): "its futures are completed",
-    (Stage.SENT, Stage.QUEUED): "the same, and another version waits",
-    # Failures
+    (Stage.SENDING, Stage.ENDING): "it is committed, and the base has moved; or it failed",
+    (Stage.ENDING, Stage.IDLE): "its callers have the report, or the error",
+    (Stage.ENDING, Stage.QUEUED): "the same, and another version waits",
+    # Failures before that
     (Stage.QUEUED, Stage.IDLE): "no thread could be started for the sender",
-    (Stage.OFFERED, Stage.IDLE): "the ranks could not agree, or the last version is not settled",
-    (Stage.OFFERED, Stage.QUEUED): "the same, and another version waits",
-    (Stage.FIXED, Stage.IDLE): "this rank did not make the call in time",
-    (Stage.FIXED, Stage.QUEUED): "the same, and another version waits",
-    (Stage.RESUMING, Stage.IDLE): "the run cannot be resumed",
-    (Stage.SENDING, Stage.IDLE): "it could not be encoded, uploaded or committed",
-    (Stage.SENDING, Stage.QUEUED): "the same, and another version waits",
+    (Stage.OFFERED, Stage.ENDING): "the ranks could not agree, or the last version is not settled",
+    (Stage.FIXED, Stage.ENDING): "this rank did not make the call in time",
+    (Stage.RESUMING, Stage.ENDING): "the run cannot be resumed",
 }
 
 
@@ -326,7 +322,7 @@ class SendQueue:
         """The current version is committed, and the base has moved to it."""
         with self.lock:
             self._failures.clear()
-            self._move(Stage.SENT)
+            self._move(Stage.ENDING)
 
     def start_failed(self, error: BaseException) -> None:
         """The version that waits fails, because no sender can be started for it."""
@@ -354,6 +350,8 @@ class SendQueue:
         with self.lock:
             version = self.current or version  # with the calls that were merged into it
             self._fail(version, error)
+            if self.stage != Stage.ENDING:
+                self._move(Stage.ENDING)
         version.release()
         settle()
         traceback.clear_frames(error.__traceback__)  # the future does not keep the memory that the version took

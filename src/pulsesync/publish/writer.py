@@ -221,6 +221,8 @@ class RunWriter:
         def stand() -> Standing:
             if version.fault is not None:
                 raise version.fault
+            if self.base is not None:
+                self.anchors.renew(self.base.last.run)
             with self.queue.lock:
                 return Standing(
                     call=version.call,
@@ -562,6 +564,8 @@ class RunWriter:
             StoreError, FormatError: it could not be written.
         """
         fault: Exception | None = None
+        if self.base is not None:
+            self.anchors.renew(self.base.last.run)
         try:
             self.anchors.wait()
         except Exception as e:

@@ -104,6 +104,7 @@ class World:
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
                 (writer, "time", times),
+                (anchors, "time", times),
                 (writer, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
                 (commit, "time", times),
                 (commit, "secrets", chance),
