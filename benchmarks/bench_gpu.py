@@ -24,15 +24,16 @@ import numpy as np
 import torch
 
 from pulsesync import Publisher
+from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.changes import mark, moves
 from pulsesync.device.encode import code_pile
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
-from pulsesync.format.manifest import Manifest
+from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.publish.baseline import baseline_for
-from pulsesync.publish.commit import RunTip, root_record
+from pulsesync.publish.commit import next_record, root_record
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
@@ -212,11 +213,12 @@ class Bench:
     def record(self, codec: str) -> tuple[Manifest, Body, DeviceDifference]:
         """The next version, as a worker gets it."""
         difference = self.compare()
-        encoded = difference.encode(self.last, codec)
-        tip = RunTip(MemoryStore(), lambda record: b"", self.last, self.state)
-        draft = tip.draft(encoded, 1, None, ())
-        self.data = encoded[0].data
-        return draft.manifest, Body.of(self.data, self.state.layout), difference
+        part, transition = difference.encode(self.last, codec)
+        self.data = part.data
+        history = transition.history.digest() if transition.history.tiles else None
+        state = digest.state_digest(self.state.layout.tiles, transition.sums)
+        manifest = next_record(self.last, 1, (PartRef(part.id, len(part.data)),), state, history, None, ())
+        return manifest, Body.of(self.data, self.state.layout), difference
 
 
 def measure(weights: float, density: float) -> Row:
