@@ -613,7 +613,7 @@ FAULTS = [
     PlantedFault(writer, "create", take_no_answer_for_a_commit, Invariant.PUBLISH_REPORT),
     PlantedFault(RunWriter, "write", report_the_version_before, Invariant.PUBLISH_REPORT),
     PlantedFault(
-        RunWriter, "_advance", forget_that_what_waits_was_compared_with_the_base_before, Invariant.PATCH_CONTENT
+        RunWriter, "_advance", forget_that_what_waits_was_compared_with_the_base_before, Invariant.PUBLISHED_STATE
     ),
     PlantedFault(writer, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
     PlantedFault(CachedStore, "create", put_what_must_be_created, Invariant.IMMUTABLE_OBJECTS),
