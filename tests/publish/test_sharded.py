@@ -441,6 +441,7 @@ def test_a_root_after_the_end_of_an_epoch_has_an_anchor_of_its_own() -> None:
     for _ in range(3):
         first.publish(training.weights)
         training.step()
+    first.flush()
     assert {entry.key for entry in store.list("anchors/")} == {keys.anchor_key(0), keys.anchor_key(1)}
     Group(store, 2, by_columns, epoch_patches=2).publish(training.weights)
     assert version(store, 3).base is None

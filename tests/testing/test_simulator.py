@@ -277,7 +277,7 @@ def test_an_unexpected_exception_is_a_crash_and_violates_no_invariant(monkeypatc
 def test_a_violation_that_the_library_catches_ends_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes anchors raises nothing: what stops an anchor is logged."""
 
-    def begin(self: AnchorWriter, snapshot: Snapshot | HostState, version: Manifest) -> None:
+    def begin(self: AnchorWriter, snapshot: Any, version: Manifest, tiles: Sequence[Tile]) -> None:
         self._current = self._start(0, self.store.put, keys.anchor_key(0), b"not an anchor")
 
     monkeypatch.setattr(AnchorWriter, "begin", begin)

@@ -30,7 +30,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import MAX_VERSION
+from pulsesync.format.manifest import MAX_VERSION, Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
@@ -314,17 +314,16 @@ class Publisher:
             self._scratch = ScratchFolder("spool")
             self._spool = self._scratch.path
         outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
-        key, queue = self._options.signing_key, self._queue
+        queue = self._queue
         anchors = AnchorWriter(
-            self.store,
-            outbox,
-            lambda record: signed(record, key),
-            self._anchor_sender,
-            queue.wait_until_quiet,
-            alone=queue.is_alone,
+            self.store, outbox, self._sign, self._anchor_sender, queue.wait_until_quiet, alone=queue.is_alone
         )
         self._writer = RunWriter(self.store, TeamTalk(self.team), queue, self._cadence, anchors, self._options)
         self._process = os.getpid()
+
+    def _sign(self, record: Manifest) -> bytes:
+        """Sign for the anchor writer, which so keeps this publisher and its temporary folder until it ends."""
+        return signed(record, self._options.signing_key)
 
     def _check_interpreter(self) -> None:
         """Raises: ClosedError, if nothing can be sent any more."""

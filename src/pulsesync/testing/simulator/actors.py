@@ -18,7 +18,7 @@ from pulsesync.state.host import HostState
 from pulsesync.state.views import view_bits
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.line import StoreLink
-from pulsesync.testing.simulator.teams import Sharding, TeamPublisher
+from pulsesync.testing.simulator.teams import Sharding, SimulatedPublisher
 from pulsesync.testing.updates import random_bits
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -103,7 +103,7 @@ class SimulatedTrainer(SimulatedProcess):
     spool: Path
     options: dict[str, Any]
     executor: QueuedExecutor = field(default_factory=QueuedExecutor)
-    publisher: Publisher | TeamPublisher | None = None
+    publisher: Publisher | SimulatedPublisher | None = None
     step: int = 0
     saved: list[tuple[int, Content]] = field(default_factory=list)  # the trainer's own checkpoints
     futures: list[tuple["Future[PublishReport]", int]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class SimulatedTrainer(SimulatedProcess):
     @property
     def waiting(self) -> int:
         """How many tasks wait to be done in the background."""
-        return self.publisher.waiting if isinstance(self.publisher, TeamPublisher) else self.executor.waiting
+        return self.publisher.waiting if isinstance(self.publisher, SimulatedPublisher) else self.executor.waiting
 
 
 @dataclass(eq=False)

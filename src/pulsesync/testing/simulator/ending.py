@@ -11,7 +11,7 @@ from pulsesync.testing.simulator.checks import check, check_synced, check_worker
 from pulsesync.testing.simulator.events import describe_prune, prune_with
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.pointers import NAMES, check_pruned, move, named_versions
-from pulsesync.testing.simulator.teams import TeamPublisher
+from pulsesync.testing.simulator.teams import SimulatedPublisher
 from pulsesync.testing.simulator.trainers import publish, train
 from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync
 from pulsesync.testing.simulator.world import PART_BYTES, World
@@ -66,7 +66,7 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
     """Prune, perhaps while all workers are so far behind that their own versions go; the run goes on as before."""
     if world.rng.random() < 0.7:
         assert trainer.publisher is not None
-        ends = trainer.publisher.ranks if isinstance(trainer.publisher, TeamPublisher) else [trainer.publisher]
+        ends = trainer.publisher.ranks if isinstance(trainer.publisher, SimulatedPublisher) else [trainer.publisher]
         for end in ends:
             end._options.anchor_every = 0.0  # at every epoch's start
         for _ in range(2 * world.epoch_patches):

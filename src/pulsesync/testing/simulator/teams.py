@@ -149,7 +149,7 @@ class GroupMember:
         return self._line.call(lambda: self._group.gather(self.rank, note, misses))
 
 
-class TeamPublisher:
+class SimulatedPublisher:
     """The publishers of all ranks as one: to the rest of the simulator, a team is a trainer with a publisher.
 
     make: makes the publisher of a rank, given its store and its team. lines: of the ranks. note: logs something.

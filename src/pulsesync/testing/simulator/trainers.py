@@ -13,7 +13,7 @@ from pulsesync.testing.simulator.actors import Content, SimulatedTrainer, bits
 from pulsesync.testing.simulator.checks import check_published
 from pulsesync.testing.simulator.executors import QueuedExecutor
 from pulsesync.testing.simulator.invariants import Invariant
-from pulsesync.testing.simulator.teams import Sharding, TeamPublisher
+from pulsesync.testing.simulator.teams import Sharding, SimulatedPublisher
 from pulsesync.testing.simulator.world import World
 from pulsesync.testing.updates import mutate
 
@@ -40,7 +40,7 @@ def draw_sharding(world: World) -> Sharding:
     return Sharding.draw(world.rng, shapes, world.model.alias)
 
 
-def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher | TeamPublisher:
+def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher | SimulatedPublisher:
     if trainer.publisher is None:
         trainer.line, trainer.executor, trainer.version = world.new_line(), QueuedExecutor(), -1
         if trainer.sharding is not None:
@@ -53,11 +53,11 @@ def open_publisher(world: World, trainer: SimulatedTrainer) -> Publisher | TeamP
     return trainer.publisher
 
 
-def _open_team(world: World, trainer: SimulatedTrainer, sharding: Sharding) -> TeamPublisher:
+def _open_team(world: World, trainer: SimulatedTrainer, sharding: Sharding) -> SimulatedPublisher:
     trainer.other_lines = [world.new_line() for _ in range(1, sharding.size)]
     make = partial(world.make_sharded, **trainer.options, spool=trainer.spool)
     rng = random.Random(world.rng.getrandbits(32))
-    return TeamPublisher(make, sharding, trainer.lines, rng, world.note, world.fail)
+    return SimulatedPublisher(make, sharding, trainer.lines, rng, world.note, world.fail)
 
 
 def train(world: World, trainer: SimulatedTrainer) -> str:
@@ -104,7 +104,7 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
 def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     end = open_publisher(world, trainer)
     _, ordinal = _note_call(world, trainer)
-    if isinstance(end, TeamPublisher):
+    if isinstance(end, SimulatedPublisher):
         futures = end.publish_behind(trainer.weights, step=trainer.step)
     else:
         futures = [end.publish(trainer.weights, step=trainer.step, wait=False)]
@@ -170,7 +170,7 @@ def on_work_behind(world: World) -> str:
     trainer = world.pick([one for one in world.trainers if one.waiting])
     if trainer is None:
         return on_publish_behind(world)  # so that there is something
-    if isinstance(team := trainer.publisher, TeamPublisher):
+    if isinstance(team := trainer.publisher, SimulatedPublisher):
         return world.act(trainer, team.work, lambda count: f"does {count} tasks")
     number = world.rng.randrange(trainer.executor.waiting)
 
