@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from tests.publish.test_sharded import Group, Rank
 from tests.runs import Training, Watched, equal, kept, publish_steps, version, versions, worker
 
 assert fleet  # a fixture
+
+WAIT_S = 20.0  # for a process; each takes less than a second
 
 # One process
 
@@ -421,11 +424,42 @@ def test_a_state_outlives_the_base_that_a_team_lost() -> None:
     team.flush()
 
 
+# The page
+
+
+def run_page(folder: str, last: int) -> None:
+    """The loop of the page, in a folder, to some last step."""
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    script = page.partition("<!-- run by tests/publish/test_checkpoints.py -->\n```python\n")[2].partition("```")[0]
+    assert script.count("step < 100") == 1
+    os.chdir(folder)
+    exec(compile(script.replace("step < 100", f"step < {last}"), "docs/checkpoints.md", "exec"), {})
+
+
+def test_the_loop_of_the_page_continues_where_its_checkpoint_was_taken(tmp_path: Path, fleet: Fleet) -> None:
+    torch = pytest.importorskip("torch")
+    store, model = LocalStore(tmp_path / "run"), torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    sub = Subscriber(store)
+    for last, path in ((27, None), (43, ("patch",))):
+        pid, out = fleet.start(run_page, folder=str(tmp_path), last=last)
+        end = time.monotonic() + WAIT_S
+        while alive(pid) and time.monotonic() < end:
+            time.sleep(0.005)
+        assert out.exists(), told(out)
+        report = sub.sync(model)
+        assert report.step == last
+        assert path is None or set(report.path) == set(path)
+    steps = [version(store, number).step for number in versions(store)]
+    back = steps.index(27)
+    assert steps[back : back + 2] == [27, 20]
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert (saved["step"], saved["publisher"]["run"]) == (40, version(store, 0).run)
+
+
 # Kills. The trainer is a process of its own; what it trains is a function of the step alone, so that the worker, in
 # the test's process, can tell which weights are right.
 
 LAST, SAVE_EVERY = 14, 5
-WAIT_S = 20.0
 
 
 def trained(weights: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -439,8 +473,8 @@ def weights_at(step: int) -> dict[str, Any]:
     return trained(weights_at(step - 1), step) if step else kept(Training(seed=18).weights)
 
 
-def train(folder: str, stall: str) -> None:
-    """Train to the last step from the checkpoint, if there is one, and stall at a point until the process is killed.
+def train(folder: str, stall: str, last: int) -> None:
+    """Train to a last step from the checkpoint, if there is one, and stall at a point until the process is killed.
 
     A restored trainer publishes its weights at once, and then waits for the file `go`.
     """
@@ -461,7 +495,7 @@ def train(folder: str, stall: str) -> None:
         pub.publish(weights, step=step)
         while saved and not (home / "go").exists():
             time.sleep(0.005)
-        while step < LAST:
+        while step < last:
             step += 1
             weights = trained(weights, step)
             if step % SAVE_EVERY == 0:
@@ -484,11 +518,11 @@ class Trial:
         self.went_back: list[tuple[int, int]] = []  # steps, from and to
 
     @contextmanager
-    def trainer(self, stall: str = "") -> Iterator[None]:
+    def trainer(self, stall: str = "", last: int = LAST) -> Iterator[None]:
         """Run a trainer; kill it in the end, if it has not ended."""
         for name in ("stalled", "go"):
             (self.home / name).unlink(missing_ok=True)
-        self.pid, self.out = self.fleet.start(train, folder=str(self.home), stall=stall)
+        self.pid, self.out = self.fleet.start(train, folder=str(self.home), stall=stall, last=last)
         try:
             yield
         finally:
@@ -517,6 +551,9 @@ class Trial:
                 self.went_back.append((report.from_step, report.step))
         return report.version
 
+    def follow_to(self, newest: int) -> None:
+        self.wait_until(lambda: self.sync() >= newest)
+
     def stalls(self, newest: int, checkpoint: int) -> None:
         """Follow a trainer until it has stalled: with this newest version, and a checkpoint of this step."""
         self.wait_until(lambda: self.sync() >= newest and (self.home / "stalled").exists())
@@ -532,9 +569,9 @@ class Trial:
     def finish(self) -> None:
         """Let a restored trainer go on to its last step."""
         (self.home / "go").touch()
-        self.wait_until(lambda: bool(self.sync() + 1) and not alive(self.pid))
+        self.wait_until(lambda: self.sync() >= 0 and not alive(self.pid))
         assert self.out.exists(), told(self.out)
-        self.sync()
+        self.sync()  # to what came between the last sync and the end
 
     @property
     def steps(self) -> list[int]:
@@ -564,7 +601,7 @@ def test_a_trainer_that_is_killed_continues_the_run_from_its_checkpoint(
     with trial.trainer(stall=point):
         trial.stalls(newest, saved)
     with trial.trainer():
-        trial.wait_until(lambda: trial.sync() > newest)
+        trial.follow_to(newest + 1)
         assert trial.seen[-2:] == [(newest, newest), (newest + 1, saved)]
         trial.finish()
     assert trial.steps == [*range(newest + 1), *range(saved, LAST + 1)]
@@ -584,7 +621,23 @@ def test_a_trainer_that_is_killed_while_it_is_being_restored_is_restored_again(t
         with trial.trainer(stall=point):
             trial.stalls(newest, 5)
     with trial.trainer():
-        trial.wait_until(lambda: trial.sync() > 10)
+        trial.follow_to(11)
         trial.finish()
     assert trial.steps == [*range(10), 5, *range(5, LAST + 1)]
     assert trial.went_back == [(9, 5)]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_at_any_moment_continues_from_its_checkpoint(tmp_path: Path, fleet: Fleet) -> None:
+    """About 8 s: twelve trainers, each killed after some versions and up to 50 ms."""
+    trial, rng, expected = Trial(tmp_path, fleet), np.random.default_rng(18), list[int]()
+    for _ in range(12):
+        first, newest = max(trial.saved_step, 0), len(expected) + int(rng.integers(0, 12))
+        with trial.trainer(last=10_000):
+            (tmp_path / "go").touch()
+            trial.follow_to(newest)
+            time.sleep(rng.uniform(0, 0.05))
+        expected += range(first, first + len(trial.steps) - len(expected))
+        assert trial.steps == expected
+    assert trial.sync() == len(expected) - 1
+    assert any(later < earlier for earlier, later in pairwise(expected))

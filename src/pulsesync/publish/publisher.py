@@ -195,10 +195,10 @@ class Publisher:
 
         Raises:
             StateError: tensors came, went, changed shape or tie; AnotherPublisherError: another publisher writes to
-            this run; ClosedError: the publisher was closed, belongs to another process, or the interpreter is ending;
-            StoreError, or what else stopped an earlier version; RuntimeError: it was called by a signal handler within
-            another call, or by a callback that would wait for itself. After any exception the base is still the last
-            version committed: the next one covers both.
+            this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the publisher was closed,
+            belongs to another process, or the interpreter is ending; StoreError, or what else stopped an earlier
+            version; RuntimeError: it was called by a signal handler within another call, or by a callback that would
+            wait for itself. After any exception the base is still the last version committed: the next one covers both.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
