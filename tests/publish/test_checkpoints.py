@@ -30,7 +30,7 @@ from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.helpers import nudge
 from tests.processes import Fleet, alive, fleet, told
 from tests.publish.test_sharded import Group, Rank
-from tests.runs import Training, Watched, equal, kept, publish_steps, version, versions, worker
+from tests.runs import Training, Watched, down, equal, kept, publish_steps, version, versions, worker
 
 assert fleet  # a fixture
 
@@ -247,6 +247,18 @@ def test_a_state_names_only_what_is_committed() -> None:
         release.set()
         future.result(10)
         assert pub.state_dict()["version"] == 1
+
+
+def test_a_state_names_the_newest_version_of_the_run_if_the_first_publish_resumed_it_and_failed() -> None:
+    store, training = Watched(), Training()
+    state = checkpoint_at(1, store, training, to=3)
+    with restored(store, state) as pub:
+        store.before = lambda verb, key: down(key) if verb == "put" else None
+        training.step()
+        with pytest.raises(StoreError, match="line is down"):
+            pub.publish(training.weights, step=2)
+        store.fail_at()
+        assert pub.state_dict()["version"] == 3
 
 
 # Refusals
