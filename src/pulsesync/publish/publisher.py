@@ -315,11 +315,12 @@ class Publisher:
             self._scratch = ScratchFolder("spool")
             self._spool = self._scratch.path
         outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
-        key, queue = self._options.signing_key, self._queue
+        queue = self._queue
         anchors = AnchorWriter(
             self.store,
             outbox,
-            lambda record: signed(record, key),
+            # By self: a publisher that nobody refers to any more stays, with its spool, while an anchor is written.
+            lambda record: signed(record, self._options.signing_key),
             self._anchor_sender,
             queue.wait_until_quiet,
             alone=queue.is_alone,
