@@ -169,6 +169,7 @@ class RunChangedError(ChainError):
     """The run at a location is not the one that was followed so far (`version`: the local one).
 
     The local weights are unchanged. `sync(follow_replaced=True)` starts over from an anchor of what is there now.
+    A publisher raises this if it is not the run of the trainer's checkpoint (`version`: the checkpoint's).
 
     Attributes:
         run: The id of the run that is there now.

@@ -74,6 +74,26 @@ def test_checkpoints_travel_and_restarts_go_on_without_the_anchor(checkpoints: C
     assert "version 3" in pulse("follow", run, place, "--once").out
 
 
+def test_a_step_that_goes_back_is_shown(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "f"
+    shown = []
+    for step in (3, 9, 4):
+        pulse("publish", checkpoints.next(), run, "--step", step)
+        shown.append(pulse("follow", run, place, "--once", "--hold", 0).out)
+    assert shown[1].startswith("version 1 (step 9) is current")
+    assert shown[2].startswith("version 2 (step 4, back from step 9) is current")
+
+
+def test_both_versions_and_steps_of_an_update_are_in_its_json(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "f"
+    updates = []
+    for step in (3, 9, 4):
+        pulse("publish", checkpoints.next(), run, "--step", step)
+        (flip,) = pulse("follow", run, place, "--once", "--hold", 0, "--json").events
+        updates.append([flip[name] for name in ("from_version", "version", "from_step", "step")])
+    assert updates == [[None, 0, None, 3], [0, 1, 3, 9], [1, 2, 9, 4]]
+
+
 def test_publish_says_in_a_line_what_it_did(checkpoints: Checkpoints, tmp_path: Path) -> None:
     done = pulse("publish", checkpoints.next() / "model.safetensors", tmp_path / "run")
     assert done.code == 0

@@ -114,14 +114,17 @@ def follow(
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     ways = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
+    back = f", back from step {sync.from_step}" if sync.went_back else ""
     if flip.left_out:
         printer.note("left-out", f"not written, for no loader reads them: {', '.join(flip.left_out)}")
     printer.tell(
         "version",
-        f"version {mark.version} (step {mark.step}) is current, in {flip.folder.name}: {ways}, "
+        f"version {mark.version} (step {mark.step}{back}) is current, in {flip.folder.name}: {ways}, "
         f"{size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
         **asdict(mark),
         folder=str(flip.folder),
+        from_version=sync.from_version,
+        from_step=sync.from_step,
         began=flip.began,
         path=list(sync.path),
         changed=sync.changed,

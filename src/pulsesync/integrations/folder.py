@@ -216,7 +216,7 @@ class HuggingFaceFolder:
             if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
                 self._check_room(goal)
             source = self._begin(side, plan, goal)
-            report = side.sync(goal.version, self.follow_replaced)
+            report = side.sync(goal.version, self.follow_replaced, self.current)
             mark = CopyRecord(goal.run, goal.version, goal.step, goal.digest)
             side.finish(mark, contents, plan)
             self._turn(side)
@@ -378,10 +378,14 @@ class _Side:
             path.unlink(missing_ok=True)
             _sync(self.folder)
 
-    def sync(self, version: int, follow_replaced: bool) -> SyncReport:
-        """Bring the weights to a version, and count them all. Raises: as Subscriber.sync does."""
+    def sync(self, version: int, follow_replaced: bool, current: CopyRecord | None) -> SyncReport:
+        """Bring the weights to a version, and count them all; report what changes for readers of the current copy.
+
+        Raises: as Subscriber.sync does.
+        """
         assert self.weights is not None
         assert self.reader is not None
+        self.reader.reported = (current.run, current.version, current.step) if current else None
         try:
             report = self.reader.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
             self.reader.verify(self.weights.arrays)

@@ -15,6 +15,7 @@ raised by `publish` only when max_behind versions in a row have failed, because 
 import logging
 import operator
 import os
+import reprlib
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -194,10 +195,10 @@ class Publisher:
 
         Raises:
             StateError: tensors came, went, changed shape or tie; AnotherPublisherError: another publisher writes to
-            this run; ClosedError: the publisher was closed, belongs to another process, or the interpreter is ending;
-            StoreError, or what else stopped an earlier version; RuntimeError: it was called by a signal handler within
-            another call, or by a callback that would wait for itself. After any exception the base is still the last
-            version committed: the next one covers both.
+            this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the publisher was closed,
+            belongs to another process, or the interpreter is ending; StoreError, or what else stopped an earlier
+            version; RuntimeError: it was called by a signal handler within another call, or by a callback that would
+            wait for itself. After any exception the base is still the last version committed: the next one covers both.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
@@ -350,19 +351,23 @@ class Publisher:
         return self._writer.base if self._process else None
 
     @property
+    def _last(self) -> Manifest | None:
+        return self._writer.last if self._process else None
+
+    @property
     def version(self) -> int | None:
         """The last version that was committed."""
-        return base.last.version if (base := self._base) else None
+        return last.version if (last := self._last) else None
 
     @property
     def digest(self) -> str | None:
         """The state digest of the last version that was committed."""
-        return base.last.digest if (base := self._base) else None
+        return last.digest if (last := self._last) else None
 
     @property
     def run(self) -> str | None:
         """The id of the run; None before the first publish."""
-        return base.last.run if (base := self._base) else None
+        return last.run if (last := self._last) else None
 
     @property
     def base_bytes(self) -> int:
@@ -377,31 +382,35 @@ class Publisher:
     def state_dict(self) -> PublisherState:
         """What belongs into a checkpoint of the trainer: the run, and the last version that was committed.
 
-        Plain text and numbers. With wait=False, versions that are still on their way are not in it; `flush` first if
-        the checkpoint is to name the version of its own step.
+        A dictionary of text and numbers, empty before the first version; `load_state_dict` accepts that too. With
+        wait=False, versions that are not committed yet are not in it.
         """
-        if (base := self._base) is None:
-            return self._options.continues
-        last = base.last
+        if (last := self._last) is None:
+            return self._options.continues.copy()
         return {"run": last.run, "version": last.version, "step": last.step, "digest": last.digest}
 
     def load_state_dict(self, state: PublisherState) -> None:
-        """Continue the run that a checkpoint of the trainer is of, however far the run has gone since.
+        """Continue the run that a checkpoint of the trainer names, however far it has advanced since.
 
-        The first publish then checks that the run is the same one and still has that version, and raises
-        RunReplacedError, RunForkedError or RunRolledBackError if not. The next version is a patch to the newest one:
-        versions grow, and the step goes back to the trainer's. Of a team every rank loads the same state.
+        The first publish checks that the location has this run, and in it the version of the checkpoint, unless that
+        was pruned; if not, it raises RunReplacedError, RunForkedError or RunRolledBackError and publishes nothing. The
+        next version is a patch to the newest one: versions grow, while the step goes back to the trainer's. Of a team
+        every rank loads a state, and that of rank 0 is checked.
 
         Raises:
-            ValueError: this is no state of a publisher; RuntimeError: this publisher has published already.
+            ValueError: this is not what `state_dict` returned; RuntimeError: this publisher has published already.
         """
         if self._process is not None:
-            raise RuntimeError("load_state_dict must be called before the first publish, on a new Publisher")
-        if state and state.keys() != PublisherState.__annotations__.keys():
+            raise RuntimeError("load_state_dict must be called before the first publish; create a new Publisher")
+        if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
+            {},
+            PublisherState.__annotations__,
+        ):
             raise ValueError(
-                f"a state of a publisher has {', '.join(PublisherState.__annotations__)}; got {', '.join(state)}"
+                f"a publisher's state has {', '.join(PublisherState.__annotations__)}, or nothing; pass what "
+                f"state_dict() of a Publisher returned, not {reprlib.repr(state)}"
             )
-        self._options.continues = PublisherState(**state)
+        self._options.continues = state.copy()
 
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too. Of a team every rank calls it.

@@ -44,8 +44,7 @@ from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
 from pulsesync.run.bodies import keep_body
-from pulsesync.run.planner import check_unchanged
-from pulsesync.run.reader import RunReader
+from pulsesync.run.reader import RunReader, location_of
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import (
@@ -65,6 +64,15 @@ CALL_TIMEOUT_S = 300.0  # how long a rank may be behind another in its calls of 
 logger = logging.getLogger(__name__)
 
 
+class PublisherState(TypedDict, total=False):
+    """What a publisher adds to a checkpoint of the trainer: the last version committed. Empty before the first."""
+
+    run: str
+    version: int
+    step: int
+    digest: str
+
+
 @dataclass
 class WriterOptions:
     """What the ranks of a team must agree on; see `Publisher`."""
@@ -76,16 +84,7 @@ class WriterOptions:
     files: Files
     anchor_every: float
     epoch_patches: int
-    continues: "PublisherState" = field(default_factory=lambda: PublisherState())  # the run must have this version
-
-
-class PublisherState(TypedDict, total=False):
-    """What a publisher adds to a checkpoint of the trainer: the last version committed. Empty before the first."""
-
-    run: str
-    version: int
-    step: int
-    digest: str
+    continues: PublisherState = field(default_factory=PublisherState)  # what the run must have, unless it is empty
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,7 @@ class RunWriter:
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed under the queue's lock alone
+        self.last: Manifest | None = None  # the last version committed, also where its base was lost
         self._cadence = cadence
         self._draft: Draft | None = None  # until it is known what became of it
         self._unrecorded: int | None = None  # the epoch of an anchor that all ranks began and whose record is not there
@@ -309,7 +309,7 @@ class RunWriter:
                 one.difference, one.base = one.difference.after(draft.transition), last.version
         if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
             base.state.commit(draft.transition)
-        self.base = replace(base, last=last, record=record)
+        self.base, self.last = replace(base, last=last, record=record), last
         self._tables = draft.tables or self._tables
         self._draft = None
         return self.base
@@ -334,7 +334,7 @@ class RunWriter:
         if last is None or (base := self._resume(plan, last, shards)) is None:
             return plan
         with self.queue.lock:
-            self.base = base
+            self.base, self.last = base, last
             self.compare(version, shards)
         return base
 
@@ -435,6 +435,7 @@ class RunWriter:
         last = self._parse(message.record)
         with self.queue.lock:
             self.base = base = RankBase(last, message.record, *found)
+            self.last = last
         self.queue.sent()
         self._try_anchor(base, begins=True)
         version.is_root = True
@@ -644,27 +645,28 @@ class RunWriter:
 
 
 def check_continues(state: PublisherState, reader: RunReader, last: Manifest | None) -> None:
-    """Check that a checkpoint of a trainer is of the run at this place.
+    """Check that the run at a location, whose newest version is given, is the one that a trainer's checkpoint names.
 
     Raises:
-        RunReplacedError, RunForkedError, RunRolledBackError: it is not; StoreError.
+        RunReplacedError, RunForkedError, RunRolledBackError: it is not; FormatError, StoreError.
     """
-    version = state["version"]
+    run, version = state["run"], state["version"]
     advice = (
-        f"the checkpoint of the trainer is of version {version} of run {state['run']}: publish to the location of that "
-        "run, or leave out load_state_dict to continue from whatever is here"
+        f"the trainer was restored from a checkpoint that names version {version} of run {run}: publish to the "
+        "location of that run, or leave out load_state_dict to publish here all the same"
     )
     if last is None:
-        raise RunReplacedError(f"there is no run here; {advice}", version=version, expected=state["run"])
-    published = reader.version(version)
-    check_unchanged(state["run"], version, state["digest"], published, last, advice)
+        raise RunReplacedError(
+            f"there is no run at {location_of(reader.store)}; {advice}", version=version, expected=run
+        )
+    reader.check_run(run, version, state["digest"], advice)
     logger.info(
-        "The run is at version %d, of step %d; the trainer was restored to version %d, of step %d. The next version "
-        "follows the newest one, whatever its step.",
-        last.version,
-        last.step,
+        "The checkpoint names version %d (step %d), and the run is at version %d (step %d); the next version follows "
+        "the newest one.",
         version,
         state["step"],
+        last.version,
+        last.step,
     )
 
 

@@ -147,7 +147,7 @@ class RunReader:
         """Whether a record was looked for and is not there."""
         return key in self._known and self._known[key] is None
 
-    def check_run(self, run: str, version: int, digest: str) -> None:
+    def check_run(self, run: str, version: int, digest: str, advice: str = planner.START_OVER) -> None:
         """Check that the run is still the one from which a local version was taken: one small read if it is.
 
         What speaks against it is read a second time, a little later: of two relays behind one address, one may be a
@@ -158,12 +158,13 @@ class RunReader:
             no version is there any more; FormatError, SignatureError: the record cannot be read.
         """
         try:
-            self._check_run(run, version, digest)
+            self._check_run(run, version, digest, advice)
         except (RunChangedError, NothingPublishedError):
             time.sleep(LOOK_AGAIN_S)
-            RunReader(self.store, self.trust, self.avoid, self._epoch_patches)._check_run(run, version, digest)
+            again = RunReader(self.store, self.trust, self.avoid, self._epoch_patches)
+            again._check_run(run, version, digest, advice)
 
-    def _check_run(self, run: str, version: int, digest: str) -> None:
+    def _check_run(self, run: str, version: int, digest: str, advice: str) -> None:
         try:
             published = self.version(version)
         except SignatureError:
@@ -178,7 +179,7 @@ class RunReader:
             newest = self.newest(version) or self.newest()
             if newest is None:
                 raise self.nothing_published(f"; the local weights are version {version} of a run that was there")
-        planner.check_unchanged(run, version, digest, published, newest)
+        planner.check_unchanged(run, version, digest, published, newest, advice)
 
     def nothing_published(self, more: str = "") -> NothingPublishedError:
         """The error for a location at which there is no version."""

@@ -80,9 +80,16 @@ class SyncReport:
     apply_s: float  # writing: the only time the weights are not to be used
     digest: str
     repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
-    from_version: int | None = None  # that the weights were at before; None: at none that is known
-    from_step: int | None = None  # the trainer's, of that version; larger than `step` where the trainer went back
+    from_version: int | None = None  # of the report before this one; None: there was none of this run
+    from_step: int | None = None  # the trainer's, of that version
     pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was asked for
+
+    @property
+    def went_back(self) -> bool:
+        """Whether the trainer went back to an earlier step: it was restored from a checkpoint, and versions go on."""
+        if self.from_version is None or self.from_step is None:
+            return False
+        return self.version > self.from_version and self.step < self.from_step
 
     @property
     def applied(self) -> int:
@@ -94,8 +101,6 @@ class SyncReport:
 class _Progress:
     """What a sync has done so far, over all attempts."""
 
-    from_version: int | None = None
-    from_step: int | None = None
     path: list[str] = field(default_factory=list)
     changed: int = 0
     fetched_bytes: int = 0
@@ -205,6 +210,7 @@ class Subscriber:
         self._state: AnyState | None = None
         self._position: Position | None = None
         self._step: int | None = None
+        self.reported: tuple[str, int, int] | None = None  # run, version and step; one with several copies sets it
         self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
@@ -410,7 +416,7 @@ class Subscriber:
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
         """One sync, from a recount of the weights, if one is due, to its report."""
         self._check_scrub()
-        progress = _Progress(self.version, self._step)
+        progress = _Progress()
         if self._state is not None and not self._state.holds(source):
             self._forget()  # other memory: what was synced is not there
             self._to_repair = ()
@@ -480,15 +486,10 @@ class Subscriber:
         assert self._position is not None
         assert self._step is not None
         repaired, self._to_repair = self._to_repair, ()
-        if self._went_back(progress):
-            logger.warning(
-                "The trainer went back: version %d is of step %d, and version %d, which follows it, is of step %d.",
-                progress.from_version,
-                progress.from_step,
-                self._position.version,
-                self._step,
-            )
-        return SyncReport(
+        run, from_version, from_step = self.reported or (None, None, None)
+        if run != self._position.run:
+            from_version = from_step = None
+        report = SyncReport(
             version=self._position.version,
             step=self._step,
             path=tuple(progress.path),
@@ -500,16 +501,20 @@ class Subscriber:
             apply_s=progress.seconds["apply"],
             digest=self._position.digest,
             repaired=repaired,
-            from_version=progress.from_version,
-            from_step=progress.from_step,
+            from_version=from_version,
+            from_step=from_step,
             pointer=self._target.name if asked is None else None,
         )
-
-    def _went_back(self, progress: _Progress) -> bool:
-        """Whether the trainer was restored to an earlier step, and continued the run from there."""
-        if self._position is None or self._step is None or progress.from_version is None or progress.from_step is None:
-            return False
-        return self._position.version > progress.from_version and self._step < progress.from_step
+        self.reported = (self._position.run, report.version, report.step)
+        if report.went_back:
+            logger.warning(
+                "The trainer went back to an earlier step: version %d is of step %d, and version %d was of step %d.",
+                report.version,
+                report.step,
+                from_version,
+                from_step,
+            )
+        return report
 
     def _go(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
         if self._state is None or self._state.layout.id != goal.layout:
@@ -741,6 +746,7 @@ class Subscriber:
         self._forget()
         self._state, state.history = state, state.bring(known)
         self._move_to(record)
+        self.reported = (record.run, record.version, record.step)
         return True
 
     def verify(self, source: Any | None = None) -> str:
