@@ -189,38 +189,47 @@ class RunWriter:
     def _meet(self, version: PendingVersion) -> int:
         """Learn where every rank stands; return the call that the version ends with.
 
-        If the ranks have no base, or not the same, none has one afterwards.
+        If the ranks have no base, or not the same, none has one afterwards. No rank is in a call of publish meanwhile.
         """
         ranks = self._stand(version)
         calls = max(rank.calls for rank in ranks)
         self._ranks = ranks
+        all_wait = all(rank.waits for rank in ranks)
         with self.queue.lock:
-            if any(rank.unread for rank in ranks):
-                self.queue.surface(calls + 1)
             if not self.talk.is_alone:
                 self._cadence.agree(ranks[COORDINATOR].target, calls)
+            if all_wait:  # then they are in the same call, whatever each has counted
+                self.queue.calls = version.call = calls
+        try:
+            self._agree_on_base(ranks, can_resume=all_wait or all(r.awaited and r.call == calls for r in ranks))
+        except Exception as e:
+            self.queue.refuse(calls, e)
+            raise
+        if not self.talk.is_alone:
+            with self.queue.lock:
+                self.queue.surface(calls + 1, any(rank.unread for rank in ranks))
+        return calls if all_wait else max(rank.call for rank in ranks)
+
+    def _agree_on_base(self, ranks: Sequence[Standing], can_resume: bool) -> None:
+        """Raises: StoreError, GroupError: the ranks do not know the same last version, and cannot resume the run."""
         versions = [rank.version for rank in ranks]
         if any(rank.unsure for rank in ranks):
             self._settle()
             versions = self._all_versions()
-        all_wait = all(rank.awaited for rank in ranks)
         with self.queue.lock:
-            if all_wait:  # then they are in the same call, whatever each has counted
-                self.queue.calls = version.call = calls
             if None in versions or len(set(versions)) > 1:
                 self.base = self._unrecorded = None
-        if self.base is None and not all_wait:
+        if self.base is None and not can_resume:
             raise GroupError(
                 "the ranks do not know the same last version, so nothing was published; the next publish resumes the "
                 "run on all of them",
                 rank=self.talk.team.rank,
             )
-        return calls if all_wait else max(rank.call for rank in ranks)
 
     def _stand(self, version: PendingVersion) -> list[Standing]:
         def stand() -> Standing:
-            if version.fault is not None:
-                raise version.fault
+            if version.fault is not None and self.base is None:
+                raise version.fault  # otherwise when all ranks have made the same call
             with self.queue.lock:
                 return Standing(
                     call=version.call,
@@ -228,6 +237,7 @@ class RunWriter:
                     version=self.version,
                     unsure=self._draft is not None,
                     awaited=version.awaited,
+                    waits=version.waits and version.fault is None,
                     unread=self.queue.has_unread_failure,
                     busy=self.anchors.busy,
                     share=self.anchors.share,
