@@ -536,6 +536,25 @@ def test_another_publisher_ends_all_ranks_for_good() -> None:
     ranks.close()
 
 
+def test_a_version_that_waits_on_one_rank_alone_fails_when_another_publisher_is_found() -> None:
+    base, gate = MemoryStore(), Gate()
+    stores = [Watched(base), Watched(base)]
+    ranks = Trainers(stores)
+    ranks.begin()
+    other = Trainers(base)
+    results(other.go_all(5))
+    stores[1].before = lambda verb, key: gate.stop_here() if verb == "put" and key.startswith("parts/") else None
+    futures = ranks.go_all(1)
+    gate.wait_reached()
+    waiting = ranks.go(0, 2)  # rank 1 makes this call later, when nothing can be published any more
+    gate.open()
+    assert all(isinstance(error, AnotherPublisherError) for error in results([*futures, waiting]))
+    with pytest.raises(AnotherPublisherError):
+        ranks.go(1, 2)
+    other.close()
+    ranks.close()
+
+
 # -- a team that is lost, and closing ------------------------------------------------------------------------------
 
 

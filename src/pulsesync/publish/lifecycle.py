@@ -368,16 +368,18 @@ class SendQueue:
         """Keep what stopped the current version until a later one is committed, and report it.
 
         settle: learns whether it was committed all the same, and then makes up for it.
-        is_lost: The ranks do not reach each other any more; then a version that waits fails too.
+        is_lost: The ranks do not reach each other any more. Then a version that waits fails too: another rank may have
+            none for it. The same where another publisher writes to the run.
         """
+        is_replaced = isinstance(error, AnotherPublisherError)
         with self.lock:
             version = self.current or version  # with the calls that were merged into it
             self._last_call = 0  # no more are
-            if is_lost and self.pending is not None:
+            if (is_lost or is_replaced) and self.pending is not None:
                 self.pending.absorb(version)
                 version, self.pending = self.pending, None
-            if is_lost and not all(future.awaited for future in version.futures):
-                self.lost = error  # the ranks cannot agree on the calls any more that their next version ends with
+            if is_replaced or (is_lost and not all(future.awaited for future in version.futures)):
+                self.lost = error  # lost ranks cannot agree any more on the call that their next version ends with
             self._fail(version, error)
         version.release()
         settle()
@@ -391,15 +393,16 @@ class SendQueue:
         self._move(Stage.IDLE if self.pending is None else Stage.QUEUED)
 
     def _fail(self, version: PendingVersion, error: BaseException) -> None:
-        if isinstance(error, AnotherPublisherError):
-            self.lost = error
         self._failures = [*self._unraised, _Failure(version.version, version.futures, error, error.__traceback__)]
         if not all(future.awaited for future in version.futures):
             logger.error(
-                "Step %d was not published: %s: %s. The next version that is committed contains it.",
+                "Step %d was not published: %s: %s. %s",
                 version.step,
                 type(error).__name__,
                 error,
+                "Nothing more can be published here; a new publisher, with a new team if it had one, resumes the run."
+                if self.lost
+                else "The next version that is committed contains it.",
                 exc_info=None if isinstance(error, PulseError) else error,
             )
 

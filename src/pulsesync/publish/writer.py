@@ -167,6 +167,13 @@ class RunWriter:
             raise
         version.base = base.last.version
 
+    def _compare_again(self, version: PendingVersion) -> PendingVersion:
+        """Compare a version whose caller waits, now that there is a base."""
+        assert version.shards is not None
+        with self.queue.lock:
+            self.compare(version, version.shards)
+        return version
+
     # One version
 
     def write(self, version: PendingVersion) -> PublishReport:
@@ -183,7 +190,7 @@ class RunWriter:
         found = self._open(version, last_call)
         self.queue.resumed()
         if isinstance(found, RankBase):
-            return self._write_patch(found, lambda: version, clock)
+            return self._write_patch(found, lambda: self._compare_again(version), clock)
         return self._write_root(found, version, clock)
 
     def _meet(self, version: PendingVersion) -> int:
@@ -214,8 +221,7 @@ class RunWriter:
         """Raises: StoreError, GroupError: the ranks do not know the same last version, and cannot resume the run."""
         versions = [rank.version for rank in ranks]
         if any(rank.unsure for rank in ranks):
-            self._settle()
-            versions = self._all_versions()
+            versions = self._settle()
         with self.queue.lock:
             if None in versions or len(set(versions)) > 1:
                 self.base = self._unrecorded = None
@@ -248,12 +254,6 @@ class RunWriter:
             return [stand()]
         return Standing.from_ranks(self.talk.together(lambda: (None, stand().to_bytes()))[1])
 
-    def _all_versions(self) -> list[int | None]:
-        if self.talk.is_alone:
-            return [self.version]
-        _, sent = self.talk.together(lambda: (None, json.dumps(self.version).encode()))
-        return [json.loads(one) for one in sent]
-
     def _fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
         """The current version as it is when this rank has made the call that it ends with."""
         fixed = self.queue.fix(version, last_call, CALL_TIMEOUT_S, resumes=self.base is None)
@@ -278,8 +278,10 @@ class RunWriter:
         except Exception as e:  # noqa: BLE001 - the next version begins with it
             logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
 
-    def _settle(self) -> None:
+    def _settle(self) -> list[int | None]:
         """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
+
+        Returns the version that each rank is then at.
 
         Raises:
             StoreError: the store still does not say.
@@ -296,15 +298,21 @@ class RunWriter:
             return CoordinatorMessage(base.record)
 
         message = self.talk.ask(look)
-        draft = self._draft
-        if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
-            self._keep_body(draft)
-            with self.queue.lock:
-                base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
-                self.queue.make_up_for(record.version)
-            hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
-            self._try_anchor(base, message.anchor and not hands_over)
-        self._draft = None
+
+        def advance() -> tuple[None, bytes]:
+            draft = self._draft
+            if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
+                self._keep_body(draft)
+                with self.queue.lock:
+                    base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
+                    self.queue.make_up_for(record.version)
+                hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
+                self._try_anchor(base, message.anchor and not hands_over)
+            self._draft = None
+            return None, json.dumps(self.version).encode()
+
+        _, sent = self.talk.together(advance)
+        return [json.loads(one) for one in sent]
 
     def _advance(
         self, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]
@@ -343,7 +351,6 @@ class RunWriter:
             return plan
         with self.queue.lock:
             self.base = base
-            self.compare(version, shards)
         return base
 
     def _find_last(self, source: Any) -> CoordinatorMessage:
