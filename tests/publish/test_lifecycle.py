@@ -109,11 +109,22 @@ def test_a_call_that_does_not_come_fails_the_version() -> None:
     queue = SendQueue(longest=4, alone=False)
     taken = (put(queue), queue.take())[1]
     assert taken is not None
-    with pytest.raises(GroupError, match="has made 1 calls of publish, and another made 2"):
+    with pytest.raises(GroupError, match="made 1 calls of publish and no other for 0.01 s, and another rank made 2"):
         queue.fix(taken, 2, 0.01, resumes=False)
-    queue.failed(taken, GroupError("late"), lambda: None)
+    queue.failed(taken, GroupError("late"), lambda: None, is_lost=False)
     assert queue.stage == Stage.IDLE
-    assert queue.has_lost_the_team
+
+
+def test_ranks_that_lost_each_other_publish_nothing_more() -> None:
+    queue = SendQueue(longest=4, alone=False)
+    taken = (put(queue), queue.take())[1]
+    assert taken is not None
+    queue.fix(taken, 1, 1.0, resumes=False)
+    waiting = put(queue)
+    queue.failed(taken, GroupError("gone"), lambda: None, is_lost=True)
+    assert [str(future.exception(0)) for future in waiting.futures] == ["gone", "gone"]
+    with pytest.raises(GroupError, match="gone"):
+        put(queue)
 
 
 def fail(queue: SendQueue, error: Exception) -> PendingVersion:
@@ -121,7 +132,7 @@ def fail(queue: SendQueue, error: Exception) -> PendingVersion:
     taken = queue.take()
     assert taken is not None
     queue.fix(taken, queue.calls, 1.0, resumes=False)
-    queue.failed(taken, error, lambda: None)
+    queue.failed(taken, error, lambda: None, is_lost=False)
     return version
 
 
@@ -130,7 +141,7 @@ def test_a_failure_of_a_team_is_raised_by_the_call_that_was_agreed_on_and_not_be
     fail(queue, StoreError("no"))
     unread = [queue.has_unread_failure]
     queue.raise_failure("publish")
-    queue.surface(from_call=3)
+    queue.surface(3, unread=True)
     unread.append(queue.has_unread_failure)
     assert unread == [True, False]
     queue.raise_failure("publish")  # the second call

@@ -12,6 +12,7 @@ import torch
 from pulsesync import Publisher, SigningKey, Subscriber
 from pulsesync.errors import GroupError, PulseError
 from pulsesync.group.collective import Collective
+from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.sharding import tensor_parallel
 from pulsesync.store import LocalStore
@@ -151,6 +152,32 @@ def copies(rank: int, size: int, folder: str, location: str) -> Any:
         return follow(pub, model, optimizer, location, 3, None)
 
 
+def train_in_background(rank: int, size: int, folder: str, location: str, **options: Any) -> Any:
+    """Train without waiting for versions; return those that were committed, each held against the gathered model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with group(folder, "background", rank, size):
+        model = build(0)
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        team = Collective(torch.distributed.new_group(), timeout_s=TIMEOUT_S)
+        pub = ShardedPublisher(location, team, cast="BF16", epoch_patches=4, anchor_every=0.0, **options)
+        states, futures = [], []
+        for step in range(15):
+            train(model, optimizer, step)
+            futures.append(pub.publish(model, step=step, wait=False, now=step == 14))
+            states.append(published(model))
+        pub.close()
+        reports = [future.result() for future in futures]
+        for number in versions(LocalStore(Path(location))) if rank == 0 else ():
+            held, sub = blank(), Subscriber(location, epoch_patches=4)
+            sub.sync(held, version=number)
+            sub.verify()
+            assert_same(held, states[version(LocalStore(Path(location)), number).step])
+        return [(report.version, report.step) for report in reports if report.version is not None]
+
+
 SHAPES = {"q.weight": (12, 10), "o.weight": (10, 12), "norm": (10,)}
 
 
@@ -200,6 +227,41 @@ def parallel(
             except PulseError as e:
                 return type(e).__name__, time.monotonic() - began, pub.version
         return pub.version, pub.digest
+
+
+def lose_a_rank(rank: int, size: int, folder: str, location: str, dies: int, at: str, verb: str, late: bool) -> Any:
+    """Publish in the background until that fails, because a rank died in the fourth version; then close.
+
+    late: It hangs before it dies, and does not close its connections.
+    """
+    store = Watched(LocalStore(Path(location)))
+
+    def end(what: str, key: str) -> None:
+        if what == verb and key.startswith(at):
+            time.sleep(3 * TIMEOUT_S if late else 0)
+            die()
+
+    with group(folder, "lost", rank, size):
+        pub = ShardedPublisher(store, Collective(timeout_s=TIMEOUT_S), codec="history")
+        for step in range(3):
+            pub.publish(parallel_at(step, rank, size), step=step)
+        if rank == dies:
+            store.before, store.after = (end, store.after) if verb == "put" else (store.before, end)
+        began, step, futures = time.monotonic(), 3, []
+        while time.monotonic() - began < 3 * TIMEOUT_S:
+            try:
+                futures.append(pub.publish(parallel_at(step, rank, size), step=step, wait=False))
+            except GroupError:
+                break
+            step += 1
+            time.sleep(0.01)
+        raised_s = time.monotonic() - began
+        with pytest.raises(GroupError):  # and so does every later call
+            pub.publish(parallel_at(step, rank, size), step=step, wait=False)
+        with pytest.raises(GroupError):
+            pub.close()
+        errors = {type(future.exception(0)).__name__ for future in futures}
+        return errors, raised_s, time.monotonic() - began - raised_s, pub.version
 
 
 def assert_published(location: str, step: int) -> None:
@@ -302,3 +364,43 @@ def test_a_rank_killed_in_a_publish_is_an_error_elsewhere_and_a_new_team_goes_on
     assert all(one == both[0] for one in both)
     assert_published(location, 6)
     assert all(version(LocalStore(tmp_path), number).base for number in range(1, before + 2))
+
+
+@pytest.mark.parametrize(
+    ("size", "every"),
+    [(2, 1), (3, "auto"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 3), (3, 1)))],
+)
+def test_what_fsdp_trains_without_waiting_arrives_bit_for_bit(
+    fleet: Fleet, tmp_path: Path, size: int, every: Any
+) -> None:
+    results = fleet.run(train_in_background, size, location=str(tmp_path), publish_every=every)
+    assert all(one == results[0] for one in results)
+    found = [version(LocalStore(tmp_path), number) for number in versions(LocalStore(tmp_path))]
+    assert {(one.version, one.step) for one in found} == set(results[0])
+    assert found[-1].step == 14
+    assert list(LocalStore(tmp_path).list("anchors/"))
+    assert [one.fault for one in RunVerifier(LocalStore(tmp_path), epoch_patches=4).run() if one.fault] == []
+
+
+@pytest.mark.parametrize(
+    ("size", "dies", "at", "verb", "late", "last"),
+    [
+        (2, 1, "parts/", "put", False, 2),
+        (3, 0, "manifests/", "create", False, 3),
+        pytest.param(3, 2, "parts/", "put", True, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_killed_while_versions_wait_is_an_error_elsewhere_and_close_waits_for_nobody(
+    fleet: Fleet, tmp_path: Path, size: int, dies: int, at: str, verb: str, late: bool, last: int
+) -> None:
+    location = str(tmp_path)
+    results = fleet.run(lose_a_rank, size, killed=[dies], location=location, dies=dies, at=at, verb=verb, late=late)
+    for errors, raised_s, closed_s, base in (one for one in results if one is not None):
+        assert errors == {GroupError.__name__}  # what was sent and what waited
+        assert raised_s < 2 * TIMEOUT_S
+        assert closed_s < TIMEOUT_S / 2
+        assert base == 2
+    assert_published(location, last)
+    both = fleet.run(parallel, size, location=location, steps=[5, 6])
+    assert all(one == both[0] for one in both)
+    assert_published(location, 6)

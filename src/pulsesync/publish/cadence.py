@@ -41,7 +41,7 @@ class Cadence:
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
-        self._agreed: tuple[int, int, int] | None = None  # up to a call the first target holds, then the other
+        self._agreed: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # calls after which a target holds, and that target
 
     def step(self, now_s: float, call: int = 0) -> bool:
         """Count a step of the trainer; return whether it is to be published."""
@@ -53,13 +53,11 @@ class Cadence:
 
     def agree(self, target: int, after_call: int) -> None:
         """Ranks that publish together all use this target from the next call on: whatever they measure themselves."""
-        self._agreed = self._target_at(after_call), after_call, target
+        self._agreed.append((after_call, target))
 
     def _target_at(self, call: int) -> int:
-        if self._agreed is None:
-            return self.target()
-        before, after_call, then = self._agreed
-        return then if call > after_call else before
+        """A rank that is behind the others uses the target that they used for the same call."""
+        return next((target for after_call, target in reversed(self._agreed) if call > after_call), self.target())
 
     def published(self) -> int:
         """A version with all waiting steps is on its way; return how many are in it besides the last."""

@@ -107,6 +107,7 @@ class PendingVersion:
     difference: Difference | None = None
     shards: Shards | None = None  # the source, where the caller waits and it cannot change
     source: Any = None  # the same as it was given
+    waits: bool = False  # the caller waits in every case, not only where there is no base
     coalesced: int = 0
     alone: bool = False  # no later step is coalesced with it
     blocked_s: float = 0.0
@@ -139,7 +140,6 @@ class _Failure:
     error: BaseException
     traceback: TracebackType | None
     raised_by: set[Raiser] = field(default_factory=set)
-    from_call: int | None = None  # the first call of publish that raises it; None: the ranks have not agreed on it yet
 
     @property
     def was_read(self) -> bool:
@@ -169,13 +169,15 @@ class SendQueue:
         self.stage = Stage.IDLE
         self.calls = 0  # of publish that were counted
         self.closed = False
-        self.lost: AnotherPublisherError | None = None
+        self.lost: BaseException | None = None  # why nothing can be published here any more
         self.pending: PendingVersion | None = None
         self.current: PendingVersion | None = None
         self._last_call = 0  # that the current version must end with, once it is fixed
         self._sender: int | None = None  # the thread that sends
         self._latest: PublishFuture | None = None
         self._failures: list[_Failure] = []  # since the last commit
+        self._due: tuple[int, _Failure] | None = None  # the call of publish in which all ranks raise a failure
+        self._refused: tuple[int, BaseException] | None = None  # calls up to this one are in no version, and why
 
     def _move(self, stage: Stage) -> None:
         assert (self.stage, stage) in MOVES, (self.stage, stage)
@@ -252,6 +254,18 @@ class SendQueue:
         self._move(Stage.QUEUED)
         return future, True
 
+    def refuse(self, last_call: int, error: BaseException) -> None:
+        """The ranks failed together before each had made the same calls: those that are behind publish none of these.
+
+        So the next version begins with the same call on all ranks.
+        """
+        with self.lock:
+            self._refused = last_call, error
+
+    def refusal(self, call: int) -> BaseException | None:
+        """What keeps a call of publish from being sent, if the other ranks go on without it."""
+        return self._refused[1] if self._refused is not None and call <= self._refused[0] else None
+
     def wait(self) -> None:
         """Wait until every version that was queued is committed or failed."""
         while (latest := self._latest) is not None and not latest.done():
@@ -270,6 +284,7 @@ class SendQueue:
         """Accept no more calls; return whether it did before."""
         with self.lock:
             accepted, self.closed = not self.closed, True
+            self._changed.notify_all()
             return accepted
 
     # The sender's end
@@ -290,7 +305,8 @@ class SendQueue:
         resumes: The run is to be resumed before the version is sent.
 
         Raises:
-            GroupError: the call did not come in time, or cannot come because the caller waits for an earlier one.
+            GroupError: the call did not come in time, or cannot come: the caller waits for an earlier one or has closed
+            the publisher.
         """
         with self.lock:
             self._last_call = last_call
@@ -300,10 +316,12 @@ class SendQueue:
                     f"this rank waits for its {version.call}. call of publish, and another is at its {last_call}.: "
                     "every rank must call publish alike"
                 )
-            if not self._changed.wait_for(lambda: self._is_fixed, timeout_s):
+            self._changed.wait_for(lambda: self._is_fixed or self.closed, timeout_s)
+            if not self._is_fixed:
+                when = "and then closed its publisher" if self.closed else f"and no other for {timeout_s:g} s"
                 raise GroupError(
-                    f"this rank has made {self.calls} calls of publish, and another made {last_call} more than "
-                    f"{timeout_s:g} s ago: every rank must call publish alike"
+                    f"this rank made {self.calls} calls of publish {when}, and another rank made {last_call}: every "
+                    "rank must call publish alike"
                 )
             self._move(Stage.RESUMING if resumes else Stage.SENDING)
             assert self.current is not None
@@ -342,13 +360,22 @@ class SendQueue:
             self._leave()
         _complete(version, report)
 
-    def failed(self, version: PendingVersion, error: BaseException, settle: Callable[[], None]) -> None:
+    def failed(self, version: PendingVersion, error: BaseException, settle: Callable[[], None], is_lost: bool) -> None:
         """Keep what stopped the current version until a later one is committed, and report it.
 
         settle: learns whether it was committed all the same, and then makes up for it.
+        is_lost: The ranks do not reach each other any more. Then a version that waits fails too: another rank may have
+            none for it. The same where another publisher writes to the run.
         """
+        is_replaced = isinstance(error, AnotherPublisherError)
         with self.lock:
             version = self.current or version  # with the calls that were merged into it
+            self._last_call = 0  # no more are
+            if (is_lost or is_replaced) and self.pending is not None:
+                self.pending.absorb(version)
+                version, self.pending = self.pending, None
+            if is_replaced or (is_lost and not all(future.awaited for future in version.futures)):
+                self.lost = error  # lost ranks cannot agree any more on the call that their next version ends with
             self._fail(version, error)
             if self.stage != Stage.ENDING:
                 self._move(Stage.ENDING)
@@ -364,19 +391,16 @@ class SendQueue:
         self._move(Stage.IDLE if self.pending is None else Stage.QUEUED)
 
     def _fail(self, version: PendingVersion, error: BaseException) -> None:
-        if isinstance(error, AnotherPublisherError):
-            self.lost = error
-        unseen = [one for one in self._failures if "publish" not in one.raised_by and not one.was_read]
-        failure = _Failure(version.version, version.futures, error, error.__traceback__)
-        if self.is_alone or _is_broken(error):
-            failure.from_call = self.calls + 1
-        self._failures = [*unseen, failure]
+        self._failures = [*self._unraised, _Failure(version.version, version.futures, error, error.__traceback__)]
         if not all(future.awaited for future in version.futures):
             logger.error(
-                "Step %d was not published: %s: %s. The next version that is committed contains it.",
+                "Step %d was not published: %s: %s. %s",
                 version.step,
                 type(error).__name__,
                 error,
+                "Nothing more can be published here; a new publisher, with a new team if it had one, resumes the run."
+                if self.lost
+                else "The next version that is committed contains it.",
                 exc_info=None if isinstance(error, PulseError) else error,
             )
 
@@ -388,18 +412,29 @@ class SendQueue:
         return any(not (one.was_read and isinstance(one.error, ValueError | StateError)) for one in self._failures)
 
     @property
-    def has_lost_the_team(self) -> bool:
-        """Whether the last version failed because the ranks do not reach each other any more."""
-        return bool(self._failures) and _is_broken(self._failures[-1].error)
+    def has_unread_failure(self) -> bool:
+        return any(not failure.was_read for failure in self._unraised)
 
     @property
-    def has_unread_failure(self) -> bool:
-        return any(failure.from_call is None and not failure.was_read for failure in self._failures)
+    def _unraised(self) -> list[_Failure]:
+        """Failures that publish has not raised. Of a team it does not count who read them: all ranks raise the same."""
+        new = [failure for failure in self._failures if "publish" not in failure.raised_by]
+        return [failure for failure in new if not failure.was_read] if self.is_alone else new
 
-    def surface(self, from_call: int) -> None:
-        """All ranks agreed that failures are raised by publish from this call on."""
-        for failure in self._failures:
-            failure.from_call = from_call if failure.from_call is None else failure.from_call
+    def surface(self, call: int, unread: bool) -> None:
+        """Have publish raise in this call what it should. Of a team all ranks do so, whatever is committed until then.
+
+        A store's error that is retried is raised only when the longest row of them has failed.
+
+        unread: Whether some rank's caller has not read a failure; if all have, none is raised.
+        """
+        new = self._unraised
+        raised = [one for one in new if len(new) >= self._longest or not one.is_retried] if unread else []
+        if raised:
+            self._due = call, raised[0]
+        if raised or not unread:
+            for failure in new:
+                failure.raised_by.add("publish")
 
     def make_up_for(self, version: int) -> None:
         """Forget the failures that a version contains which turned out to be committed: those up to its own."""
@@ -411,20 +446,20 @@ class SendQueue:
     def raise_failure(self, caller: Raiser) -> None:
         """Raise the first failure since the last commit that the caller has neither read nor been raised here."""
         with self.lock:
-            new = [failure for failure in self._failures if caller not in failure.raised_by and not failure.was_read]
             if caller == "publish":
-                new = [one for one in new if one.from_call is not None and one.from_call <= self.calls + 1]
-                if len(new) < self._longest:
-                    new = [failure for failure in new if not failure.is_retried]
-            if not new:
-                return
-            for failure in self._failures:
-                failure.raised_by.add(caller)
-        raise new[0].error.with_traceback(new[0].traceback)  # without the frames of whom it was raised to before
-
-
-def _is_broken(error: BaseException) -> bool:
-    return isinstance(error, GroupError) and error.failed_rank is None
+                if self.is_alone:
+                    self.surface(self.calls + 1, self.has_unread_failure)
+                if self._due is None or self._due[0] > self.calls + 1:
+                    return
+                failure, self._due = self._due[1], None
+            else:
+                new = [one for one in self._failures if caller not in one.raised_by and not one.was_read]
+                if not new:
+                    return
+                failure = new[0]
+                for one in new:
+                    one.raised_by.add(caller)
+        raise failure.error.with_traceback(failure.traceback)  # without the frames of whom it was raised to before
 
 
 def waits_for_itself(call: str) -> RuntimeError:

@@ -220,8 +220,11 @@ class Publisher:
             writer = self._writer
             if hands_over and self._queue.has_lost_weights:
                 writer.base = None  # without a base nothing covers what failed: a new root comes next
-            version = PendingVersion(self._queue.count_call(), step, alone=not coalesce)
-            if not (self._cadence.step(time.monotonic(), version.call) or now) and writer.base is not None:
+            version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
+            is_due = self._cadence.step(time.monotonic(), version.call)
+            if (refusal := self._queue.refusal(version.call)) is not None:
+                return _failed(refusal, wait)
+            if not (is_due or now) and writer.base is not None:
                 return self._skipped(writer.base.state.layout, step, wait, began)
             version.coalesced = self._cadence.published()
             inline = writer.base is None
@@ -280,7 +283,8 @@ class Publisher:
             try:
                 report = self._writer.write(version)
             except BaseException as e:  # noqa: BLE001 - for those who have the futures, and for the next call
-                self._queue.failed(version, e, self._writer.settle_at_once)
+                writer = self._writer
+                self._queue.failed(version, e, writer.settle_at_once, is_lost=writer.talk.is_lost)
             else:
                 self._queue.completed(report)
             del version  # an exception's traceback refers to this frame, for as long as the future is kept
@@ -476,7 +480,15 @@ class Publisher:
 
     def _finish_anchor(self) -> int:
         """Wait for an anchor that is being written. A team that has lost a rank does not wait for it again."""
-        return 0 if self._process is None or self._queue.has_lost_the_team else self._writer.finish_anchor()
+        return 0 if self._process is None or self._writer.talk.is_lost else self._writer.finish_anchor()
+
+
+def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
+    if wait:
+        raise error
+    future: Future[PublishReport] = Future()
+    future.set_exception(error)
+    return future
 
 
 def checked_step(step: int) -> int:

@@ -1,6 +1,7 @@
 """The trainer's end where a model is spread over processes: one version, made of what each of them has uploaded.
 
-    pub = ShardedPublisher("s3://bucket/run", Collective())    # on every rank
+    team = Collective(torch.distributed.new_group())           # a group for nothing else
+    pub = ShardedPublisher("s3://bucket/run", team)            # on every rank
     for step in range(steps):
         train_one_step(model)                                  # FSDP2, tensor-parallel, or both
         pub.publish(model, step=step, wait=False)
@@ -27,9 +28,13 @@ class ShardedPublisher(Publisher):
 
     If one rank fails, no rank publishes: the rank that failed raises its own error and the others one of the same kind
     that names it (`failed_rank`), or a GroupError; no base advances, and the next publish covers both steps. With
-    wait=False that happens in the background, and `publish` raises it on all ranks in the same later call. If a rank
-    dies, the others get a GroupError when the team's timeout is over, which has to be long enough for the slowest
-    rank's upload; a new team can then resume the run.
+    wait=False that happens in the background. If some rank's caller has not read it from the future, `publish` then
+    raises it on all ranks in the same later call, even if a version has made up for it by then: so all may catch it and
+    go on. A rank that is behind the others when they fail may find that a call is in no version; its future says so.
+
+    If a rank dies, the others get a GroupError when the team's timeout is over, which has to be long enough for the
+    slowest rank's upload, and for what one rank alone does between two calls. With wait=False every later publish
+    raises it again; a new team and a new publisher resume the run.
 
     With wait=False the team is used by a thread in the background: it must have a process group of its own. A version
     then ends with the latest call of publish that any rank has made when it is sent, and the others wait for theirs.

@@ -25,11 +25,13 @@ class TeamTalk:
 
     Attributes:
         step: The trainer's step that this rank publishes. All must be at the same one; None while that is not agreed.
+        is_lost: Whether this rank could not reach the others in the last round.
     """
 
     def __init__(self, team: Team) -> None:
         self.team = team
         self.step: int | None = None
+        self.is_lost = False
         self._rounds = 0
 
     @property
@@ -56,10 +58,10 @@ class TeamTalk:
             value, message = work()
         except BaseException as e:
             with suppress(GroupError):
-                self.team.gather(place + _FAILED + _fault_to(e))
+                self._gather(place + _FAILED + _fault_to(e))
             raise
         step = b"" if self.step is None else self.step.to_bytes(8, "little")
-        sent = self.team.gather(place + _DONE + step + message)
+        sent = self._gather(place + _DONE + step + message)
         if any(one[:1] != place for one in sent):
             raise GroupError("the ranks are not in the same place of a publish: begin it again", rank=self.team.rank)
         for rank, one in enumerate(sent):
@@ -69,6 +71,12 @@ class TeamTalk:
             steps = tuple(int.from_bytes(one[2:10], "little") for one in sent)
             raise GroupError(f"the ranks publish different steps: {steps}", rank=self.team.rank)
         return value, [one[2 + len(step) :] for one in sent]
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        self.is_lost = True
+        sent = self.team.gather(message)
+        self.is_lost = False
+        return sent
 
     def report(self, work: Callable[[], tuple[T, RankReport]]) -> tuple[T, list[RankReport]]:
         """The same where each message is a report; that of a team of one is not written down."""
@@ -127,6 +135,7 @@ class Standing:
     version: int | None  # that its base is
     unsure: bool  # whether it does not know what became of the last version
     awaited: bool  # whether its caller waits, so that its source can be read again
+    waits: bool  # whether its caller waits in every call (wait=True), so that no other rank is ahead
     unread: bool  # whether a failure is to be raised by publish
     busy: bool  # whether it writes its share of an anchor
     share: AnchorShare | None  # of an anchor that is not recorded
@@ -134,8 +143,8 @@ class Standing:
 
     def to_bytes(self) -> bytes:
         share = [self.share.epoch, [[part.id, part.size] for part in self.share.parts]] if self.share else None
-        facts = [self.call, self.calls, self.version, self.unsure, self.awaited, self.unread, self.busy, share]
-        return json.dumps([*facts, self.target]).encode()
+        facts = [self.call, self.calls, self.version, self.unsure, self.awaited, self.waits, self.unread]
+        return json.dumps([*facts, self.busy, share, self.target]).encode()
 
     @classmethod
     def from_ranks(cls, messages: Sequence[bytes]) -> "list[Standing]":
@@ -143,9 +152,9 @@ class Standing:
         out = []
         for rank, data in enumerate(messages):
             try:
-                call, calls, version, unsure, awaited, unread, busy, share, target = json.loads(data)
+                call, calls, version, unsure, awaited, waits, unread, busy, share, target = json.loads(data)
                 found = AnchorShare(share[0], tuple(PartRef(str(i), int(n)) for i, n in share[1])) if share else None
-                out.append(cls(call, calls, version, unsure, awaited, unread, busy, found, target))
+                out.append(cls(call, calls, version, unsure, awaited, waits, unread, busy, found, target))
             except (ValueError, TypeError, IndexError) as e:
                 raise FormatError(f"malformed message from rank {rank}: {e}") from e
         return out

@@ -167,6 +167,13 @@ class RunWriter:
             raise
         version.base = base.last.version
 
+    def _compare_again(self, version: PendingVersion) -> PendingVersion:
+        """Compare a version whose caller waits, now that there is a base."""
+        assert version.shards is not None
+        with self.queue.lock:
+            self.compare(version, version.shards)
+        return version
+
     # One version
 
     def write(self, version: PendingVersion) -> PublishReport:
@@ -183,44 +190,52 @@ class RunWriter:
         found = self._open(version, last_call)
         self.queue.resumed()
         if isinstance(found, RankBase):
-            return self._write_patch(found, lambda: version, clock)
+            return self._write_patch(found, lambda: self._compare_again(version), clock)
         return self._write_root(found, version, clock)
 
     def _meet(self, version: PendingVersion) -> int:
         """Learn where every rank stands; return the call that the version ends with.
 
-        If the ranks have no base, or not the same, none has one afterwards.
+        If the ranks have no base, or not the same, none has one afterwards. No rank is in a call of publish meanwhile.
         """
         ranks = self._stand(version)
         calls = max(rank.calls for rank in ranks)
         self._ranks = ranks
+        all_wait = all(rank.waits for rank in ranks)
         with self.queue.lock:
-            if any(rank.unread for rank in ranks):
-                self.queue.surface(calls + 1)
             if not self.talk.is_alone:
                 self._cadence.agree(ranks[COORDINATOR].target, calls)
-        versions = [rank.version for rank in ranks]
-        if any(rank.unsure for rank in ranks):
-            self._settle()
-            versions = self._all_versions()
-        all_wait = all(rank.awaited for rank in ranks)
-        with self.queue.lock:
             if all_wait:  # then they are in the same call, whatever each has counted
                 self.queue.calls = version.call = calls
+        try:
+            self._agree_on_base(ranks, can_resume=all_wait or all(r.awaited and r.call == calls for r in ranks))
+        except Exception as e:
+            self.queue.refuse(calls, e)
+            raise
+        if not self.talk.is_alone:
+            with self.queue.lock:
+                self.queue.surface(calls + 1, any(rank.unread for rank in ranks))
+        return calls if all_wait else max(rank.call for rank in ranks)
+
+    def _agree_on_base(self, ranks: Sequence[Standing], can_resume: bool) -> None:
+        """Raises: StoreError, GroupError: the ranks do not know the same last version, and cannot resume the run."""
+        versions = [rank.version for rank in ranks]
+        if any(rank.unsure for rank in ranks):
+            versions = self._settle()
+        with self.queue.lock:
             if None in versions or len(set(versions)) > 1:
                 self.base = self._unrecorded = None
-        if self.base is None and not all_wait:
+        if self.base is None and not can_resume:
             raise GroupError(
                 "the ranks do not know the same last version, so nothing was published; the next publish resumes the "
                 "run on all of them",
                 rank=self.talk.team.rank,
             )
-        return calls if all_wait else max(rank.call for rank in ranks)
 
     def _stand(self, version: PendingVersion) -> list[Standing]:
         def stand() -> Standing:
-            if version.fault is not None:
-                raise version.fault
+            if version.fault is not None and self.base is None:
+                raise version.fault  # otherwise when all ranks have made the same call
             if self.base is not None:
                 self.anchors.renew(self.base.last.run)
             with self.queue.lock:
@@ -230,6 +245,7 @@ class RunWriter:
                     version=self.version,
                     unsure=self._draft is not None,
                     awaited=version.awaited,
+                    waits=version.waits and version.fault is None,
                     unread=self.queue.has_unread_failure,
                     busy=self.anchors.busy,
                     share=self.anchors.share,
@@ -239,12 +255,6 @@ class RunWriter:
         if self.talk.is_alone:
             return [stand()]
         return Standing.from_ranks(self.talk.together(lambda: (None, stand().to_bytes()))[1])
-
-    def _all_versions(self) -> list[int | None]:
-        if self.talk.is_alone:
-            return [self.version]
-        _, sent = self.talk.together(lambda: (None, json.dumps(self.version).encode()))
-        return [json.loads(one) for one in sent]
 
     def _fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
         """The current version as it is when this rank has made the call that it ends with."""
@@ -270,8 +280,10 @@ class RunWriter:
         except Exception as e:  # noqa: BLE001 - the next version begins with it
             logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
 
-    def _settle(self) -> None:
+    def _settle(self) -> list[int | None]:
         """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
+
+        Returns the version that each rank is then at.
 
         Raises:
             StoreError: the store still does not say.
@@ -288,15 +300,21 @@ class RunWriter:
             return CoordinatorMessage(base.record)
 
         message = self.talk.ask(look)
-        draft = self._draft
-        if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
-            self._keep_body(draft)
-            with self.queue.lock:
-                base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
-                self.queue.make_up_for(record.version)
-            hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
-            self._try_anchor(base, message.anchor and not hands_over)
-        self._draft = None
+
+        def advance() -> tuple[None, bytes]:
+            draft = self._draft
+            if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
+                self._keep_body(draft)
+                with self.queue.lock:
+                    base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
+                    self.queue.make_up_for(record.version)
+                hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
+                self._try_anchor(base, message.anchor and not hands_over)
+            self._draft = None
+            return None, json.dumps(self.version).encode()
+
+        _, sent = self.talk.together(advance)
+        return [json.loads(one) for one in sent]
 
     def _advance(
         self, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]
@@ -335,7 +353,6 @@ class RunWriter:
             return plan
         with self.queue.lock:
             self.base, self.last = base, last
-            self.compare(version, shards)
         return base
 
     def _find_last(self, source: Any) -> CoordinatorMessage:

@@ -1,0 +1,241 @@
+"""How long does publish keep the trainers of a sharded model, and how many steps a second do they make?
+
+    python benchmarks/bench_sharded.py              # six minutes on 2 cores
+    python benchmarks/bench_sharded.py --quick      # one link, one step time
+
+Two processes over gloo, each with half of every tensor; updates as RL makes them (`AdamUpdates`, after 12 steps, when
+0.6 % of the weights change in a step; 16 steps are recorded and repeated). Each rank has a link of its own to the store
+(a ThrottledStore over a folder). A training step is a sleep, as on a GPU that works, the update of the weights, and a
+collective that all ranks take part in. Blocks of steps without publishing, with wait=True and with wait=False follow
+each other in turns in the same run, so that ratios are of the same minutes. After every block that publishes, a worker
+syncs on each rank, and its weights are compared with the rank's, bit for bit; a difference ends the benchmark.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_codec import provenance, table
+
+RANKS = 2
+SHAPE = (2048, 1024)  # of every tensor
+TENSORS = 16
+WARM_UP, RECORDED = 12, 16  # steps
+LINKS = {"10 Mbit/s, 50 ms": (10e6, 0.05), "100 Mbit/s, 20 ms": (100e6, 0.02)}
+STEPS_S = (0.25, 1.0)
+MODES = ("none", "wait", "background")
+
+
+class Link:
+    """A store whose speed can be changed while it is in use."""
+
+    def __init__(self, store: Any) -> None:
+        self.fast = self.now = store
+
+    def shape(self, link: tuple[float, float] | None) -> None:
+        from pulsesync.store import ThrottledStore
+
+        self.now = ThrottledStore(self.fast, link[0] / 8, link[1]) if link else self.fast
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.now, name)
+
+
+class Trainer:
+    """A rank's half of the model, and the updates of its steps: bits to flip, and where."""
+
+    def __init__(self, rank: int) -> None:
+        from pulsesync.testing import AdamUpdates
+
+        rows = SHAPE[0] // RANKS
+        self.rank, self.rows = rank, (rank * rows, (rank + 1) * rows)
+        updates = AdamUpdates({f"layer.{n}.weight": (rows, SHAPE[1]) for n in range(TENSORS)}, seed=rank)
+        for _ in range(WARM_UP):
+            before = updates.step()
+        self.weights = {name: bits.copy() for name, bits in before.items()}
+        self.scratch = {name: bits.copy() for name, bits in before.items()}
+        self.flips: list[dict[str, tuple[Any, Any]]] = []
+        before = {name: bits.copy() for name, bits in before.items()}
+        for _ in range(RECORDED):
+            after = updates.step()
+            flips = {name: (before[name] ^ bits).reshape(-1) for name, bits in after.items()}
+            self.flips.append({name: (found := np.flatnonzero(flip), flip[found]) for name, flip in flips.items()})
+            before = {name: bits.copy() for name, bits in after.items()}
+        self.step = 0
+
+    def update(self, weights: dict[str, Any]) -> None:
+        for name, (places, flips) in self.flips[self.step % RECORDED].items():
+            weights[name].reshape(-1)[places] ^= flips
+        self.step += 1
+
+    def source(self) -> dict[str, Any]:
+        import ml_dtypes
+
+        from pulsesync.state.sharding import Placed
+
+        return {n: Placed(b.view(ml_dtypes.bfloat16), SHAPE, rows=self.rows) for n, b in self.weights.items()}
+
+    def check(self, location: str, digest: str | None) -> None:
+        """Raises: SystemExit, if a worker does not get these weights."""
+        import ml_dtypes
+
+        from pulsesync import Subscriber
+
+        worker = {name: np.zeros(SHAPE, ml_dtypes.bfloat16) for name in self.weights}
+        sub = Subscriber(location)
+        sub.sync(worker)
+        same = all(np.array_equal(worker[n][slice(*self.rows)].view(np.uint16), b) for n, b in self.weights.items())
+        if not same or sub.verify() != digest:
+            raise SystemExit("the worker's weights are not those of the ranks")
+
+
+def rank_main(rank: int, folder: Path, quick: bool, rounds: int, block: int) -> None:
+    from datetime import timedelta
+
+    import torch
+    from torch import distributed
+
+    from pulsesync import Collective, ShardedPublisher
+    from pulsesync.store import LocalStore
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
+    )
+    trainer, location = Trainer(rank), folder / "run"
+    link = Link(LocalStore(location))
+    pub = ShardedPublisher(link, Collective(distributed.new_group()), anchor_every=float("inf"))
+    pub.publish(trainer.source(), step=0)
+    pub.flush()
+    out = []
+    for name, shape in list(LINKS.items())[:1] if quick else LINKS.items():
+        for step_s in STEPS_S[:1] if quick else STEPS_S:
+            for number in range(rounds + 1):  # the first is not counted
+                for mode in MODES:
+                    link.shape(shape)
+                    first = pub.version
+                    distributed.barrier()
+                    began, kept, sizes = time.perf_counter(), [], []
+                    for _ in range(block):
+                        time.sleep(step_s)
+                        trainer.update(trainer.scratch if mode == "none" else trainer.weights)
+                        distributed.all_reduce(torch.zeros(1))  # as the gradients of the next step do
+                        if mode == "none":
+                            continue
+                        called = time.perf_counter()
+                        future = pub.publish(trainer.source(), step=trainer.step, wait=mode == "wait")
+                        kept.append(time.perf_counter() - called)
+                        sizes.append(future)
+                    loop_s = time.perf_counter() - began
+                    pub.flush()
+                    last_s = time.perf_counter() - began
+                    link.shape(None)
+                    if mode != "none":
+                        trainer.check(str(location), pub.digest)
+                    if number:
+                        reports = [one if mode == "wait" else one.result() for one in sizes]
+                        found = {one.version: one for one in reports}
+                        out.append(
+                            {
+                                "link": name,
+                                "step_s": step_s,
+                                "mode": mode,
+                                "kept_s": kept,
+                                "steps": block,
+                                "loop_s": loop_s,
+                                "flushed_s": last_s,
+                                "versions": (pub.version or 0) - (first or 0),
+                                "bytes": [one.payload_bytes for one in found.values()],
+                                "changed": [one.density for one in found.values()],
+                            }
+                        )
+    pub.close()
+    (folder / f"{rank}.json").write_text(json.dumps(out))
+    distributed.destroy_process_group()
+
+
+def p(values: list[float]) -> list[float]:
+    return [float(one) for one in np.percentile(values, [20, 50, 80])]
+
+
+def summarise(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each link, step time and mode, from the blocks of all ranks."""
+    rows = []
+    for link, step_s in dict.fromkeys((one["link"], one["step_s"]) for one in found):
+        for mode in MODES:
+            some = [one for one in found if (one["link"], one["step_s"], one["mode"]) == (link, step_s, mode)]
+            kept = [one for block in some for one in block["kept_s"]]
+            rows.append(
+                {
+                    "link": link,
+                    "step_s": step_s,
+                    "mode": mode,
+                    "kept_s": p(kept) if kept else None,
+                    "steps_per_s": p([one["steps"] / one["loop_s"] for one in some]),
+                    "with_flush_per_s": p([one["steps"] / one["flushed_s"] for one in some]),
+                    "versions_per_step": sum(one["versions"] for one in some) / sum(one["steps"] for one in some),
+                    "bytes": p([n for one in some for n in one["bytes"]]) if kept else None,
+                    "changed": p([n for one in some for n in one["changed"]]) if kept else None,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--block", type=int, default=8, help="steps that follow each other in one mode")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rank_main(options.rank, options.folder, options.quick, options.rounds, options.block)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--folder", folder, *sys.argv[1:]]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(RANKS)]
+        try:
+            if any(rank.wait() for rank in ranks):
+                raise SystemExit("a rank failed")
+        finally:
+            for rank in ranks:
+                rank.kill()
+        found = [block for rank in range(RANKS) for block in json.loads(Path(folder, f"{rank}.json").read_text())]
+    rows = summarise(found)
+    lines = []
+    for row in rows:
+        base = next(r for r in rows if (r["link"], r["step_s"], r["mode"]) == (row["link"], row["step_s"], "wait"))
+        kept = row["kept_s"]
+        lines.append(
+            [
+                row["link"],
+                f"{row['step_s']:g}",
+                {"none": "no publish", "wait": "wait=True", "background": "wait=False"}[row["mode"]],
+                " / ".join(f"{1000 * one:.0f}" for one in kept) if kept else "",
+                f"{kept[1] / base['kept_s'][1]:.2f}" if kept else "",
+                f"{row['steps_per_s'][1]:.2f}",
+                f"{row['steps_per_s'][1] / base['steps_per_s'][1]:.2f}",
+                f"{row['versions_per_step']:.2f}" if kept else "",
+                f"{row['bytes'][1] / 1000:,.0f}" if kept else "",
+            ]
+        )
+    weights = TENSORS * SHAPE[0] * SHAPE[1]
+    print(f"{weights / 1e6:.1f} million BF16 weights, {RANKS} ranks; {options.rounds} blocks of {options.block} steps.")
+    print("Every block that published: the worker's weights and digest are those of the ranks.\n")
+    head = ["link of a rank", "step, s", "mode", "publish keeps its caller, ms: p20 / p50 / p80", "of wait=True"]
+    print(table([*head, "steps a second", "of wait=True", "versions a step", "kB a version"], lines))
+    print()
+    print(json.dumps({"bench": "sharded", **provenance("torch"), "weights": weights, "rows": rows, "blocks": found}))
+
+
+if __name__ == "__main__":
+    main()
