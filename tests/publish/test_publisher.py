@@ -1,5 +1,6 @@
 """The trainer's end: what is published, when the caller may go on, and what stores that fail leave behind."""
 
+import gc
 import hashlib
 import json
 import signal
@@ -1942,6 +1943,22 @@ def test_whenever_a_publisher_dies_the_next_one_takes_the_run_up(
 
 def anchored(store: Store) -> list[int]:
     return [int(entry.key.rpartition("/")[2]) for entry in store.list("anchors/")]
+
+
+def test_a_publisher_that_nothing_refers_to_finishes_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary folder goes with it: so it must stay until the anchor is uploaded from there."""
+    monkeypatch.setattr(anchors, "PART_BYTES", 1000)
+    training, gate = Training(), Gate()
+    gate.close()
+    pub = Publisher(gate.store, grid={"*": (10, 1)}, min_tile=1)
+    pub.publish(training.weights, wait=False)
+    assert gate.reached.wait(10)  # at the first of several parts
+    writer, pub = pub._writer.anchors, None  # type: ignore[assignment]
+    gc.collect()
+    gate.open.set()
+    writer.wait(10)
+    assert anchored(gate.store) == [0]
+    assert equal(synced(gate.store), training.weights)
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0.0, [0, 1, 2, 3]), (1e9, [0])])
