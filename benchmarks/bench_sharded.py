@@ -4,7 +4,7 @@
     python benchmarks/bench_sharded.py --quick      # one link, one step time
 
 Two processes over gloo, each with half of every tensor; updates as RL makes them (`AdamUpdates`, after 12 steps, when
-0.6 % of the weights change in a step; 12 steps are recorded and repeated, so that each mode always has the same). Each
+about 1 % of the weights change in a step; 12 are recorded and repeated, so that each mode always has the same). Each
 rank has a link of its own to the store (a ThrottledStore over a folder). A training step is a sleep, as on a GPU that
 works, the update of the weights, and a collective that all ranks take part in. Blocks of steps without publishing, with
 wait=True and with wait=False follow each other in turns in the same run, so that ratios are of the same minutes. After
