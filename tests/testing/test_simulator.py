@@ -39,7 +39,7 @@ from pulsesync.maintain.squash import _Span
 from pulsesync.publish import commit, team, writer
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.commit import create
-from pulsesync.publish.lifecycle import PendingVersion, PublishReport
+from pulsesync.publish.lifecycle import MOVES, PendingVersion, PublishReport, SendQueue, Stage
 from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.publish.team import CoordinatorMessage
@@ -217,6 +217,27 @@ def test_teams_and_single_trainers_resume_each_others_runs() -> None:
         assert re.search(f"restart the trainer: {change}", log), change
     bases = [record.base is not None for record in simulator.records[1:]]
     assert bases.count(True) > bases.count(False) > 0  # where the tiles do not fit the shards, a root follows
+
+
+# The life of a version
+
+# In one thread there is always somebody to send, ranks make their calls in step, and an offer ends without another call
+NEVER_SIMULATED = {(Stage.QUEUED, Stage.IDLE), (Stage.FIXED, Stage.ENDING)}
+
+
+@pytest.mark.slow
+def test_schedules_make_every_move_in_the_life_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each move is asserted to be one of the table's where it is made."""
+    made, move = set[tuple[Stage, Stage]](), SendQueue._move
+
+    def watched(self: SendQueue, stage: Stage) -> None:
+        made.add((self.stage, stage))
+        move(self, stage)
+
+    monkeypatch.setattr(SendQueue, "_move", watched)
+    for seed in range(40):
+        RunSimulator(seed, teams=0.5).run()
+    assert made == MOVES.keys() - NEVER_SIMULATED
 
 
 # Executors
