@@ -652,4 +652,4 @@ def test_a_trainer_that_is_killed_at_any_moment_continues_from_its_checkpoint(tm
         expected += range(first, first + len(trial.steps) - len(expected))
         assert trial.steps == expected
     assert trial.sync() == len(expected) - 1
-    assert any(later < earlier for earlier, later in pairwise(expected))
+    assert any(later <= earlier for earlier, later in pairwise(expected))  # at least one kill undid a step

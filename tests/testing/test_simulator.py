@@ -458,7 +458,9 @@ def go_to_the_newest_version_instead(self: Subscriber, version: int | None, reco
     return GOAL(self, None, records)
 
 
-def take_a_pruned_run_for_another(self: RunReader, run: str, version: int, digest: str) -> None:
+def take_a_pruned_run_for_another(
+    self: RunReader, run: str, version: int, digest: str, advice: str = planner.START_OVER
+) -> None:
     if self.version(version) is None:
         raise RunRolledBackError("the local version is gone", version=version, run=run)
 
