@@ -7,7 +7,7 @@ sequential read. It tells accident, not attack: who knows the keys can make two 
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,18 +95,17 @@ def sum_up(sums: Iterable[Sum]) -> Sum:
 
 
 def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
-    """Hash name, dtype, shape and sum of every tensor, in name order, as 64 hexadecimal digits: O(tiles)."""
+    """Hash name, dtype, shape and sum of every tensor, in name order, and then pieces and sum of every bundle.
+
+    Returns 64 hexadecimal digits. A tensor of which all is in bundles has no sum of its own.
+    """
     by_name: dict[str, tuple[TensorSpec, Sum]] = {}
+    bundles = []
     for tile in tiles:
         name, total = tile.tensor.name, sums[tile.ordinal]
-        by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
-    parts = [(name.encode(), _named(tensor) + total.to_bytes()) for name, (tensor, total) in by_name.items()]
-    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in sorted(parts))))).hexdigest()
-
-
-@lru_cache(1 << 16)
-def _named(tensor: TensorSpec) -> bytes:
-    """Name, dtype and shape of a tensor, as they are hashed."""
-    encoded = tensor.name.encode()
-    shape = b"".join(n.to_bytes(8, "little") for n in tensor.shape)
-    return len(encoded).to_bytes(4, "little") + encoded + bytes([tensor.kind.code, len(tensor.shape)]) + shape
+        if tile.pieces:
+            bundles.append(tile.hashed + total.to_bytes())
+        else:
+            by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
+    named = sorted((name.encode(), tensor.hashed + total.to_bytes()) for name, (tensor, total) in by_name.items())
+    return hashlib.sha256(b"".join((b"pulse state 2\n", *(part for _, part in named), *bundles))).hexdigest()

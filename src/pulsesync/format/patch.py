@@ -22,7 +22,7 @@ from pulsesync.format.codecs import context, dense, gap
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
-from pulsesync.format.layout import Layout, count_tiles
+from pulsesync.format.layout import Layout, count_pieces
 from pulsesync.format.predict import CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 
@@ -400,7 +400,7 @@ def check_fits(layout: Layout, size_bytes: int) -> None:
     Raises:
         LimitError: they cannot.
     """
-    tiles = sum(count_tiles(spec) for spec in layout.tensors if spec.size)
+    tiles = layout.tile_count - sum(count_pieces(spec) for spec in layout.tensors if not spec.size)
     if layout.size_bytes > dense.MAX_RATIO * size_bytes or dense.MIN_BYTES * tiles > size_bytes:
         raise LimitError(
             f"the layout describes {layout.size_bytes} bytes of weights in {tiles} tiles, which an anchor of "

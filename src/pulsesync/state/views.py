@@ -5,7 +5,7 @@ memory is a tie: one of them is canonical, the other an alias.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -87,6 +87,28 @@ def named(source: Any) -> Iterator[tuple[str, Any]]:
         yield name, source[name]
 
 
+def fingerprint(source: Any) -> list[tuple[Any, ...]] | None:
+    """Where the tensors of a source are and what they are, at a fortieth of what viewing them as bits costs.
+
+    As long as it stays the same, and the views are kept, they are views of the same weights. None: something in the
+    source is not a plain tensor in one run of memory, and has to be viewed each time.
+    """
+    torch = sys.modules.get("torch")
+    plain = (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
+    out: list[tuple[Any, ...]] = []
+    for name, tensor in mapping_of(source).items():
+        if type(tensor) is np.ndarray:
+            if not tensor.flags.c_contiguous:
+                return None
+            address = tensor.__array_interface__["data"][0]
+            out.append((name, address, tensor.dtype, tensor.shape, tensor.flags.writeable))
+        elif type(tensor) in plain and tensor.layout is torch.strided and tensor.is_contiguous():
+            out.append((name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.device))
+        else:
+            return None
+    return out
+
+
 def dtype_name(name: str, tensor: Any) -> str:
     """The format's name for the dtype of a torch tensor. Raises: StateError, if it has none."""
     dtype = _NUMPY_NAMES.get(str(tensor.dtype).removeprefix("torch."))
@@ -107,12 +129,31 @@ class HostSource:
     views: Mapping[str, BitView]
     dtypes: Mapping[str, str]  # name -> dtype, for tensors that are cast
 
+    def without_weights(self) -> "HostSource":
+        """The same without what keeps the memory of the weights alive."""
+        nothing: Bits = np.empty(0, np.uint8)
+        views = {n: BitView(v.spec, nothing, v.shared, v.of_torch) for n, v in self.views.items()}
+        return HostSource(views, self.dtypes)
+
+    def again(self, source: Any) -> "HostSource":
+        """The same with the weights of a source that has the fingerprint of the one that this was made of."""
+        tensors = mapping_of(source)
+        views = {n: BitView(v.spec, _flat(tensors[n], v), v.shared, v.of_torch) for n, v in self.views.items()}
+        return HostSource(views, self.dtypes)
+
     def spec(self, name: str) -> TensorSpec:
         spec = self.views[name].spec
         return replace(spec, dtype=self.dtypes[name]) if name in self.dtypes else spec
 
     def block(self, tile: Tile, number: int) -> Bits:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
+
+    def bundle(self, pieces: Sequence[Tile]) -> Bits:
+        """The weights of a bundle, whose pieces lie so here."""
+        if self.dtypes and any(piece.tensor.name in self.dtypes for piece in pieces):
+            return np.concatenate([self.block(piece, 0) for piece in pieces])
+        views = self.views
+        return np.concatenate([piece.read(views[piece.tensor.name].flat, 0, piece.size) for piece in pieces])
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
         """Weights begin..end of a tile of the tensors as they lie here."""
@@ -213,6 +254,16 @@ def _numpy_dtype(label: str) -> np.dtype[Any]:
         label = getattr(ml_dtypes, label)
     dtype: np.dtype[Any] = np.dtype(label)
     return dtype
+
+
+def _flat(tensor: Any, view: BitView) -> Bits:
+    """The bits of a tensor that was viewed before, and is in one run of memory."""
+    if view.of_torch:
+        import torch
+
+        tensor = tensor.detach().view(-1).view(getattr(torch, f"uint{8 * view.spec.kind.itemsize}")).numpy()
+    flat: Bits = tensor.reshape(-1).view(view.spec.kind.bits)
+    return flat
 
 
 def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
