@@ -87,6 +87,25 @@ def _moved(patch: TilePatch, block: BlockChange) -> Sum:
     return Sum(*map(int, kernels.active().digest_change(indices, old, new, keys())))
 
 
+def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """How the first sum of a tile's digest moves by each of several runs of changes, given where each begins."""
+    old, new = _units(change.old), _units(change.new)
+    indices, per = tile.flat_indices(change.tile_positions()).view(np.uint64), old.size // change.old.size
+    indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
+    chunks, each = np.unique(indices >> np.uint64(spec.CHUNK_BITS), return_inverse=True)
+    place = keys()[0][indices & np.uint64((1 << spec.CHUNK_BITS) - 1)].astype(np.uint64)
+    by = (new.astype(np.uint64) - old) * place * _chunk_keys(chunks)[each]
+    return np.add.reduceat(by, first * per) if first.size else by[:0]
+
+
+def _chunk_keys(chunks: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The keys of chunks for the first sum."""
+    z = chunks * np.uint64(0x9E3779B97F4A7C15) + np.uint64(spec.DIGEST_SEEDS[0])
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
 def sum_up(sums: Iterable[Sum]) -> Sum:
     total = Sum(0, 0)
     for one in sums:

@@ -123,9 +123,14 @@ class Tile:
                 table.update(value.to_bytes(8, "little"))
         return bytes(4) + table.digest()
 
-    def streams(self, number: int) -> NDArray[np.int64]:
-        """Where the weights that are coded together begin in a block, and where it ends: its groups, or all of it."""
-        return np.array(self.groups or (0, min(BLOCK, self.size - number * BLOCK)), np.int64)
+    @cached_property
+    def borders(self) -> NDArray[np.int64]:
+        """Where the weights that are coded together begin, and the end of the last: groups of a bundle, else blocks."""
+        return np.array(self.groups or (*range(0, self.size, BLOCK), self.size), np.int64)
+
+    def streams(self, number: int) -> slice:
+        """Which of them are in a block."""
+        return slice(0, len(self.groups) - 1) if self.groups else slice(number, number + 1)
 
     @cached_property
     def start(self) -> int:
@@ -182,6 +187,18 @@ class Codec(IntEnum):
     HISTORY = 3
 
 
+class Remembered(NamedTuple):
+    """What is remembered of a block in its epoch: a byte for each weight below the tile's cut (see `history`)."""
+
+    last: NDArray[np.uint8]
+    ranks: NDArray[np.int64]  # where the bytes of what is coded together begin, and the end of the last
+
+    @classmethod
+    def alone(cls, last: NDArray[np.uint8]) -> "Remembered":
+        """Of a block that is coded as one."""
+        return cls(last, np.array((0, last.size)))
+
+
 @dataclass(frozen=True, eq=False)
 class BlockChange:
     """What changes in one block of a tile; old is kept for the digest and for undoing."""
@@ -190,7 +207,7 @@ class BlockChange:
     positions: NDArray[np.uint32]  # (changes,) from the block's start, ascending
     old: Bits  # (changes,)
     new: Bits  # (changes,)
-    remembered: NDArray[np.uint8] | None = None  # the block's history afterwards, where the codec had it at hand
+    remembered: Remembered | None = None  # the block's history afterwards, where the codec had it at hand
 
     @classmethod
     def from_zeros(cls, number: int, bits: Bits) -> "BlockChange":
