@@ -24,7 +24,7 @@ from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Shards, ShardWeights, TileShare, local_tensors, shards_of
 from pulsesync.state.slices import TileStorage, place_tile
-from pulsesync.state.views import fingerprint, new_tensors
+from pulsesync.state.views import SourceMarks, new_tensors
 
 Keep = Literal["device", "host", "hook"]
 
@@ -106,16 +106,15 @@ class HostBaseline:
     hands_over = False
 
     def __init__(self) -> None:
-        self._last: tuple[list[tuple[Any, ...]], Mapping[str, str], Shards] | None = None  # without the weights
+        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
-        marks = fingerprint(source)
-        if marks is not None and self._last is not None and (marks, cast) == self._last[:2]:
+        if self._last is not None and self._last[1] == cast and self._last[0].fit(source):
             known = self._last[2]
             return replace(known, published=known.published.again(source))
-        shards = shards_of(source, cast)
-        published = shards.published.without_weights()
-        self._last = (marks, cast, replace(shards, published=published)) if marks is not None else None
+        shards, marks = shards_of(source, cast), SourceMarks.of(source)
+        kept = replace(shards, published=shards.published.without_weights())
+        self._last = (marks, cast, kept) if marks is not None else None
         return shards
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:

@@ -29,7 +29,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import HistoryLookup
 from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
-from pulsesync.state.views import fingerprint
+from pulsesync.state.views import SourceMarks
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: their places, old and new bits
@@ -90,7 +90,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: Mapping[str, int] = {}
-        self._marks: list[tuple[Any, ...]] | None = None  # of the source, when its addresses were these
+        self._marks: SourceMarks | None = None  # of the source, when its addresses were these
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
         self.untied = self._find_untied(self.copies)  # a tensor from which one tied to it differs: needs an anchor
@@ -204,7 +204,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         cls.check_apart(flats, copies)
         state = cls(layout, flats, copies, slices, find_places(layout, slices or {}, wide))
         state._addresses = {name: view.address for name, view in everything.items()}
-        state._marks = fingerprint(source)
+        state._marks = SourceMarks.of(source)
         return state
 
     @classmethod
@@ -219,12 +219,11 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     def holds(self, source: Any) -> bool:
         """Whether a source still has the very memory that was attached: another tensor can take over a name."""
-        marks = fingerprint(source)
-        if marks is not None and marks == self._marks:
+        if self._marks is not None and self._marks.fit(source):
             return True
         if self.addresses(source) != self._addresses:
             return False
-        self._marks = marks
+        self._marks = SourceMarks.of(source)
         return True
 
     @cached_property
