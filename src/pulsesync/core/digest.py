@@ -127,4 +127,4 @@ def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
         else:
             by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
     named = sorted((name.encode(), tensor.hashed + total.to_bytes()) for name, (tensor, total) in by_name.items())
-    return hashlib.sha256(b"".join((b"pulse state 2\n", *(part for _, part in named), *bundles))).hexdigest()
+    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in named), *bundles))).hexdigest()

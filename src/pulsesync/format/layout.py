@@ -176,20 +176,19 @@ def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -
 def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
     """Join the small pieces of a layout into bundles; owners: by piece, the process that will write it.
 
-    A group has pieces of one layer or expert, in one cell of the grid: what a process has or has not as a whole. A
-    bundle has groups of one dtype and owner, in order, up to one block of weights.
+    A bundle has pieces of one dtype and owner, in the same cell of their tensors' grids, up to one block of weights; a
+    group of it has those of one layer or expert: what a process has or has not as a whole.
     """
     groups: dict[tuple[Any, ...], list[Tile]] = {}
     for piece in layout.pieces:
         if 0 < piece.size < SMALL:
             spec = piece.tensor
-            cell = (piece.row, piece.column, spec.row_cuts, spec.column_cuts) if count_pieces(spec) > 1 else None
             owner = owners.get(piece.ordinal, 0) if owners else 0
-            groups.setdefault((spec.dtype, owner, part_of_model(spec.name), cell), []).append(piece)
+            groups.setdefault((part_of_model(spec.name), spec.dtype, owner, _cell(piece)), []).append(piece)
     packed: dict[tuple[Any, ...], list[list[list[int]]]] = {}
-    room: dict[tuple[Any, ...], int] = {}  # of the last bundle of each dtype and owner
-    for (dtype, owner, *_), pieces in groups.items():
-        kind, begun = (dtype, owner), False
+    room: dict[tuple[Any, ...], int] = {}  # of the last bundle of each dtype, owner and cell
+    for (_, *of_bundle), pieces in groups.items():
+        kind, begun = tuple(of_bundle), False
         bundles = packed.setdefault(kind, [])
         if not bundles or sum(piece.size for piece in pieces) > room[kind]:
             bundles.append([])
@@ -204,12 +203,15 @@ def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
             bundles[-1][-1].append(piece.ordinal)
             room[kind] -= piece.size
     found = [
-        tuple(map(tuple, bundle))
-        for bundles in packed.values()
-        for bundle in bundles
-        if sum(map(len, bundle)) > 1
+        tuple(map(tuple, bundle)) for bundles in packed.values() for bundle in bundles if sum(map(len, bundle)) > 1
     ]
     return replace(layout, bundles=tuple(sorted(found)))
+
+
+def _cell(piece: Tile) -> tuple[int, int, int, int]:
+    """Where a piece is in the grid of its tensor, and how large that is."""
+    rows, columns = piece.tensor.row_cuts, piece.tensor.column_cuts
+    return bisect_right(rows, piece.row), bisect_right(columns, piece.column), len(rows), len(columns)
 
 
 _NUMBERED = re.compile(r"(.*(layer|block|expert|stage)s?_?)?\d+", re.IGNORECASE)
@@ -372,7 +374,7 @@ def _check_bundles(layout: Layout) -> None:
         if len(pieces) < 2 or not all(bundle) or not all(a < b for group in bundle for a, b in pairwise(group)):
             raise FormatError("a bundle has groups of ascending pieces, two pieces at least")
         if max(pieces) >= count or not seen.isdisjoint(pieces) or len(set(pieces)) < len(pieces):
-            raise FormatError("a bundle names a piece that the layout does not have, or one that is in a bundle already")
+            raise FormatError("a bundle names a piece that the layout does not have, or one that is bundled already")
         seen.update(pieces)
         tiles = [layout.piece(number) for number in pieces]
         size = sum(tile.size for tile in tiles)

@@ -265,7 +265,9 @@ def decode_tiles(
     for some in jobs:
         codec, payload = some[0].codec, some[0].payload
         blocks = tuple(change for _ in some for change in next(done))
-        patches.append(TilePatch(some[0].tile, codec, blocks, payload.heads.cut if payload and codec == Codec.HISTORY else 0))
+        patches.append(
+            TilePatch(some[0].tile, codec, blocks, payload.heads.cut if payload and codec == Codec.HISTORY else 0)
+        )
     return DecodedPart(tuple(patches), {e.tile: e.sum for e in entries})
 
 

@@ -150,7 +150,9 @@ def _code(
             next(streams) if n in plan.hot else context.BlockStreams.none(_borders(tile, n).size - 1)
             for n in range(tile.block_count)
         ]
-        out.append(_payload(plan, number_of_table, context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True)))))
+        out.append(
+            _payload(plan, number_of_table, context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))))
+        )
     return out
 
 

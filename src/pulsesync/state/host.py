@@ -20,7 +20,6 @@ from pulsesync.state.live import LiveState, Transition, VersionChanges
 from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
 
-
 BATCH = 1 << 24  # weights that are recounted before a commit is let in
 
 

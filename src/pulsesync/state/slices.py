@@ -287,7 +287,9 @@ class BundledTile:
             return np.concatenate([memory[name][0][run] for name, run in self._runs])
         kind = self.tile.tensor.kind.bits
         sizes = np.diff(self.starts).tolist()
-        runs = (place.read(memory, 0) if place else np.zeros(n, kind) for place, n in zip(self.places, sizes, strict=True))
+        runs = (
+            place.read(memory, 0) if place else np.zeros(n, kind) for place, n in zip(self.places, sizes, strict=True)
+        )
         return np.concatenate(list(runs))
 
     @cached_property
@@ -321,7 +323,7 @@ class BundledTile:
                 place.write(memory, BlockChange(0, positions.astype(np.uint32), change.old[some], change.new[some]))
 
     def _parts(self, positions: NDArray[np.uint32]) -> Iterator[tuple[int, slice, NDArray[np.int64]]]:
-        """The numbers of the pieces that positions are in: which positions those are, and where they are in the piece."""
+        """The pieces that positions are in, by number: which positions those are, and where they are in the piece."""
         borders = np.searchsorted(positions, self.starts)
         touched = np.flatnonzero(borders[1:] > borders[:-1])
         inside = positions - np.repeat(self.starts[touched], np.diff(borders)[touched])

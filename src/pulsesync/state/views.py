@@ -92,7 +92,7 @@ class SourceMarks:
     """Where the tensors of a source are and what they are: whether it is the same source, at 1 µs a tensor.
 
     Viewing a tensor as bits takes forty times as long. A numpy array is known by identity, without being kept alive,
-    and by shape and dtype, which can be assigned; a torch tensor, of which every `state_dict` makes another, by address.
+    and by shape and dtype, which can be assigned; a torch tensor by address: every `state_dict` makes others.
     """
 
     def __init__(self, marks: dict[str, tuple[Any, ...]]) -> None:
@@ -170,7 +170,7 @@ class HostSource:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
 
     def bundle(self, pieces: Sequence[Tile]) -> Bits:
-        """The weights of a bundle, whose pieces lie so here: gathered before they are cast, where all are cast alike."""
+        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike."""
         names = [piece.tensor.name for piece in pieces]
         casts = {self.dtypes.get(name) for name in names} if self.dtypes else {None}
         if len(casts) > 1 or not self.tensors or any(piece.size < piece.tensor.size for piece in pieces):
