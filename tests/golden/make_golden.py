@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
@@ -45,10 +44,12 @@ class Run:
         ties: Mapping[str, str] | None = None,
         key: SigningKey | None = None,
         files: Mapping[str, bytes] | None = None,
+        bundled: bool = False,
     ) -> None:
         self.folder, self.key = folder, key
         self.run = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
-        self.layout = layouts.make(specs, ties)
+        pieces = layouts.make(specs, ties)
+        self.layout = layouts.bundle(pieces) if bundled else pieces
         self.last: Manifest | None = None
         self.newest: int | None = None  # epoch of the newest anchor
         self.moves: Counter[str] = Counter()  # of each pointer
@@ -100,7 +101,7 @@ class Run:
         """Publish one patch from an epoch's start to this one."""
         last = self.last
         assert last is not None
-        sums = {tile.ordinal: digest.count_tile(tile, flats[tile.tensor.name]) for tile in self.layout.tiles}
+        sums = HostState(self.layout, flats).sums
         parts = [patch.encode(self.layout, tiles, flats, self.state.flats, sums) for tiles in self._share(pieces)]
         record = replace(
             last,
@@ -403,12 +404,47 @@ def signed_squash(folder: Path) -> None:
     run.finish()
 
 
+def bundles(folder: Path) -> None:
+    """Layers and experts of small tensors in bundles, of two dtypes; some groups change and some do not; a grid, a tie."""
+    specs = [TensorSpec("embed", "BF16", (90, 20), row_cuts=(45,)), TensorSpec("norm", "BF16", (17,))]
+    for layer in range(3):
+        for expert in range(4):
+            name = f"layers.{layer}.experts.{expert}"
+            specs += [TensorSpec(f"{name}.down", "BF16", (30, 20)), TensorSpec(f"{name}.up", "BF16", (20, 30))]
+        specs += [TensorSpec(f"layers.{layer}.norm", "F32", (40,)), TensorSpec(f"layers.{layer}.step", "I32", ())]
+    flats = {spec.name: some(61 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    run = Run(folder, specs, flats, {"lm_head": "embed"}, bundled=True)
+
+    def step(codec: patch.CodecName, some_of_them: int) -> None:
+        assert run.last is not None
+        seed = 100 * (run.last.version + 1)
+        new = run.flats
+        for i, spec in enumerate(specs):
+            if spec.dtype == "I32":
+                new[spec.name] += 1
+            elif i % some_of_them == 0:
+                train_(new[spec.name], spec.dtype, seed + i)
+        new["norm"][3] ^= 1
+        run.publish(new, codec)
+
+    step("history", 1)
+    step("history", 5)
+    step("gap", 2)
+    step("auto", 3)
+    step("context", 1)
+    step("history", 4)
+    step("dense", 7)
+    step("history", 1)
+    run.finish()
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "bf16-history": bf16_history,
     "two-parts": two_parts,
     "dtypes": dtypes,
     "gap-and-dense": gap_and_dense,
     "signed-squash": signed_squash,
+    "bundles": bundles,
 }
 
 
