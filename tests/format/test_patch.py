@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Sum, TensorSpec
+from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Remembered, Sum, TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import choice, container, index, patch, tables
 from pulsesync.format import layout as layouts
@@ -318,7 +318,7 @@ def test_a_history_payload_with_another_history_is_refused() -> None:
 def test_a_cut_below_the_one_remembered_is_refused() -> None:
     layout, old, part = simple()
     later = History().after(part.patches, {"w": old})
-    raised = History(0, {0: type(later.tiles[0])(256, (np.zeros(3000, np.uint8),))})
+    raised = History(0, {0: type(later.tiles[0])(256, (Remembered.alone(np.zeros(3000, np.uint8)),))})
     with pytest.raises(FormatError, match="another history"):
         patch.decode(part.data, layout, {"w": old}, history=raised)
 

@@ -405,7 +405,7 @@ def signed_squash(folder: Path) -> None:
 
 
 def bundles(folder: Path) -> None:
-    """Layers and experts of small tensors in bundles, of two dtypes; some groups change and some do not; a grid, a tie."""
+    """Layers and experts of small tensors in bundles; some groups change and some do not; a grid, a tie."""
     specs = [TensorSpec("embed", "BF16", (90, 20), row_cuts=(45,)), TensorSpec("norm", "BF16", (17,))]
     for layer in range(3):
         for expert in range(4):

@@ -137,7 +137,7 @@ class HostState(LiveState[Bits, Changes, History]):
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
             if place and place.apart and entry.codec not in (Codec.GAP, Codec.DENSE):
-                name = place.tile.tensor.name
+                name = self.layout.tiles[entry.tile].names[0]
                 raise StateError(
                     f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
                     "borders there, or with codec='gap'",

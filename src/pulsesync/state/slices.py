@@ -326,7 +326,7 @@ class BundledTile:
         """The pieces that positions are in, by number: which positions those are, and where they are in the piece."""
         borders = np.searchsorted(positions, self.starts)
         touched = np.flatnonzero(borders[1:] > borders[:-1])
-        inside = positions - np.repeat(self.starts[touched], np.diff(borders)[touched])
+        inside = positions.astype(np.int64) - np.repeat(self.starts[touched], np.diff(borders)[touched])
         begins, ends = borders[touched].tolist(), borders[touched + 1].tolist()
         for n, begin, end in zip(touched.tolist(), begins, ends, strict=True):
             yield n, slice(begin, end), inside[begin:end]

@@ -30,13 +30,15 @@ def random_payload(rng: np.random.Generator, size: int) -> Payload:
         words.append(some if coded else some[:0])
     cold = np.sort(rng.choice(size, int(rng.integers(0, min(size, 60), endpoint=True)), replace=False))
     steps = rng.integers(1, 1 << 15, cold.size, endpoint=True) * rng.choice([-1, 1], cold.size)
-    heads = Heads(int(rng.integers(0, 256)), int(rng.integers(0, 257)), *np.array(columns, np.int64).T, cold, steps)
+    changes, lanes, sizes = np.array(columns, np.int64).T
+    heads = Heads(int(rng.integers(0, 256)), int(rng.integers(0, 257)), changes, lanes, sizes, cold, steps)
     return Payload(heads, np.concatenate(words))
 
 
 def assert_same(a: Payload, b: Payload) -> None:
     assert a.heads[:2] == b.heads[:2]
-    assert all(np.array_equal(x, y) for x, y in zip(a.heads[2:], b.heads[2:], strict=True))
+    columns = ("changes", "lanes", "words", "cold", "steps", "checks")
+    assert all(np.array_equal(getattr(a.heads, one), getattr(b.heads, one)) for one in columns)
     assert np.array_equal(a.words, b.words)
 
 

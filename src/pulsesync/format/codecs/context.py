@@ -375,8 +375,8 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
     kept = KeptGroups.of(tile)
     inside = kept.mask(cold)
     some = [words[ends[n] : ends[n + 1]] for n in tile.kept] or [words[:0]]
-    chosen = list(tile.kept)
-    streams = BlockStreams(*(column[chosen] for column in streams[:3]), np.concatenate(some))
+    n = list(tile.kept)
+    streams = BlockStreams(streams.changes[n], streams.lanes[n], streams.sizes[n], np.concatenate(some))
     return _BlockView(kept.pick(old), kept.borders, streams, kept.shrink(cold[inside]), steps[inside], kept)
 
 
