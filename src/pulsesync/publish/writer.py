@@ -43,7 +43,7 @@ from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
-from pulsesync.run.bodies import keep_body
+from pulsesync.run.bodies import inline_share, keep_body, put_body
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
@@ -359,7 +359,7 @@ class RunWriter:
         reader = self._reader()
         last = reader.newest()
         key = self.options.signing_key
-        if last is not None and key is None and signature.split(self.store.get(keys.manifest_key(last.version)))[1]:
+        if last is not None and key is None and last.signed_by:
             raise SignatureError(
                 "this run is signed; pass signing_key= to resume it", key=keys.manifest_key(last.version)
             )
@@ -499,7 +499,7 @@ class RunWriter:
         part, transition = version.difference.encode(base.last, self.options.codec)
         version.version = base.last.version + 1
         clock.encoded()
-        ref = self._put(part) if part.sums else None
+        ref = put_body(self.store, part, inline_share(self.talk.team.size)) if part.sums else None
         self._draft = Draft(version.version, part, transition, ref)
         remembered = transition.history.counts(part.sums)
         return RankReport((ref,) if ref else (), transition.changed, part.sums, remembered)
@@ -510,7 +510,7 @@ class RunWriter:
         draft = self._draft
         assert draft is not None
         if not parts:
-            parts = (self._put(draft.encoded),)
+            parts = (put_body(self.store, draft.encoded, inline_share()),)
             draft = replace(draft, part=parts[0])
         self._record_anchor()
         _, index = base.last.next_patch
@@ -521,7 +521,7 @@ class RunWriter:
         self._draft = replace(draft, record=data, tables=tables)
         self._path_bytes += record.size_bytes
         try:
-            written = record.size_bytes + create(self.store, record, data, base.last)
+            written = record.object_bytes + create(self.store, record, data, base.last)
         except AnotherPublisherError:
             self._draft = None
             raise
@@ -531,12 +531,8 @@ class RunWriter:
 
     def _keep_body(self, draft: Draft) -> None:
         """A prune may have deleted the part between its upload and the record that names it: then put it again."""
-        if draft.part is not None:
+        if draft.part is not None and draft.part.data is None:
             keep_body(self.store, draft.encoded)
-
-    def _put(self, part: EncodedPart) -> PartRef:
-        self.store.put(keys.part_key(part.id), part.data)
-        return PartRef(part.id, len(part.data))
 
     # Anchors
 
@@ -636,7 +632,7 @@ class RunWriter:
         parts = tuple(part for share in shares for part in share)
         if not parts:  # a model without weights
             assert self.base is not None
-            parts = tuple(self._put(part) for part in encode_parts((), self.base.state))
+            parts = tuple(put_body(self.store, part, inline_share()) for part in encode_parts((), self.base.state))
         record = self.anchors.complete(parts)
         self.anchors.newest = record.starts
         return record
@@ -689,8 +685,8 @@ def check_continues(state: PublisherState, reader: RunReader, last: Manifest | N
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:
     """A record as it is stored."""
-    line = record.build()
-    return signature.sign(line, key) if key else line
+    data = record.build()
+    return signature.sign(data, key) if key else data
 
 
 def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:
