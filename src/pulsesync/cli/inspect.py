@@ -25,7 +25,7 @@ SHOWN = 100  # versions
 
 
 def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json: Json = False) -> int:
-    """Show what a run, a version, a record or a part consists of, after checking every byte of what is shown.
+    """Show what a run, a version or a part consists of, after checking every byte of what is shown.
 
     Args:
         place: A run, or a file in its `manifests`, `anchors`, `squashes` or `parts`.
