@@ -1390,9 +1390,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from pulsesync import Publisher
 from pulsesync.core import threads
+from pulsesync.run import bodies
 from pulsesync.store import LocalStore
 
 threads.default_threads = lambda: 2
+bodies.INLINE_BYTES = 0
 reached = threading.Event()
 
 def wait_for_the_end():

@@ -499,7 +499,7 @@ class RunWriter:
         part, transition = version.difference.encode(base.last, self.options.codec)
         version.version = base.last.version + 1
         clock.encoded()
-        ref = put_body(self.store, part, inline_share(self.talk.team.size)) if part.sums else None
+        ref = self._put(part) if part.sums else None
         self._draft = Draft(version.version, part, transition, ref)
         remembered = transition.history.counts(part.sums)
         return RankReport((ref,) if ref else (), transition.changed, part.sums, remembered)
@@ -510,7 +510,7 @@ class RunWriter:
         draft = self._draft
         assert draft is not None
         if not parts:
-            parts = (put_body(self.store, draft.encoded, inline_share()),)
+            parts = (self._put(draft.encoded),)
             draft = replace(draft, part=parts[0])
         self._record_anchor()
         _, index = base.last.next_patch
@@ -533,6 +533,9 @@ class RunWriter:
         """A prune may have deleted the part between its upload and the record that names it: then put it again."""
         if draft.part is not None and draft.part.data is None:
             keep_body(self.store, draft.encoded)
+
+    def _put(self, part: EncodedPart) -> PartRef:
+        return put_body(self.store, part, inline_share(self.talk.team.size))
 
     # Anchors
 
@@ -632,7 +635,7 @@ class RunWriter:
         parts = tuple(part for share in shares for part in share)
         if not parts:  # a model without weights
             assert self.base is not None
-            parts = tuple(put_body(self.store, part, inline_share()) for part in encode_parts((), self.base.state))
+            parts = tuple(self._put(part) for part in encode_parts((), self.base.state))
         record = self.anchors.complete(parts)
         self.anchors.newest = record.starts
         return record
