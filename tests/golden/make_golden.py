@@ -25,7 +25,9 @@ from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
+from pulsesync.run.bodies import inline_share, put_body
 from pulsesync.state.host import HostState, HostTransition
+from pulsesync.store import LocalStore
 
 FOLDER = Path(__file__).parent / "v1-draft"
 CREATED = 1_750_000_000
@@ -135,9 +137,8 @@ class Run:
         return [self.layout.tiles[first::pieces] for first in range(pieces)]
 
     def _put(self, parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
-        for part in parts:
-            self._write(keys.part_key(part.id), bytes(part.data))
-        return tuple(PartRef(part.id, len(part.data)) for part in parts)
+        store = LocalStore(self.folder)
+        return tuple(put_body(store, part, inline_share(len(parts))) for part in parts)
 
     def _add_file(self, name: str, data: bytes) -> FileRef:
         ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))

@@ -10,9 +10,11 @@ from random import Random
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.format import wire
+from pulsesync.format import manifest as manifests
+from pulsesync.format import signature, wire
+from tests import records
 from tests.hostile import forge
-from tests.hostile.forge import Context, Dense, Gap, Part, Plane, Sample, Version, Victim
+from tests.hostile.forge import ANY, Context, Dense, Gap, Part, Plane, Sample, Version, Victim
 
 EDGES = [0, 1, 2, 7, 8, 63, 64, 127, 128, 255, 256, 2047, 2048, 16_383, 16_384, 65_535, 65_536]
 EDGES += [1 << 20, 1 << 24, 1 << 28, 1 << 31, 1 << 40, 1 << 47, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 69]
@@ -81,17 +83,15 @@ def _part(version: Version, rng: Random) -> Part:
 
 
 def change_header(version: Version, good: Sample, rng: Random) -> None:
-    part, kind = _part(version, rng), rng.randrange(5)
+    part, kind = _part(version, rng), rng.randrange(4)
     if kind == 0:
         part.magic = damage(part.magic, rng)[:8].ljust(8)
     elif kind == 1:
         part.version = rng.randrange(256)
     elif kind == 2:
-        part.flags, part.reserved = rng.randrange(256), rng.choice((0, 1 << rng.randrange(32)))
-    elif kind == 3:
-        part.layout = hashlib.sha256(part.layout).digest()
+        part.flags = rng.randrange(256)
     else:
-        part.key = damage(part.key, rng)[:16].ljust(16, b"\x00")
+        part.layout = hashlib.sha256(part.layout).digest()
 
 
 def change_index(version: Version, good: Sample, rng: Random) -> None:
@@ -250,9 +250,23 @@ def change_json(value: Any, rng: Random) -> Any:
         return out
     if type(value) is int and rng.randrange(4):
         return number(value, rng) * rng.choice((1, 1, 1, -1))
+    if isinstance(value, bytes) and rng.randrange(4):
+        return damage(value, rng)
     if isinstance(value, str) and rng.randrange(4):
         return damage(value.encode(errors="replace"), rng).decode("latin-1")
     return rng.choice((None, True, 0, -1, 1 << 60, 0.5, 1e300, float("nan"), "", "0" * 64, [], {}, [[]], "\ud800"))
+
+
+def change_record(data: bytes, rng: Random) -> bytes:
+    """Bytes of a record: at random, or under a checksum that fits, or its fields under a length that fits as well."""
+    kind, front = rng.randrange(3), 4 + 1 + 16
+    if kind == 0 or len(data) < front + records.CHECK_BYTES:
+        return damage(data, rng)
+    if kind == 1:
+        return records.seal(damage(data[: -records.CHECK_BYTES], rng))
+    reader = wire.ByteReader(data[front:], "forge")
+    fields = damage(bytes(reader.take(reader.number(ANY))), rng)
+    return records.seal(data[:front] + wire.number(len(fields)) + fields)
 
 
 def change_manifest(version: Version, good: Sample, rng: Random) -> None:
@@ -337,9 +351,11 @@ def mutate(good: Sample, rng: Random) -> dict[str, bytes]:
         plain = damage(part.index.plain(), rng)
         stored = wire.number(len(plain)) + Plane(plain, bool(rng.randrange(2))).write()
         version.parts[version.parts.index(part)] = part.seal([stored, *part.sections()[1:]])
-    else:  # the manifest as bytes
+    else:  # the record as bytes, signed again if it was
+        signer, version.signer = version.signer, None
         objects = version.objects()
-        return objects | {version.key: damage(objects[version.key], rng)}
+        data = change_record(objects[version.key], rng)
+        return objects | {version.key: signature.sign(data, signer) if signer else data}
     return version.objects()
 
 
@@ -370,8 +386,9 @@ def judge(victim: Victim, objects: dict[str, bytes]) -> str:
     if not victim.accepted_the_right_state():
         raise MisreadError("accepted a wrong state")
     # Whoever writes the manifest may begin an epoch: then nothing is remembered, and the manifest says so.
-    manifest = json.loads(objects.get(victim.target.version.key, b"{}").split(b"\n")[0])
-    same_place = all(manifest.get(key) == victim.target.version.manifest[key] for key in ("base", "epoch", "index"))
+    data, good = objects.get(victim.target.version.key), victim.target.version.manifest
+    manifest = records.table_of(manifests.parse(data)) if data else {}
+    same_place = all(manifest.get(key) == good[key] for key in ("base", "epoch", "index"))
     if same_place and not victim.history_is_right():
         raise MisreadError("accepted a wrong history")
     victim.take_back()

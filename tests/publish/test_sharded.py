@@ -43,6 +43,8 @@ from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 BF16 = ml_dtypes.bfloat16
 UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

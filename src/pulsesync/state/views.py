@@ -116,7 +116,7 @@ class SourceMarks:
             return False
         for name, tensor in tensors.items():
             mark = marks[name]
-            if type(tensor) is np.ndarray and type(mark[0]) is weakref.ref:
+            if isinstance(tensor, np.ndarray) and type(mark[0]) is weakref.ref:
                 if mark[0]() is not tensor or tensor.shape != mark[1] or tensor.dtype != mark[2]:
                     return False
             elif _mark(tensor) != mark:
