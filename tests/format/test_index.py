@@ -33,7 +33,7 @@ def random_entries(rng: np.random.Generator, count: int, tiles: int) -> tuple[li
     entries = [
         TileEntry(
             int(ordinal),
-            Codec(int(rng.integers(0, 4))),
+            Codec(int(rng.integers(0, 6))),
             int(place),
             int(rng.integers(0, 1 << 20)),
             Sum(*(int(n) for n in rng.integers(0, 1 << 64, 2, dtype=np.uint64))),
@@ -146,7 +146,7 @@ def test_a_payload_larger_than_any_section_is_refused() -> None:
 def test_an_unknown_codec_is_unsupported() -> None:
     data = bytearray(content(index.build([], ENTRIES[:1])))
     assert data[3] == Codec.GAP
-    data[3] = 4
+    data[3] = 99
     with pytest.raises(UnsupportedError, match="codec"):
         index.parse(section(bytes(data)), 6, [0, 10])
 

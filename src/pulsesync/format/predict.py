@@ -22,6 +22,8 @@ from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 
+PREDICTING = (Codec.CONTEXT, Codec.HISTORY)  # codecs that read all old weights of a tile; others, those that change
+
 
 class CodedTile(NamedTuple):
     """A tile's payload, and what else its codec found out on the way."""

@@ -106,10 +106,24 @@ def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
     return out.reshape(-1)
 
 
+def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:
+    """How far weights move in the order of their values, by the shorter path; half the circle counts as downwards."""
+    width = 8 * old.itemsize
+    moved = (_orders(new) - _orders(old)).astype(np.int64)
+    return (moved << (64 - width)) >> (64 - width)
+
+
 def apply_steps(old: Bits, steps: NDArray[np.int64]) -> Bits:
-    """Move weights by signed steps in the order of their values (for the few cold ones)."""
+    """Move weights by signed steps in the order of their values."""
     width = 8 * old.itemsize
     full, sign = (1 << width) - 1, 1 << (width - 1)
-    wide = old.astype(np.int64)
-    ordered = (wide ^ np.where(wide & sign, full, sign)) + steps & full
+    ordered = _orders(old) + steps & full
     return (ordered ^ np.where(ordered & sign, sign, full)).astype(old.dtype)
+
+
+def _orders(bits: Bits) -> NDArray[np.int64]:
+    """Where bit patterns of up to 32 bits stand in the order of their values."""
+    width = 8 * bits.itemsize
+    wide = bits.astype(np.int64)
+    orders: NDArray[np.int64] = wide ^ np.where(wide >> (width - 1), (1 << width) - 1, 1 << (width - 1))
+    return orders
