@@ -113,7 +113,7 @@ class Case:
         for b, (where, _, symbols, extras, *_) in enumerate(self.splits):
             tail = (self.cumulative, np.empty(0, np.uint32), self.decided[b][0].size, self.lanes[b])
             arguments: tuple[Any, ...] = (*self.block(b), where, symbols, extras, *tail)
-            out.append(reference.encode_block(*arguments))
+            out.append(reference._encode_block(*arguments))
         return out
 
     # On the device
@@ -395,7 +395,7 @@ def by_reference(c: Case, job: Job) -> tuple[np.ndarray, Bits, int]:
     nothing = np.empty(0, np.uint32), np.empty(0, np.uint8)
     tail = (table, c.contexts.symbols, c.lanes[job.block], job.stream, job.count, 0, *nothing)
     arguments: tuple[Any, ...] = (*c.block(job.block), *tail)
-    positions, new, _, fault = reference.decode_block(*arguments)
+    positions, new, _, fault = reference._decode_block(*arguments)
     return positions, new, fault
 
 

@@ -1,11 +1,13 @@
-"""The compiled kernels do exactly what the reference does, and decode_block survives whatever stream it is given."""
+"""The compiled kernels do exactly what the reference does, and decode_blocks survives whatever words it is given."""
 
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from pulsesync.core.digest import keys
 from pulsesync.core.types import DTYPES, Bits
 from pulsesync.format import tables
-from pulsesync.kernels import cpu, reference
+from pulsesync.kernels import cpu, reference, spec
 from pulsesync.testing import mutate, random_bits
 from tests.helpers import FLOATS, classes, densities, many, near, nudge, orders, seeds, step
 
@@ -31,7 +33,7 @@ sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 5000))
 
 @dataclass
 class Case:
-    """One block, a patch to it, and what is remembered of it; each step made by the reference from the one before."""
+    """Some blocks, a patch to them, and their history; each step made by the reference from the one before."""
 
     dtype: str
     seed: int
@@ -41,6 +43,8 @@ class Case:
     tracked_share: float  # of the cut
     index: int  # of the patch in its epoch; 0: no history
     close: bool  # classes around the cut and small steps; else any bits to any bits
+    blocks: int = 1
+    still: float = 0.0  # the share of blocks without changes
 
     def __post_init__(self) -> None:
         kind, rng = DTYPES[self.dtype], np.random.default_rng(self.seed)
@@ -54,13 +58,20 @@ class Case:
         else:
             self.old = random_bits(rng, kind.bits.type, (self.size,))
             self.new = mutate(rng, self.old, self.density)
+        inside = np.sort(rng.integers(0, self.size + 1, self.blocks - 1))
+        self.borders = np.array([0, *inside, self.size], np.int64)
+        for begin, end in pairwise(self.borders):
+            if rng.random() < self.still:
+                self.new[begin:end] = self.old[begin:end]
         top = max(1, self.cut)
         lo = max(0, top - 24)
         self.contexts = tables.Contexts(lo, top - lo, max(1, self.index), tables.symbol_count(self.width))
-        known = int((classes(self.old, self.shift) < self.tracked).sum())
+        tracked = np.flatnonzero(classes(self.old, self.shift) < self.tracked)
+        self.ranks = np.searchsorted(tracked, self.borders).astype(np.int64)
+        known = tracked.size
         ages = rng.integers(0, max(1, self.index), known, dtype=np.uint8)
         self.last = np.where((rng.random(known) < 0.5) & (ages > 0), ages | 0x80, ages).astype(np.uint8)
-        self.lanes = 1 << int(rng.integers(0, 6))
+        self.lanes = np.int64(1) << rng.integers(0, 6, self.blocks)
 
     @cached_property
     def changed(self) -> tuple[Any, ...]:
@@ -85,34 +96,53 @@ class Case:
         return self.split[6:]
 
     @property
-    def block(self) -> tuple[Any, ...]:
-        return (self.old, self.shift, self.cut, self.contexts.rows, self.contexts.bits, self.last, self.tracked)
+    def changes(self) -> np.ndarray:
+        """How many of the hot changes each block has."""
+        return np.diff(np.searchsorted(self.hot[0], self.borders))
+
+    @property
+    def span(self) -> tuple[Any, ...]:
+        tables_ = self.contexts.rows, self.contexts.bits
+        return (self.old, self.borders, self.shift, self.cut, *tables_, self.last, self.ranks, self.tracked)
 
     def count(self, kernel: ModuleType) -> tuple[Any, ...]:
         counts = self.contexts.empty()
         at, new, symbols, _ = self.hot
-        decisions, after = kernel.count_block(*self.block, at, new, symbols, counts, self.index, *self.entering)
-        return int(decisions), after, counts
+        counted = kernel.count_blocks(*self.span, at, new, symbols, counts, self.index, *self.entering)
+        return *counted, counts
 
     @cached_property
     def frequencies(self) -> np.ndarray:
-        counts = self.count(reference)[2].reshape(self.contexts.classes, self.contexts.ages, -1)
+        counts = self.count(reference)[3].reshape(self.contexts.classes, self.contexts.ages, -1)
         return tables.normalise(counts[..., : self.contexts.symbols])
 
     @cached_property
     def cumulative(self) -> np.ndarray:
         return tables.cumulative(self.frequencies)
 
-    def encode(self, kernel: ModuleType) -> np.ndarray:
+    def encode(self, kernel: ModuleType) -> tuple[np.ndarray, np.ndarray]:
         at, _, symbols, extras = self.hot
         tail = (self.cumulative, tables.reciprocals(self.frequencies), self.count(reference)[0], self.lanes)
-        words: np.ndarray = kernel.encode_block(*self.block, at, symbols, extras, *tail)
-        return words
+        words, ends = kernel.encode_blocks(*self.span, at, symbols, extras, *tail)
+        return words, ends
 
-    def decode(self, kernel: ModuleType, stream: np.ndarray, count: int) -> tuple[Any, ...]:
-        tail = (self.lanes, stream, count, self.index, *self.entering)
-        read: tuple[Any, ...] = kernel.decode_block(*self.block, self.cumulative, self.contexts.symbols, *tail)
+    def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
+        tail = (self.lanes, words, ends, changes, self.index, *self.entering)
+        read: tuple[Any, ...] = kernel.decode_blocks(*self.span, self.cumulative, self.contexts.symbols, *tail)
         return read
+
+    def alone(self, b: int) -> "Case":
+        """One of the blocks as a span of its own, under the tables of all."""
+        part = copy(self)
+        begin, end = self.borders[b : b + 2]
+        part.size, part.blocks, part.borders = int(end - begin), 1, np.array([0, end - begin])
+        part.old, part.new = self.old[begin:end].copy(), self.new[begin:end].copy()
+        part.last = self.last[self.ranks[b] : self.ranks[b + 1]].copy()
+        part.ranks, part.lanes = np.array([0, part.last.size]), self.lanes[b : b + 1].copy()
+        part.frequencies, part.cumulative = self.frequencies, self.cumulative
+        for known in ("changed", "steps", "split"):
+            vars(part).pop(known, None)
+        return part
 
 
 def any_case(seed: int) -> Case:
@@ -131,6 +161,8 @@ def any_case(seed: int) -> Case:
         tracked_share=share(),
         index=int(rng.choice([0, 1, 2, 5, 32, 127])),
         close=bool(rng.random() < 0.7),
+        blocks=int(rng.choice([1, 1, 2, 3, 9])),
+        still=float(rng.choice([0.0, 0.5, 1.0], p=[0.5, 0.4, 0.1])),
     )
 
 
@@ -145,7 +177,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def assert_decodes(case: Case, found: tuple[Any, ...]) -> None:
-    positions, new, _, fault = found
+    positions, new, _, _, fault = found
     assert fault == 0
     assert_same((positions, new), case.hot[:2])
 
@@ -242,28 +274,65 @@ def test_split_loses_no_change(case: Case) -> None:
 
 @many
 @given(cases)
-def test_count_block_equals_the_reference(case: Case) -> None:
+def test_count_blocks_equals_the_reference(case: Case) -> None:
     assert_same(case.count(cpu), case.count(reference))
 
 
 @many
 @given(cases)
-def test_encode_block_equals_the_reference(case: Case) -> None:
-    assert_same([case.encode(cpu)], [case.encode(reference)])
+def test_encode_blocks_equals_the_reference(case: Case) -> None:
+    assert_same(case.encode(cpu), case.encode(reference))
 
 
 @pytest.mark.parametrize("reader", KERNELS, ids=["reference", "cpu"])
 @many
 @given(case=cases)
-def test_decode_block_reads_what_encode_block_wrote(reader: ModuleType, case: Case) -> None:
-    assert_decodes(case, case.decode(reader, case.encode(cpu), case.hot[0].size))
+def test_decode_blocks_reads_what_encode_blocks_wrote(reader: ModuleType, case: Case) -> None:
+    assert_decodes(case, case.decode(reader, *case.encode(cpu), case.changes))
 
 
 @many
 @given(cases)
-def test_decode_block_remembers_as_the_reference_does(case: Case) -> None:
-    stream, count = case.encode(cpu), case.hot[0].size
-    assert_same(case.decode(cpu, stream, count), case.decode(reference, stream, count))
+def test_decode_blocks_remembers_as_the_reference_does(case: Case) -> None:
+    coded = case.encode(cpu)
+    assert_same(case.decode(cpu, *coded, case.changes), case.decode(reference, *coded, case.changes))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+@many
+@given(case=cases)
+def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: ModuleType, case: Case) -> None:
+    decisions, after, ranks, counts = case.count(kernel)
+    words, ends = case.encode(kernel)
+    positions, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
+    assert fault == 0
+    first, counted = 0, np.zeros_like(counts)
+    for b in range(case.blocks):
+        alone = case.alone(b)
+        own_decisions, own_after, _, own_counts = alone.count(kernel)
+        assert own_decisions.tolist() == [decisions[b]]
+        assert_same([own_after], [after[ranks[b] : ranks[b + 1]]])
+        counted += own_counts
+        own_words, own_ends = alone.encode(kernel)
+        assert_same([own_words], [words[ends[b] : ends[b + 1]]])
+        at, bits, own_history, _, own_fault = alone.decode(kernel, own_words, own_ends, alone.changes)
+        assert own_fault == 0
+        found = slice(first, first := first + at.size)
+        assert_same((at + np.uint32(case.borders[b]), bits), (positions[found], new[found]))
+        assert_same([own_history], [read_after[read_ranks[b] : read_ranks[b + 1]]])
+    assert np.array_equal(counted, counts)
+    assert first == positions.size
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+@many
+@given(case=cases)
+def test_a_block_without_hot_changes_is_neither_counted_nor_coded(kernel: ModuleType, case: Case) -> None:
+    decisions, _, _, counts = case.count(kernel)
+    _, ends = case.encode(kernel)
+    assert ((decisions > 0) == (case.changes > 0)).all()
+    assert ((np.diff(ends) > 0) == (case.changes > 0)).all()
+    assert counts.sum() == decisions.sum()
 
 
 def advanced(kernel: ModuleType, case: Case) -> np.ndarray:
@@ -286,7 +355,7 @@ def test_writer_reader_and_advance_history_remember_the_same(kernel: ModuleType,
     if case.index:
         expected = advanced(kernel, case)
         assert_same([case.count(kernel)[1]], [expected])
-        assert_same([case.decode(kernel, case.encode(cpu), case.hot[0].size)[2]], [expected])
+        assert_same([case.decode(kernel, *case.encode(cpu), case.changes)[2]], [expected])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -294,13 +363,15 @@ def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: Modu
     old, new = np.array([0xFFFF], np.uint16), np.array([0x7FFF], np.uint16)  # the lowest NaN to the highest: step -1
     symbols = cpu.steps(old, new, 7)[0]
     contexts, at = tables.Contexts(232, 24, 1, 41), np.array([0], np.uint32)
-    _, counted = kernel.count_block(
+    _, counted, _ = kernel.count_blocks(
         old,
+        np.array([0, 1]),
         7,
         256,
         contexts.rows,
         contexts.bits,
         NO_BYTES,
+        np.array([0, 0]),
         0,
         at,
         new,
@@ -317,64 +388,102 @@ def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: Modu
 @many
 @given(cases, st.integers(0, 200), seeds)
 def test_garbage_streams_give_both_kernels_the_same_fault(case: Case, words: int, seed: int) -> None:
-    stream = np.random.default_rng(seed).integers(0, 1 << 16, words, dtype=np.uint16)
-    assert_same_outcome(case, stream, case.hot[0].size)
+    rng = np.random.default_rng(seed)
+    ends = np.array([0, *np.sort(rng.integers(0, words + 1, case.blocks - 1)), words])
+    assert_same_outcome(case, rng.integers(0, 1 << 16, words, dtype=np.uint16), ends, case.changes)
 
 
 @many
 @given(cases, seeds, st.sampled_from(["flip", "cut", "lengthen", "count"]))
 def test_damaged_streams_give_both_kernels_the_same_fault(case: Case, seed: int, how: str) -> None:
     rng = np.random.default_rng(seed)
-    stream, count = case.encode(cpu), case.hot[0].size
+    (words, ends), changes = case.encode(cpu), case.changes
+    if words.size == 0:
+        return
+    b = int(rng.choice(np.flatnonzero(changes)))
     if how == "flip":
-        stream[rng.integers(0, stream.size)] ^= np.uint16(1 << rng.integers(0, 16))
+        words[rng.integers(0, words.size)] ^= np.uint16(1 << rng.integers(0, 16))
     elif how == "cut":
-        stream = stream[: rng.integers(0, stream.size)].copy()
+        words, ends = resize(words, ends, b, -int(rng.integers(1, ends[b + 1] - ends[b] + 1)))
     elif how == "lengthen":
-        stream = np.concatenate([stream, rng.integers(0, 1 << 16, 3, dtype=np.uint16)])
+        words, ends = resize(words, ends, b, 3)
     else:
-        count = int(rng.integers(0, max(case.size, 1)))
-    assert_same_outcome(case, stream, count)
+        changes[b] = int(rng.integers(0, max(case.size, 1)))
+    assert_same_outcome(case, words, ends, changes)
 
 
-def assert_same_outcome(case: Case, stream: np.ndarray, count: int) -> None:
-    ours, theirs = case.decode(cpu, stream, count), case.decode(reference, stream, count)
-    assert ours[3] == theirs[3]
-    if ours[3] == 0:
-        assert_same(ours[:3], theirs[:3])
+def resize(words: np.ndarray, ends: np.ndarray, block: int, more: int) -> tuple[np.ndarray, np.ndarray]:
+    """Take the last words of a block's stream away, or add words of zeros to it."""
+    end = int(ends[block + 1])
+    parts = words[: end + min(more, 0)], np.zeros(max(more, 0), np.uint16), words[end:]
+    return np.concatenate(parts), ends + more * (np.arange(ends.size) > block)
+
+
+def assert_same_outcome(case: Case, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> None:
+    ours, theirs = (case.decode(kernel, words, ends, changes) for kernel in (cpu, reference))
+    assert ours[4] == theirs[4]
+    if ours[4] == 0:
+        assert_same(ours[:4], theirs[:4])
 
 
 @many
-@given(cases, seeds)
-def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case, seed: int) -> None:
-    stream, count = case.encode(cpu), case.hot[0].size
-    assert case.decode(cpu, stream, count + 1)[3] == 3
-    assert count == 0 or case.decode(cpu, stream, count - 1)[3] == 3
+@given(cases)
+def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case) -> None:
+    coded, changes = case.encode(cpu), case.changes
+    for b in np.flatnonzero(changes):
+        one = np.arange(changes.size) == b
+        assert case.decode(cpu, *coded, changes + one)[4] == 3
+        assert changes[b] == 1 or case.decode(cpu, *coded, changes - one)[4] == 3
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
 @many
 @given(case=cases, more=st.integers(-40, 40))
 def test_a_history_of_other_weights_is_a_fault(kernel: ModuleType, case: Case, more: int) -> None:
-    stream, count = case.encode(cpu), case.hot[0].size
-    if spoil_history(case, more):
-        assert case.decode(kernel, stream, count)[3] != 0
-        assert case.count(kernel)[0] == -1
+    coded = case.encode(cpu)
+    if (b := spoil_history(case, more)) is not None:
+        assert case.decode(kernel, *coded, case.changes)[4] != 0
+        decisions = case.count(kernel)[0]
+        assert decisions[b] == -1
+        assert not decisions[b + 1 :].any()
 
 
-def spoil_history(case: Case, more: int) -> bool:
-    """Make the history longer or shorter than there are weights to remember; say whether that worked."""
-    right = case.last.size
+def spoil_history(case: Case, more: int) -> int | None:
+    """Make the history of the first block with changes longer or shorter than its weights; None if that did not work.
+
+    Of a block without changes it is not looked at where nothing enters and the cut stays.
+    """
     case.frequencies  # noqa: B018 - made while the history is still the right one
-    case.last = np.resize(case.last, max(0, right + more)) if right else np.zeros(max(0, more), np.uint8)
-    return case.last.size != right
+    touched = np.flatnonzero(case.changes)
+    if not touched.size:
+        return None
+    b = int(touched[0])
+    begin, end = case.ranks[b : b + 2]
+    right = case.last[begin:end]
+    wrong = np.resize(right, max(0, right.size + more)) if right.size else np.zeros(max(0, more), np.uint8)
+    case.last = np.concatenate([case.last[:begin], wrong, case.last[end:]])
+    case.ranks = case.ranks + (wrong.size - right.size) * (np.arange(case.ranks.size) > b)
+    return b if wrong.size != right.size else None
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+def test_a_history_of_other_weights_is_a_fault_in_a_block_without_changes_where_the_cut_rises(
+    kernel: ModuleType,
+) -> None:
+    case = Case("BF16", 0, 100, 0.0, 0.5, 0.99, 3, close=True, blocks=2)
+    case.last = np.append(case.last, np.uint8(0))
+    case.ranks = case.ranks + (np.arange(3) > 1)
+    assert case.count(kernel)[0].tolist() == [0, -1]
+    nothing = np.empty(0, np.uint16), np.zeros(3, np.int64)
+    assert case.decode(kernel, *nothing, case.changes)[4] == spec.FOREIGN_WRITE
 
 
 @many
 @given(cases)
 def test_words_left_over_are_a_fault(case: Case) -> None:
-    stream = np.append(case.encode(cpu), np.uint16(0))
-    assert case.decode(cpu, stream, case.hot[0].size)[3] == 4
+    words, ends = case.encode(cpu)
+    for b in np.flatnonzero(case.changes):
+        assert case.decode(cpu, *resize(words, ends, int(b), 1), case.changes)[4] == 4
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -396,10 +505,13 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     frequencies = np.zeros((24, 1, 41), np.int64)
     frequencies[..., symbol] = tables.TOTAL
     cumulative = tables.cumulative(frequencies)
-    block = (np.array([old], np.uint16), 7, 256, contexts.rows, contexts.bits, NO_BYTES, 0)
+    one = np.array([0, 1])
+    span = (np.array([old], np.uint16), one, 7, 256, contexts.rows, contexts.bits, NO_BYTES, np.array([0, 0]), 0)
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
-    stream = cpu.encode_block(*block, *change, cumulative, tables.reciprocals(frequencies), 1, 1)
-    assert kernel.decode_block(*block, cumulative, 41, 1, stream, 1, 1, NO_POSITIONS, NO_BYTES)[3] == fault
+    table = cumulative, tables.reciprocals(frequencies)
+    coded = cpu.encode_blocks(*span, *change, *table, one[1:], one[1:])
+    read = kernel.decode_blocks(*span, cumulative, 41, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES)
+    assert read[4] == fault
 
 
 rectangles = st.tuples(st.integers(1, 6), st.integers(0, 3000), st.integers(0, 500), st.integers(0, 9000))
@@ -450,26 +562,27 @@ def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
 
 
 def run_all(case: Case, rng: np.random.Generator) -> None:
-    """Every kernel once, and decode_block on streams of all kinds."""
+    """Every kernel once, and decode_blocks on words of all kinds."""
     cpu.changed(case.old, case.new)
     cpu.sample_classes(case.old, case.shift)
     cpu.steps(*case.changed[1:], case.shift)
     cpu.split(case.changed[0], case.changed[2], *case.steps[:3], case.shift, case.cut)
     case.count(cpu)
     advanced(cpu, case)
-    stream, count = case.encode(cpu), case.hot[0].size
-    case.decode(cpu, stream, count)
+    (words, ends), changes = case.encode(cpu), case.changes
+    case.decode(cpu, words, ends, changes)
     for _ in range(10):
-        garbage = rng.integers(0, 1 << 16, rng.integers(0, 2 * stream.size), dtype=np.uint16)
-        case.decode(cpu, garbage, int(rng.integers(0, count + 1)))
-        damaged: Bits = stream.copy()
-        damaged[rng.integers(0, stream.size, 2)] = rng.integers(0, 1 << 16, 2, dtype=np.uint16)
-        case.decode(cpu, damaged, count)
+        garbage = rng.integers(0, 1 << 16, words.size, dtype=np.uint16)
+        cut = np.minimum(ends, rng.integers(0, words.size + 1))
+        case.decode(cpu, garbage, cut, np.minimum(changes, rng.integers(0, changes.max() + 1)))
+        damaged: Bits = words.copy()
+        damaged[rng.integers(0, max(words.size, 1), 2 * (words.size > 0))] = rng.integers(0, 1 << 16)
+        case.decode(cpu, damaged, ends, changes)
     cpu.digest_rectangle(case.old, 0, 1, case.size, case.size, keys())
     cpu.digest_rectangle(case.old, 5000, 1, case.size, case.size, keys(), 5000)
     for more in (-case.last.size, -1, 1, 5000):
         spoil_history(case, more)
-        case.decode(cpu, stream, count)
+        case.decode(cpu, words, ends, changes)
         case.count(cpu)
     cpu.digest_change(case.changed[0].astype(np.uint64), *case.changed[1:], keys())
 
@@ -487,6 +600,8 @@ if __name__ == "__main__":
                 tracked_share=float(draw.choice([0.0, 0.9, 1.0])),
                 index=int(draw.choice([0, 1, 3, 127])),
                 close=bool(draw.integers(0, 2)),
+                blocks=int(draw.choice([1, 2, 5])),
+                still=float(draw.choice([0.0, 0.5])),
             ),
             draw,
         )

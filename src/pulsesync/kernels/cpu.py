@@ -1,8 +1,8 @@
 """The hot loops for CPUs, compiled by numba. Same names and same results, bit for bit, as `reference`.
 
-Every function works on one block: at most 2^20 consecutive weights of a tile, as a contiguous array of unsigned
-integers. All of them release the GIL, so a thread pool over blocks is all the parallelism there is. None checks its
-arguments beyond what memory safety needs: the codecs above have done that.
+Every function works on at most 2^20 consecutive weights of a tile, one block or several, as a contiguous array of
+unsigned integers. All of them release the GIL, so a thread pool over blocks is all the parallelism there is. None
+checks its arguments beyond what memory safety needs: the codecs above have done that.
 
 The entropy coder has a file of its own; here are the comparison, which takes eight 64-bit words at a time, the steps of
 what changed, and the digest.
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from pulsesync.kernels import reference, spec
-from pulsesync.kernels.coder import count_block, decode_block, encode_block
+from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks
 from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, trailing_zeros
 
 __all__ = [
     "advance_history",
     "changed",
-    "count_block",
-    "decode_block",
+    "count_blocks",
+    "decode_blocks",
     "digest_change",
     "digest_rectangle",
-    "encode_block",
+    "encode_blocks",
     "pick",
     "sample_classes",
     "scatter",

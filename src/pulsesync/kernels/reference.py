@@ -3,6 +3,9 @@
 A machine without numba runs on these: it reads and writes everything, some hundred times slower.
 """
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -115,7 +118,7 @@ def _decisions(
     return hot, found, history >> 7
 
 
-def count_block(
+def _count_block(
     old: Bits,
     shift: int,
     cut: int,
@@ -141,7 +144,7 @@ def count_block(
     return hot.size, _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering)
 
 
-def encode_block(
+def _encode_block(
     old: Bits,
     shift: int,
     cut: int,
@@ -188,7 +191,7 @@ def encode_block(
     return np.array(first + backwards[::-1], np.uint16)
 
 
-def decode_block(
+def _decode_block(
     old: Bits,
     shift: int,
     cut: int,
@@ -249,6 +252,163 @@ def decode_block(
     if at != len(words) or any(x != spec.STATE_LOW for x in states):
         return positions, new, last, 4
     return positions, new, _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering), 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block of a span: its borders, its bytes of the history, and its share of what is listed by position."""
+
+    begin: int
+    end: int
+    last: NDArray[np.uint8]
+
+    def share(self, positions: NDArray[np.uint32]) -> slice:
+        return slice(*np.searchsorted(positions, (self.begin, self.end)).tolist())
+
+    def local(self, positions: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        return positions[self.share(positions)] - np.uint32(self.begin)
+
+
+def _blocks(borders: NDArray[np.int64], last: NDArray[np.uint8], ranks: NDArray[np.int64]) -> list[_Block]:
+    sides = zip(pairwise(borders.tolist()), pairwise(ranks.tolist()), strict=True)
+    return [_Block(begin, end, last[first:behind]) for (begin, end), (first, behind) in sides]
+
+
+def _joined(parts: list[NDArray[np.uint8]], blocks: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The histories of the first blocks one after the other, and where each of all the blocks begins."""
+    ranks = np.zeros(blocks + 1, np.int64)
+    ranks[1 : len(parts) + 1] = np.cumsum([part.size for part in parts])
+    return np.concatenate([np.empty(0, np.uint8), *parts]), ranks
+
+
+def _carry(
+    old: Bits,
+    shift: int,
+    tracked: int,
+    cut: int,
+    last: NDArray[np.uint8],
+    index: int,
+    entering_at: NDArray[np.uint32],
+    entering: NDArray[np.uint8],
+) -> NDArray[np.uint8] | None:
+    """The history of a block without hot changes after a patch; None where it is not of these weights."""
+    if index == 0 or (tracked == cut and entering_at.size == 0):
+        return last if index else np.empty(0, np.uint8)
+    if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
+        return None
+    nothing = np.empty(0, np.uint32), np.empty(0, old.dtype)
+    return _remembered(old, shift, tracked, cut, last, *nothing, index, entering_at, entering)
+
+
+def count_blocks(
+    old: Bits,
+    borders: NDArray[np.int64],
+    shift: int,
+    cut: int,
+    rows: NDArray[np.uint32],
+    row_bits: int,
+    last: NDArray[np.uint8],
+    ranks: NDArray[np.int64],
+    tracked: int,
+    positions: NDArray[np.uint32],
+    new: Bits,
+    symbols: NDArray[np.uint8],
+    counts: NDArray[np.int64],
+    index: int,
+    entering_at: NDArray[np.uint32],
+    entering: NDArray[np.uint8],
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+    decisions = np.zeros(borders.size - 1, np.int64)
+    histories: list[NDArray[np.uint8]] = []
+    for b, block in enumerate(_blocks(borders, last, ranks)):
+        weights, here, enter = old[block.begin : block.end], block.share(positions), block.share(entering_at)
+        entries = index, block.local(entering_at), entering[enter]
+        if here.start == here.stop:
+            carried = _carry(weights, shift, tracked, cut, block.last, *entries)
+            if carried is None:
+                decisions[b] = -1
+                break
+            histories.append(carried)
+            continue
+        changes = block.local(positions), new[here], symbols[here], counts
+        decisions[b], after = _count_block(weights, shift, cut, rows, row_bits, block.last, tracked, *changes, *entries)
+        if decisions[b] < 0:
+            break
+        histories.append(after)
+    return decisions, *_joined(histories, decisions.size)
+
+
+def encode_blocks(
+    old: Bits,
+    borders: NDArray[np.int64],
+    shift: int,
+    cut: int,
+    rows: NDArray[np.uint32],
+    row_bits: int,
+    last: NDArray[np.uint8],
+    ranks: NDArray[np.int64],
+    tracked: int,
+    positions: NDArray[np.uint32],
+    symbols: NDArray[np.uint8],
+    extras: NDArray[np.uint32],
+    cumulative: NDArray[np.uint16],
+    reciprocals: NDArray[np.uint32],
+    decisions: NDArray[np.int64],
+    lanes: NDArray[np.int64],
+) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    streams = [np.empty(0, np.uint16)]
+    for b, block in enumerate(_blocks(borders, last, ranks)):
+        if decisions[b]:
+            weights, here = old[block.begin : block.end], block.share(positions)
+            context = weights, shift, cut, rows, row_bits, block.last, tracked
+            changes = block.local(positions), symbols[here], extras[here]
+            streams.append(_encode_block(*context, *changes, cumulative, reciprocals, int(decisions[b]), int(lanes[b])))
+        else:
+            streams.append(np.empty(0, np.uint16))
+    return np.concatenate(streams), np.cumsum([stream.size for stream in streams])
+
+
+def decode_blocks(
+    old: Bits,
+    borders: NDArray[np.int64],
+    shift: int,
+    cut: int,
+    rows: NDArray[np.uint32],
+    row_bits: int,
+    last: NDArray[np.uint8],
+    ranks: NDArray[np.int64],
+    tracked: int,
+    cumulative: NDArray[np.uint16],
+    symbol_count: int,
+    lanes: NDArray[np.int64],
+    words: NDArray[np.uint16],
+    ends: NDArray[np.int64],
+    changes: NDArray[np.int64],
+    index: int,
+    entering_at: NDArray[np.uint32],
+    entering: NDArray[np.uint8],
+) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], NDArray[np.int64], int]:
+    found, moved = [np.empty(0, np.uint32)], [np.empty(0, old.dtype)]
+    histories: list[NDArray[np.uint8]] = []
+    fault = 0
+    for b, block in enumerate(_blocks(borders, last, ranks)):
+        weights, context = old[block.begin : block.end], (shift, cut, rows, row_bits, block.last, tracked)
+        entries = index, block.local(entering_at), entering[block.share(entering_at)]
+        if changes[b] == 0:
+            carried = _carry(weights, shift, tracked, cut, block.last, *entries)
+            if carried is None:
+                fault = spec.FOREIGN_WRITE
+                break
+            histories.append(carried)
+            continue
+        stream = int(lanes[b]), words[ends[b] : ends[b + 1]], int(changes[b])
+        at, new, after, fault = _decode_block(weights, *context, cumulative, symbol_count, *stream, *entries)
+        if fault:
+            break
+        found.append(at + np.uint32(block.begin))
+        moved.append(new)
+        histories.append(after)
+    return np.concatenate(found), np.concatenate(moved), *_joined(histories, changes.size), fault
 
 
 def _remembered(

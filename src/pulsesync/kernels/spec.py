@@ -21,7 +21,7 @@ CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk 
 DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
 
 FOREIGN_WRITE: Final = 5
-FAULTS: Final = {  # what decode_block reports
+FAULTS: Final = {  # what decode_blocks reports
     1: "the stream of a block ends too early",
     2: "a block uses a context for which the part has no table",
     3: "a block holds another number of changes than it says",

@@ -34,6 +34,11 @@ class BlockMemory:
     last: NDArray[np.uint8] = field(default_factory=lambda: NO_HISTORY)
     index: int = 0  # of the patch at hand in its epoch; 0 where nothing is to be remembered
 
+    @property
+    def ranks(self) -> NDArray[np.int64]:
+        """Where the bytes of the coder's blocks begin and end: there is one."""
+        return np.array((0, self.last.size))
+
 
 @dataclass(frozen=True)
 class HotChanges:
@@ -62,13 +67,15 @@ def count(
     counts: NDArray[np.int64],
 ) -> tuple[int, NDArray[np.uint8]]:
     """Add a block's decisions to counts; return how many there are, and the block's history afterwards."""
-    decided, remembered = kernels.active().count_block(
+    decided, remembered, _ = kernels.active().count_blocks(
         old,
+        np.array((0, old.size)),
         kind.exponent_shift,
         cut,
         contexts.rows,
         contexts.bits,
         memory.last,
+        memory.ranks,
         memory.cut,
         hot.positions,
         hot.new,
@@ -78,29 +85,32 @@ def count(
         hot.entering_at,
         hot.entering,
     )
-    assert decided >= 0, "a publisher's base and its history are written together"
-    return int(decided), remembered
+    assert decided[0] >= 0, "a publisher's base and its history are written together"
+    return int(decided[0]), remembered
 
 
 def encode_block(
     old: Bits, kind: Dtype, cut: int, memory: BlockMemory, hot: HotChanges, table: FrequencyTable, decisions: int
 ) -> NDArray[np.uint16]:
     """Return a block's stream."""
-    stream: NDArray[np.uint16] = kernels.active().encode_block(
+    stream: NDArray[np.uint16]
+    stream, _ = kernels.active().encode_blocks(
         old,
+        np.array((0, old.size)),
         kind.exponent_shift,
         cut,
         table.contexts.rows,
         table.contexts.bits,
         memory.last,
+        memory.ranks,
         memory.cut,
         hot.positions,
         hot.symbols,
         hot.extras,
         table.cumulative,
         table.reciprocals,
-        decisions,
-        tables.lanes_for(decisions),
+        np.array((decisions,)),
+        np.array((tables.lanes_for(decisions),)),
     )
     return stream
 
@@ -269,19 +279,22 @@ def decode_block(
     positions, new, remembered = cold.astype(np.uint32), moved, None
     if block.changes:
         enters = magnitudes(moved, shift) < payload.cut
-        positions, new, remembered, fault = kernels.active().decode_block(
+        positions, new, remembered, _, fault = kernels.active().decode_blocks(
             old,
+            np.array((0, old.size)),
             shift,
             payload.cut,
             table.contexts.rows,
             table.contexts.bits,
             memory.last,
+            memory.ranks,
             memory.cut,
             table.cumulative,
             table.contexts.symbols,
-            block.lanes,
+            np.array((block.lanes,)),
             block.words,
-            block.changes,
+            np.array((0, block.words.size)),
+            np.array((block.changes,)),
             memory.index,
             positions[enters],
             np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8),
