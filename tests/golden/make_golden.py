@@ -366,6 +366,8 @@ def gap_and_dense(folder: Path) -> None:
     run.publish(new, "context")
     new["flat"][[0, 9, 68_000]] += 1
     run.publish(new, "auto")  # step
+    new["flat"][1::7] = 0x3C00
+    run.publish(new, "context")  # ten thousand times the same long step, which the table lists
     new["square"][:] ^= 0x0155
     run.publish(new, "auto")  # xor
     run.finish()

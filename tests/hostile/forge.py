@@ -84,17 +84,21 @@ class Table:
     counts: list[int]  # symbols of each context
     skips: list[int]
     frequencies: list[int]  # less one
+    listed: list[int] = field(default_factory=list)  # sizes of steps: each less the one before, less one
+    listed_count: int | None = None  # what to say in place of the truth
 
     def write(self) -> bytes:
-        sizes = [self.lo, self.classes, self.ages]
+        listed = len(self.listed) if self.listed_count is None else self.listed_count
+        sizes = [self.lo, self.classes, self.ages, listed, *self.listed]
         return bytes([self.dtype]) + numbers([*sizes, *self.counts, *self.skips, *self.frequencies])
 
     @classmethod
     def read(cls, reader: wire.ByteReader) -> "Table":
         dtype, lo, classes, ages = reader.byte(), *(reader.number(ANY) for _ in range(3))
+        listed = [reader.number(ANY) for _ in range(reader.number(ANY))]
         counts = [reader.number(ANY) for _ in range(classes * ages)]
         skips, frequencies = ([reader.number(ANY) for _ in range(sum(counts))] for _ in range(2))
-        return cls(dtype, lo, classes, ages, counts, skips, frequencies)
+        return cls(dtype, lo, classes, ages, counts, skips, frequencies, listed)
 
 
 @dataclass

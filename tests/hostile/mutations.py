@@ -114,7 +114,7 @@ def change_table(version: Version, good: Sample, rng: Random) -> None:
     index = _part(version, rng).index
     if not index.tables:
         return
-    table, kind = rng.choice(index.tables), rng.randrange(8)
+    table, kind = rng.choice(index.tables), rng.randrange(10)
     if kind == 0:
         table.dtype = rng.choice((0, 4, 5, 8, 9, 11, 12, 255))
     elif kind == 1:
@@ -123,6 +123,11 @@ def change_table(version: Version, good: Sample, rng: Random) -> None:
         table.classes, table.ages = rng.choice(((table.ages, table.classes), (number(table.classes, rng), table.ages)))
     elif kind == 3:
         change_list(index.tables, rng, lambda t, _: t)
+    elif kind == 8:
+        table.listed_count = number(len(table.listed), rng)
+    elif kind == 9:
+        table.listed.append(rng.choice((0, 1, 300, *EDGES)))
+        change_list(table.listed, rng, number)
     elif kind == 4 and len(table.frequencies) > 1:  # still adds up, where both are of one context
         i = rng.randrange(len(table.frequencies) - 1)
         moved = rng.randrange(table.frequencies[i] + 1)

@@ -931,6 +931,33 @@ def hot_steps_the_long_way_round(v: Version) -> None:
 
 
 @attack(LimitError)
+def a_table_that_lists_more_sizes_than_fit(v: Version) -> None:
+    table_of(v).listed = [0] * 12
+
+
+@attack(FormatError)
+def a_table_that_lists_half_the_circle(v: Version) -> None:
+    table_of(v).listed = [(1 << 15) - 8]
+
+
+@attack(LimitError)
+def a_table_that_lists_a_size_beyond_any(v: Version) -> None:
+    table_of(v).listed = [1 << 63]
+
+
+@attack(FormatError)
+def a_listed_size_in_place_of_the_right_one(v: Version) -> None:
+    """The last symbol that occurs becomes that of the listed size."""
+    table = table_of(v)
+    table.listed, end = [0], 0
+    for count in table.counts:
+        end += count
+        if count:
+            used = sum(skip + 1 for skip in table.skips[end - count : end]) - 1
+            table.skips[end - 1] += 41 - used
+
+
+@attack(LimitError)
 def more_cold_changes_than_weights(v: Version) -> None:
     body(v).cold_count = 2049
 

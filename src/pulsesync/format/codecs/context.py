@@ -291,6 +291,7 @@ def decode_block(
             memory.cut,
             table.cumulative,
             table.contexts.symbols,
+            table.sizes,
             np.array((block.lanes,)),
             block.words,
             np.array((0, block.words.size)),
