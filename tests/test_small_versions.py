@@ -9,6 +9,7 @@ import pytest
 
 from pulsesync import Publisher, SigningKey, Subscriber
 from pulsesync.errors import ChecksumError, StoreError
+from pulsesync.format import layout as layouts
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
 from pulsesync.maintain.verify import RunVerifier
@@ -158,6 +159,7 @@ def test_a_publisher_resumes_a_run_of_small_versions() -> None:
 
 
 def test_the_parts_of_an_anchor_stand_in_its_record_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "SMALL", 0)  # a part for each tensor
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
     monkeypatch.setattr(bodies, "INLINE_BYTES", 1000)
     store = MemoryStore()

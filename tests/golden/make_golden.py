@@ -343,7 +343,7 @@ def _special_values(dtype: str) -> Bits:
 
 
 def gap_and_dense(folder: Path) -> None:
-    """The codecs that need no old weights; then `context` with cold changes and with long steps."""
+    """The codecs that need no old weights; `context` with cold changes and with long steps; `step` and `xor`."""
     specs = [TensorSpec("flat", "BF16", (70_000,)), TensorSpec("square", "BF16", (40, 50), column_cuts=(20,))]
     flats = {"flat": np.full(70_000, 0x3F80, np.uint16), "square": some(41, "BF16", 2000)}
     run = Run(folder, specs, flats)
@@ -364,6 +364,14 @@ def gap_and_dense(folder: Path) -> None:
     new["square"][400:800] ^= 0x8000  # long ways round, up and down
     new["square"][0:2], new["square"][800:802] = [0x7FFF, 0xFFFF], [0xFFFF, 0x7FFF]  # half the circle
     run.publish(new, "context")
+    new["flat"][5::70] += 1  # a thousand cold changes
+    run.publish(new, "context")
+    new["flat"][[0, 9, 68_000]] += 1
+    run.publish(new, "auto")  # step
+    new["flat"][1::7] = 0x3C00
+    run.publish(new, "context")  # ten thousand times the same long step, which the table lists
+    new["square"][:] ^= 0x0155
+    run.publish(new, "auto")  # xor
     run.finish()
 
 

@@ -87,17 +87,21 @@ class Table:
     counts: list[int]  # symbols of each context
     skips: list[int]
     frequencies: list[int]  # less one
+    listed: list[int] = field(default_factory=list)  # sizes of steps: each less the one before, less one
+    listed_count: int | None = None  # what to say in place of the truth
 
     def write(self) -> bytes:
-        sizes = [self.lo, self.classes, self.ages]
+        listed = len(self.listed) if self.listed_count is None else self.listed_count
+        sizes = [self.lo, self.classes, self.ages, listed, *self.listed]
         return bytes([self.dtype]) + numbers([*sizes, *self.counts, *self.skips, *self.frequencies])
 
     @classmethod
     def read(cls, reader: wire.ByteReader) -> "Table":
         dtype, lo, classes, ages = reader.byte(), *(reader.number(ANY) for _ in range(3))
+        listed = [reader.number(ANY) for _ in range(reader.number(ANY))]
         counts = [reader.number(ANY) for _ in range(classes * ages)]
         skips, frequencies = ([reader.number(ANY) for _ in range(sum(counts))] for _ in range(2))
-        return cls(dtype, lo, classes, ages, counts, skips, frequencies)
+        return cls(dtype, lo, classes, ages, counts, skips, frequencies, listed)
 
 
 @dataclass
@@ -158,11 +162,12 @@ class Context:
     cold: list[int]  # gap, step, gap, step, ...
     stream: bytes
     cold_count: int | None = None  # what to say in place of the truth
+    cold_planes: "Steps | None" = None  # what to write in place of cold, as where there are many
 
     def write(self) -> bytes:
         cold = len(self.cold) // 2 if self.cold_count is None else self.cold_count
-        front = [self.cut, *self.heads, cold, *self.cold]
-        return bytes([self.table]) + numbers(front) + self.stream
+        front = bytes([self.table]) + numbers([self.cut, *self.heads, cold])
+        return front + (self.cold_planes.write() if self.cold_planes else numbers(self.cold)) + self.stream
 
     @classmethod
     def read(cls, body: bytes) -> "Context":
@@ -170,8 +175,11 @@ class Context:
         table, cut, heads = reader.byte(), reader.number(ANY), [reader.number(ANY)]
         if heads[0]:
             heads.append(reader.number(ANY))
-        cold = [reader.number(ANY) for _ in range(2 * reader.number(ANY))]
-        return cls(table, cut, heads, cold, bytes(reader.take(2 * heads[-1])))
+        count = reader.number(ANY)
+        cold = [reader.number(ANY) for _ in range(2 * count if count <= 16 else 0)]
+        planes = Steps.take(reader, count) if count > 16 else None
+        stream = bytes(reader.take(2 * heads[-1]))
+        return cls(table, cut, heads, cold, stream, count if planes else None, planes)
 
 
 @dataclass
@@ -193,8 +201,45 @@ class Gap:
 
 
 @dataclass
+class Steps:
+    """Gaps and steps, each as many planes as their width says."""
+
+    widths: list[int]
+    planes: list[list[Plane]]
+
+    def write(self) -> bytes:
+        both = zip(self.widths, self.planes, strict=True)
+        return b"".join(bytes([width]) + b"".join(plane.write() for plane in some) for width, some in both)
+
+    @classmethod
+    def take(cls, reader: wire.ByteReader, count: int) -> "Steps":
+        widths, planes = [], []
+        for _ in range(2):
+            widths.append(reader.byte())
+            planes.append([Plane.read(reader, count) for _ in range(widths[-1])])
+        return cls(widths, planes)
+
+
+@dataclass
+class Step:
+    """A payload of `step`."""
+
+    count: int
+    columns: Steps
+
+    def write(self) -> bytes:
+        return wire.number(self.count) + self.columns.write()
+
+    @classmethod
+    def read(cls, body: bytes) -> "Step":
+        reader = wire.ByteReader(body, "forge")
+        count = reader.number(ANY)
+        return cls(count, Steps.take(reader, count))
+
+
+@dataclass
 class Dense:
-    """A payload of `dense` for a tile of one block."""
+    """A payload of `dense` or `xor` for a tile of one block."""
 
     planes: list[Plane]
 
@@ -281,7 +326,9 @@ def read_part(data: bytes | memoryview, layout: Layout) -> Part:
 
 
 def _read_body(codec: int, body: bytes, size: int, tensor: TensorSpec) -> Any:
-    if codec == Codec.DENSE:
+    if codec == Codec.STEP:
+        return Step.read(body)
+    if codec in (Codec.DENSE, Codec.XOR):
         return Dense.read(body, size, tensor.kind.itemsize)
     return Gap.read(body, tensor.kind.itemsize) if codec == Codec.GAP else Context.read(body)
 
@@ -592,7 +639,7 @@ def sample(name: str) -> Sample:
         noise = start(list(run.layout.tensors), 99)
         return Sample(name, run.layout, run.latest, dict(run.published), noise, run.state.flats, History())
     before, last = run.state.flats, run.latest
-    codecs = {"mixed": ("history", "gap", "dense", "context"), "big": ("history",)}
+    codecs = {"mixed": ("history", "gap", "dense", "context", "step", "xor"), "big": ("history",)}
     good = run.advance(*codecs.get(name, (name,)))
     others = _bodies(last)
     return Sample(name, run.layout, good, run.published, before, run.state.flats, run.state.history, others)
@@ -624,7 +671,7 @@ def _squash_sample() -> Sample:
     )
 
 
-NAMES = ("mixed", "history", "context", "gap", "dense", "anchor", "squash", "inline")
+NAMES = ("mixed", "history", "context", "gap", "step", "dense", "xor", "anchor", "squash", "inline")
 
 
 # -- the reader under attack ---------------------------------------------------------------------------------------

@@ -171,6 +171,18 @@ def body(v: Version, tensor: str = "main") -> Any:
     return part_of(v).payloads()[row(v, tensor)][3]
 
 
+def few_cold(v: Version) -> Any:
+    """The payload, with two cold changes in place of its own."""
+    payload = body(v)
+    payload.cold, payload.cold_count, payload.cold_planes = [3, 2, 5, 1], None, None
+    return payload
+
+
+def cold_planes(v: Version) -> forge.Steps:
+    columns: forge.Steps = body(v).cold_planes
+    return columns
+
+
 def table_of(v: Version) -> forge.Table:
     table: forge.Table = part_of(v).index.tables[body(v).table]
     return table
@@ -920,6 +932,33 @@ def hot_steps_the_long_way_round(v: Version) -> None:
 
 
 @attack(LimitError)
+def a_table_that_lists_more_sizes_than_fit(v: Version) -> None:
+    table_of(v).listed = [0] * 12
+
+
+@attack(FormatError)
+def a_table_that_lists_half_the_circle(v: Version) -> None:
+    table_of(v).listed = [(1 << 15) - 8]
+
+
+@attack(LimitError)
+def a_table_that_lists_a_size_beyond_any(v: Version) -> None:
+    table_of(v).listed = [1 << 63]
+
+
+@attack(FormatError)
+def a_listed_size_in_place_of_the_right_one(v: Version) -> None:
+    """The last symbol that occurs becomes that of the listed size."""
+    table = table_of(v)
+    table.listed, end = [0], 0
+    for count in table.counts:
+        end += count
+        if count:
+            used = sum(skip + 1 for skip in table.skips[end - count : end]) - 1
+            table.skips[end - 1] += 41 - used
+
+
+@attack(LimitError)
 def more_cold_changes_than_weights(v: Version) -> None:
     body(v).cold_count = 2049
 
@@ -931,51 +970,110 @@ def more_cold_changes_than_bytes(v: Version) -> None:
 
 @attack(FormatError)
 def a_cold_change_behind_the_tile(v: Version) -> None:
-    body(v).cold[-2] += 2048
+    few_cold(v).cold[-2] += 2048
 
 
 @attack(LimitError)
 def a_cold_gap_beyond_2_to_the_47(v: Version) -> None:
-    body(v).cold[0] = (1 << 47) + 1
+    few_cold(v).cold[0] = (1 << 47) + 1
 
 
 @attack(FormatError, on="big")
 def cold_gaps_of_2_to_the_47_that_wrap_around_to_positions_named_twice(v: Version) -> None:
+    count = 1 << 17  # times 2^47 positions on is where it began
+    gaps = forge.Plane(b"\xff" * count, packed=True), forge.Plane(b"\x7f" * count, packed=True)
     payload = body(v)
-    some = payload.cold[: len(payload.cold) // 2 * 2]
-    round_the_clock = [(1 << 47) - 1, 2] * (1 << 17)  # 2^17 times 2^47 positions on is where it began
-    payload.cold = some + round_the_clock + some
+    payload.cold_planes = forge.Steps([6, 1], [[gaps[0]] * 5 + [gaps[1]], [forge.Plane(bytes(count), packed=True)]])
+    payload.cold_count = count
+
+
+@attack(FormatError)
+def many_cold_changes_of_which_the_last_is_behind_the_tile(v: Version) -> None:
+    plane = cold_planes(v).planes[0][-1]
+    plane.content = plane.content[:-1] + b"\xff"
+
+
+@attack(FormatError)
+def many_cold_changes_with_gaps_of_seven_bytes(v: Version) -> None:
+    columns = cold_planes(v)
+    columns.planes[0] += [forge.Plane(bytes(len(columns.planes[0][0].content)))] * (7 - columns.widths[0])
+    columns.widths[0] = 7
+
+
+@attack(FormatError)
+def many_cold_changes_with_steps_of_more_bytes_than_their_dtype_has(v: Version) -> None:
+    columns = cold_planes(v)
+    columns.planes[1] += [forge.Plane(bytes(len(columns.planes[1][0].content)))] * (3 - columns.widths[1])
+    columns.widths[1] = 3
+
+
+@attack(FormatError)
+def many_cold_changes_written_as_if_they_were_few(v: Version) -> None:
+    payload = body(v)
+    payload.cold, payload.cold_planes = [0, 2] * payload.cold_count, None
 
 
 @attack(FormatError)
 def a_cold_change_of_a_hot_weight(v: Version) -> None:
     """The hottest there is: zero, which `start` puts at 14."""
-    payload = body(v)
-    positions = np.cumsum(np.array(payload.cold[::2]) + 1) - 1
-    steps = dict(zip(positions.tolist(), payload.cold[1::2], strict=True)) | {14: 2}
-    at = sorted(steps)
-    gaps = np.diff([-1, *at]) - 1
-    payload.cold = [n for i, gap in enumerate(gaps.tolist()) for n in (gap, steps[at[i]])]
+    few_cold(v).cold = [14, 2]
 
 
 @attack(LimitError)
 def a_cold_change_of_no_step(v: Version) -> None:
-    body(v).cold[1] = 0
+    few_cold(v).cold[1] = 0
 
 
 @attack(LimitError)
 def a_cold_step_longer_than_its_dtype_has(v: Version) -> None:
-    body(v).cold[1] = (1 << 17) + 2
+    few_cold(v).cold[1] = (1 << 17) + 2
 
 
 @attack(LimitError)
 def a_cold_step_of_2_to_the_63(v: Version) -> None:
-    body(v).cold[1] = 1 << 63
+    few_cold(v).cold[1] = 1 << 63
 
 
 @attack(UnsupportedError)
 def context_for_integers(v: Version) -> None:
     part_of(v).index.codecs[row(v, "ints")] = 2
+
+
+@attack(UnsupportedError)
+def steps_for_integers(v: Version) -> None:
+    part_of(v).index.codecs[row(v, "ints")] = 4
+
+
+@attack(FormatError, on="step")
+def a_step_half_the_circle_upwards(v: Version) -> None:
+    payload = body(v)
+    while payload.columns.widths[1] < 2:
+        payload.columns.planes[1].append(forge.Plane(bytes(payload.count)))
+        payload.columns.widths[1] += 1
+    for plane in payload.columns.planes[1]:
+        plane.content = b"\xff" + plane.content[1:]
+
+
+@attack(FormatError, on="step")
+def steps_of_no_bytes(v: Version) -> None:
+    columns = body(v).columns
+    columns.widths[1], columns.planes[1] = 0, []
+
+
+@attack(FormatError, on="step")
+def a_step_behind_the_tile(v: Version) -> None:
+    plane = body(v).columns.planes[0][-1]
+    plane.content = plane.content[:-1] + b"\xff"
+
+
+@attack(FormatError, on="xor")
+def an_xor_that_is_a_plane_short(v: Version) -> None:
+    body(v).planes.pop()
+
+
+@attack(VerificationError, on="xor")
+def an_xor_taken_for_a_dense_tile(v: Version) -> None:
+    part_of(v).index.codecs[row(v, "main")] = 0
 
 
 @attack(UnsupportedError)

@@ -63,6 +63,8 @@ def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
     sign = ONE << (width - ONE)
     t = (symbol - ONE) >> ONE
     size = t + ONE if t < spec.DIRECT else (ONE << (t - U(spec.DIRECT - 3))) + extra
+    if t >= width + U(spec.DIRECT - 3):  # a size of the table's list, which is given as the extra bits
+        size = extra
     a = bits ^ (full if bits & sign else sign)
     a = (a - size if (symbol - ONE) & ONE else a + size) & full
     return a ^ (sign if a & sign else full)
@@ -213,7 +215,7 @@ def encode_blocks(
     for b in range(decisions.size):
         room += 2 * lanes[b] + decisions[b] if decisions[b] else 0
     stream, ends = np.empty(room, np.uint16), np.zeros(decisions.size + 1, np.int64)
-    at = U(room)
+    at, listed = U(room), U(8 * old.itemsize + spec.DIRECT - 3)  # size classes from here on have no raw bits
     states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
     p = U(positions.size)
     following = U(positions[p - ONE]) if p else NEVER
@@ -246,7 +248,7 @@ def encode_blocks(
                     row += symbol
                     begin = U(cumulative[row])
                     t = (symbol - ONE) >> ONE
-                    if t >= spec.DIRECT:
+                    if spec.DIRECT <= t < listed:
                         k, extra = t - U(spec.DIRECT - 3), U(extras[p])
                         if k > 16:
                             x, at = _put_raw(x, extra >> U(16), k - U(16), stream, at)
@@ -274,18 +276,19 @@ def encode_blocks(
 @compiled
 def decode_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    cumulative: Any, symbol_count: int, lanes: Any, words: Any, ends: Any, changes: Any, index: int, entering_at: Any,
-    entering: Any,
+    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, ends: Any, changes: Any, index: int,
+    entering_at: Any, entering: Any,
 ) -> Any:  # fmt: skip
     """Return positions, new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault met.
 
-    The words of block b are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are;
-    stops at the first fault (see `spec.FAULTS`).
+    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. The words of block b
+    are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are; stops at the first
+    fault (see `spec.FAULTS`).
     """
     width = U(8 * old.itemsize)
     magnitude = (ONE << (width - ONE)) - ONE
     last_symbol = U(symbol_count - 1)
-    sign, longest = magnitude + ONE, (last_symbol - ONE) >> ONE
+    sign, longest = magnitude + ONE, width + U(spec.DIRECT - 4)
     hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
     small = old.dtype.type(cut << shift)
     tracked_cut, wide = U(tracked) << U(shift), U(row_bits)
@@ -360,7 +363,9 @@ def decode_blocks(
                     at += ONE
                 extra = U(0)
                 t = (symbol - ONE) >> ONE
-                if t >= spec.DIRECT:
+                if t > longest:
+                    extra = U(sizes[t - longest - ONE])
+                elif t >= spec.DIRECT:
                     raw, taken = t - U(spec.DIRECT - 3), U(0)
                     while raw > 0:
                         part = min(raw, U(16))

@@ -8,13 +8,14 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile, TilePatch
 from pulsesync.errors import StateError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodedPart
+from pulsesync.format.predict import PREDICTING
 from pulsesync.format.weights import Changes, Overlay, Weights, by_block, compose, inverse
 from pulsesync.state.live import LiveState, Transition, VersionChanges
 from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
@@ -133,14 +134,14 @@ class HostState(LiveState[Bits, Changes, History]):
         return DecodedPart(tuple(self._local(part.patches)), part.sums)
 
     def _check_codecs(self, body: Body) -> None:
-        """A tile that is local in part can be read only with a codec that needs no old weights."""
+        """A tile that is local in part can be read only with a codec that needs no old weights but those it changes."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
-            if place and place.apart and entry.codec not in (Codec.GAP, Codec.DENSE):
+            if place and place.apart and entry.codec in PREDICTING:
                 name = self.layout.tiles[entry.tile].names[0]
                 raise StateError(
                     f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
-                    "borders there, or with codec='gap'",
+                    "borders there, or with codec='step' or 'gap'",
                     tensor=name,
                 )
 
