@@ -7,8 +7,8 @@ that block after each patch.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.core import digest
 from pulsesync.core.threads import default_threads, spread
-from pulsesync.core.types import Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory
@@ -35,7 +35,8 @@ from pulsesync.format.patch import DecodeTask, open_tile, payloads, run_task
 from pulsesync.format.weights import Overlay, Weights, compose
 
 PIECE = 1 << 18  # weights compared at a time
-BATCH = 8  # blocks for each thread that are opened at a time: as few as keep all threads busy
+BATCH = 8 * BLOCK  # weights for each thread whose payloads are opened at a time: as few as keep all threads busy
+NO_MEMORY = BlockMemory()
 
 Keep = Callable[[int, BlockChange], BlockChange | None]  # what of a change of a tile, by ordinal, is local
 
@@ -78,8 +79,7 @@ def replay(
     return run.finish()
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What one patch has for some blocks of a tile."""
 
     patch: int  # its place in the row
@@ -87,7 +87,7 @@ class _Step:
     tasks: Sequence[DecodeTask]
     tables: Sequence[FrequencyTable]
     cut: int  # below which weights of the tile are remembered after it
-    index: int  # of the patch in its epoch; 0 where nothing is remembered
+    patch_index: int  # of the patch in its epoch; 0 where nothing is remembered
 
 
 class _Tally:
@@ -117,8 +117,7 @@ class _Tally:
                 self._lock.release()
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """Some blocks of a tile on their way through all patches: one block, or a tile that some patch codes as one."""
 
     tile: Tile
@@ -155,11 +154,12 @@ class _OneBlock:
         else:
             kernels.active().scatter(self.block(tile, self._number), change.positions, change.new)
 
-    def changes(self) -> list[BlockChange]:
+    def changes(self) -> BlockChange | None:
+        """What takes the live block to this one."""
         if self._own is None:
-            return [self._first] if self._first is not None else []
+            return self._first
         positions, old, new = _compare(self._live, self._own)
-        return [BlockChange(self._number, positions, old, new)] if positions.size else []
+        return BlockChange(self._number, positions, old, new) if positions.size else None
 
 
 def _compare(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
@@ -178,18 +178,16 @@ class _WholeTile:
     """All blocks of a tile as patches change them: O(changed) of memory, but each change is composed with the last."""
 
     def __init__(self, live: Weights, changes: dict[tuple[int, int], BlockChange]) -> None:
-        self._live, self._changes = live, changes
+        self.changes = changes  # what takes the live blocks to these
+        self._live = live
 
     def block(self, tile: Tile, number: int) -> Bits:
-        return Overlay(self._live, self._changes).block(tile, number)
+        return Overlay(self._live, self.changes).block(tile, number)
 
     def change(self, tile: Tile, change: BlockChange) -> None:
         key = (tile.ordinal, change.number)
-        if both := compose(self._changes.pop(key, None), change):
-            self._changes[key] = both
-
-    def changes(self) -> Collection[BlockChange]:
-        return self._changes.values()
+        if both := compose(self.changes.pop(key, None), change):
+            self.changes[key] = both
 
 
 class _Run:
@@ -226,13 +224,13 @@ class _Run:
         """The tiles that are named by some patch, in groups."""
         named = sorted(set().union(*self.payloads))
         some: list[Tile] = []
-        blocks, full = 0, BATCH * default_threads()
+        weights, full = 0, BATCH * default_threads()
         for ordinal in named:
             some.append(self.layout.tiles[ordinal])
-            blocks += some[-1].block_count
-            if blocks >= full:
+            weights += some[-1].size
+            if weights >= full:
                 yield some
-                some, blocks = [], 0
+                some, weights = [], 0
         if some:
             yield some
 
@@ -263,53 +261,78 @@ class _Run:
                 cut = max(cut, tasks[0].payload.cut)
             steps.append(_Step(patch, entry.codec, tasks, tables, cut, index))
         count, tally = tile.block_count, _Tally(len(steps))
-        if any(len(step.tasks) != count for step in steps):
+        if count == 1 or any(len(step.tasks) != count for step in steps):
             return [_Job(tile, range(count), steps, tally)]
-        return [_Job(tile, (n,), [replace(s, tasks=s.tasks[n : n + 1]) for s in steps], tally) for n in range(count)]
+        return [
+            _Job(tile, (n,), [step._replace(tasks=step.tasks[n : n + 1]) for step in steps], tally)
+            for n in range(count)
+        ]
 
     def _pass(self, job: _Job) -> _Passage:
         """Take the blocks of a job through all patches."""
-        tile = job.tile
-        weights = self._weights(job)
-        known = {n: self.history.of(tile.ordinal, n) if self.history else BlockMemory() for n in job.numbers}
-        histories: dict[int, list[NDArray[np.uint8]]] = {n: [] for n in job.numbers}
+        return self._pass_block(job) if len(job.numbers) == 1 else self._pass_tile(job)
+
+    def _pass_block(self, job: _Job) -> _Passage:
+        tile, (number,) = job.tile, job.numbers
+        key = (tile.ordinal, number)
+        weights = _OneBlock(self.live.block(tile, number), number, self.changes.pop(key, None), self._copy)
+        memory = self._memory(tile, number)
         moves: list[Sum] = []
-        fault: PulseError | None = None
+        histories: list[NDArray[np.uint8]] = []
+        fault = None
         for step in job.steps:
-            before = {n: BlockMemory(memory.cut, memory.last, step.index) for n, memory in known.items()}
+            memory = BlockMemory(memory.cut, memory.last, step.patch_index)
             try:
-                found = [change for task in step.tasks for change in self._decode(task, weights, before, step)]
+                found = self._decode(step.tasks[0], weights, memory, step)
+            except PulseError as e:
+                fault = e
+                break
+            change = found[0] if found else None
+            moves.append(digest.moved(TilePatch(tile, step.codec, (change,))) if change else Sum(0, 0))
+            if step.cut:
+                memory = BlockMemory(step.cut, advance_block(memory, tile, number, change, step.cut, weights))
+            histories.append(memory.last)
+            if change:
+                weights.change(tile, change)
+        job.tally.add(number, histories)
+        if change := weights.changes():
+            self.changes[key] = change
+        return _Passage(moves, fault)
+
+    def _pass_tile(self, job: _Job) -> _Passage:
+        tile, numbers = job.tile, job.numbers
+        keys = [(tile.ordinal, n) for n in numbers]
+        weights = _WholeTile(self.live, {key: self.changes.pop(key) for key in keys if key in self.changes})
+        known = [self._memory(tile, n) for n in numbers]
+        moves: list[Sum] = []
+        histories: list[list[NDArray[np.uint8]]] = [[] for _ in numbers]
+        fault = None
+        for step in job.steps:
+            known = [BlockMemory(memory.cut, memory.last, step.patch_index) for memory in known]
+            try:
+                found = [c for task in step.tasks for c in self._decode(task, weights, known[task.number], step)]
             except PulseError as e:
                 fault = e
                 break
             moves.append(digest.moved(TilePatch(tile, step.codec, tuple(found))))
             by_number = {change.number: change for change in found}
-            for n, memory in before.items():
+            for n, memory in enumerate(known):
                 if step.cut:
                     last = advance_block(memory, tile, n, by_number.get(n), step.cut, weights)
                     known[n] = BlockMemory(step.cut, last)
                 histories[n].append(known[n].last)
             for change in found:
                 weights.change(tile, change)
-        for n, remembered in histories.items():
+        for n, remembered in enumerate(histories):
             job.tally.add(n, remembered)
-        self.changes.update(((tile.ordinal, change.number), change) for change in weights.changes())
+        self.changes.update(weights.changes)
         return _Passage(moves, fault)
 
-    def _weights(self, job: _Job) -> _OneBlock | _WholeTile:
-        """The blocks of a job with what changed so far, which is taken out of `changes` until the job is done."""
-        keys = [(job.tile.ordinal, n) for n in job.numbers]
-        before = {key: self.changes.pop(key) for key in keys if key in self.changes}
-        if len(keys) > 1:
-            return _WholeTile(self.live, before)
-        (n,) = job.numbers
-        return _OneBlock(self.live.block(job.tile, n), n, before.get(keys[0]), self._copy)
+    def _memory(self, tile: Tile, number: int) -> BlockMemory:
+        return NO_MEMORY if self.history is None else self.history.of(tile.ordinal, number)
 
-    def _decode(
-        self, task: DecodeTask, weights: Weights, before: Mapping[int, BlockMemory], step: _Step
-    ) -> list[BlockChange]:
-        memory = before[task.number] if step.codec == Codec.HISTORY else BlockMemory()
-        found = run_task(task, weights, memory, step.tables)
+    def _decode(self, task: DecodeTask, weights: Weights, memory: BlockMemory, step: _Step) -> list[BlockChange]:
+        found = run_task(task, weights, memory if step.codec == Codec.HISTORY else NO_MEMORY, step.tables)
         if self.keep is None:
             return found
         return [kept for change in found if (kept := self.keep(task.tile.ordinal, change))]
