@@ -6,11 +6,11 @@
     python benchmarks/bench_catch_up.py --weights 1e5 --patches 1 4 --rounds 1         # seconds: does it run?
 
 Each source tree publishes a run of its own, of the same weights, and reads that, in processes of their own, one tree
-after the other: formats may differ. Reported are the least CPU and wall-clock seconds of several rounds, the seconds of the pauses in
-which weights are written, and resident memory: its peak less what the process had before the sync, and the bytes of the
-undo log, which are what differs between the first version and the last. "squash" prepares and commits one patch that
-leads from the first version to the last, without looking for it; its bytes are beside those of the patches.
-The weights are compared, bit for bit, with those that were published.
+after the other: formats may differ. Reported are the least CPU and wall-clock seconds of several rounds, the seconds of
+the pauses in which weights are written, and resident memory: its peak less what the process had before the sync, and
+the bytes of the undo log, which are what differs between the first version and the last. "squash" prepares and commits
+one patch that leads from the first version to the last, without looking for it; its bytes are beside those of the
+patches. The digest of the weights is counted after each round and compared with that of the record.
 """
 
 import argparse

@@ -42,7 +42,7 @@ Keep = Callable[[int, BlockChange], BlockChange | None]  # what of a change of a
 
 
 @dataclass
-class Replay:
+class ReplayedPatches:
     """What patches in a row do to a state, as far as they can be decoded."""
 
     moves: list[dict[int, Sum]]  # for each patch: how the digests of all tiles that it names move, by ordinal
@@ -60,7 +60,7 @@ def replay(
     *,
     wanted: Collection[int] | None = None,
     keep: Keep | None = None,
-) -> Replay:
+) -> ReplayedPatches:
     """Decode patches of one epoch, each against the weights that the one before it leaves. Nothing is changed.
 
     Args:
@@ -79,7 +79,7 @@ def replay(
     return run.finish()
 
 
-class _Step(NamedTuple):
+class _TileStep(NamedTuple):
     """What one patch has for some blocks of a tile."""
 
     patch: int  # its place in the row
@@ -90,7 +90,7 @@ class _Step(NamedTuple):
     patch_index: int  # of the patch in its epoch; 0 where nothing is remembered
 
 
-class _Tally:
+class _HistoryTally:
     """What the digest of the history after each patch says of a tile.
 
     It is positional, and where the bytes of a block begin is known when all blocks before it are done. So each block is
@@ -122,8 +122,8 @@ class _Job(NamedTuple):
 
     tile: Tile
     numbers: Sequence[int]
-    steps: Sequence[_Step]
-    tally: _Tally
+    steps: Sequence[_TileStep]
+    tally: _HistoryTally
 
 
 class _Passage(NamedTuple):
@@ -242,7 +242,7 @@ class _Run:
 
     def _open(self, tile: Tile) -> list[_Job]:
         """The jobs of a tile: for each of its blocks one, if all patches code these one by one."""
-        steps: list[_Step] = []
+        steps: list[_TileStep] = []
         cut = self.history.cut(tile.ordinal) if self.history else 0
         for patch in range(self.good):
             if (found := self.payloads[patch].get(tile.ordinal)) is None:
@@ -259,8 +259,8 @@ class _Run:
                 break
             if self.history is not None and entry.codec == Codec.HISTORY and tasks[0].payload:
                 cut = max(cut, tasks[0].payload.cut)
-            steps.append(_Step(patch, entry.codec, tasks, tables, cut, index))
-        count, tally = tile.block_count, _Tally(len(steps))
+            steps.append(_TileStep(patch, entry.codec, tasks, tables, cut, index))
+        count, tally = tile.block_count, _HistoryTally(len(steps))
         if count == 1 or any(len(step.tasks) != count for step in steps):
             return [_Job(tile, range(count), steps, tally)]
         return [
@@ -331,7 +331,7 @@ class _Run:
     def _memory(self, tile: Tile, number: int) -> BlockMemory:
         return NO_MEMORY if self.history is None else self.history.of(tile.ordinal, number)
 
-    def _decode(self, task: DecodeTask, weights: Weights, memory: BlockMemory, step: _Step) -> list[BlockChange]:
+    def _decode(self, task: DecodeTask, weights: Weights, memory: BlockMemory, step: _TileStep) -> list[BlockChange]:
         found = run_task(task, weights, memory if step.codec == Codec.HISTORY else NO_MEMORY, step.tables)
         if self.keep is None:
             return found
@@ -363,7 +363,7 @@ class _Run:
         if patch < self.good:
             self.good, self.fault = patch, fault
 
-    def finish(self) -> Replay:
+    def finish(self) -> ReplayedPatches:
         digests: list[str | None] = [None] * self.good
         later: History | None = None
         if self.history is not None:
@@ -374,4 +374,4 @@ class _Run:
                     counts.update(counted)
                     digests[patch] = digest_of(before + 1 + patch, counts) if counts else None
             later = self.history.replaced(before + self.good, self.tiles, counts)
-        return Replay(self.moves[: self.good], later, digests, self.fault)
+        return ReplayedPatches(self.moves[: self.good], later, digests, self.fault)
