@@ -153,8 +153,6 @@ def test_a_slice_through_a_bundled_tensor_is_refused_with_advice_otherwise() -> 
         step(weights, 0)
         pub.publish(weights)
         with pytest.raises(StateError, match=r"has borders there, or with codec='step' or 'gap'"):
-            StateError, match=r"publish with a grid that has borders there, or with codec='step' or 'gap'"
-        ):
             sub.sync(mine)
 
 

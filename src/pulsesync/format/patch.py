@@ -251,16 +251,16 @@ def decode_tiles(
         FormatError: and its branches, for whatever is wrong with the bytes.
     """
     weights = as_weights(old)
-    jobs: list[list[_DecodeTask]] = []  # of each tile
+    jobs: list[list[DecodeTask]] = []  # of each tile
     entries = []
     tiles = layout.tiles if wanted is None else wanted
     for entry, body in payloads(opened, sections, wanted):
-        jobs.append(_open_tile(entry, tiles[entry.tile], body, opened.tables, history))
+        jobs.append(open_tile(entry, tiles[entry.tile], body, opened.tables, history))
         entries.append(entry)
     if all(entry.codec in (Codec.GAP, Codec.STEP) for entry in entries):
         threads = 1  # short steps of numpy, which threads only slow down
     flat = [job for some in jobs for job in some]
-    done = iter(spread(lambda job: _run(job, weights, history, opened.tables), flat, threads))
+    done = iter(spread(lambda job: run_task(job, weights, _memory(job, history), opened.tables), flat, threads))
     patches = []
     for some in jobs:
         codec, payload = some[0].codec, some[0].payload
@@ -290,7 +290,7 @@ def payloads(
 
 
 @dataclass(frozen=True)
-class _DecodeTask:
+class DecodeTask:
     """One block of a tile coded against old weights, or one whole tile of another codec; a tile has at least one."""
 
     codec: Codec
@@ -300,15 +300,20 @@ class _DecodeTask:
     number: int = 0
 
 
-def _open_tile(
-    entry: TileEntry, tile: Tile, body: memoryview, shared: Sequence[FrequencyTable], history: History | None
-) -> list[_DecodeTask]:
+def open_tile(
+    entry: TileEntry, tile: Tile, body: memoryview, shared: Sequence[FrequencyTable], history: "HistoryLookup | None"
+) -> list[DecodeTask]:
+    """Read and check the start of a tile's payload; return what is left to do, in the order of its blocks.
+
+    Raises:
+        FormatError: and its branches, for whatever is wrong with it.
+    """
     check_tile(entry, tile)
     if entry.codec not in PREDICTING:
-        return [_DecodeTask(entry.codec, tile, body)]
+        return [DecodeTask(entry.codec, tile, body)]
     payload = context.parse(body, tile)
     check_heads(entry, tile, payload.heads, shared, history)
-    return [_DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
+    return [DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
 def check_tile(entry: TileEntry, tile: Tile) -> None:
@@ -359,13 +364,21 @@ def check_heads(
         raise FormatError("the part was made with another history", tensor=tile.tensor.name)
 
 
-def _run(
-    job: _DecodeTask, old: Weights, history: History | None, shared: Sequence[FrequencyTable]
+def _memory(job: DecodeTask, history: History | None) -> context.BlockMemory:
+    return memory_of(history if job.codec == Codec.HISTORY else None, job.tile, job.number)
+
+
+def run_task(
+    job: DecodeTask, old: Weights, memory: context.BlockMemory, shared: Sequence[FrequencyTable]
 ) -> list[BlockChange]:
+    """Decode what a task is about against the old weights and what is remembered of its block.
+
+    Raises:
+        FormatError: and its branches; VerificationError: the weights are not those that the history is of.
+    """
     tile = job.tile
     if job.payload is None:
         return _run_plain(job, old)
-    memory = memory_of(history if job.codec == Codec.HISTORY else None, tile, job.number)
     if not context.has_changes(job.payload.heads, tile, job.number):
         return []
     before, table = old.block(tile, job.number), shared[job.payload.heads.table]
@@ -373,7 +386,7 @@ def _run(
     return [change] if change else []
 
 
-def _run_plain(job: _DecodeTask, old: Weights) -> list[BlockChange]:
+def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
     """Decode a tile that is not predicted, and compare with the old weights: only what differs is a change."""
     if job.codec in (Codec.DENSE, Codec.XOR):
         return _run_whole(job, old)
@@ -397,7 +410,7 @@ def _run_plain(job: _DecodeTask, old: Weights) -> list[BlockChange]:
     return out
 
 
-def _run_whole(job: _DecodeTask, old: Weights) -> list[BlockChange]:
+def _run_whole(job: DecodeTask, old: Weights) -> list[BlockChange]:
     """The same for a tile that is written whole."""
     tile, dtype = job.tile, job.tile.tensor.kind.bits
     out: list[BlockChange] = []

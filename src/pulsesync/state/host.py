@@ -16,7 +16,8 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodedPart
 from pulsesync.format.predict import PREDICTING
-from pulsesync.format.weights import Changes, Overlay, Weights, by_block, compose, inverse
+from pulsesync.format.replay import replay
+from pulsesync.format.weights import Changes, compose, inverse
 from pulsesync.state.live import LiveState, Transition, VersionChanges
 from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
@@ -114,23 +115,28 @@ class HostState(LiveState[Bits, Changes, History]):
     # Decoding
 
     def decode(
-        self, bodies: Sequence[Body], after: Changes, history: History | None
+        self, versions: Sequence[Sequence[Body]], after: Changes, history: History | None
     ) -> VersionChanges[Changes, History]:
-        weights: Weights = Overlay(self, after) if after else self
-        patches = [one for body in bodies for one in self.decode_part(body, weights, history).patches]
-        return VersionChanges(by_block(patches), count_moves(patches), lambda before: before.after(patches, weights))
+        for bodies in versions:
+            for body in bodies:
+                self._check_codecs(body)
+        wanted, keep = (None, None) if self.whole else (self.tiles, self._keep)
+        changes = after if isinstance(after, dict) else dict(after)
+        found = replay(versions, self.layout, self, changes, history, wanted=wanted, keep=keep)
+        return VersionChanges(changes, found.moves, found.history, found.history_digests, found.fault)
 
-    def decode_part(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
-        """Decode the local tiles of a part against this state, or other weights in its place.
+    def _keep(self, ordinal: int, change: BlockChange) -> BlockChange | None:
+        return self.places[ordinal].keep(change)
+
+    def decode_part(self, body: Body) -> DecodedPart:
+        """Decode the local tiles of a part against this state.
 
         Raises:
             FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
         """
         self._check_codecs(body)
         wanted = None if self.whole else self.tiles
-        part = patch.decode_tiles(
-            body.index, body.sections, self.layout, weights or self, wanted=wanted, history=history
-        )
+        part = patch.decode_tiles(body.index, body.sections, self.layout, self, wanted=wanted)
         return DecodedPart(tuple(self._local(part.patches)), part.sums)
 
     def _check_codecs(self, body: Body) -> None:

@@ -190,6 +190,8 @@ class LocalTile:
 
 def kept_of(change: BlockChange, held: NDArray[np.bool_]) -> BlockChange | None:
     """The changes that a mask says, if any."""
+    if held.all():
+        return change
     if not held.any():
         return None
     return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
