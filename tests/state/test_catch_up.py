@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pulsesync.core.types import BLOCK, TensorSpec
 from pulsesync.errors import BaseMismatchError, FormatError, PulseError, VerificationError
 from pulsesync.format import layout as layouts
-from pulsesync.format import patch
+from pulsesync.format import patch, replay
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Manifest, PartRef
@@ -227,7 +227,12 @@ def test_what_was_prepared_before_stays_as_it_was() -> None:
     assert (rest.sums, same(held.flats, writer.state)) == (held.sums, True)
 
 
-def test_the_memory_of_a_catch_up_is_what_differs_in_the_end_and_no_more_for_more_versions() -> None:
+def test_the_memory_of_a_catch_up_is_what_differs_in_the_end_and_no_more_for_more_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        replay, "spread", lambda work, items: list(map(work, items))
+    )  # a copy of a block for one thread
     updates = AdamUpdates({f"w{n}": (200, 100) for n in range(8)}, scale=0.02)
     layout = layouts.make([TensorSpec(name, "BF16", shape) for name, shape in updates.shapes.items()])
     writer = Writer(layout, {name: bits.reshape(-1) for name, bits in updates.state().items()})
