@@ -142,6 +142,7 @@ class Codec(IntEnum):
     GAP = 1
     CONTEXT = 2
     HISTORY = 3
+    RAW = 6
 
 
 @dataclass(frozen=True, eq=False)

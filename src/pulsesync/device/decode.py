@@ -15,7 +15,7 @@ from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError
 from pulsesync.format import patch
-from pulsesync.format.codecs import dense, gap
+from pulsesync.format.codecs import gap
 from pulsesync.format.codecs.context import move_cold
 from pulsesync.format.codecs.heads import (
     ColdChanges,
@@ -62,7 +62,7 @@ def open_part(
     for entry, body in patch.payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
         patch.check_tile(entry, tile)
-        if entry.codec in (Codec.DENSE, Codec.GAP):
+        if entry.codec in (Codec.DENSE, Codec.GAP, Codec.RAW):
             plain.setdefault(tile.tensor.dtype, []).append((tile, entry.codec, body))
             continue
         begun = begin(body, tile.size, tile.tensor.kind)
@@ -176,11 +176,13 @@ def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positio
 def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[PileChanges]:
     """Tiles of a dtype that need no old weights: what of them differs from those."""
     runs = []
-    for codec, decode in ((Codec.GAP, _gap), (Codec.DENSE, _dense)):
-        some = [(tile, body) for tile, found, body in payloads if found == codec]
-        if some:
-            pile = whole.part([tile.ordinal for tile, _ in some])
-            runs.append(on_whole(decode(pile, some, pile.locate(flats)), whole))
+    gaps = [(tile, body) for tile, codec, body in payloads if codec == Codec.GAP]
+    if gaps:
+        pile = whole.part([tile.ordinal for tile, _ in gaps])
+        runs.append(on_whole(_gap(pile, gaps, pile.locate(flats)), whole))
+    if stored := [payload for payload in payloads if payload[1] != Codec.GAP]:
+        pile = whole.part([tile.ordinal for tile, _, _ in stored])
+        runs.append(on_whole(_stored_whole(pile, stored, pile.locate(flats)), whole))
     return [run for run in runs if run.count]
 
 
@@ -197,10 +199,10 @@ def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: PileA
     return PileChanges(pile, *(to_stream(array, pile.device) for array in arrays))
 
 
-def _dense(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: PileAddresses) -> PileChanges:
+def _stored_whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> PileChanges:
     tiles = []
-    for tile, body in payloads:
-        blocks = [to_stream(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]
+    for tile, codec, body in payloads:
+        blocks = [to_stream(block.decode(), pile.device) for block in patch.whole_blocks(codec, tile, body)]
         tiles.append(torch.cat(blocks))
     run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
     return run

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Codec, Tile
 from pulsesync.format import index
-from pulsesync.format.codecs import dense, gap
+from pulsesync.format.codecs import dense, gap, raw
 from pulsesync.format.diff import TileChanges
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import CodedTile
@@ -37,7 +37,7 @@ def choose(
     chosen = _settle_all(diffs, old, coded, codec, threads)
     if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
         shared, chosen = _without_tables_if_smaller(diffs, shared, chosen)
-    if all(choice.codec in (Codec.GAP, Codec.DENSE) for choice in chosen):
+    if all(choice.codec in (Codec.GAP, Codec.DENSE, Codec.RAW) for choice in chosen):
         shared = []
     return shared, chosen
 
@@ -88,12 +88,16 @@ def _gap(diff: TileChanges) -> CodedTile:
 
 
 def _dense_after(diff: TileChanges, old: Weights) -> CodedTile:
-    return dense_of(diff.tile, Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks}))
+    return _whole(diff.tile, Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks}))
 
 
-def dense_of(tile: Tile, state: Weights) -> CodedTile:
-    """A tile as `dense`."""
-    return CodedTile(Codec.DENSE, dense.encode(state.block(tile, n) for n in range(tile.block_count)))
+def _whole(tile: Tile, state: Weights) -> CodedTile:
+    """A tile as `dense`; as `raw` where that is not smaller."""
+    packed = dense.encode(state.block(tile, n) for n in range(tile.block_count))
+    if len(packed) < tile.size * tile.tensor.kind.itemsize:
+        return CodedTile(Codec.DENSE, packed)
+    plain = b"".join(piece for n in range(tile.block_count) for piece in raw.encode_block(state.block(tile, n)))
+    return CodedTile(Codec.RAW, plain)
 
 
 def _without_tables_if_smaller(
@@ -103,6 +107,6 @@ def _without_tables_if_smaller(
     plain = []
     for diff, best in zip(diffs, chosen, strict=True):
         without = best if best.codec == Codec.GAP else _gap(diff)
-        plain.append(best if best.codec == Codec.DENSE and best.size < without.size else without)
+        plain.append(best if best.codec in (Codec.DENSE, Codec.RAW) and best.size < without.size else without)
     size = sum(c.size for c in chosen) + len(index.build(shared, []))
     return ([], plain) if sum(c.size for c in plain) < size else (shared, chosen)

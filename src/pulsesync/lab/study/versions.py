@@ -107,7 +107,7 @@ class Versions:
                 for entry, payload in patch.payloads(body.index, body.sections):
                     tile = self.layout.tiles[entry.tile]
                     changed[numbers[tile.tensor.name]] += changes(entry, payload, self.layout)
-                    dense += tile.size if entry.codec == Codec.DENSE else 0
+                    dense += tile.size if entry.codec in (Codec.DENSE, Codec.RAW) else 0
             sizes = {codec: PatchBytes(None, size) for codec, size in _real(record, bodies).items()}
             facts = {"version": record.version, **({"dense": dense} if dense else {})}
             yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
@@ -145,7 +145,7 @@ def changes(entry: TileEntry, payload: memoryview, layout: Layout) -> int:
         FormatError: it is cut short; UnsupportedError: a codec without a count.
     """
     tile = layout.tiles[entry.tile]
-    if entry.codec == Codec.DENSE:
+    if entry.codec in (Codec.DENSE, Codec.RAW):
         return tile.size
     if entry.codec == Codec.GAP:
         return wire.ByteReader(payload, "a gap payload").number(tile.size)
