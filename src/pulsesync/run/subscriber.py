@@ -48,7 +48,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
-from pulsesync.run.bodies import fetch_body
+from pulsesync.run.bodies import fetch_body, stream_bodies
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
@@ -111,12 +111,26 @@ class _Progress:
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def timed(self, what: str, instead_of: str | None = None) -> Iterator[None]:
+        """Count the time inside as this; instead_of: what the time around it is counted as."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[what] += time.perf_counter() - began
+            took_s = time.perf_counter() - began
+            self.seconds[what] += took_s
+            if instead_of is not None:
+                self.seconds[instead_of] -= took_s
+
+    def waited_for(self, parts: Iterator[tuple[Body, int]], meanwhile: str) -> Iterator[Body]:
+        """Parts as they arrive. To wait for one counts as fetching, not as what the caller does meanwhile."""
+        while True:
+            with self.timed("fetch", instead_of=meanwhile):
+                body, fetched = next(parts, (None, 0))
+            if body is None:
+                return
+            self.fetched_bytes += fetched
+            yield body
 
     @contextmanager
     def applying(self, record: Manifest, records: RunReader) -> Iterator[None]:
@@ -657,26 +671,43 @@ class Subscriber:
         self._undo.extend(kept)
 
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
-        """Bring an anchor in: on disk first, checked there, then into the weights, which nothing can then stop."""
+        """Bring an anchor in.
+
+        Weights that this subscriber has brought to a version stay as they are until all of the anchor has arrived on
+        disk and was checked; then nothing can stop it. Weights that never were at a version are written while the parts
+        arrive and are checked: there is nothing to protect, and each part is read once.
+        """
         assert self._state is not None
-        state = self._state
+        state, joining = self._state, self._position is None and self.reported is None
         with self._spool() as spool:
-            with progress.timed("fetch"):
-                if state.whole:
-                    bodies, fetched = spool.fetch(anchor, self._origin, state.layout)
+
+            def arriving(meanwhile: str) -> Iterator[Body]:
+                if not state.whole:
+                    parts = stream_bodies(self._origin, anchor.parts, state.layout, state.places.keys())
+                elif joining and self._cache is None:
+                    parts = stream_bodies(self._origin, anchor.parts, state.layout)
                 else:
-                    bodies, fetched = spool.fetch_some(anchor, self._origin, state.layout, state.places.keys())
-            progress.fetched_bytes += fetched
-            with progress.timed("prepare"):
-                sums = state.check_whole(anchor, bodies)
-            with progress.timed("apply"):
-                self._forget()  # should the process be cut off here, a restart finds the spool
-                try:
-                    finish(lambda: state.load_whole(bodies, sums))
-                finally:
-                    progress.torn = state.torn
-                self._state = state
-                self._move_to(anchor)
+                    parts = spool.fetch(anchor, self._origin, state.layout)
+                return progress.waited_for(parts, meanwhile)
+
+            if joining:
+                self._forget()  # what was counted of the weights is no longer true
+                with progress.timed("apply"):
+                    state.join_whole(anchor, arriving("apply"))
+            else:
+                with progress.timed("prepare"):
+                    # Of slices, only these sections were fetched, and they are on no disk.
+                    bodies = arriving("prepare") if state.whole else list(arriving("prepare"))
+                    sums = state.check_whole(anchor, bodies)
+                with progress.timed("apply"):
+                    self._forget()  # should the process be cut off here, a restart finds the spool
+                    bodies = arriving("apply") if state.whole else bodies
+                    try:
+                        finish(lambda: state.load_whole(bodies, sums))
+                    finally:
+                        progress.torn = state.torn
+            self._state = state
+            self._move_to(anchor)
             progress.changed += sum(len(flat) for flat in state.flats.values())
             if self._cache is not None:
                 spool.keep_only(anchor)

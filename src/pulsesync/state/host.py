@@ -1,5 +1,6 @@
 """Live weights in host memory: the backend of numpy and the CPU's kernels."""
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.patch import DecodedPart
+from pulsesync.format.patch import DecodedPart, WholeBlock
 from pulsesync.format.weights import Changes, Overlay, Weights, by_block, compose, inverse
-from pulsesync.state.live import LiveState, Transition, VersionChanges
-from pulsesync.state.slices import TileStorage, WidenedTile
+from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges
+from pulsesync.state.slices import LocalTile, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
+
+_mine = threading.local()
 
 
 class HostTransition(Transition[Changes, History]):
@@ -88,9 +91,6 @@ class HostState(LiveState[Bits, Changes, History]):
         flat = self.flats[tile.tensor.name]
         return all(spread(lambda n: place.exact(flat, n), range(tile.block_count)))
 
-    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        return digest.count_block(tile, number, bits)
-
     # Decoding
 
     def decode(
@@ -117,7 +117,7 @@ class HostState(LiveState[Bits, Changes, History]):
         """A tile that is local in part can be read only with a codec that needs no old weights."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
-            if place and place.tile and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
+            if place and place.tile and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE, Codec.RAW):
                 name = place.tile.tensor.name
                 raise StateError(
                     f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
@@ -157,6 +157,29 @@ class HostState(LiveState[Bits, Changes, History]):
 
     # Tiles that come as a whole
 
+    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> list[BlockSums]:
+        return spread(lambda block: self._take_block(block, write, count), blocks)
+
+    def _take_block(self, block: WholeBlock, write: bool, count: bool) -> BlockSums:
+        """Decode a block where it belongs, if it lies there as it does in the run; else into memory of this thread."""
+        tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
+        first, *others = self._memory(tile) if write else (None,)
+        in_place = first is not None and isinstance(place, LocalTile) and place.whole and place.tile.contiguous
+        out = place.read(first, number) if first is not None and in_place else _scratch(tile, block.size)
+        bits = block.decode(out)
+        if first is not None and not in_place:
+            self.write_block(first, tile, number, bits)
+        for flat in others:
+            self.write_block(flat, tile, number, bits)
+        return self._sums_of(block, bits, place) if count else NOT_COUNTED
+
+    def _sums_of(self, block: WholeBlock, bits: Bits, place: TileStorage) -> BlockSums:
+        total = digest.count_block(block.tile, block.number, bits)
+        if place.whole:
+            return BlockSums(total, total)
+        kept = place.keep(BlockChange.from_zeros(block.number, bits))
+        return BlockSums(total, digest.moved(TilePatch(block.tile, Codec.DENSE, (kept,))) if kept else Sum(0, 0))
+
     def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles that were checked into the weights. If this fails, they are between two versions."""
         with self.lock:
@@ -173,6 +196,14 @@ class HostState(LiveState[Bits, Changes, History]):
             for ordinal, bits in tiles.items():
                 self.flats[self.layout.tiles[ordinal].tensor.name] = bits
             self.sums, self.history = {**self.sums, **sums}, History()
+
+
+def _scratch(tile: Tile, size: int) -> Bits:
+    """Memory of this thread for the weights of a block: new memory costs a fault for every page."""
+    if not hasattr(_mine, "scratch"):
+        _mine.scratch = np.empty(BLOCK, np.uint64)
+    scratch: Bits = _mine.scratch
+    return scratch.view(tile.tensor.kind.bits)[:size]
 
 
 def count_moves(patches: Sequence[TilePatch]) -> dict[int, Sum]:
