@@ -5,7 +5,8 @@
     for report in sub.watch(model): ...           # to each version as it comes
 
 Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
-deep. The pause, in which the weights are not to be used, is the commit at the end alone.
+deep. The pause, in which the weights are not to be used, is the commit at the end alone. Only the first anchor of a
+joiner, whose weights are at no version yet, is written while it arrives.
 """
 
 import logging
@@ -331,8 +332,10 @@ class Subscriber:
                 followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
                 FormatError, ChainError, StoreError, VerificationError.
                 The weights are then at the version they had, or at the last one that was wholly committed, and the same
-                call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
-                halfway, and the weights are between two versions. Do not use them until a sync succeeds.
+                call can be repeated. There are two exceptions. Before the first sync has succeeded, the weights are at
+                no version, and an anchor is written into them as it arrives: after an error they may be partly written.
+                And a VerificationError with `torn=True` means that loading an anchor failed halfway, and the weights
+                are between two versions. Do not use them until a sync succeeds.
         """
         with self._working():
             self._syncs += 1
