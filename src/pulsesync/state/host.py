@@ -20,6 +20,7 @@ from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, 
 from pulsesync.state.slices import LocalTile, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
 
+BATCH = 1 << 24  # weights that are counted between two commits, by all threads
 _mine = threading.local()
 
 
@@ -73,8 +74,18 @@ class HostState(LiveState[Bits, Changes, History]):
             bits[change.positions] = change.new
         return bits
 
+    def batches(self) -> Iterable[Sequence[Tile]]:
+        some: list[Tile] = []
+        for tiles in super().batches():
+            some += tiles
+            if sum(tile.size for tile in some) >= BATCH:
+                yield some
+                some = []
+        yield from [some] if some else ()
+
     def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
-        return {tile.ordinal: self._count_tile(tile, self.places[tile.ordinal]) for tile in tiles}
+        counted = spread(lambda tile: self._count_tile(tile, self.places[tile.ordinal]), tiles)
+        return {tile.ordinal: total for tile, total in zip(tiles, counted, strict=True)}
 
     def _count_tile(self, tile: Tile, place: TileStorage) -> Sum:
         if place.tile == tile:
