@@ -97,7 +97,8 @@ def test_blocks_are_asked_for_where_everything_changed() -> None:
     new["a"] = old["a"] ^ np.random.default_rng(1).integers(1, 1 << 16, old["a"].size, dtype=np.uint16)
     done, looks = finished(old, new, "auto")
     assert set(looks) == {"positions", "blocks"}
-    assert done.chosen[0].codec == Codec.DENSE
+    assert done.chosen[0].codec == Codec.RAW
+    assert done.chosen[0].size == new["a"].nbytes
     assert done.data == encode(LAYOUT, old, new, codec="auto").data
 
 

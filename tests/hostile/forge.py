@@ -61,10 +61,13 @@ class Plane:
     content: bytes
     packed: bool = False
     stored: bytes | None = None  # what to write in place of everything else
+    good: tuple[bytes, bytes] = (b"", b"")  # a content, and the frame that a writer has made of it
 
     def write(self) -> bytes:
         if self.stored is not None:
             return self.stored
+        if self.packed and self.content == self.good[0]:
+            return self.good[1]
         if not self.packed:
             return b"\x00" + self.content
         frame = zstandard.ZstdCompressor(level=1).compress(self.content)
@@ -72,8 +75,9 @@ class Plane:
 
     @classmethod
     def read(cls, reader: wire.ByteReader, size: int) -> "Plane":
-        packed = reader.data[reader.at] == 1
-        return cls(bytes(reader.plane(size)), packed)
+        begin, packed = reader.at, reader.data[reader.at] == 1
+        content = bytes(reader.plane(size))
+        return cls(content, packed, good=(content, bytes(reader.data[begin : reader.at])))
 
 
 @dataclass
@@ -330,6 +334,8 @@ def _read_body(codec: int, body: bytes, size: int, tensor: TensorSpec) -> Any:
         return Step.read(body)
     if codec in (Codec.DENSE, Codec.XOR):
         return Dense.read(body, size, tensor.kind.itemsize)
+    if codec == Codec.RAW:
+        return body
     return Gap.read(body, tensor.kind.itemsize) if codec == Codec.GAP else Context.read(body)
 
 
@@ -738,6 +744,7 @@ class Victim:
         self.store.forged = {}
         self.held = self._memory_with(self.target.before)
         self.subscriber = Subscriber(self.store, trust=self.target.trust)
+        self.subscriber.reported = ("", 0, 0)  # it was at a version once: an anchor is checked before it is written
         self.state, self.kept, self.remembered = None, None, None
 
     def take_back(self) -> None:

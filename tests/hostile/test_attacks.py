@@ -28,6 +28,7 @@ import zstandard
 
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import (
+    BaseMismatchError,
     ChainError,
     ChecksumError,
     FormatError,
@@ -1222,6 +1223,45 @@ def a_dense_payload_with_bytes_for_a_tensor_without_weights(v: Version) -> None:
     part.place(sorted([*part.payloads(), nothing], key=lambda p: p[0]))
 
 
+def as_raw(v: Version, content: bytes) -> None:
+    """Have the tensor `main` of an anchor written as `raw`, with this content."""
+    part, at = part_of(v), row(v, "main")
+    payloads = part.payloads()
+    tile, _, total, _ = payloads[at]
+    part.place([*payloads[:at], (tile, 6, total, content), *payloads[at + 1 :]])
+
+
+def main_bytes() -> bytes:
+    return forge.sample("anchor").after["main"].tobytes()
+
+
+@attack(RIGHT, on="anchor")
+def a_raw_payload_in_the_place_of_a_dense_one(v: Version) -> None:
+    as_raw(v, main_bytes())
+
+
+@attack(FormatError, on="anchor")
+def a_raw_payload_with_a_weight_too_many(v: Version) -> None:
+    as_raw(v, main_bytes() + bytes(2))
+
+
+@attack(FormatError, on="anchor")
+def a_raw_payload_cut_inside_a_weight(v: Version) -> None:
+    as_raw(v, main_bytes()[:-1])
+
+
+@attack(VerificationError, on="anchor")
+def a_raw_payload_with_another_weight(v: Version) -> None:
+    content = main_bytes()
+    as_raw(v, bytes([content[0] ^ 1]) + content[1:])
+
+
+@attack(FormatError, on="anchor")
+def an_anchor_with_a_payload_that_needs_old_weights(v: Version) -> None:
+    part, at = part_of(v), row(v, "main")
+    part.index.codecs[at] = 1
+
+
 # -- several parts -------------------------------------------------------------------------------------------------
 
 
@@ -2187,7 +2227,7 @@ def another_layout_under_the_hash(v: Version) -> None:
     v.layout = forge.json_bytes(table)
 
 
-@attack(FormatError)
+@attack(BaseMismatchError)
 def a_patch_with_another_layout_of_the_same_tensors(v: Version) -> None:
     table = tensors(v)
     del entry(table, "embed")["rows"]
@@ -2668,3 +2708,31 @@ except PulseError:
 def test_weights_that_somebody_else_wrote_are_noticed_and_not_a_crash() -> None:
     done = subprocess.run([sys.executable, "-c", DRIFT], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+# -- joiners -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in ATTACKS if case.on == "anchor"], ids=lambda case: case.name)
+def test_a_joiner_has_no_version_after_an_attack_and_joins_afterwards(case: Attack) -> None:
+    """Its weights are written while the anchor is checked, and mean nothing until all of it was."""
+    target = victim(case.on)
+    version = target.target.version.copy()
+    objects = case.spoil(version)
+    if objects is None:
+        for part in version.parts:
+            if case.fit and isinstance(part, Part):
+                part.fit()
+        objects = version.objects()
+    target.subscriber.reported = None
+    try:
+        error = target.feed(objects)
+        if case.end == RIGHT:
+            assert target.accepted_the_right_state()
+        else:
+            assert type(error) is case.end, f"{type(error).__name__}: {error}"
+            assert target.subscriber.version is None
+        assert target.feed(target.target.version.objects()) is None
+        assert target.accepted_the_right_state()
+    finally:
+        target.reset()

@@ -9,13 +9,14 @@ pytest.importorskip("triton", reason="the GPU kernels are NOT tested: triton can
 import torch
 
 from pulsesync.core import digest
-from pulsesync.core.types import DTYPES, Bits, TensorSpec
+from pulsesync.core.types import BLOCK, DTYPES, Bits, Sum, TensorSpec
 from pulsesync.device.changes import PileChanges, find_changes, moves
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import starts_of, to_device
 from pulsesync.device.pile import make_piles
-from pulsesync.device.state import count_block, count_pile
+from pulsesync.device.state import count_blocks, count_pile
 from pulsesync.format import layout as layouts
+from pulsesync.format import patch
 from pulsesync.kernels import reference
 from pulsesync.testing import mutate, random_bits
 from tests.device import interpreter
@@ -123,11 +124,16 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
             assert torch.equal(flats[name], after[name])
 
 
-def test_blocks_are_counted_from_the_host(device: str) -> None:
+def test_blocks_of_several_dtypes_are_counted_together(device: str) -> None:
     rng = np.random.default_rng(8)
-    for tile in layouts.make(GRID[:1]).tiles[1:3]:
-        bits = random_bits(rng, np.uint16, (tile.size,))
-        assert count_block(tile, 0, bits, torch.device(device)) == digest.count_block(tile, 0, bits)
+    tiles = [tile for tile in layouts.make(GRID).tiles if 0 < tile.size <= BLOCK]
+    assert len({tile.tensor.kind.itemsize for tile in tiles}) > 1
+    weights = [random_bits(rng, tile.tensor.kind.bits.type, (tile.size,)) for tile in tiles]
+    blocks = [patch.WholeBlock(tile, 0, memoryview(b"")) for tile in tiles]
+    sums = count_blocks(blocks, [to_device(bits, torch.device(device)) for bits in weights], torch.device(device))
+    counted = sums.cpu().numpy().view(np.uint64).reshape(-1, 2).tolist()
+    expected = [digest.count_block(tile, 0, bits) for tile, bits in zip(tiles, weights, strict=True)]
+    assert [Sum(*both) for both in counted] == expected
 
 
 def test_single_weights_are_fetched(device: str) -> None:

@@ -567,6 +567,36 @@ def test_digest_change_equals_the_reference(seed: int, dtype: type[Any], count: 
     assert_same(cpu.digest_change(*arguments), reference.digest_change(*arguments))
 
 
+@given(seeds, sizes)
+def test_planes_are_split_and_joined_as_the_reference_does(seed: int, size: int) -> None:
+    weights = random_bits(np.random.default_rng(seed), np.uint16, (size,))
+    split = []
+    for kernel in KERNELS:
+        low, high, joined = np.empty(size, np.uint8), np.empty(size, np.uint8), np.empty(size, np.uint16)
+        kernel.split_planes(weights, low, high)
+        kernel.join_planes(np.frombuffer(low.tobytes(), np.uint8), np.frombuffer(high.tobytes(), np.uint8), joined)
+        assert np.array_equal(joined, weights)
+        split.append((low.tobytes(), high.tobytes()))
+    assert split[0] == split[1]
+
+
+@given(seeds, st.lists(st.integers(1, 300), min_size=1, max_size=3), st.booleans())
+def test_huffman_streams_equal_the_reference(seed: int, quarters: list[int], complete: bool) -> None:
+    rng = np.random.default_rng(seed)
+    borders = np.cumsum([0, *quarters]) * 4
+    lengths = rng.integers(1, 23, 40).astype(np.uint32)
+    codes = np.zeros(1 << 16, np.uint32)
+    codes[:40] = (rng.integers(0, 1 << 22, 40).astype(np.uint32) & ((1 << lengths) - 1)) << 5 | lengths
+    if not complete:
+        codes[rng.integers(40)] = 0
+    pairs = rng.integers(0, 40, borders[-1], np.uint16)
+    outs = [np.zeros(3 * pairs.size + 64, np.uint8) for _ in KERNELS]
+    sizes_ = [kernel.huffman_streams(pairs, borders, codes, out) for kernel, out in zip(KERNELS, outs, strict=True)]
+    assert np.array_equal(*sizes_)
+    end = sizes_[0].sum()
+    assert np.array_equal(outs[0][:end], outs[1][:end])
+
+
 @pytest.mark.slow
 def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
     """Run everything once more with numba's own bounds checks compiled in."""

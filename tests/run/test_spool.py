@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,11 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
+from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
-from pulsesync.run import keys, spool
+from pulsesync.run import bodies, keys, spool
 from pulsesync.run.spool import AnchorSpool, Outbox
 from pulsesync.state.host import HostState
 from pulsesync.testing import random_bits
@@ -47,9 +49,15 @@ class Anchor:
             self.store.store.put(keys.part_key(part.id), part.data)
 
 
+def fetch(spool: AnchorSpool, anchor: Anchor) -> tuple[list[Body], int]:
+    """All parts of an anchor, and the bytes that were fetched."""
+    got = list(spool.fetch(anchor.record, anchor.store, LAYOUT))
+    return [body for body, _ in got], sum(size for _, size in got)
+
+
 def test_an_anchor_is_fetched_part_by_part_and_lies_on_disk(tmp_path: Path) -> None:
     anchor = Anchor()
-    bodies, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    bodies, fetched = fetch(AnchorSpool(tmp_path), anchor)
     assert fetched == anchor.record.size_bytes
     assert [body.index.header.id for body in bodies] == [part.id for part in anchor.parts]
     assert [(tmp_path / "parts" / part.id).read_bytes() for part in anchor.parts] == [p.data for p in anchor.parts]
@@ -57,9 +65,9 @@ def test_an_anchor_is_fetched_part_by_part_and_lies_on_disk(tmp_path: Path) -> N
 
 def test_what_is_on_disk_is_not_fetched_again(tmp_path: Path) -> None:
     anchor = Anchor()
-    AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    fetch(AnchorSpool(tmp_path), anchor)
     anchor.store.gets.clear()
-    bodies, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    bodies, fetched = fetch(AnchorSpool(tmp_path), anchor)
     assert (len(bodies), fetched, anchor.store.gets) == (3, 0, [])
 
 
@@ -67,10 +75,10 @@ def test_after_a_failure_only_what_is_missing_is_fetched(tmp_path: Path) -> None
     anchor = Anchor()
     anchor.store.fail_at(keys.part_key(anchor.refs[2].id))
     with pytest.raises(StoreError):
-        AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+        fetch(AnchorSpool(tmp_path), anchor)
     anchor.store.fail_at()
     anchor.store.gets.clear()
-    _, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    _, fetched = fetch(AnchorSpool(tmp_path), anchor)
     assert fetched == anchor.refs[2].size
     assert anchor.store.got("parts/") == [keys.part_key(anchor.refs[2].id)]
 
@@ -78,11 +86,11 @@ def test_after_a_failure_only_what_is_missing_is_fetched(tmp_path: Path) -> None
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 def test_a_part_that_the_disk_damaged_is_fetched_again(tmp_path: Path, damage: str) -> None:
     anchor = Anchor()
-    AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    fetch(AnchorSpool(tmp_path), anchor)
     path = tmp_path / "parts" / anchor.refs[1].id
     data = path.read_bytes()
     path.write_bytes({"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:50], "empty": b""}[damage])
-    _, fetched = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    _, fetched = fetch(AnchorSpool(tmp_path), anchor)
     assert fetched == anchor.refs[1].size
     assert path.read_bytes() == data
 
@@ -91,7 +99,7 @@ def test_a_part_that_the_store_damaged_does_not_get_to_the_disk(tmp_path: Path) 
     anchor = Anchor()
     anchor.store.received = lambda key, data: data[:-1] + bytes([data[-1] ^ 1])
     with pytest.raises(ChecksumError) as caught:
-        AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+        fetch(AnchorSpool(tmp_path), anchor)
     assert caught.value.key in [keys.part_key(ref.id) for ref in anchor.refs]
     assert not (tmp_path / "parts").exists()
 
@@ -100,21 +108,21 @@ def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
     anchor = Anchor()
     anchor.store.received = lambda key, data: data + b"x"
     with pytest.raises(FormatError):
-        AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+        fetch(AnchorSpool(tmp_path), anchor)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     anchor = Anchor()
     with pytest.raises(StoreError):
-        AnchorSpool(tmp_path / "file" / "anchors").fetch(anchor.record, anchor.store, LAYOUT)
+        fetch(AnchorSpool(tmp_path / "file" / "anchors"), anchor)
 
 
 def test_of_many_who_share_a_folder_one_fetches_each_part(tmp_path: Path) -> None:
     anchor = Anchor()
     with ThreadPoolExecutor(6) as pool:
         spools = [AnchorSpool(tmp_path) for _ in range(6)]
-        fetched = list(pool.map(lambda spool: spool.fetch(anchor.record, anchor.store, LAYOUT)[1], spools))
+        fetched = list(pool.map(lambda spool: fetch(spool, anchor)[1], spools))
     assert sum(fetched) == anchor.record.size_bytes
     assert len(anchor.store.gets) == 3
 
@@ -141,7 +149,7 @@ def test_a_process_that_hangs_with_a_lock_does_not_hold_up_the_others(
             assert stuck.stdout is not None
             assert stuck.stdout.readline() == "holding\n"
             stuck.send_signal(signal.SIGSTOP)
-            bodies, _ = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+            bodies, _ = fetch(AnchorSpool(tmp_path), anchor)
         finally:
             stuck.kill()
     assert [body.index.header.id for body in bodies] == [part.id for part in anchor.parts]
@@ -151,7 +159,7 @@ def test_a_process_that_hangs_with_a_lock_does_not_hold_up_the_others(
 def test_parts_of_other_anchors_are_thrown_away(tmp_path: Path) -> None:
     anchor = Anchor()
     spool = AnchorSpool(tmp_path)
-    spool.fetch(anchor.record, anchor.store, LAYOUT)
+    fetch(spool, anchor)
     (tmp_path / "parts" / ("0" * 64)).write_bytes(b"old")
     spool.keep_only(anchor.record)
     assert {path.name for path in (tmp_path / "parts").iterdir()} == {ref.id for ref in anchor.refs}
@@ -169,7 +177,7 @@ def test_what_one_fetches_another_does_not_throw_away(tmp_path: Path) -> None:
         return data
 
     anchor.store.received = received
-    AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
+    fetch(AnchorSpool(tmp_path), anchor)
     assert {path.name for path in (tmp_path / "parts").iterdir()} == {ref.id for ref in anchor.refs}
     other.keep_only(None)
     assert list((tmp_path / "parts").iterdir()) == []
@@ -179,7 +187,7 @@ def test_two_who_load_different_anchors_from_one_folder_do_not_disturb_each_othe
     def load_often(anchor: Anchor) -> None:
         for _ in range(100):
             spool = AnchorSpool(tmp_path)
-            bodies, _ = spool.fetch(anchor.record, anchor.store, LAYOUT)
+            bodies, _ = fetch(spool, anchor)
             assert [body.index.header.id for body in bodies] == [ref.id for ref in anchor.refs]
             spool.keep_only(anchor.record)
 
@@ -191,25 +199,38 @@ def test_two_who_load_different_anchors_from_one_folder_do_not_disturb_each_othe
 def test_parts_that_one_loads_another_does_not_throw_away(tmp_path: Path, done_with: str) -> None:
     anchor, other = Anchor(), AnchorSpool(tmp_path)
     mine = AnchorSpool(tmp_path)
-    bodies, _ = mine.fetch(anchor.record, anchor.store, LAYOUT)
+    fetch(mine, anchor)
     anchor.store.gets.clear()
     other.keep_only(None)
-    for body in bodies:
-        assert len(body.sections[1]) > 0
+    fetch(mine, anchor)
     assert anchor.store.gets == []
     mine.keep_only(anchor.record) if done_with == "keep_only" else mine.close()
     other.keep_only(None)
     assert list((tmp_path / "parts").iterdir()) == []
 
 
-def test_a_part_that_was_removed_while_it_is_in_use_is_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["removed", "cut short"])
+def test_a_part_that_another_process_spoils_is_fetched_again_for_the_next_pass(tmp_path: Path, damage: str) -> None:
     anchor, spool = Anchor(), AnchorSpool(tmp_path)
-    bodies, _ = spool.fetch(anchor.record, anchor.store, LAYOUT)
+    fetch(spool, anchor)
     anchor.store.gets.clear()
-    (tmp_path / "parts" / anchor.refs[0].id).unlink()
-    header = bodies[0].index.header
-    assert bytes(bodies[0].sections[1]) == bytes(anchor.parts[0].data)[header.borders[1] : header.borders[2]]
+    path = tmp_path / "parts" / anchor.refs[0].id
+    path.unlink() if damage == "removed" else os.truncate(path, 100)
+    found, fetched = fetch(spool, anchor)
+    assert [body.index.header.id for body in found] == [ref.id for ref in anchor.refs]
     assert anchor.store.got("parts/") == [keys.part_key(anchor.refs[0].id)]
+    assert fetched == anchor.refs[0].size
+    assert path.read_bytes() == anchor.parts[0].data
+
+
+def test_the_next_parts_are_fetched_while_one_is_read() -> None:
+    anchor, ahead = Anchor(), threading.Event()
+    anchor.store.after = lambda verb, key: ahead.set() if key == keys.part_key(anchor.refs[2].id) else None
+    parts = bodies.stream_bodies(anchor.store, anchor.refs, LAYOUT)
+    first, _ = next(parts)
+    assert first.index.header.id == anchor.refs[0].id
+    assert ahead.wait(10)
+    assert [body.index.header.id for body, _ in parts] == [ref.id for ref in anchor.refs[1:]]
 
 
 FEW_DESCRIPTORS = """
@@ -340,23 +361,42 @@ def flip_behind(monkeypatch: pytest.MonkeyPatch, step: str, path: Callable[[], P
     monkeypatch.setattr(HostState, step, meddled)
 
 
+def synced_and_damaged(store: Watched, cache: Path) -> tuple[Subscriber, dict[str, Any]]:
+    """A worker whose weights were at a version, until something wrote to them: it needs an anchor again."""
+    sub, held = Subscriber(store, cache=cache), worker()
+    sub.sync(held)
+    next(iter(held.values())).reshape(-1)[:1].view(np.uint8)[0] ^= 1
+    return sub, held
+
+
 @pytest.mark.parametrize("step", ["check_whole", "load_whole"])
-@pytest.mark.parametrize("known", [False, True], ids=["just fetched", "found in the folder"])
 def test_what_another_process_writes_into_the_folder_does_not_become_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, known: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     store = Watched()
     (state,) = publish_steps(store, 1)
     (key,) = parts_of(store, keys.anchor_key(0))
     path = tmp_path / "anchors" / key
-    if known:
-        Subscriber(store, cache=tmp_path).sync(worker())
+    sub, held = synced_and_damaged(store, tmp_path)
     flip_behind(monkeypatch, step, lambda: path)
-    sub, held = Subscriber(store, cache=tmp_path), worker()
-    assert sub.sync(held).version == 0
+    assert sub.sync(held, verify=True).path == ("anchor",)
     assert equal(held, state)
-    assert not path.exists()  # the next process fetches it again
+    assert path.read_bytes() == store.store.get(key)
     sub.verify()
+
+
+def test_what_another_process_writes_into_the_folder_does_not_become_weights_of_a_joiner(tmp_path: Path) -> None:
+    store = Watched()
+    (state,) = publish_steps(store, 1)
+    (key,) = parts_of(store, keys.anchor_key(0))
+    path = tmp_path / "anchors" / key
+    Subscriber(store, cache=tmp_path).sync(worker())
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    held = worker()
+    assert Subscriber(store, cache=tmp_path).sync(held).version == 0
+    assert equal(held, state)
+    assert path.read_bytes() == data
 
 
 def test_a_folder_that_another_process_spoils_while_the_store_is_away_is_an_error(
@@ -365,23 +405,13 @@ def test_a_folder_that_another_process_spoils_while_the_store_is_away_is_an_erro
     store = Watched()
     (state,) = publish_steps(store, 1)
     (key,) = parts_of(store, keys.anchor_key(0))
-    Subscriber(store, cache=tmp_path).sync(worker())
+    sub, held = synced_and_damaged(store, tmp_path)
     flip_behind(monkeypatch, "load_whole", lambda: tmp_path / "anchors" / key)
     store.fail_at("parts/")
-    sub, held = Subscriber(store, cache=tmp_path), worker()
     with pytest.raises(StoreError):
-        sub.sync(held)
+        sub.sync(held, verify=True)
     assert sub.version is None
     monkeypatch.undo()
     store.fail_at()
     assert sub.sync(held).version == 0
     assert equal(held, state)
-
-
-def test_a_part_that_another_process_cuts_short_is_read_from_the_store(tmp_path: Path) -> None:
-    """A mapped file that is cut short reads as zeros to the end of its last page, and beyond that as SIGBUS."""
-    anchor = Anchor()
-    bodies, _ = AnchorSpool(tmp_path).fetch(anchor.record, anchor.store, LAYOUT)
-    os.truncate(tmp_path / "parts" / anchor.refs[0].id, 100)
-    header = bodies[0].index.header
-    assert bytes(bodies[0].sections[1]) == bytes(anchor.parts[0].data)[header.borders[1] : header.borders[2]]

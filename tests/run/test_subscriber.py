@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -656,10 +657,18 @@ def test_of_many_workers_with_one_cache_one_fetches_each_body(tmp_path: Path) ->
     assert len(store.got("parts/")) == len(set(store.got("parts/"))) == 5
 
 
+def damage(held: dict[str, Any]) -> None:
+    """Write to weights that a sync has brought to a version: `verify=True` loads them again, from an anchor."""
+    next(iter(held.values())).reshape(-1)[:1].view(np.uint8)[0] ^= 1
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["in the middle", "at the very beginning"])
 def test_an_interrupt_while_an_anchor_is_loaded_lets_it_finish(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
     store, states = run_of(1)
     load = HostState.load_whole
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    damage(held)
 
     def interrupted(state: HostState, *args: Any) -> None:
         time.sleep(0.0 if early else 0.05)
@@ -668,10 +677,9 @@ def test_an_interrupt_while_an_anchor_is_loaded_lets_it_finish(monkeypatch: pyte
         load(state, *args)
 
     monkeypatch.setattr(HostState, "load_whole", interrupted)
-    sub, held = Subscriber(store), worker()
     try:
         with pytest.raises(KeyboardInterrupt):
-            sub.sync(held)
+            sub.sync(held, verify=True)
         assert equal(held, states[0])
     finally:
         time.sleep(0.1)  # should the load still go on
@@ -689,13 +697,13 @@ def test_a_worker_that_dies_while_it_loads_goes_on_from_its_spool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
 ) -> None:
     store, states = run_of(3)
-    load = HostState.load_whole
 
-    def half(state: HostState, parts: Any, sums: Any) -> None:
-        load(state, parts[:1], sums)
+    def half(state: HostState, manifest: Any, parts: Any) -> None:
+        first, *_ = parts
+        state.take_blocks(state._blocks_of(first), write=True)
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "load_whole", half)
+    monkeypatch.setattr(HostState, "join_whole", half)
     held = worker()
     with pytest.raises(MemoryError):
         Subscriber(store, cache=tmp_path).sync(held)
@@ -711,13 +719,12 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
 ) -> None:
     store, states = run_of(3)
     sub, held = Subscriber(store), worker()
-    load = HostState.load_whole
 
-    def half(state: HostState, parts: Any, sums: Any) -> None:
-        load(state, parts[:1], sums)
+    def half(state: HostState, manifest: Any, parts: Any) -> None:
+        state.take_blocks(state._blocks_of(next(parts)), write=True)
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "load_whole", half)
+    monkeypatch.setattr(HostState, "join_whole", half)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -752,11 +759,14 @@ def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
 ) -> None:
     store, states = run_of(3)
     sub, held = Subscriber(store, cache=tmp_path), worker()
+    sub.sync(held)
+    damage(held)
     spoil_while_loading(monkeypatch, store, tmp_path, parts_of(store, keys.anchor_key(0))[-1])
+    watching = sub.watch(held, verify=True, interval_s=0.001)
     with pytest.raises(VerificationError, match="between two versions") as caught:
-        sub.sync(held, wait_s=30) if how == "sync" else next(sub.watch(held, interval_s=0.001))
+        sub.sync(held, verify=True, wait_s=30) if how == "sync" else next(watching)
     assert isinstance(caught.value.__cause__, StoreError)
-    assert not equal(held, worker())
+    assert caught.value.torn
     assert sub.version is None
     monkeypatch.undo()
     store.fail_at()
@@ -769,11 +779,70 @@ def test_a_load_that_fails_before_it_has_written_leaves_the_weights_and_may_be_r
 ) -> None:
     store, _ = run_of(1)
     sub, held = Subscriber(store, cache=tmp_path), worker()
+    sub.sync(held)
+    damage(held)
+    before = kept(held)
     spoil_while_loading(monkeypatch, store, tmp_path, parts_of(store, keys.anchor_key(0))[0])
     with pytest.raises(StoreError, match="no answer") as caught:
-        sub.sync(held)
+        sub.sync(held, verify=True)
     assert caught.value.retryable
-    assert equal(held, worker())
+    assert equal(held, before)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["through a scratch folder", "through a cache"])
+def test_an_anchor_that_does_not_all_arrive_leaves_the_weights_of_a_version(
+    tmp_path: Path, many_parts: None, cached: bool
+) -> None:
+    store, states = run_of(3)
+    sub, held = Subscriber(store, cache=tmp_path if cached else None, undo=0), worker()
+    sub.sync(held)
+    *_, last = parts_of(store, keys.anchor_key(0))
+    for path in (tmp_path / "anchors" / "parts").glob("*"):
+        path.unlink()
+    store.fail_at(last)
+    with pytest.raises(StoreError):
+        sub.sync(held, version=0)
+    assert sub.version == 2
+    assert equal(held, states[2])
+    store.fail_at()
+    assert sub.sync(held, version=0).path == ("anchor",)
+    assert equal(held, states[0])
+
+
+def test_a_joiner_whose_download_fails_has_no_version_and_is_told_why(many_parts: None) -> None:
+    store, states = run_of(1)
+    *_, last = parts_of(store, keys.anchor_key(0))
+    store.fail_at(last)
+    sub, held = Subscriber(store), worker()
+    with pytest.raises(StoreError):
+        sub.sync(held)
+    assert sub.version is None
+    with pytest.raises(VerificationError, match="nothing has been synced"):
+        sub.verify()
+    store.fail_at()
+    assert sub.sync(held).path == ("anchor",)
+    assert equal(held, states[0])
+
+
+def test_a_joiner_reads_each_part_once_and_writes_nothing_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store, states = run_of(1)
+    written: list[str] = []
+    put = LocalStore.put
+
+    def watched(local: LocalStore, key: str, data: bytes) -> None:
+        written.append(key)
+        put(local, key, data)
+
+    monkeypatch.setattr(LocalStore, "put", watched)
+    store.gets.clear()
+    held = worker()
+    Subscriber(store).sync(held)
+    assert store.got("parts/") == parts_of(store, keys.anchor_key(0))
+    assert not written
+    assert equal(held, states[0])
 
 
 def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_parts: None) -> None:
@@ -784,7 +853,6 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_pa
     held = worker()
     with pytest.raises(StoreError):
         Subscriber(store, cache=tmp_path).sync(held)
-    assert equal(held, worker())
     store.fail_at()
     store.gets.clear()
     Subscriber(store, cache=tmp_path).sync(held)

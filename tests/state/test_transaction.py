@@ -14,6 +14,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
+from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import spec as kernel_spec
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, LiveState, Snapshot
@@ -268,16 +269,16 @@ def test_an_anchor_that_cannot_be_written_to_the_end_leaves_torn_weights(
     run.write()
     record, parts = run.writer.anchor(pieces=2)
     bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
-    sums, write, calls = run.live.check_whole(record, bodies), type(run.live).write_block, []
+    sums, decode, calls = run.live.check_whole(record, bodies), WholeBlock.decode, []
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any) -> Bits:
         calls.append(args)
         if len(calls) == 3:
             raise MemoryError
-        write(*args)
+        return decode(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(run.live), "write_block", fail)
+        patched.setattr(WholeBlock, "decode", fail)
         with pytest.raises(MemoryError):
             run.live.load_whole(bodies, sums)
     torn = run.live.torn

@@ -187,6 +187,7 @@ class Codec(IntEnum):
     HISTORY = 3
     STEP = 4
     XOR = 5
+    RAW = 6
 
 
 class Remembered(NamedTuple):

@@ -15,7 +15,7 @@ from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host
 from pulsesync.device.pile import Pile, PileAddresses, rectangle
 from pulsesync.errors import FormatError
 from pulsesync.format import patch, tables
-from pulsesync.format.codecs import dense, gap, step
+from pulsesync.format.codecs import gap, step
 from pulsesync.format.codecs.context import move_cold
 from pulsesync.format.codecs.heads import (
     ColdChanges,
@@ -177,7 +177,7 @@ def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positio
 def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[PileChanges]:
     """Tiles of a dtype that are not predicted: what of them differs from the old weights."""
     runs = []
-    for codecs, decode in (((Codec.GAP, Codec.STEP), _sparse), ((Codec.DENSE, Codec.XOR), _whole)):
+    for codecs, decode in (((Codec.GAP, Codec.STEP), _sparse), (patch.WHOLE, _whole)):
         some = [(tile, codec, body) for tile, codec, body in payloads if codec in codecs]
         if some:
             pile = whole.part([tile.ordinal for tile, _, _ in some])
@@ -212,10 +212,10 @@ def _positions_and_moves(
 
 
 def _whole(pile: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> PileChanges:
-    """Tiles of `dense` and `xor`."""
+    """Tiles that are stored whole."""
     tiles = []
     for (tile, codec, body), place in zip(payloads, pile.places, strict=True):
-        blocks = [to_stream(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]
+        blocks = [to_stream(block.decode(), pile.device) for block in patch.whole_blocks(codec, tile, body)]
         tiles.append(torch.cat(blocks))
         if codec == Codec.XOR:
             tiles[-1] ^= rectangle(flats[place.tensor.name], place).reshape(-1).view(tiles[-1].dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
 from pulsesync.device import decode, memory
 from pulsesync.device.changes import Changes, PileChanges, as_sums, compose, device_keys, moves, on_whole
@@ -21,10 +22,13 @@ from pulsesync.errors import StateError
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
+from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import cuda
-from pulsesync.state.live import LiveState, Transition, VersionChanges, find_places
+from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges, find_places
 from pulsesync.state.slices import LocalTile, Slices
 from pulsesync.state.views import named
+
+TOGETHER = 32  # blocks of an anchor that are decoded, brought up and counted at a time
 
 
 class DeviceTransition(Transition[Changes, DeviceHistory]):
@@ -136,10 +140,6 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         with memory.on(self.device):
             return count_pile(pile, self.flats)
 
-    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        with memory.on(self.device):
-            return count_block(tile, number, bits, self.device)
-
     # Decoding
 
     def decode(
@@ -238,8 +238,25 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         memories = [self._memory(tile) for tile in pile.tiles]
         return to_stream(np.array([all_[min(n, len(all_) - 1)].data_ptr() for all_ in memories], np.int64), self.device)
 
-    def write_block(self, flat: torch.Tensor, tile: Tile, number: int, bits: Bits) -> None:
-        flat[self._where(flat, tile, number, bits.size)] = to_stream(bits, flat.device)
+    # Tiles that come as a whole
+
+    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> list[BlockSums]:
+        out: list[BlockSums] = []
+        with memory.on(self.device):
+            for begin in range(0, len(blocks), TOGETHER):
+                out += self._take_some(blocks[begin : begin + TOGETHER], write, count)
+        return out
+
+    def _take_some(self, blocks: Sequence[WholeBlock], write: bool, count: bool) -> list[BlockSums]:
+        """Decode blocks on the host, bring each up once, and count and write it from there."""
+        here = [to_stream(bits, self.device) for bits in spread(WholeBlock.decode, blocks)]
+        for block, bits in zip(blocks, here, strict=True) if write else ():
+            for flat in self._memory(block.tile):
+                flat[self._where(flat, block.tile, block.number, block.size)] = bits.to(flat.device)
+        if not count:
+            return [NOT_COUNTED] * len(blocks)
+        sums = to_host(count_blocks(blocks, here, self.device))[0].view(np.uint64).reshape(-1, 2)
+        return [BlockSums(Sum(*both), Sum(*both)) for both in sums.tolist()]  # no tile is local in part
 
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
@@ -269,12 +286,22 @@ def _recount_any(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def count_block(tile: Tile, number: int, bits: Bits, device: torch.device) -> Sum:
-    """Count the digest of one block of a tile, given its weights on the host."""
-    here = to_stream(bits, device)
-    sums = torch.zeros(2, dtype=torch.int64, device=device)
-    columns, stride = (tile.size, 0) if tile.contiguous else (tile.columns, tile.tensor.columns)
-    facts = np.array([here.data_ptr(), bits.size, 0, number * BLOCK, tile.start, columns, stride], np.int64)
-    at, *rest = to_stream(facts.reshape(-1, 1), device)
-    cuda.recount_any[(1, 64)](at, *rest, device_keys(device), sums, ITEM=tile.tensor.kind.itemsize, SPAN=1024)
-    return Sum(*to_host(sums)[0].view(np.uint64).tolist())
+def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Count the digests of blocks of tiles, given their weights on the device: two sums of each."""
+    sums = torch.zeros(2 * len(blocks), dtype=torch.int64, device=device)
+    facts = [
+        (bits.data_ptr(), block.size, n, block.number * BLOCK)
+        for n, (block, bits) in enumerate(zip(blocks, weights, strict=True))
+    ]
+    geometry = to_stream(np.array([_geometry(block.tile) for block in blocks], np.int64).T, device)
+    widths = np.array([block.tile.tensor.kind.itemsize for block in blocks])
+    for wide in np.unique(widths).tolist():
+        some = np.array(facts, np.int64)[widths == wide]
+        at, *rest = to_stream(some.T, device)
+        cuda.recount_any[(len(some), 64)](at, *rest, *geometry, device_keys(device), sums, ITEM=wide, SPAN=1024)
+    return sums
+
+
+def _geometry(tile: Tile) -> tuple[int, int, int]:
+    """Where a tile begins in its tensor, how long its rows are there, and how far apart."""
+    return (tile.start, tile.size, 0) if tile.contiguous else (tile.start, tile.columns, tile.tensor.columns)

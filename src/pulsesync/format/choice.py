@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Codec, Tile
 from pulsesync.format import index
-from pulsesync.format.codecs import dense, gap, step
+from pulsesync.format.codecs import dense, gap, raw, step
 from pulsesync.format.diff import TileChanges
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import PREDICTING, CodedTile
@@ -122,7 +122,7 @@ def _after(diff: TileChanges, old: Weights) -> Weights:
 
 
 def _dense_after(diff: TileChanges, old: Weights) -> CodedTile:
-    return dense_of(diff.tile, _after(diff, old))
+    return _whole(diff.tile, _after(diff, old))
 
 
 def _xor(diff: TileChanges, old: Weights) -> CodedTile:
@@ -144,9 +144,13 @@ def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTi
     return _smaller(best, _xor(diff, old))
 
 
-def dense_of(tile: Tile, state: Weights) -> CodedTile:
-    """A tile as `dense`."""
-    return CodedTile(Codec.DENSE, dense.encode(state.block(tile, n) for n in range(tile.block_count)))
+def _whole(tile: Tile, state: Weights) -> CodedTile:
+    """A tile as `dense`; as `raw` where that is not smaller."""
+    packed = dense.encode(state.block(tile, n) for n in range(tile.block_count))
+    if len(packed) < tile.size * tile.tensor.kind.itemsize:
+        return CodedTile(Codec.DENSE, packed)
+    plain = b"".join(piece for n in range(tile.block_count) for piece in raw.encode_block(state.block(tile, n)))
+    return CodedTile(Codec.RAW, plain)
 
 
 def _without_tables_if_smaller(

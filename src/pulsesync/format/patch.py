@@ -7,7 +7,7 @@ to count and to code; decoding reads them once. Apart from the result, memory is
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,16 +17,20 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index, tables
-from pulsesync.format.choice import choose, dense_of
-from pulsesync.format.codecs import context, dense, gap, step
+from pulsesync.format.choice import choose
+from pulsesync.format.codecs import context, dense, gap, raw, step
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
 from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
+from pulsesync.format.wire import PackedPlane
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
+WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
+AnchorCodec = Literal["dense", "raw"]
+Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
 SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time
 
 
@@ -143,7 +147,8 @@ def finish(
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
-    return FinishedPart(*_assemble(layout.id, shared, tiles, chosen, sums, threads, allocate), chosen)
+    payloads = [_Payload(choice.codec, [choice.body], choice.size) for choice in chosen]
+    return FinishedPart(*_assemble(layout.id, shared, tiles, payloads, sums, threads, allocate), chosen)
 
 
 def encode_whole(
@@ -152,13 +157,32 @@ def encode_whole(
     state: "Mapping[str, Bits] | Weights",
     sums: Mapping[int, Sum],
     threads: int | None = None,
+    codec: AnchorCodec = "dense",
 ) -> EncodedPart:
-    """Encode these tiles whole, as `dense`: a part of an anchor. Its patches are empty: there is no base."""
+    """Encode these tiles whole: a part of an anchor. Its patches are empty: there is no base.
+
+    codec: `dense`, which a tile that it does not make smaller is not written as either, or `raw`.
+    """
     weights = as_weights(state)
     written = [tile for tile in tiles if tile.size]
-    coded = spread(lambda tile: dense_of(tile, weights), written, threads)
+    jobs = [(tile, number) for tile in written for number in range(tile.block_count)]
+    encode_block = dense.encode_block if codec == "dense" else raw.encode_block
+    blocks = iter(spread(lambda job: encode_block(weights.block(*job)), jobs, threads))
+    coded = [_whole_payload(tile, [next(blocks) for _ in range(tile.block_count)], codec, weights) for tile in written]
     after = {tile.ordinal: sums[tile.ordinal] for tile in written}
     return EncodedPart(*_assemble(layout.id, [], written, coded, after, threads), (), after)
+
+
+def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> "_Payload":
+    """A tile of an anchor from its encoded blocks; as `raw` where `dense` is not smaller."""
+    plain_size = tile.size * tile.tensor.kind.itemsize
+    pieces = [piece for block in blocks for piece in block]
+    size = sum(map(len, pieces))
+    if codec == "dense" and size < plain_size:
+        return _Payload(Codec.DENSE, pieces, size)
+    if codec == "dense":
+        pieces = [piece for n in range(tile.block_count) for piece in raw.encode_block(weights.block(tile, n))]
+    return _Payload(Codec.RAW, pieces, plain_size)
 
 
 def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
@@ -168,11 +192,19 @@ def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
     return TilePatch(diff.tile, choice.codec, blocks, choice.cut)
 
 
+class _Payload(NamedTuple):
+    """The payload of a tile, in pieces."""
+
+    codec: Codec
+    pieces: Pieces
+    size: int
+
+
 def _assemble(
     layout: str,
     shared: Sequence[FrequencyTable],
     tiles: Sequence[Tile],
-    coded: Sequence[CodedTile],
+    coded: Sequence[_Payload],
     sums: Mapping[int, Sum],
     threads: int | None,
     allocate: container.Allocate = container.new_bytes,
@@ -181,15 +213,14 @@ def _assemble(
     sections: list[list[bytes | memoryview]] = [[]]
     filled = 0
     entries = []
-    full = max(SECTION_BYTES, sum(choice.size for choice in coded) // (container.MAX_SECTIONS - 2) + 1)
-    for tile, choice in zip(tiles, coded, strict=True):
+    full = max(SECTION_BYTES, sum(payload.size for payload in coded) // (container.MAX_SECTIONS - 2) + 1)
+    for tile, payload in zip(tiles, coded, strict=True):
         if filled >= full:
             sections.append([])
             filled = 0
-        size = choice.size
-        sections[-1].append(choice.body)
-        filled += size
-        entries.append(TileEntry(tile.ordinal, choice.codec, len(sections), size, sums[tile.ordinal]))
+        sections[-1] += payload.pieces
+        filled += payload.size
+        entries.append(TileEntry(tile.ordinal, payload.codec, len(sections), payload.size, sums[tile.ordinal]))
     return container.build(layout, [[index.build(shared, entries)], *sections], threads, allocate)
 
 
@@ -388,7 +419,7 @@ def run_task(
 
 def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
     """Decode a tile that is not predicted, and compare with the old weights: only what differs is a change."""
-    if job.codec in (Codec.DENSE, Codec.XOR):
+    if job.codec in WHOLE:
         return _run_whole(job, old)
     tile, kind = job.tile, job.tile.tensor.kind
     if job.codec == Codec.GAP:
@@ -412,13 +443,12 @@ def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
 
 def _run_whole(job: DecodeTask, old: Weights) -> list[BlockChange]:
     """The same for a tile that is written whole."""
-    tile, dtype = job.tile, job.tile.tensor.kind.bits
-    out: list[BlockChange] = []
-    for number, weights in enumerate(dense.decode(job.body, tile.size, dtype)):
-        before = old.block(tile, number)
+    out = []
+    for block in whole_blocks(job.codec, job.tile, job.body):
+        before, weights = old.block(job.tile, block.number), block.decode()
         found = kernels.active().changed(before, before ^ weights if job.codec == Codec.XOR else weights)
         if found[0].size:
-            out.append(BlockChange(number, *found))
+            out.append(BlockChange(block.number, *found))
     return out
 
 
@@ -431,7 +461,7 @@ def check_fits(layout: Layout, size_bytes: int) -> None:
         LimitError: they cannot.
     """
     tiles = layout.tile_count - sum(count_pieces(spec) for spec in layout.tensors if not spec.size)
-    if layout.size_bytes > dense.MAX_RATIO * size_bytes or dense.MIN_BYTES * tiles > size_bytes:
+    if layout.size_bytes > dense.MAX_RATIO * size_bytes or raw.MIN_BYTES * tiles > size_bytes:
         raise LimitError(
             f"the layout describes {layout.size_bytes} bytes of weights in {tiles} tiles, which an anchor of "
             f"{size_bytes} bytes cannot hold",
@@ -439,17 +469,46 @@ def check_fits(layout: Layout, size_bytes: int) -> None:
         )
 
 
-def dense_blocks(
+@dataclass(frozen=True)
+class WholeBlock:
+    """A block of a tile that is stored whole, not decoded yet. Any thread can decode it."""
+
+    tile: Tile
+    number: int
+    content: memoryview | Sequence[PackedPlane]  # as `raw`, as `dense`
+
+    @property
+    def size(self) -> int:
+        """How many weights it has."""
+        return min(BLOCK, self.tile.size - self.number * BLOCK)
+
+    def decode(self, out: Bits | None = None) -> Bits:
+        """Its weights, in memory of their own or in the contiguous memory that is given. Raises: FormatError."""
+        if out is None:
+            out = np.empty(self.size, self.tile.tensor.kind.bits)
+        if isinstance(self.content, memoryview):
+            raw.decode_block(self.content, out)
+        else:
+            dense.decode_block(self.content, out)
+        return out
+
+
+def whole_blocks(codec: Codec, tile: Tile, body: memoryview) -> Iterable[WholeBlock]:
+    """The blocks of a tile that is stored as `dense` or `raw`. Raises: FormatError, for another length."""
+    opened = (raw if codec == Codec.RAW else dense).open_blocks(body, tile.size, tile.tensor.kind.bits)
+    return (WholeBlock(tile, number, content) for number, content in enumerate(opened))
+
+
+def anchor_blocks(
     opened: OpenedIndex, sections: Mapping[int, memoryview], layout: Layout, wanted: Collection[int] | None = None
-) -> Iterable[tuple[Tile, int, Bits]]:
-    """Yield the blocks of a part that is all `dense`, as those of anchors are, one at a time: tile, number, weights.
+) -> Iterable[WholeBlock]:
+    """Yield the blocks of a part of an anchor, which is all `dense` or `raw`, not decoded yet.
 
     Raises:
         FormatError: a payload is of another codec or length.
     """
     for entry, body in payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
-        if entry.codec != Codec.DENSE or tile.size == 0:
+        if entry.codec not in (Codec.DENSE, Codec.RAW) or tile.size == 0:
             raise FormatError("an anchor holds whole tiles, and nothing else", tensor=tile.tensor.name)
-        for number, weights in enumerate(dense.decode(body, tile.size, tile.tensor.kind.bits)):
-            yield tile, number, weights
+        yield from whole_blocks(entry.codec, tile, body)

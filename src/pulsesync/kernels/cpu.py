@@ -15,7 +15,7 @@ import numpy as np
 
 from pulsesync.kernels import reference, spec
 from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks
-from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, trailing_zeros
+from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, store_word, trailing_zeros
 
 __all__ = [
     "advance_history",
@@ -25,10 +25,13 @@ __all__ = [
     "digest_change",
     "digest_rectangle",
     "encode_blocks",
+    "huffman_streams",
+    "join_planes",
     "pick",
     "sample_classes",
     "scatter",
     "split",
+    "split_planes",
     "steps",
 ]
 
@@ -117,6 +120,68 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
     for k in range(positions.size):
         bits[positions[k]] = new[k]
+
+
+@compiled
+def split_planes(weights: Any, low: Any, high: Any) -> None:
+    """Write the lower and the upper bytes of 16-bit weights whose sign has been moved behind their last bit."""
+    for k in range(weights.size):
+        low[k] = np.uint8(weights[k] << np.uint16(1) | weights[k] >> np.uint16(15))
+        high[k] = np.uint8(weights[k] >> np.uint16(7))
+
+
+@compiled
+def join_planes(low: Any, high: Any, out: Any) -> None:
+    """Undo `split_planes`."""
+    for k in range(out.size):
+        rotated = np.uint16(low[k]) | np.uint16(high[k]) << np.uint16(8)
+        out[k] = rotated >> np.uint16(1) | rotated << np.uint16(15)
+
+
+@compiled
+def huffman_streams(pairs: Any, borders: Any, codes: Any, out: Any) -> Any:
+    """Write four streams of Huffman codes for each block of bytes; return their sizes, or none if a code is missing.
+
+    pairs: the bytes, two at a time; borders: of the blocks, in pairs, multiples of 4; codes: of each pair, its bits
+    shifted by 5 and their number, at most 22. A stream is read from its end; a bit that is set marks that. out has room
+    for 12 bits a byte.
+    """
+    sizes = np.empty((borders.size - 1, 4), np.int64)
+    at = 0
+    for block in range(borders.size - 1):
+        quarter = (borders[block + 1] - borders[block]) >> 2
+        for k in range(4):
+            some = pairs[borders[block] + k * quarter : borders[block] + (k + 1) * quarter]
+            size = _huffman_stream(some, codes, out[at:])
+            if size == 0:
+                return sizes[:0]
+            sizes[block, k] = size
+            at += size
+    return sizes
+
+
+@inner
+def _huffman_stream(pairs: Any, codes: Any, out: Any) -> Any:
+    """Write one stream; return its size, or 0 if a pair has no code."""
+    word, filled, at, missing = U(0), U(0), 0, U(0)
+    i = pairs.size
+    while i > 1:
+        first, second = U(codes[pairs[i - 1]]), U(codes[pairs[i - 2]])
+        missing |= (first - ONE) | (second - ONE)  # the top bit, which no code has, where one is 0
+        word |= (first >> U(5) | second >> U(5) << (first & U(31))) << filled
+        filled += (first & U(31)) + (second & U(31))
+        store_word(out, at, word)
+        at += np.int64(filled >> U(3))
+        word >>= filled & ~U(7)
+        filled &= U(7)
+        i -= 2
+    if i:
+        last = U(codes[pairs[0]])
+        missing |= last - ONE
+        word |= last >> U(5) << filled
+        filled += last & U(31)
+    store_word(out, at, word | ONE << filled)
+    return 0 if missing >> U(63) else at + np.int64(filled >> U(3)) + 1
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""How the kernels are compiled, and the two machine instructions that numba has no name for."""
+"""How the kernels are compiled, and the machine instructions that numba has no name for."""
 
 import logging
 from typing import Any
@@ -35,6 +35,19 @@ inner = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrappe
 def trailing_zeros(typing_context: Any, x: Any) -> Any:
     """The number of zero bits below the lowest set bit of a uint64."""
     return types.uint64(types.uint64), lambda _, builder, __, args: builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+
+@intrinsic
+def store_word(typing_context: Any, array: Any, at: Any, word: Any) -> Any:
+    """Write a uint64 into an array of bytes, at any address, low byte first."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(64).as_pointer())
+        builder.store(args[2], place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.uint64), generate
 
 
 @intrinsic

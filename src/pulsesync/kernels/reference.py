@@ -45,6 +45,34 @@ def scatter(bits: Bits, positions: NDArray[np.uint32], new: Bits) -> None:
     bits[positions] = new
 
 
+def split_planes(weights: Bits, low: NDArray[np.uint8], high: NDArray[np.uint8]) -> None:
+    low[:], high[:] = weights << 1 | weights >> 15, weights >> 7
+
+
+def join_planes(low: NDArray[np.uint8], high: NDArray[np.uint8], out: Bits) -> None:
+    rotated = low + (high.astype(np.uint16) << 8)
+    out[:] = rotated >> 1 | rotated << 15
+
+
+def huffman_streams(
+    pairs: NDArray[np.uint16], borders: NDArray[np.int64], codes: NDArray[np.uint32], out: NDArray[np.uint8]
+) -> NDArray[np.int64]:
+    sizes = np.empty((borders.size - 1, 4), np.int64)
+    if not codes[pairs].all():
+        return sizes[:0]
+    written = b""
+    for block, (begin, end) in enumerate(pairwise(borders.tolist())):
+        for k, some in enumerate(np.split(pairs[begin:end], 4)):
+            word, filled = 0, 0
+            for code in codes[some[::-1]].tolist():
+                word, filled = word | code >> 5 << filled, filled + (code & 31)
+            stream = (word | 1 << filled).to_bytes(filled // 8 + 1, "little")
+            sizes[block, k] = len(stream)
+            written += stream
+    out[: len(written)] = np.frombuffer(written, np.uint8)
+    return sizes
+
+
 def sample_classes(old: Bits, shift: int) -> NDArray[np.int64]:
     looked_at = np.arange(old.size) % spec.SAMPLE_PERIOD < spec.SAMPLE_RUN
     return np.bincount(_magnitudes(old[looked_at]) >> shift, minlength=256)

@@ -14,20 +14,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from pulsesync.core.scratch import ScratchFolder
 from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
-from pulsesync.run.bodies import check_room, fetch_body
+from pulsesync.run.bodies import check_room, fetch_body, stream_bodies
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import check_target, list_moves
 from pulsesync.run.reader import RunReader
-from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.host import HostState
 from pulsesync.store import Store, open_store
 
@@ -170,7 +167,6 @@ class RunVerifier:
         self._state: HostState | None = None
         self._position: Position | None = None
         self._files: dict[str, str | None] = {}  # id -> fault
-        self._spool = Path()
 
     def run(self) -> Iterator[CheckedRecord]:
         """Look at every record, versions in order; a fault in one is told and does not end it.
@@ -185,13 +181,12 @@ class RunVerifier:
                 anchors[found.record.version].append(found)
             elif found.record and found.record.base and found.record.kind == RecordKind.SQUASH:
                 squashes[found.record.base.version].append(found)
-        with ScratchFolder("audit") as self._spool:
-            for found in self.found:
-                if found.record is None:
-                    yield CheckedRecord(found.key, None, found.fault)
-                elif found.record.kind == RecordKind.VERSION:
-                    version = found.record.version
-                    yield from self._version(found, anchors.pop(version, []), squashes.pop(version, []))
+        for found in self.found:
+            if found.record is None:
+                yield CheckedRecord(found.key, None, found.fault)
+            elif found.record.kind == RecordKind.VERSION:
+                version = found.record.version
+                yield from self._version(found, anchors.pop(version, []), squashes.pop(version, []))
         for found in (one for group in (*anchors.values(), *squashes.values()) for one in group):
             yield CheckedRecord(
                 found.key, found.record, "it belongs to a version that is not published, or not any more"
@@ -262,15 +257,12 @@ class RunVerifier:
             layout = self._records.layout(anchor.layout)
             check_room(self.store, anchor, layout)
             self._state, self._position = HostState.empty(layout), None
-        spool = AnchorSpool(self._spool)
-        bodies, _ = spool.fetch(anchor, self.store, self._state.layout)
-        try:
-            sums = self._state.check_whole(anchor, bodies)
-            if self._position is None:
-                self._state.load_whole(bodies, sums)
-                self._position = Position.of(record)
-        finally:
-            spool.keep_only(None)
+        bodies = (body for body, _ in stream_bodies(self.store, anchor.parts, self._state.layout))
+        if self._position is None:
+            self._state.join_whole(anchor, bodies)
+            self._position = Position.of(record)
+        else:
+            self._state.check_whole(anchor, bodies)
 
     def _check_squash(self, squash: Manifest | None) -> None:
         """Decode a squashed patch over its base, which the state is at, and hold it against the version it leads to."""

@@ -1,21 +1,24 @@
 """Writing anchors in the background: full checkpoints, from a snapshot to disk and from there to the store."""
 
+import hashlib
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
-from pulsesync.core.threads import submit
+from pulsesync.core.threads import default_threads, submit
 from pulsesync.core.types import Tile
 from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
-from pulsesync.format.manifest import Manifest, PartRef, RecordKind
-from pulsesync.format.patch import EncodedPart
+from pulsesync.format.manifest import MAX_INLINE_BYTES, Manifest, PartRef, RecordKind
+from pulsesync.format.patch import AnchorCodec, EncodedPart
 from pulsesync.publish.team import AnchorShare
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import inline_share
@@ -26,6 +29,8 @@ from pulsesync.store import Store
 
 FRESH_S = 6 * 3600.0  # that parts which no record names yet are counted on: a prune deletes them after a day
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
+MEASURED_BYTES = 1 << 26  # of weights that were packed, and of parts that were sent, before a codec is chosen by them
+AnchorCodecChoice = Literal["auto", "dense", "raw"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,7 @@ class AnchorWriter:
     Args:
         give_way: Waits while a version is being sent.
         ranks: Of the team.
+        codec: How tiles are written; "auto": by what the link and the codec were measured to take.
     """
 
     def __init__(
@@ -49,12 +55,14 @@ class AnchorWriter:
         executor: Executor,
         give_way: Callable[[], None],
         ranks: int = 1,
+        codec: AnchorCodecChoice = "auto",
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
         self.owed = False  # one was begun and is not in the store
         self.written_bytes = 0
         self.share: AnchorShare | None = None
+        self.costs = AnchorCosts(codec)
         self._uploaded_s = 0.0  # when the share was
         self._version: Manifest | None = None  # of which the last anchor was begun
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
@@ -152,14 +160,17 @@ class AnchorWriter:
 
     def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         epoch = version.starts
-        parts = encode_parts(tiles, snapshot) if tiles or self._alone else ()
-        refs = self.outbox.stage(epoch, parts, inline_share(self._ranks))
-        record = anchor_record(version, refs, self.newest)
-        data = self.sign(record)
-        self.outbox.seal(epoch, data)
-        self.outbox.discard_before(epoch)
-        del snapshot  # from here on only the disk is needed
-        self._upload(epoch, record, data)
+        parts = encode_parts(tiles, snapshot, self.costs) if tiles or self._alone else ()
+        with ThreadPoolExecutor(1, thread_name_prefix="pulse-upload") as executor:
+            ahead = _UploadsAhead(executor, self._put)
+            refs = self.outbox.stage(epoch, ahead.offering(parts), inline_share(self._ranks))
+            logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.costs.reason)
+            record = anchor_record(version, refs, self.newest)
+            data = self.sign(record)
+            self.outbox.seal(epoch, data)
+            self.outbox.discard_before(epoch)
+            del snapshot, parts  # from here on only the disk is needed
+        self._upload(epoch, record, data, ahead.result())
 
     def _waiting(self, run: str) -> list[tuple[int, Manifest, bytes]]:
         """What the outbox has for this run; the rest of it goes. A look at the disk, without the parts.
@@ -187,19 +198,29 @@ class AnchorWriter:
                 self.outbox.discard(epoch)
         self.owed = self.share is not None
 
-    def _upload(self, epoch: int, record: Manifest, data: bytes) -> None:
-        """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""
+    def _upload(self, epoch: int, record: Manifest, data: bytes, uploaded: Collection[str] = ()) -> None:
+        """Put all parts, whether they are there already or not: one that is old might be about to be pruned.
+
+        uploaded: those that were put just now.
+        """
         for ref in record.parts:
-            if ref.data is None:
-                self._give_way()
-                self.store.put(keys.part_key(ref.id), self._staged(epoch, ref))
-            self.written_bytes += ref.size
+            if ref.data is not None:
+                self.written_bytes += ref.size
+            elif ref.id not in uploaded:
+                self._put(ref.id, self._staged(epoch, ref))
         if not self._alone:
             self.share, self._uploaded_s = AnchorShare(epoch, record.parts), time.monotonic()
             return
         self._create(record, data)
         self.newest, self.owed = epoch, False
         self.outbox.discard(epoch)
+
+    def _put(self, id_: str, data: bytes | memoryview) -> None:
+        self._give_way()
+        began = time.perf_counter()
+        self.store.put(keys.part_key(id_), data)
+        self.costs.sent(len(data), time.perf_counter() - began)
+        self.written_bytes += len(data)
 
     def _create(self, record: Manifest, data: bytes) -> None:
         with suppress(ConflictError):  # another process was quicker: the run has its anchor
@@ -214,17 +235,119 @@ class AnchorWriter:
             raise
 
 
-def encode_parts(tiles: Iterable[Tile], state: Snapshot | AnyState) -> Iterator[EncodedPart]:
+class _UploadsAhead:
+    """Uploads parts from memory while the next ones are encoded, as far as the link keeps up.
+
+    A part that comes while another one is being uploaded is left for later: it is on disk.
+    """
+
+    def __init__(self, executor: Executor, put: Callable[[str, bytes | memoryview], None]) -> None:
+        self._executor, self._put = executor, put
+        self._uploaded: set[str] = set()
+        self._last: Future[None] | None = None  # after one that failed there is none
+
+    def offering(self, parts: Iterable[EncodedPart]) -> Iterator[EncodedPart]:
+        """Yield parts, and upload each that fits when the caller is done with it, which then has it on disk.
+
+        A small one is left for later too: it may stand in the record.
+        """
+        for part in parts:
+            yield part
+            if len(part.data) <= 2 * MAX_INLINE_BYTES:
+                continue
+            if self._last is None or (self._last.done() and self._last.exception() is None):
+                with suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+                    self._last = self._executor.submit(self._upload, part)
+
+    def _upload(self, part: EncodedPart) -> None:
+        self._put(part.id, part.data)
+        self._uploaded.add(part.id)
+
+    def result(self) -> Collection[str]:
+        """The parts that are in the store, when the last upload has ended. Raises: what it raised."""
+        if self._last is not None:
+            self._last.result()
+        return self._uploaded
+
+
+class AnchorCosts:
+    """How tiles of anchors are written: as `dense`, or as `raw` where the link is faster than packing them.
+
+    It is `raw` where encoding and sending a byte of weights takes less time that way, by what the last uploads took,
+    what it took to pack the last weights, and how fast this machine hashes. Joiners may have slower links than the
+    publisher: pass codec="dense" then.
+    """
+
+    def __init__(self, codec: AnchorCodecChoice = "auto") -> None:
+        self.codec = codec
+        self.reason = "dense: nothing was measured yet" if codec == "auto" else f"{codec}: as asked for"
+        self._sent_bytes, self._sent_s = 0.0, 0.0
+        self._plain_bytes, self._packed_bytes, self._packed_s = 0.0, 0.0, 0.0
+        self._lock = threading.Lock()
+
+    def sent(self, size_bytes: int, took_s: float) -> None:
+        """A part of this size was uploaded."""
+        with self._lock:
+            if self._sent_bytes > MEASURED_BYTES:  # what was long ago counts less and less
+                self._sent_bytes, self._sent_s = self._sent_bytes / 2, self._sent_s / 2
+            self._sent_bytes, self._sent_s = self._sent_bytes + size_bytes, self._sent_s + took_s
+
+    def packed(self, plain_bytes: int, packed_bytes: int, took_s: float) -> None:
+        """Weights were encoded as a part, as `dense`."""
+        with self._lock:
+            self._plain_bytes += plain_bytes
+            self._packed_bytes += packed_bytes
+            self._packed_s += took_s
+
+    def choose(self) -> AnchorCodec:
+        """The codec for the next part."""
+        if self.codec != "auto":
+            return self.codec
+        with self._lock:
+            if min(self._sent_bytes, self._plain_bytes) < MEASURED_BYTES:
+                return "dense"
+            link, ratio = self._sent_bytes / max(self._sent_s, 1e-9), self._packed_bytes / self._plain_bytes
+            packing = self._plain_bytes / max(self._packed_s, 1e-9)
+        hashing = hash_rate()
+        dense_s, raw_s = 1 / packing + ratio / link, 1 / hashing + 1 / link
+        chosen: AnchorCodec = "raw" if raw_s < dense_s else "dense"
+        self.reason = (
+            f"{chosen}: a GB of weights takes {1e9 * dense_s:.2f} s as dense and {1e9 * raw_s:.2f} s as raw, "
+            f"encoded at {packing / 1e9:.2f} and {hashing / 1e9:.2f} GB/s and sent at {link / 1e9:.2f} GB/s"
+        )
+        return chosen
+
+
+@cache
+def hash_rate() -> float:
+    """Bytes a second of SHA-256 on all cores of this process."""
+    data, began = bytes(1 << 22), time.perf_counter()
+    hashlib.sha256(data)
+    return default_threads() * len(data) / max(time.perf_counter() - began, 1e-9)
+
+
+def encode_parts(
+    tiles: Iterable[Tile], state: Snapshot | AnyState, costs: AnchorCosts | None = None
+) -> Iterator[EncodedPart]:
     """Encode a state, or these tiles of one, whole: part by part, at least one."""
+    costs = costs or AnchorCosts("dense")
     some: list[Tile] = []
     size = 0
     for tile in tiles:
         if some and size >= PART_BYTES:
-            yield patch.encode_whole(state.layout, some, state, state.sums)
+            yield _encode_part(some, size, state, costs)
             some, size = [], 0
         some.append(tile)
         size += tile.size * tile.tensor.kind.itemsize
-    yield patch.encode_whole(state.layout, some, state, state.sums)
+    yield _encode_part(some, size, state, costs)
+
+
+def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | AnyState, costs: AnchorCosts) -> EncodedPart:
+    codec, began = costs.choose(), time.perf_counter()
+    part = patch.encode_whole(state.layout, tiles, state, state.sums, codec=codec)
+    if codec == "dense":
+        costs.packed(size, len(part.data), time.perf_counter() - began)
+    return part
 
 
 def anchor_record(version: Manifest, parts: tuple[PartRef, ...], newest: int | None) -> Manifest:

@@ -34,7 +34,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.group.collective import SoloTeam, Team
-from pulsesync.publish.anchors import AnchorWriter
+from pulsesync.publish.anchors import AnchorCodecChoice, AnchorWriter
 from pulsesync.publish.baseline import Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
@@ -71,6 +71,8 @@ class Publisher:
         publish_every: Steps in a version; "auto" coalesces steps as the link requires.
         max_behind: The most steps that "auto" puts into a version.
         anchor_every: An anchor is written when the patches since the last one have this fraction of its bytes.
+        anchor_codec: How anchors are written: "dense", which takes about two thirds of the bytes; "raw", the weights as
+            they are; "auto": "raw" where the store takes it in less time than packing costs, by what was measured.
         spool: A folder of this trainer alone, in which bodies are kept for a restart, and anchors until they are
             uploaded; a temporary one if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
@@ -99,6 +101,7 @@ class Publisher:
         publish_every: Every = 1,
         max_behind: int = 16,
         anchor_every: float = 1.0,
+        anchor_codec: AnchorCodecChoice = "auto",
         spool: str | Path | None = None,
         keep: Keep | None = None,
         executor: Executor | None = None,
@@ -110,6 +113,10 @@ class Publisher:
             raise ValueError("keep='hook' publishes every step: there is no base that could wait for more")
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
+        if anchor_codec not in get_args(AnchorCodecChoice):
+            choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
+            raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
+        self._anchor_codec: AnchorCodecChoice = anchor_codec
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
         self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
@@ -321,7 +328,13 @@ class Publisher:
         outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
         queue = self._queue
         anchors = AnchorWriter(
-            self.store, outbox, self._sign, self._anchor_sender, queue.wait_until_quiet, ranks=self.team.size
+            self.store,
+            outbox,
+            self._sign,
+            self._anchor_sender,
+            queue.wait_until_quiet,
+            ranks=self.team.size,
+            codec=self._anchor_codec,
         )
         self._writer = RunWriter(self.store, TeamTalk(self.team), queue, self._cadence, anchors, self._options)
         self._process = os.getpid()

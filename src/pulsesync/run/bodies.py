@@ -1,7 +1,9 @@
 """The bodies of a run: parts put and fetched, whole or by section, checked byte by byte, read again if they are bad."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 from pulsesync.errors import FormatError, NotFoundError, StoreError
@@ -17,6 +19,8 @@ from pulsesync.store import Store, origin_of
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
 HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
 INLINE_BYTES = MAX_INLINE_BYTES  # of parts that a writer puts into a record: all that a reader accepts
+
+DOWNLOADS = 2  # parts of an anchor that are fetched at a time; these, and one that is read, are in memory
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,30 @@ def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[in
         return _fetch_sections(store, key, ref, layout, wanted)
 
     return read_again(store, key, fetch)
+
+
+def stream_bodies(
+    store: Store, refs: Sequence[PartRef], layout: Layout, wanted: Collection[int] | None = None
+) -> Iterator[tuple[Body, int]]:
+    """Yield many parts as `fetch_body` does, in order; the next ones are fetched while the caller has one."""
+    return ahead(lambda ref: fetch_body(store, ref, layout, wanted), refs)
+
+
+def ahead(get: Callable[[PartRef], tuple[Body, int]], refs: Sequence[PartRef]) -> Iterator[tuple[Body, int]]:
+    """Yield parts in order; `DOWNLOADS` of them are under way at a time, while the caller has another one."""
+    waiting: deque[Future[tuple[Body, int]]] = deque()
+    executor = ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="pulse-anchor")
+    try:
+        for ref in refs:
+            waiting.append(executor.submit(get, ref))
+            if len(waiting) > DOWNLOADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        executor.shutdown()
 
 
 def fetch_part(store: Store, ref: PartRef) -> bytes:

@@ -6,25 +6,22 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pulsesync.core.threads import spread
-from pulsesync.errors import ChecksumError, FormatError, NotFoundError, StoreError
-from pulsesync.format import container, patch
+from pulsesync.errors import FormatError, NotFoundError, StoreError
+from pulsesync.format import container
 from pulsesync.format.body import Body
-from pulsesync.format.container import PartHeader
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.run import keys
-from pulsesync.run.bodies import fetch_body, fetch_part, put_body
+from pulsesync.run.bodies import ahead, fetch_body, fetch_part, put_body
 from pulsesync.run.reader import read_again
 from pulsesync.store import LocalStore, Store
 from pulsesync.store.turns import PATIENCE_S, locked
 
-DOWNLOADS = 2  # parts of an anchor that are fetched, and in memory, at a time
 logger = logging.getLogger(__name__)
 _FETCHING = ".fetching"  # locked by all processes that fetch or load, together, and by one that removes parts, alone
 
@@ -32,7 +29,7 @@ _FETCHING = ".fetching"  # locked by all processes that fetch or load, together,
 class AnchorSpool:
     """Parts of anchors in a folder, by id. Processes of a host can share it.
 
-    Another process can write to a file at any time, after it was checked too. So a section is read into memory of this
+    Another process can write to a file at any time, after it was checked too. So a part is read into memory of this
     process and checked every time that it is used; one that has changed is replaced by the store's.
     """
 
@@ -41,12 +38,13 @@ class AnchorSpool:
         self._files = LocalStore(folder)
         self._unlock: Callable[[], object] = lambda: None
 
-    def fetch(self, record: Manifest, store: Store, layout: Layout) -> tuple[list[Body], int]:
-        """Have all parts of an anchor on disk, checked, and return them with the bytes that had to be fetched.
+    def fetch(self, record: Manifest, store: Store, layout: Layout) -> Iterator[tuple[Body, int]]:
+        """Yield all parts of an anchor in memory, checked, each with the bytes that had to be fetched for it.
 
-        What an earlier attempt, or another process, has fetched already is used. No process removes one of them until
-        `close` or `keep_only` is called, or this object is gone. They are opened whenever they are read: an anchor can
-        have more parts than a process may have files open. Parts that stand in the record stay in memory.
+        Each is on disk as well, and what an earlier attempt, or another process, has fetched already is read from
+        there; so is everything when this is called again. No process removes one of them until `close` or `keep_only`
+        is called, or this object is gone. They come in order, and some are fetched ahead while the caller has one.
+        Parts that stand in the record stay in memory.
 
         Raises:
             StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
@@ -54,44 +52,30 @@ class AnchorSpool:
         with self._translated():
             self._lock_parts()
             try:
-                got = spread(lambda ref: self._have(ref, store, layout), record.parts, DOWNLOADS)
+                yield from ahead(lambda ref: self._have(ref, store, layout), record.parts)
             except BaseException:
                 self.close()
                 raise
-        return [body for body, _ in got], sum(size for _, size in got)
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
         if ref.data is not None:
             return fetch_body(store, ref, layout, None)
         with self._turn(ref):
-            body, fetched = self._open(ref, store, layout, check=True), 0
-            if body is None:
-                data = _download(ref, store, layout)
-                self._files.put(keys.part_key(ref.id), data)
-                body, fetched = self._open(ref, store, layout, check=False), len(data)
-        if body is None:
-            raise StoreError(f"{self.folder} does not keep what is written to it", key=ref.id)
-        return body, fetched
+            if body := self._read(ref, layout):
+                return body, 0
+            data, body = _download(ref, store, layout)
+            self._files.put(keys.part_key(ref.id), data)
+        return body, len(data)
 
-    def fetch_some(
-        self, record: Manifest, store: Store, layout: Layout, wanted: Collection[int]
-    ) -> tuple[list[Body], int]:
-        """The same for a worker that holds slices: only the sections it needs, in memory."""
-        got = [fetch_body(store, ref, layout, wanted) for ref in record.parts]
-        return [body for body, _ in got], sum(size for _, size in got)
-
-    def _open(self, ref: PartRef, store: Store, layout: Layout, check: bool) -> Body | None:
-        """A part that is in the folder; None if it is not, or is damaged. check: read all of it now."""
-        path = self.folder / "parts" / ref.id
+    def _read(self, ref: PartRef, layout: Layout) -> Body | None:
+        """A part that is in the folder; None if it is not, or is damaged."""
         try:
-            sections = _FileSections(ref, path, lambda: _download(ref, store, layout))
-            if check:
-                spread(sections.read, range(len(sections)))
-            return Body(patch.open_index(sections.header, sections.read(0), layout), sections)
-        except OSError:
+            data = self._files.get(keys.part_key(ref.id), 0, ref.size + 1)
+            return Body.of(data, layout, ref.id)
+        except StoreError:  # most often it is not there; a disk that is broken is reported when it is written to
             return None
-        except FormatError:
-            path.unlink(missing_ok=True)
+        except FormatError as e:
+            logger.warning("Part %s in %s was damaged (%s). Fetching it again.", ref.id, self.folder, e)
             return None
 
     @contextmanager
@@ -144,69 +128,14 @@ class AnchorSpool:
                     path.unlink(missing_ok=True)
 
 
-def _download(ref: PartRef, store: Store, layout: Layout) -> bytes:
+def _download(ref: PartRef, store: Store, layout: Layout) -> tuple[bytes, Body]:
     """Fetch a part and check all of it. Raises: StoreError; FormatError, and branches."""
 
-    def fetch() -> bytes:
+    def fetch() -> tuple[bytes, Body]:
         data = fetch_part(store, ref)
-        Body.of(data, layout, ref.id)
-        return data
+        return data, Body.of(data, layout, ref.id)
 
     return read_again(store, keys.part_key(ref.id), fetch)
-
-
-class _FileSections(Mapping[int, memoryview]):
-    """The sections of a part in a file that other processes may write: read and checked whenever one is used.
-
-    The file is open only while it is read. If it is changed or removed after the first time, it is unlinked, and the
-    store's bytes are used in its place.
-
-    Raises:
-        FormatError: the file is not the part that was asked for; OSError.
-    """
-
-    def __init__(self, ref: PartRef, path: Path, download: Callable[[], bytes]) -> None:
-        self._path, self._download = path, download
-        self._replacement: memoryview | None = None  # the part from the store, checked, in memory
-        with path.open("rb", buffering=0) as file:
-            size = container.header_size(_read(file.fileno(), 0, container.HEADER.size))
-            self.header: PartHeader = container.parse_header(_read(file.fileno(), 0, size), ref.id)
-            if not self.header.file_size == ref.size == os.fstat(file.fileno()).st_size:
-                raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
-
-    def read(self, number: int) -> memoryview:
-        """A section of the file. Raises: ChecksumError, if it was damaged; OSError."""
-        begin, end = self.header.borders[number : number + 2]
-        with self._path.open("rb", buffering=0) as file:
-            data = _read(file.fileno(), begin, end - begin)
-        self.header.check_section(number, data)
-        return data
-
-    def __getitem__(self, number: int) -> memoryview:
-        if self._replacement is None:
-            try:
-                return self.read(number)
-            except (ChecksumError, OSError) as e:
-                logger.warning("%s was changed while it was in use (%s). Fetching the part again.", self._path, e)
-            self._replacement = memoryview(self._download())
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
-        begin, end = self.header.borders[number : number + 2]
-        return self._replacement[begin:end]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self)))
-
-    def __len__(self) -> int:
-        return len(self.header.sections)
-
-
-def _read(handle: int, begin: int, size: int) -> memoryview:
-    """Bytes of a file in memory of their own; fewer if the file ends earlier. Raises: OSError."""
-    data, filled = memoryview(bytearray(size)), 0
-    while filled < size and (count := os.preadv(handle, [data[filled:]], begin + filled)):
-        filled += count
-    return data[:filled].toreadonly()
 
 
 def _wait_for(lock: int, how: int, patience_s: float) -> None:

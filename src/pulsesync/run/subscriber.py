@@ -5,7 +5,8 @@
     for report in sub.watch(model): ...           # to each version as it comes
 
 Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
-deep. The pause, in which the weights are not to be used, is the commit at the end alone.
+deep. The pause, in which the weights are not to be used, is the commit at the end alone. Only the first anchor of a
+joiner, whose weights are at no version yet, is written while it arrives.
 """
 
 import logging
@@ -48,7 +49,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
-from pulsesync.run.bodies import fetch_body
+from pulsesync.run.bodies import fetch_body, stream_bodies
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
@@ -128,6 +129,16 @@ class _Progress:
             took_s = time.perf_counter() - began
             self.seconds[what] += took_s - self.inside_s
             self.inside_s = around + took_s
+
+    def waited_for(self, parts: Iterator[tuple[Body, int]]) -> Iterator[Body]:
+        """Parts as they arrive. To wait for one counts as fetching."""
+        while True:
+            with self.timed("fetch"):
+                body, fetched = next(parts, (None, 0))
+            if body is None:
+                return
+            self.fetched_bytes += fetched
+            yield body
 
     @contextmanager
     def applying(self, record: Manifest, records: RunReader) -> Iterator[None]:
@@ -328,8 +339,10 @@ class Subscriber:
                 followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
                 FormatError, ChainError, StoreError, VerificationError.
                 The weights are then at the version they had, or at the last one that was wholly committed, and the same
-                call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
-                halfway, and the weights are between two versions. Do not use them until a sync succeeds.
+                call can be repeated. There are two exceptions. Before the first sync has succeeded, the weights are at
+                no version, and an anchor is written into them as it arrives: after an error they may be partly written.
+                And a VerificationError with `torn=True` means that loading an anchor failed halfway, and the weights
+                are between two versions. Do not use them until a sync succeeds.
         """
         with self._working():
             self._syncs += 1
@@ -718,26 +731,43 @@ class Subscriber:
         self._undo.extend(kept)
 
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
-        """Bring an anchor in: on disk first, checked there, then into the weights, which nothing can then stop."""
+        """Bring an anchor in.
+
+        Weights that this subscriber has brought to a version stay as they are until all of the anchor has arrived on
+        disk and was checked; then nothing can stop it. Weights that never were at a version are written while the parts
+        arrive and are checked: there is nothing to protect, and each part is read once.
+        """
         assert self._state is not None
-        state = self._state
+        state, joining = self._state, self._position is None and self.reported is None
         with self._spool() as spool:
-            with progress.timed("fetch"):
-                if state.whole:
-                    bodies, fetched = spool.fetch(anchor, self._origin, state.layout)
+
+            def arriving() -> Iterator[Body]:
+                if not state.whole:
+                    parts = stream_bodies(self._origin, anchor.parts, state.layout, state.places.keys())
+                elif joining and self._cache is None:
+                    parts = stream_bodies(self._origin, anchor.parts, state.layout)
                 else:
-                    bodies, fetched = spool.fetch_some(anchor, self._origin, state.layout, state.places.keys())
-            progress.fetched_bytes += fetched
-            with progress.timed("prepare"):
-                sums = state.check_whole(anchor, bodies)
-            with progress.timed("apply"):
-                self._forget()  # should the process be cut off here, a restart finds the spool
-                try:
-                    finish(lambda: state.load_whole(bodies, sums))
-                finally:
-                    progress.torn = state.torn
-                self._state = state
-                self._move_to(anchor)
+                    parts = spool.fetch(anchor, self._origin, state.layout)
+                return progress.waited_for(parts)
+
+            if joining:
+                self._forget()  # what was counted of the weights is no longer true
+                with progress.timed("apply"):
+                    state.join_whole(anchor, arriving())
+            else:
+                with progress.timed("prepare"):
+                    # Of slices, only these sections were fetched, and they are on no disk.
+                    bodies = arriving() if state.whole else list(arriving())
+                    sums = state.check_whole(anchor, bodies)
+                with progress.timed("apply"):
+                    self._forget()  # should the process be cut off here, a restart finds the spool
+                    bodies = arriving() if state.whole else bodies
+                    try:
+                        finish(lambda: state.load_whole(bodies, sums))
+                    finally:
+                        progress.torn = state.torn
+            self._state = state
+            self._move_to(anchor)
             progress.changed += sum(len(flat) for flat in state.flats.values())
             if self._cache is not None:
                 spool.keep_only(anchor)

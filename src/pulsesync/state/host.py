@@ -1,5 +1,6 @@
 """Live weights in host memory: the backend of numpy and the CPU's kernels."""
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -8,21 +9,22 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import StateError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.patch import DecodedPart
+from pulsesync.format.patch import DecodedPart, WholeBlock
 from pulsesync.format.predict import PREDICTING
 from pulsesync.format.replay import replay
 from pulsesync.format.weights import Changes, compose, inverse
-from pulsesync.state.live import LiveState, Transition, VersionChanges
+from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges
 from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
 
-BATCH = 1 << 24  # weights that are recounted before a commit is let in
+BATCH = 1 << 24  # weights that are counted between two commits, by all threads
+_mine = threading.local()
 
 
 class HostTransition(Transition[Changes, History]):
@@ -83,13 +85,13 @@ class HostState(LiveState[Bits, Changes, History]):
     def batches(self) -> Iterable[Sequence[Tile]]:
         some: list[Tile] = []
         size = 0
-        for tile in super().batches():
-            some += tile
-            size += sum(one.size for one in tile)
+        for tiles in super().batches():
+            some += tiles
+            size += sum(tile.size for tile in tiles)
             if size >= BATCH:
                 yield some
                 some, size = [], 0
-        yield some
+        yield from [some] if some else ()
 
     def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
         return dict(zip((tile.ordinal for tile in tiles), spread(self._count_tile, tiles), strict=True))
@@ -108,9 +110,6 @@ class HostState(LiveState[Bits, Changes, History]):
         if not isinstance(place, WidenedTile | BundledTile):
             return True
         return all(spread(lambda n: place.exact(self.memory, n), range(tile.block_count)))
-
-    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        return digest.count_block(tile, number, bits)
 
     # Decoding
 
@@ -182,6 +181,26 @@ class HostState(LiveState[Bits, Changes, History]):
 
     # Tiles that come as a whole
 
+    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> list[BlockSums]:
+        return spread(lambda block: self._take_block(block, write, count), blocks)
+
+    def _take_block(self, block: WholeBlock, write: bool, count: bool) -> BlockSums:
+        """Decode a block where it belongs, if it lies there as it does in the run; else into memory of this thread."""
+        tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
+        others = self.memory[tile.tensor.name][1:] if tile.tensor.name in self.memory else ()
+        in_place = write and isinstance(place, LocalTile) and place.whole and place.tile.contiguous and not others
+        bits = block.decode(place.read(self.memory, number) if in_place else _scratch(tile, block.size))
+        if write and not in_place:
+            self.write_block(tile, number, bits)
+        return self._sums_of(block, bits, place) if count else NOT_COUNTED
+
+    def _sums_of(self, block: WholeBlock, bits: Bits, place: TileStorage) -> BlockSums:
+        total = digest.count_block(block.tile, block.number, bits)
+        if place.whole:
+            return BlockSums(total, total)
+        kept = place.keep(BlockChange.from_zeros(block.number, bits))
+        return BlockSums(total, digest.moved(TilePatch(block.tile, Codec.DENSE, (kept,))) if kept else Sum(0, 0))
+
     def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles that were checked into the weights. If this fails, they are between two versions."""
         with self.lock:
@@ -198,6 +217,14 @@ class HostState(LiveState[Bits, Changes, History]):
                 self.flats[self.layout.tiles[ordinal].tensor.name] = bits
             self.__dict__.pop("memory", None)  # it is another now
             self.sums, self.history = {**self.sums, **sums}, History()
+
+
+def _scratch(tile: Tile, size: int) -> Bits:
+    """Memory of this thread for the weights of a block: new memory costs a fault for every page."""
+    if not hasattr(_mine, "scratch"):
+        _mine.scratch = np.empty(BLOCK, np.uint64)
+    scratch: Bits = _mine.scratch
+    return scratch.view(tile.tensor.kind.bits)[:size]
 
 
 def count_moves(patches: Sequence[TilePatch]) -> dict[int, Sum]:

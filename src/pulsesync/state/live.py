@@ -3,7 +3,7 @@
 Applying versions is a transaction: everything is read, checked and decoded, and the digest it will give is known,
 before the first weight changes; if writing then fails, what was written is rolled back. Several versions can be
 prepared one over the other and committed at once. An anchor is checked first where it lies, and then written block by
-block.
+block; only weights that are no version yet are written while it is checked.
 
 `LiveState` has the rules and none of the work. A backend does the work in a few verbs: `state.host` in host memory,
 `device.state` on a GPU.
@@ -18,17 +18,17 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from pulsesync.core import digest
-from pulsesync.core.types import Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
+from pulsesync.core.types import Bits, Sum, TensorSpec, Tile
 from pulsesync.errors import BaseMismatchError, FormatError, PulseError, StateError, VerificationError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
-from pulsesync.format.patch import HistoryLookup
+from pulsesync.format.patch import HistoryLookup, WholeBlock
 from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
 from pulsesync.state.views import SourceMarks
 
@@ -61,6 +61,16 @@ class VersionChanges(Generic[Delta, Memory]):
     history: Memory | None  # after the last; None if none was given
     history_digests: Sequence[str | None]  # for each version: of the history after it, of a state that is whole
     fault: PulseError | None = None  # of the first version that cannot be decoded; the lists end before it
+
+
+class BlockSums(NamedTuple):
+    """The digests of one block of a tile."""
+
+    all: Sum
+    local: Sum  # as if what is not local were zeros
+
+
+NOT_COUNTED = BlockSums(Sum(0, 0), Sum(0, 0))
 
 
 class LiveState(ABC, Generic[Flat, Delta, Memory]):
@@ -137,10 +147,6 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Count the digests of local tiles of a batch; of one that is local in part, as if the rest were zeros."""
 
     @abstractmethod
-    def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        """Count the digest of one block of a tile, given its weights."""
-
-    @abstractmethod
     def decode(
         self, versions: Sequence[Sequence[Body]], after: Delta, history: Memory | None
     ) -> VersionChanges[Delta, Memory]:
@@ -167,8 +173,14 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Write the new bits of changes everywhere that their tensors are."""
 
     @abstractmethod
-    def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
-        """Write a block of a tile, as far as it is local, everywhere that its tensor is."""
+    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> Sequence[BlockSums]:
+        """Decode blocks of an anchor; write them, as far as they are local, everywhere that their tensors are.
+
+        Returns the digests of each, or nothing that means anything if they are not to be counted.
+
+        Raises:
+            FormatError: one is broken.
+        """
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Write to the weights inside, while nothing reads them; in host memory the caller sees to that."""
@@ -490,12 +502,42 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     # Anchors
 
-    def check_whole(self, manifest: Manifest, parts: Sequence[Body]) -> dict[int, Sum]:
-        """Decode an anchor where it lies, block by block, and return the digests of its tiles, which agree.
+    def check_whole(self, manifest: Manifest, parts: Iterable[Body]) -> dict[int, Sum]:
+        """Decode the parts of an anchor as they come, and return the digests of its tiles, which agree. Writes nothing.
 
         Raises:
             FormatError: and branches, for bad bytes; VerificationError: it is not the state the record promises.
         """
+        return self._take_whole(manifest, parts, write=False)
+
+    def load_whole(self, parts: Iterable[Body], sums: Mapping[int, Sum]) -> None:
+        """Write an anchor that was checked into the weights. If this fails halfway, `torn` stays True."""
+        with self.lock:
+            with self.exclusive():
+                for body in parts:
+                    self.torn = True
+                    self.take_blocks(self._blocks_of(body), write=True, count=False)
+            self._begin_at(sums)
+
+    def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
+        """Write the parts of an anchor into the weights as they come, and check them on the way: one pass in all.
+
+        For weights that are no version yet: if this fails halfway, `torn` stays True, and they are nothing at all.
+
+        Raises:
+            as `check_whole`.
+        """
+        with self.lock:
+            with self.exclusive():
+                self.torn = True
+                sums = self._take_whole(manifest, parts, write=True)
+            self._begin_at(sums)
+
+    def _begin_at(self, sums: Mapping[int, Sum]) -> None:
+        self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
+
+    def _take_whole(self, manifest: Manifest, parts: Iterable[Body], write: bool) -> dict[int, Sum]:
+        """Decode, count and perhaps write the parts of an anchor; return the digests of its tiles."""
         if manifest.layout != self.layout.id:
             raise BaseMismatchError("the anchor has another layout", expected=manifest.layout, actual=self.layout.id)
         sums = self._zero_sums()
@@ -508,33 +550,20 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 raise FormatError(f"two parts of the anchor of version {manifest.version} hold the same tile")
             seen |= promised.keys()
             counted = dict.fromkeys(promised, Sum(0, 0))
-            for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                counted[tile.ordinal] += self.count_block(tile, number, bits)
-                if not self.places[tile.ordinal].whole:
-                    sums[tile.ordinal] += self._count_local(tile, number, bits)
+            blocks = self._blocks_of(body)
+            for block, found in zip(blocks, self.take_blocks(blocks, write=write), strict=True):
+                counted[block.tile.ordinal] += found.all
+                sums[block.tile.ordinal] += found.local
             if counted != promised:
                 raise VerificationError("a tile of the anchor is not the publisher's", version=manifest.version)
-            sums.update((ordinal, total) for ordinal, total in promised.items() if self.places[ordinal].whole)
         if seen != self.places.keys():
             raise FormatError(f"the anchor of version {manifest.version} lacks a tile")
         if self.whole and (actual := self._digest(sums)) != manifest.digest:
             raise VerificationError("the anchor is not its version", expected=manifest.digest, actual=actual)
         return sums
 
-    def _count_local(self, tile: Tile, number: int, bits: Bits) -> Sum:
-        """Count the digest of what is local of a block."""
-        kept = self.places[tile.ordinal].keep(BlockChange.from_zeros(number, bits))
-        return digest.moved(TilePatch(tile, Codec.DENSE, (kept,))) if kept else Sum(0, 0)
-
-    def load_whole(self, parts: Sequence[Body], sums: Mapping[int, Sum]) -> None:
-        """Write an anchor that was checked into the weights. If this fails halfway, `torn` stays True."""
-        with self.lock:
-            with self.exclusive():
-                for body in parts:
-                    for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
-                        self.torn = True
-                        self.write_block(tile, number, bits)
-            self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
+    def _blocks_of(self, body: Body) -> list[WholeBlock]:
+        return list(patch.anchor_blocks(body.index, body.sections, self.layout, self.places))
 
 
 AnyState: TypeAlias = LiveState[Any, Any, Any]  # in whichever memory

@@ -33,7 +33,26 @@ def test_a_tile_of_several_blocks_comes_back() -> None:
 
 
 def test_the_bytes_are_those_of_the_format() -> None:
-    assert dense.encode([np.array([0x0102, 0x0304], np.uint16)]) == bytes([0, 2, 4, 0, 1, 3])
+    assert dense.encode([np.array([0x8102, 0x0384], np.uint16)]) == bytes([0, 5, 8, 0, 2, 7])
+    assert dense.encode([np.array([0x83040201], np.uint32)]) == bytes([0, 3, 0, 4, 0, 8, 0, 6])
+    assert dense.encode([np.array([0x81, 3], np.uint8)]) == bytes([0, 0x81, 3])
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 100.0])
+@pytest.mark.parametrize("size", [BLOCK, 40_000, 8_191])
+def test_weights_as_they_are_trained_take_little_more_than_their_entropy(size: int, scale: float) -> None:
+    weights = (np.random.default_rng(0).standard_normal(size, np.float32) * scale).view(np.uint32) >> 16
+    data = dense.encode([weights.astype(np.uint16)])
+    assert np.array_equal(decoded(data, size, U16), weights)
+    counts = np.bincount(weights >> 7 & 0xFF)
+    chances = counts[counts > 0] / size
+    entropy = 8 - float((chances * np.log2(chances)).sum())  # of sign and mantissa, and of the exponent
+    assert len(data) < 1.012 * entropy * size / 8 + 100
+
+
+def test_a_plane_that_is_noise_is_stored_as_it_is() -> None:
+    block = np.random.default_rng(0).integers(0, 1 << 16, BLOCK, np.uint16)
+    assert sum(map(len, dense.encode_block(block))) == 2 + 2 * BLOCK
 
 
 @given(seeds, st.data())

@@ -1,30 +1,46 @@
 """`dense`: the whole tile, for anchors and where so much changed that anything else is larger.
 
 Payload: for each block of 2^20 weights, one plane per byte of the weights, lowest first; planes are zstd frames where
-that is shorter. Needs no old weights.
+that is shorter. Weights of several bytes are taken rotated left by one bit: the sign comes last, and the exponent of
+BF16 and FP32 is a byte of its own, which is all that can be packed of trained weights. Needs no old weights.
 
 The codec `xor` is the same of the new weights XOR the old ones, for tiles in which most weights change a little: what
 did not change is zero, and so are most upper bits of what did.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pulsesync import kernels
 from pulsesync.core.types import BLOCK, Bits
 from pulsesync.format import wire
+from pulsesync.format.wire import PackedPlane
 
 MAX_RATIO = 1 << 15  # of weights to payload, in bytes: a zstd block of 128 KiB has at least 4 bytes
-MIN_BYTES = 2  # of a payload: a plane has a kind and content
 
 
 def encode(blocks: Iterable[Bits]) -> bytes:
     """Write a tile, given as its blocks."""
-    return b"".join(
-        wire.plane(np.ascontiguousarray(plane).tobytes())
-        for block in blocks
-        for plane in block.view(np.uint8).reshape(-1, block.itemsize).T
-    )
+    return b"".join(piece for block in blocks for piece in encode_block(block))
+
+
+def encode_block(block: Bits) -> list[bytes | memoryview]:
+    """Write one block of a tile, in pieces that follow each other."""
+    planes = _split(np.ascontiguousarray(block))
+    return [piece for plane in planes for piece in wire.weights_plane(plane)]
+
+
+def _split(block: Bits) -> Sequence[NDArray[np.uint8]]:
+    if block.itemsize == 1:
+        return [block.view(np.uint8)]
+    if block.itemsize == 2:
+        low, high = np.empty(block.size, np.uint8), np.empty(block.size, np.uint8)
+        kernels.active().split_planes(block, low, high)
+        return low, high
+    rotated = block << 1 | block >> (8 * block.itemsize - 1)
+    return [np.ascontiguousarray(plane) for plane in rotated.view(np.uint8).reshape(-1, block.itemsize).T]
 
 
 def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[Bits]:
@@ -33,11 +49,30 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     Raises:
         FormatError: the payload is not one of this codec, or of another length.
     """
+    for planes in open_blocks(payload, size, dtype):
+        out = np.empty(planes[0].size, dtype)
+        decode_block(planes, out)
+        yield out
+
+
+def open_blocks(
+    payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
+) -> Iterator[Sequence[PackedPlane]]:
+    """Yield the planes of each block of a tile of this many weights, not unpacked yet. Raises: FormatError."""
     reader = wire.ByteReader(payload, "a dense payload")
     for begin in range(0, size, BLOCK):
         count = min(BLOCK, size - begin)
-        run = np.empty((count, dtype.itemsize), np.uint8)
-        for k in range(dtype.itemsize):
-            run[:, k] = np.frombuffer(reader.plane(count), np.uint8)
-        yield run.view(dtype).reshape(-1)
+        yield [reader.packed_plane(count) for _ in range(dtype.itemsize)]
     reader.end()
+
+
+def decode_block(planes: Sequence[PackedPlane], out: Bits) -> None:
+    """Unpack the weights of a block into memory of their own. Raises: FormatError, for broken frames."""
+    unpacked = [np.frombuffer(plane.unpack(), np.uint8) for plane in planes]
+    if len(unpacked) == 2:
+        kernels.active().join_planes(*unpacked, out)
+        return
+    for place, plane in zip(out.view(np.uint8).reshape(-1, len(planes)).T, unpacked, strict=True):
+        place[:] = plane
+    if len(planes) > 2:
+        out[:] = out >> 1 | out << (8 * out.itemsize - 1)

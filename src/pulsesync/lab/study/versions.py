@@ -17,6 +17,7 @@ from pulsesync.format.codecs import context
 from pulsesync.format.index import TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.patch import WHOLE
 from pulsesync.format.predict import PREDICTING
 from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor
 from pulsesync.maintain.verify import find_records
@@ -26,8 +27,6 @@ from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store
-
-WHOLE = (Codec.DENSE, Codec.XOR)  # codecs that write every weight of a tile, changed or not
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,12 @@ class Versions:
             raise MissingLinkError("no version of this run can be reached: there is no anchor")
 
     def count(self) -> Iterator[Step]:
-        """What the headers of the patches say, version by version.
+        """What the headers of the patches say, version by version. They tell bundles apart, not the tensors in them.
 
         A tile that was written whole does not say how much of it changed: all of it is counted, and `dense` among the
         facts has how many weights that are.
         """
-        numbers = {spec.name: n for n, spec in enumerate(self.layout.tensors)}
+        numbers = {spec.name: n for n, spec in enumerate(self._coded)}
         for record in self.records:
             if record.base is None:
                 continue
@@ -115,13 +114,18 @@ class Versions:
             facts = {"version": record.version, **({"dense": dense} if dense else {})}
             yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
 
+    @property
+    def _coded(self) -> list[TensorSpec]:
+        """The tensors that have tiles of their own, and the bundles."""
+        return list(dict.fromkeys(tile.tensor for tile in self.layout.tiles))
+
     def _bodies(self, record: Manifest, wanted: Collection[int] | None) -> list[Body]:
         """The parts of a version: all of them, or the index and these tiles."""
         return [fetch_body(self.store, ref, self.layout, wanted)[0] for ref in record.parts]
 
     def counted(self) -> Recording:
         """All of that as a recording without a sample."""
-        seen = tuple(WatchedTensor(spec.name, spec.shape, spec.size, 0) for spec in self.layout.tensors)
+        seen = tuple(WatchedTensor(spec.name, spec.shape, spec.size, 0) for spec in self._coded)
         facts = {"source": "headers", **({"dtypes": self.others} if self.others else {})}
         return Recording(RecordingHeader(self.dtype, seen, (), (), facts), tuple(self.count()))
 

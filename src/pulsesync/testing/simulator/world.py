@@ -25,7 +25,7 @@ from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.run import bodies, spool, subscriber
+from pulsesync.run import bodies, subscriber
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache
 from pulsesync.testing.faults import FaultyStore
@@ -101,7 +101,8 @@ class World:
                 (anchors, "PART_BYTES", PART_BYTES),
                 (bodies, "INLINE_BYTES", INLINE_BYTES[self.seed % len(INLINE_BYTES)]),
                 (threads, "default_threads", lambda: 1),
-                (spool, "DOWNLOADS", 1),
+                (anchors, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
+                (bodies, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
                 (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
