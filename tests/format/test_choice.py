@@ -117,9 +117,7 @@ def test_the_whole_of_a_tile_is_not_written_as_xor_where_its_beginning_would_be_
     with mock.patch.object(dense, "encode", wraps=dense.encode) as encode_planes:
         done, _ = finished(old, new, "auto")
     assert [one.codec for one in done.chosen] == [Codec.CONTEXT] * 2
-    assert [[block.size for block in call.args[0]] for call in encode_planes.call_args_list] == [
-        [choice.XOR_SAMPLE]
-    ] * 2
+    assert [[block.size for block in call.args[0]] for call in encode_planes.call_args_list] == [[choice.SAMPLE]] * 2
 
 
 def test_long_steps_that_come_at_regular_places_are_written_as_steps() -> None:

@@ -171,6 +171,13 @@ def test_the_sizes_that_save_most_are_listed_the_lower_first_among_equals() -> N
     assert tables.choose_sizes(found, 16, 1).tolist() == [*range(3000, 3010), 3029]
 
 
+def test_of_very_many_long_steps_some_are_looked_at() -> None:
+    found = np.random.default_rng(0).integers(8, 1 << 14, (1 << 17) + 2)
+    found[::2] = 13_830
+    assert tables.choose_sizes(found, 16, 1).tolist() == [13_830]
+    assert tables.choose_sizes(found[1:], 16, 1).size == 0
+
+
 def test_half_the_circle_is_never_listed() -> None:
     assert tables.choose_sizes(np.full(5000, 1 << 15), 16, 1).size == 0
 

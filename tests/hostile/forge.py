@@ -180,8 +180,8 @@ class Context:
         if heads[0]:
             heads.append(reader.number(ANY))
         count = reader.number(ANY)
-        cold = [reader.number(ANY) for _ in range(2 * count if count <= 16 else 0)]
-        planes = Steps.take(reader, count) if count > 16 else None
+        cold = [reader.number(ANY) for _ in range(2 * count if count <= 64 else 0)]
+        planes = Steps.take(reader, count) if count > 64 else None
         stream = bytes(reader.take(2 * heads[-1]))
         return cls(table, cut, heads, cold, stream, count if planes else None, planes)
 

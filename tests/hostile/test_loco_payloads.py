@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pulsesync.core.digest import count_tile
 from pulsesync.core.types import Codec, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, LimitError, PulseError, UnsupportedError
 from pulsesync.format import layout as layouts
@@ -61,7 +62,7 @@ class Letter:
     def recode(self, new: np.ndarray, **options: Any) -> None:
         """Replace the coded part by one that leads from what everybody knows to something else."""
         assert self.described is not None
-        old, sums = {"fired": self.described}, {0: Sum(0, 0)}
+        old, sums = {"fired": self.described}, {0: count_tile(LAYOUT.tiles[0], self.described)}
         self.coded = bytes(patch.encode(LAYOUT, LAYOUT.tiles, old, {"fired": new}, sums, **options).data)
 
     def moved(self, steps: dict[int, int]) -> np.ndarray:

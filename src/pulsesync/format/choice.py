@@ -17,7 +17,7 @@ from pulsesync.format.weights import Overlay, Weights
 
 POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap` and `step`
 FEW = 4096  # changes of a part up to which tables may not pay: `gap` and `step` are tried as well
-XOR_SAMPLE = 1 << 16  # weights at the beginning of a tile by which it is judged whether `xor` may be the smallest
+SAMPLE = 1 << 16  # weights or changes, the first of a tile, on which a codec is tried that seldom is the smallest
 MANY = 1 << 18  # changes from which threads are worth beginning: fewer are short steps of numpy, which they slow down
 
 
@@ -65,7 +65,8 @@ def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str
     """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
 
     `gap` and `step` are tried only where prediction failed (weights set to one value, say), `xor` only where most
-    weights change or the others come near `dense`, and `dense` only where they do.
+    weights change or the others come near `dense`, and `dense` only where they do. Where a run changes all its weights
+    in every version, most of these tries are in vain, so they begin with a sample.
     """
     if codec in ("dense", "xor"):
         return _dense_after(diff, old) if codec == "dense" else _xor(diff, old)
@@ -75,11 +76,11 @@ def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str
         return coded or _gap(diff)
     best = coded or _sparse(diff)
     if coded and _is_poor(diff, coded):
-        best = _smaller(best, _sparse(diff))
+        best = _sparse_if_smaller(diff, best)
     if _is_near_dense(diff, best):
         best = _smaller(best, _dense_after(diff, old))
     if _is_near_dense(diff, best) or _has_mostly_changed(diff):
-        best = _smaller(best, _xor_if_smaller(diff, old, best))
+        best = _xor_if_smaller(diff, old, best)
     return best
 
 
@@ -117,6 +118,13 @@ def _sparse(diff: TileChanges) -> CodedTile:
     return _gap(diff) if diff.tile.tensor.kind.exponent_shift is None else _smaller(_step(diff), _gap(diff))
 
 
+def _sparse_if_smaller(diff: TileChanges, best: CodedTile) -> CodedTile:
+    """A tile of floats as `step` or `gap`; or best, where that is smaller or the first changes say so."""
+    positions, old, new = diff.positions()[:SAMPLE], diff.old_values()[:SAMPLE], diff.values()[:SAMPLE]
+    sample = min(len(step.encode(positions, old, new)), len(gap.encode(positions, new)))
+    return best if sample * diff.changed > best.size * positions.size else _smaller(best, _sparse(diff))
+
+
 def _after(diff: TileChanges, old: Weights) -> Weights:
     return Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks})
 
@@ -132,13 +140,9 @@ def _xor(diff: TileChanges, old: Weights) -> CodedTile:
 
 
 def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTile:
-    """The tile as `xor`, or best where a sample of it says that this is smaller.
-
-    Most tiles in which all weights change are coded better against their old weights, and `xor` would take as long to
-    write as they did.
-    """
+    """The tile as `xor`; or best, where that is smaller or the first weights say so."""
     tile, new = diff.tile, _after(diff, old)
-    sample = (old.block(tile, 0) ^ new.block(tile, 0))[:XOR_SAMPLE]
+    sample = (old.block(tile, 0) ^ new.block(tile, 0))[:SAMPLE]
     if len(dense.encode([sample])) * tile.size > best.size * sample.size:
         return best
     return _smaller(best, _xor(diff, old))

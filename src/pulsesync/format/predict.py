@@ -48,11 +48,6 @@ class _CodingPlan:
     cold: NDArray[np.int64]
     steps: NDArray[np.int64]
 
-    def long_steps(self) -> NDArray[np.int64]:
-        """How long those steps of hot weights are that have raw bits."""
-        found = [tables.long_steps(hot.symbols, hot.extras)[1] for hot in self.hot.values()]
-        return np.concatenate([np.empty(0, np.int64), *found])
-
     def list_sizes(self, sizes: NDArray[np.uint32]) -> "_CodingPlan":
         """The same, with the symbols of their own that steps of these sizes have."""
         width = 8 * self.diff.tile.tensor.kind.itemsize
@@ -93,8 +88,7 @@ def code_against_old(
     for dtype in sorted({p.diff.tile.tensor.dtype for p in plans}):
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
         ages = history.index + 1 if history is not None else 1
-        long_steps = np.concatenate([plan.long_steps() for plan in same])
-        sizes = tables.choose_sizes(long_steps, 8 * same[0].diff.tile.tensor.kind.itemsize, ages)
+        sizes = _choose_sizes(same, ages)
         if sizes.size:
             same = [plan.list_sizes(sizes) for plan in same]
         table, counted = _count(same, sizes, old, history, threads)
@@ -107,6 +101,15 @@ def code_against_old(
             out[plan.diff.tile.ordinal] = CodedTile(codec, body, plan.cut, remembered[plan])
         shared.append(table)
     return shared, out
+
+
+def _choose_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
+    """The sizes that the table of these tiles lists."""
+    blocks = [hot for plan in plans for hot in plan.hot.values()]
+    if not blocks:
+        return tables.NO_SIZES
+    _, long = tables.long_steps(np.concatenate([b.symbols for b in blocks]), np.concatenate([b.extras for b in blocks]))
+    return tables.choose_sizes(long, 8 * blocks[0].new.itemsize, ages)
 
 
 def _jobs(plans: Sequence[_CodingPlan]) -> list[tuple[_CodingPlan, int]]:

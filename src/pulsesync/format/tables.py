@@ -55,8 +55,11 @@ def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.
 
     Weights that leave zero go just as far as the learning rate, and in the first step of a run all of one magnitude go
     about as far as each other. A size is worth its place if the raw bits that it saves, less what its symbol costs more
-    than that of its power of two, are more than 20 for each context and direction that may have to list it.
+    than that of its power of two, are more than 20 for each context and direction that may have to list it. Of very
+    many steps a part is looked at: every second from 2^17 on, every third from 2^18 on, and so on.
     """
+    stride = 1 + (sizes.size >> 17)
+    sizes = sizes[::stride]
     least = max(8, -(-sizes.size // 256))
     low = sizes & 0xFFFF  # sorting those whose lower bits are common takes a fraction of what sorting all would
     common = (np.bincount(low, minlength=1 << 16) >= least)[low]
@@ -65,8 +68,9 @@ def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.
     found, counts = np.unique(sizes[common], return_counts=True)
     powers = _bit_length(found) - 1
     alike = np.bincount(_bit_length(sizes) - 1)[powers]
-    gains = counts * (powers - _bit_length(alike // counts))
-    worth = (counts >= least) & (gains > 20 * np.minimum(counts, 2 * CLASSES * ages)) & (powers < width - 1)
+    gains = stride * counts * (powers - _bit_length(alike // counts))
+    costs = 20 * np.minimum(stride * counts, 2 * CLASSES * ages)
+    worth = (counts >= least) & (gains > costs) & (powers < width - 1)
     best = np.lexsort((found[worth], -gains[worth]))[: most_sizes(width)]
     return np.sort(found[worth][best]).astype(np.uint32)
 

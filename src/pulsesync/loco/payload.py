@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.core.digest import moved
+from pulsesync.core.digest import count_tile, moved
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec
+from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -254,7 +254,7 @@ def _encode_steps(
             changes[0, number] = BlockChange(number, here, old[first:last], new[first:last])
     weights = as_weights({"fired": described})
     diffs = patch.diff_of(layout.tiles, weights, changes)
-    return bytes(patch.encode_diff(layout, diffs, weights, {0: Sum(0, 0)}).data)
+    return bytes(patch.encode_diff(layout, diffs, weights, {0: count_tile(layout.tiles[0], described)}).data)
 
 
 def _decode_steps(
@@ -265,11 +265,12 @@ def _decode_steps(
         if len(data):
             raise FormatError("a payload without entries has bytes for some")
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_)
-    decoded = patch.decode(data, _layout(described.size), {"fired": described})
+    layout = _layout(described.size)
+    decoded = patch.decode(data, layout, {"fired": described})
     if len(decoded.patches) != 1 or decoded.patches[0].changed != count:
         raise FormatError("a payload holds another number of entries than it says")
     found = decoded.patches[0]
-    if moved(found) != decoded.sums[0]:
+    if count_tile(layout.tiles[0], described) + moved(found) != decoded.sums[0]:
         raise ChecksumError("what a payload decodes to is not what was encoded")
     positions = np.concatenate([block.tile_positions() for block in found.blocks])
     old = np.concatenate([block.old for block in found.blocks])

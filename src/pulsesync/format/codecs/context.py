@@ -26,7 +26,7 @@ from pulsesync.kernels import spec
 NO_HISTORY = np.empty(0, np.uint8)
 NO_COLD = np.empty(0, np.int64)
 NO_CHECKS = np.empty(0, np.uint32)
-FEW_COLD = 16  # cold changes of a tile up to which they are pairs of numbers; more are planes, as in `step`
+FEW_COLD = 64  # cold changes of a tile up to which they are pairs of numbers; more are smaller in planes, as in `step`
 
 
 @dataclass(frozen=True)
