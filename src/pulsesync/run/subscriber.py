@@ -61,7 +61,7 @@ from pulsesync.store import CachedStore, Store, open_store
 
 REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
 AHEAD = 4  # patches fetched before they are decoded
-TOGETHER = 8  # patches decoded together, so that the weights are copied and compared once for all of them
+TOGETHER = 16  # patches decoded together, so that the weights are copied and compared once for all of them
 AHEAD_BYTES = 1 << 24  # of patches fetched ahead, and of those decoded together; or, if more, a share of the weights:
 AHEAD_SHARE = 32  # what patches change has several times their bytes, so this is less memory than one takes decoded
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a store with nothing new, and the longest
