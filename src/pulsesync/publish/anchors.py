@@ -161,9 +161,13 @@ class AnchorWriter:
     def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         epoch = version.starts
         parts = encode_parts(tiles, snapshot, self.costs) if tiles or self._alone else ()
-        with ThreadPoolExecutor(1, thread_name_prefix="pulse-upload") as executor:
+        with ThreadPoolExecutor(2, thread_name_prefix="pulse-anchor") as executor:
             ahead = _UploadsAhead(executor, self._put)
+<<<<<<< HEAD
             refs = self.outbox.stage(epoch, ahead.offering(parts), inline_share(self._ranks))
+=======
+            refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)))
+>>>>>>> w/joining
             logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.costs.reason)
             record = anchor_record(version, refs, self.newest)
             data = self.sign(record)
@@ -233,6 +237,15 @@ class AnchorWriter:
         except (FormatError, NotFoundError):
             self.outbox.discard(epoch)
             raise
+
+
+def _one_ahead(executor: Executor, parts: Iterable[EncodedPart]) -> Iterator[EncodedPart]:
+    """Yield parts, each of which is encoded while the caller has the one before it, and waits for the disk."""
+    encoding = iter(parts)
+    coming = submit(executor, next, encoding, None)
+    while (part := coming.result()) is not None:
+        coming = submit(executor, next, encoding, None)
+        yield part
 
 
 class _UploadsAhead:
