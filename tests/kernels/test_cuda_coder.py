@@ -110,10 +110,11 @@ class Case:
     @cached_property
     def streams(self) -> list[np.ndarray]:
         out = []
-        for b, (where, _, symbols, extras, *_) in enumerate(self.splits):
-            tail = (self.cumulative, np.empty(0, np.uint32), self.decided[b][0].size, self.lanes[b])
-            arguments: tuple[Any, ...] = (*self.block(b), where, symbols, extras, *tail)
-            out.append(reference._encode_block(*arguments))
+        for (rows, symbols), (*_, extras, _, _, _, _), lanes in zip(self.decided, self.splits, self.lanes, strict=True):
+            changed = np.flatnonzero(symbols).astype(np.uint32)
+            changes = changed, symbols[changed].astype(np.uint8), extras
+            of_decisions = (rows & 0x7FFF).astype(np.uint16)
+            out.append(reference._encode_block(of_decisions, self.contexts.bits, *changes, self.cumulative, lanes))
         return out
 
     # On the device

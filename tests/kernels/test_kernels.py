@@ -113,7 +113,7 @@ class Case:
 
     @cached_property
     def frequencies(self) -> np.ndarray:
-        counts = self.count(reference)[3].reshape(self.contexts.classes, self.contexts.ages, -1)
+        counts = self.count(reference)[-1].reshape(self.contexts.classes, self.contexts.ages, -1)
         return tables.normalise(counts[..., : self.contexts.symbols])
 
     @cached_property
@@ -121,9 +121,10 @@ class Case:
         return tables.cumulative(self.frequencies)
 
     def encode(self, kernel: ModuleType) -> tuple[np.ndarray, np.ndarray]:
-        at, _, symbols, extras = self.hot
-        tail = (self.cumulative, tables.reciprocals(self.frequencies), self.count(reference)[0], self.lanes)
-        words, ends = kernel.encode_blocks(*self.span, at, symbols, extras, *tail)
+        decisions, _, _, rows, changed, symbols, _ = self.count(reference)
+        changes = rows, self.contexts.bits, changed, symbols, self.hot[3]
+        table = self.cumulative, tables.reciprocals(self.frequencies)
+        words, ends = kernel.encode_blocks(*changes, *table, decisions, self.lanes)
         return words, ends
 
     def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
@@ -302,16 +303,20 @@ def test_decode_blocks_remembers_as_the_reference_does(case: Case) -> None:
 @many
 @given(case=cases)
 def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: ModuleType, case: Case) -> None:
-    decisions, after, ranks, counts = case.count(kernel)
+    decisions, after, ranks, rows, changed, symbols, counts = case.count(kernel)
     words, ends = case.encode(kernel)
     positions, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
     assert fault == 0
     first, counted = 0, np.zeros_like(counts)
     for b in range(case.blocks):
         alone = case.alone(b)
-        own_decisions, own_after, _, own_counts = alone.count(kernel)
+        own_decisions, own_after, _, own_rows, own_changed, own_symbols, own_counts = alone.count(kernel)
         assert own_decisions.tolist() == [decisions[b]]
         assert_same([own_after], [after[ranks[b] : ranks[b + 1]]])
+        before = int(decisions[:b].sum())
+        assert_same([own_rows], [rows[before : before + decisions[b]]])
+        own = slice(first, first + own_changed.size)
+        assert_same((own_changed + np.uint32(before), own_symbols), (changed[own], symbols[own]))
         counted += own_counts
         own_words, own_ends = alone.encode(kernel)
         assert_same([own_words], [words[ends[b] : ends[b + 1]]])
@@ -328,11 +333,11 @@ def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: Modu
 @many
 @given(case=cases)
 def test_a_block_without_hot_changes_is_neither_counted_nor_coded(kernel: ModuleType, case: Case) -> None:
-    decisions, _, _, counts = case.count(kernel)
+    decisions, _, _, rows, _, _, counts = case.count(kernel)
     _, ends = case.encode(kernel)
     assert ((decisions > 0) == (case.changes > 0)).all()
     assert ((np.diff(ends) > 0) == (case.changes > 0)).all()
-    assert counts.sum() == decisions.sum()
+    assert counts.sum() == decisions.sum() == rows.size
 
 
 def advanced(kernel: ModuleType, case: Case) -> np.ndarray:
@@ -363,7 +368,7 @@ def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: Modu
     old, new = np.array([0xFFFF], np.uint16), np.array([0x7FFF], np.uint16)  # the lowest NaN to the highest: step -1
     symbols = cpu.steps(old, new, 7)[0]
     contexts, at = tables.Contexts(232, 24, 1, 41), np.array([0], np.uint32)
-    _, counted, _ = kernel.count_blocks(
+    _, counted, *_ = kernel.count_blocks(
         old,
         np.array([0, 1]),
         7,
@@ -507,9 +512,10 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     cumulative = tables.cumulative(frequencies)
     one = np.array([0, 1])
     span = (np.array([old], np.uint16), one, 7, 256, contexts.rows, contexts.bits, NO_BYTES, np.array([0, 0]), 0)
+    row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
     table = cumulative, tables.reciprocals(frequencies)
-    coded = cpu.encode_blocks(*span, *change, *table, one[1:], one[1:])
+    coded = cpu.encode_blocks(row, contexts.bits, *change, *table, one[1:], one[1:])
     read = kernel.decode_blocks(*span, cumulative, 41, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES)
     assert read[4] == fault
 

@@ -77,7 +77,7 @@ def code_against_old(
     for dtype in sorted({p.diff.tile.tensor.dtype for p in plans}):
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
         table, counted = _count(same, dtype, old, history, threads)
-        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], old, history, threads)
+        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], threads)
         remembered: dict[_CodingPlan, dict[int, NDArray[np.uint8]]] = {plan: {} for plan in same}
         for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
             if history is not None:
@@ -98,7 +98,7 @@ def memory_of(history: History | None, tile: Tile, number: int) -> context.Block
 
 def _count(
     plans: Sequence[_CodingPlan], dtype: str, old: Weights, history: History | None, threads: int | None
-) -> tuple[FrequencyTable, list[tuple[int, NDArray[np.uint8]]]]:
+) -> tuple[FrequencyTable, list[tuple[context.Decisions, NDArray[np.uint8]]]]:
     """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
     kind = plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
@@ -109,7 +109,7 @@ def _count(
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
 
-    def block(job: tuple[_CodingPlan, int]) -> tuple[int, NDArray[np.uint8]]:
+    def block(job: tuple[_CodingPlan, int]) -> tuple[context.Decisions, NDArray[np.uint8]]:
         if not hasattr(mine, "counts"):
             mine.counts = contexts.empty()
             everyone.append(mine.counts)
@@ -127,20 +127,14 @@ def _code(
     plans: Sequence[_CodingPlan],
     table: FrequencyTable,
     number_of_table: int,
-    decisions: Sequence[int],
-    old: Weights,
-    history: History | None,
+    decisions: Sequence[context.Decisions],
     threads: int | None,
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
-    kind = plans[0].diff.tile.tensor.kind
 
-    def block(job: tuple[tuple[_CodingPlan, int], int]) -> context.BlockStream:
+    def block(job: tuple[tuple[_CodingPlan, int], context.Decisions]) -> context.BlockStream:
         (plan, number), decided = job
-        tile, hot = plan.diff.tile, plan.hot[number]
-        before, memory = old.block(tile, number), memory_of(history, tile, number)
-        words = context.encode_block(before, kind, plan.cut, memory, hot, table, decided)
-        return context.BlockStream(hot.positions.size, tables.lanes_for(decided), words)
+        return context.encode_block(decided, plan.hot[number].extras, table)
 
     streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True), threads))
     nothing = context.BlockStream(0, 1, np.empty(0, np.uint16))

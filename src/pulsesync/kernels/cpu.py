@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.kernels import reference, spec
-from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks
+from pulsesync.kernels import coder, reference, spec
+from pulsesync.kernels.coder import decode_blocks, encode_blocks
 from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, trailing_zeros
 
 __all__ = [
@@ -117,6 +117,26 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
     for k in range(positions.size):
         bits[positions[k]] = new[k]
+
+
+def count_blocks(
+    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
+    positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any,
+) -> Any:  # fmt: skip
+    """Add the blocks' decisions to counts, laid out as `tables.Contexts` says; return how many each block has.
+
+    positions, new and symbols hold the changed hot weights alone. If this is patch `index` of an epoch (0: of none),
+    the history after it is returned next, as `advance_history` would make it, and where the bytes of each block begin
+    in it; for that, entering holds the cold weights that turn hot. A block whose history is not of its weights has -1
+    decisions, and nothing after it is counted.
+
+    Last comes what `encode_blocks` needs: the row of every decision (uint16); which decisions change (uint32), and by
+    which symbol (uint8) once its direction is counted from the last one.
+    """
+    if not hasattr(_scratch, "rows") or _scratch.rows.size < old.size:
+        _scratch.rows = np.empty(old.size, np.uint16)
+    span = old, borders, shift, cut, rows, row_bits, last, ranks, tracked
+    return coder.count_blocks(*span, positions, new, symbols, counts, index, entering_at, entering, _scratch.rows)
 
 
 @compiled

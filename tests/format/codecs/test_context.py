@@ -146,9 +146,8 @@ def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, FrequencyTable]:
     decisions, _ = context.count(old, BF16, cut, BlockMemory(), changes, contexts, counts)
     by_context = counts.reshape(contexts.classes, 1, -1)[..., :41]
     table = FrequencyTable("BF16", contexts.lo, tables.normalise(by_context))
-    words = context.encode_block(old, BF16, cut, BlockMemory(), changes, table, decisions)
-    lanes = tables.lanes_for(decisions)
-    return Payload(0, cut, (BlockStream(changes.positions.size, lanes, words),), cold, moved), table
+    stream = context.encode_block(decisions, extras, table)
+    return Payload(0, cut, (stream,), cold, moved), table
 
 
 @given(seeds, st.sampled_from([0, 1, 100, 120, 255, 256]), st.sampled_from([0.0, 0.01, 0.5, 1.0]))

@@ -54,6 +54,15 @@ def magnitudes(bits: Bits, shift: int) -> NDArray[np.int64]:
     return ((bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)) >> bits.dtype.type(shift)).astype(np.int64)
 
 
+class Decisions(NamedTuple):
+    """The decisions of a block's hot weights, as counted: what is left to do is to code them."""
+
+    counts: NDArray[np.int64]  # how many
+    rows: NDArray[np.uint16]  # of each its row of the tables
+    changed: NDArray[np.uint32]  # which of them are changes
+    symbols: NDArray[np.uint8]  # and by which symbols, once directions are counted from the last ones
+
+
 def count(
     old: Bits,
     kind: Dtype,
@@ -62,9 +71,9 @@ def count(
     hot: HotChanges,
     contexts: tables.Contexts,
     counts: NDArray[np.int64],
-) -> tuple[int, NDArray[np.uint8]]:
-    """Add a block's decisions to counts; return how many there are, and the block's history afterwards."""
-    decided, remembered, _ = kernels.active().count_blocks(
+) -> tuple[Decisions, NDArray[np.uint8]]:
+    """Add a block's decisions to counts; return them, and the block's history afterwards."""
+    decided, remembered, _, *found = kernels.active().count_blocks(
         old,
         np.array((0, old.size)),
         kind.exponent_shift,
@@ -82,34 +91,25 @@ def count(
         hot.entering_at,
         hot.entering,
     )
-    assert decided[0] >= 0, "a publisher's base and its history are written together"
-    return int(decided[0]), remembered
+    assert decided.min() >= 0, "a publisher's base and its history are written together"
+    return Decisions(decided, *found), remembered
 
 
-def encode_block(
-    old: Bits, kind: Dtype, cut: int, memory: BlockMemory, hot: HotChanges, table: FrequencyTable, decisions: int
-) -> NDArray[np.uint16]:
-    """Return a block's stream."""
-    stream: NDArray[np.uint16]
-    stream, _ = kernels.active().encode_blocks(
-        old,
-        np.array((0, old.size)),
-        kind.exponent_shift,
-        cut,
-        table.contexts.rows,
+def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> "BlockStream":
+    """Return a block's stream; extras are those of its hot changes."""
+    lanes = tables.lanes_for(decisions.counts)
+    words, _ = kernels.active().encode_blocks(
+        decisions.rows,
         table.contexts.bits,
-        memory.last,
-        memory.ranks,
-        memory.cut,
-        hot.positions,
-        hot.symbols,
-        hot.extras,
+        decisions.changed,
+        decisions.symbols,
+        extras,
         table.cumulative,
         table.reciprocals,
-        np.array((decisions,)),
-        np.array((tables.lanes_for(decisions),)),
+        decisions.counts,
+        lanes,
     )
-    return stream
+    return BlockStream(decisions.changed.size, int(lanes[0]), words)
 
 
 @dataclass(frozen=True)
