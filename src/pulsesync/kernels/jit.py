@@ -66,22 +66,41 @@ def mark_below(typing_context: Any, bits: Any, start: Any, cut: Any) -> Any:
     """Say by the bits of a uint64 which of the 64 weights from start on have a magnitude below the cut."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width = bits.dtype.bitwidth
-        weights, flags = ir.VectorType(ir.IntType(width), 64), ir.VectorType(ir.IntType(8), 64)
-        first = builder.gep(context.make_array(bits)(context, builder, args[0]).data, [args[1]])
-        loaded = builder.load(builder.bitcast(first, weights.as_pointer()), align=width // 8)
-        magnitudes = builder.and_(loaded, weights([(1 << (width - 1)) - 1] * 64))
-        below = builder.icmp_unsigned("<", magnitudes, _repeated(builder, args[2], 64))
-        found = builder.and_(builder.sext(below, flags), flags([1 << k % 8 for k in range(64)]))
-        for size in (64, 32, 16):  # neighbours are added up, until the bits of eight weights are together in a byte
-            even, odd = (ir.VectorType(ir.IntType(32), size // 2)(list(range(k, size, 2))) for k in (0, 1))
-            nothing = found.type(ir.Undefined)
-            found = builder.add(
-                builder.shuffle_vector(found, nothing, even), builder.shuffle_vector(found, nothing, odd)
-            )
-        return builder.bitcast(found, ir.IntType(64))
+        weights = _load_64(context, builder, bits, args[0], args[1])
+        magnitudes = builder.and_(weights, weights.type([(1 << (bits.dtype.bitwidth - 1)) - 1] * 64))
+        return _packed(builder, builder.icmp_unsigned("<", magnitudes, _repeated(builder, args[2], 64)))
 
     return types.uint64(bits, types.uint64, bits.dtype), generate
+
+
+@intrinsic
+def mark_changed(typing_context: Any, old: Any, new: Any, start: Any) -> Any:
+    """Say by the bits of a uint64 which of the 64 weights from start on differ."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        before, after = (_load_64(context, builder, k, a, args[2]) for k, a in ((old, args[0]), (new, args[1])))
+        return _packed(builder, builder.icmp_unsigned("!=", before, after))
+
+    return types.uint64(old, new, types.uint64), generate
+
+
+def _load_64(context: Any, builder: Any, kind: Any, array: Any, start: Any) -> Any:
+    """A vector of the 64 weights of an array from start on."""
+    width = kind.dtype.bitwidth
+    first = builder.gep(context.make_array(kind)(context, builder, array).data, [start])
+    pointer = ir.VectorType(ir.IntType(width), 64).as_pointer()
+    return builder.load(builder.bitcast(first, pointer), align=width // 8)
+
+
+def _packed(builder: Any, flags: Any) -> Any:
+    """64 flags as the bits of a number. A plain bitcast takes one instruction a flag where LLVM is older than 17."""
+    bytes_ = ir.VectorType(ir.IntType(8), 64)
+    found = builder.and_(builder.sext(flags, bytes_), bytes_([1 << k % 8 for k in range(64)]))
+    for size in (64, 32, 16):  # neighbours are added up, until the bits of eight weights are together in a byte
+        even, odd = (ir.VectorType(ir.IntType(32), size // 2)(list(range(k, size, 2))) for k in (0, 1))
+        nothing = found.type(ir.Undefined)
+        found = builder.add(builder.shuffle_vector(found, nothing, even), builder.shuffle_vector(found, nothing, odd))
+    return builder.bitcast(found, ir.IntType(64))
 
 
 @intrinsic
