@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.core.types import BLOCK, Bits, Codec, TensorSpec, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, Codec, Remembered, TensorSpec, Tile, TilePatch
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
@@ -71,7 +71,9 @@ def assert_agree(history: History, simulation: Simulation, layout: Layout, state
         ordinal: cut for ordinal, cut in simulation.cuts.items() if cut
     }
     for ordinal, known in history.tiles.items():
-        assert np.concatenate(known.blocks).tolist() == simulation.bytes_of(layout.tiles[ordinal], state)
+        assert np.concatenate([block.last for block in known.blocks]).tolist() == simulation.bytes_of(
+            layout.tiles[ordinal], state
+        )
 
 
 def run(seed: int, codecs: list[patch.CodecName], density: float, small: bool) -> None:
@@ -116,7 +118,7 @@ def test_history_over_several_blocks_is_what_the_rules_say() -> None:
         history = history.after(part.patches, old)
         assert_agree(history, simulation, layout, new)
         old = new
-    assert [block.size for block in history.tiles[0].blocks] == [
+    assert [block.last.size for block in history.tiles[0].blocks] == [
         int((classes(piece, 7) < history.cut(0)).sum()) for piece in (old["w"][:BLOCK], old["w"][BLOCK:])
     ]
 
@@ -189,7 +191,7 @@ def test_what_came_before_a_tile_began_counts_as_none() -> None:
     part = encode(LAYOUT, {"w": OLD}, {"w": NEW}, codec="gap")
     later = nudge(np.random.default_rng(3), NEW, 0.1)
     history = first(LAYOUT, NEW, later, History().after(part.patches, {"w": OLD}))
-    assert {int(b) & 127 for b in history.tiles[0].blocks[0]} == {0, 2}
+    assert {int(b) & 127 for b in history.tiles[0].blocks[0].last} == {0, 2}
 
 
 def test_memory_is_one_byte_for_each_weight_below_the_cut() -> None:
@@ -211,19 +213,19 @@ def test_the_cut_of_a_tile_never_falls() -> None:
 def test_the_digest_sees_every_part_of_a_history(what: str) -> None:
     history = first(LAYOUT, OLD, NEW)
     tile = history.tiles[0]
-    content = tile.blocks[0].copy()
+    content = tile.blocks[0].last.copy()
     if what == "byte":
         content[5] ^= 0x80
     if what == "place":
         other = int(np.flatnonzero(content != content[0])[0])
         content[[0, other]] = content[[other, 0]]
-    changed = type(tile)(tile.cut + (what == "cut"), (content,))
+    changed = type(tile)(tile.cut + (what == "cut"), (Remembered.alone(content),))
     other_history = History(history.index + (what == "index"), {int(what == "tile"): changed})
     assert other_history.digest() != history.digest()
 
 
 def test_the_digest_does_not_see_where_blocks_end() -> None:
     history = first(LAYOUT, OLD, NEW)
-    content = history.tiles[0].blocks[0]
-    in_two = type(history.tiles[0])(history.cut(0), (content[:7], content[7:]))
+    content = history.tiles[0].blocks[0].last
+    in_two = type(history.tiles[0])(history.cut(0), tuple(map(Remembered.alone, (content[:7], content[7:]))))
     assert History(1, {0: in_two}).digest() == history.digest()

@@ -23,6 +23,7 @@ from pulsesync.errors import (
     StateError,
     StoreError,
 )
+from pulsesync.format import layout as layouts
 from pulsesync.format.history import History, digest_of
 from pulsesync.format.manifest import RecordKind
 from pulsesync.format.patch import CodecName
@@ -218,9 +219,7 @@ def short_epochs() -> int:
 
 @pytest.mark.parametrize("codec", ["auto", "context", "history", "gap", "dense"])
 @pytest.mark.parametrize("how", SPLITS)
-def test_every_version_is_what_the_ranks_hold_and_has_the_digest_of_an_unsharded_run(
-    how: str, codec: CodecName
-) -> None:
+def test_every_version_is_what_the_ranks_hold(how: str, codec: CodecName) -> None:
     split, size = SPLITS[how]
     store, plain = MemoryStore(), MemoryStore()
     training, held = Training(), worker()
@@ -234,7 +233,7 @@ def test_every_version_is_what_the_ranks_hold_and_has_the_digest_of_an_unsharded
             changed = whole.publish(training.weights, step=step).changed
             assert report.changed == changed
             sub.sync(held)
-            assert sub.verify() == group.pubs[0].digest == whole.digest
+            assert sub.verify() == group.pubs[0].digest
             assert equal(held, training.weights)
     assert equal(synced(store), training.weights)
 
@@ -337,7 +336,10 @@ def test_a_rank_in_whose_tiles_nothing_changed_puts_no_part() -> None:
     assert equal(synced(store), training.weights)
 
 
-def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model() -> None:
+def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layouts, "SMALL", 0)  # a tile for each tensor
     training = {f"layer.{n:03d}": np.zeros((6, 4), BF16) for n in range(300)}
     group = Group(MemoryStore(), 3)
     group.publish(training)
@@ -600,6 +602,7 @@ def test_anchors_wait_until_the_way_is_long(short_epochs: int) -> None:
 
 
 def test_a_rank_writes_its_anchor_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "SMALL", 0)
     monkeypatch.setattr(anchors, "PART_BYTES", 1000)
     store, training = MemoryStore(), Training()
     Group(store, 2, grid={"*": (10, 1)}, min_tile=1).publish(training.weights)

@@ -197,6 +197,7 @@ def test_an_array_that_fails_in_the_middle_of_a_write_is_put_back() -> None:
     version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     transition, before = held.prepare(*version), remembered(held)
     held.flats["b"] = held.flats["b"].view(Moody)
+    held.__dict__.pop("memory")  # which is made of the flats, once
     Moody.tired = True
     with pytest.raises(MemoryError):
         held.commit(transition)

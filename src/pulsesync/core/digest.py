@@ -7,7 +7,7 @@ sequential read. It tells accident, not attack: who knows the keys can make two 
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,25 @@ def _moved(patch: TilePatch, block: BlockChange) -> Sum:
     return Sum(*map(int, kernels.active().digest_change(indices, old, new, keys())))
 
 
+def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """How the first sum of a tile's digest moves by each of several runs of changes, given where each begins."""
+    old, new = _units(change.old), _units(change.new)
+    indices, per = tile.flat_indices(change.tile_positions()).view(np.uint64), old.size // change.old.size
+    indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
+    chunks, each = np.unique(indices >> np.uint64(spec.CHUNK_BITS), return_inverse=True)
+    place = keys()[0][indices & np.uint64((1 << spec.CHUNK_BITS) - 1)].astype(np.uint64)
+    by = (new.astype(np.uint64) - old) * place * _chunk_keys(chunks)[each]
+    return np.add.reduceat(by, first * per) if first.size else by[:0]
+
+
+def _chunk_keys(chunks: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The keys of chunks for the first sum."""
+    z = chunks * np.uint64(0x9E3779B97F4A7C15) + np.uint64(spec.DIGEST_SEEDS[0])
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
 def sum_up(sums: Iterable[Sum]) -> Sum:
     total = Sum(0, 0)
     for one in sums:
@@ -95,18 +114,17 @@ def sum_up(sums: Iterable[Sum]) -> Sum:
 
 
 def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
-    """Hash name, dtype, shape and sum of every tensor, in name order, as 64 hexadecimal digits: O(tiles)."""
+    """Hash name, dtype, shape and sum of every tensor, in name order, and then pieces and sum of every bundle.
+
+    Returns 64 hexadecimal digits. A tensor of which all is in bundles has no sum of its own.
+    """
     by_name: dict[str, tuple[TensorSpec, Sum]] = {}
+    bundles = []
     for tile in tiles:
         name, total = tile.tensor.name, sums[tile.ordinal]
-        by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
-    parts = [(name.encode(), _named(tensor) + total.to_bytes()) for name, (tensor, total) in by_name.items()]
-    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in sorted(parts))))).hexdigest()
-
-
-@lru_cache(1 << 16)
-def _named(tensor: TensorSpec) -> bytes:
-    """Name, dtype and shape of a tensor, as they are hashed."""
-    encoded = tensor.name.encode()
-    shape = b"".join(n.to_bytes(8, "little") for n in tensor.shape)
-    return len(encoded).to_bytes(4, "little") + encoded + bytes([tensor.kind.code, len(tensor.shape)]) + shape
+        if tile.pieces:
+            bundles.append(tile.hashed + total.to_bytes())
+        else:
+            by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
+    named = sorted((name.encode(), tensor.hashed + total.to_bytes()) for name, (tensor, total) in by_name.items())
+    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in named), *bundles))).hexdigest()

@@ -1,8 +1,10 @@
 """The records that rooms hand to each other. All frozen; none does any work."""
 
+import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,10 @@ class Dtype(NamedTuple):
 
     @property
     def bits(self) -> np.dtype[np.unsignedinteger]:
-        return np.dtype(f"<u{self.itemsize}")
+        return _BITS[self.itemsize]
+
+
+_BITS: dict[int, np.dtype[np.unsignedinteger]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4, 8)}
 
 
 # The names are those of safetensors. Codes are part of the format: never renumber, only add.
@@ -61,7 +66,7 @@ class TensorSpec:
     def rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return math.prod(self.shape[1:])
 
@@ -73,10 +78,21 @@ class TensorSpec:
     def kind(self) -> Dtype:
         return DTYPES[self.dtype]
 
+    @cached_property
+    def hashed(self) -> bytes:
+        """Name, dtype and shape, as digests hash them."""
+        name = self.name.encode()
+        shape = b"".join(n.to_bytes(8, "little") for n in self.shape)
+        return len(name).to_bytes(4, "little") + name + bytes([self.kind.code, len(self.shape)]) + shape
+
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of a tensor's 2-D view: what can be decoded from its own old weights alone."""
+    """A rectangle of a tensor's 2-D view, or a bundle of small ones: the unit of coding, digests and history.
+
+    A bundle is a tile of a tensor of its own, which has one dimension and holds the weights of its pieces one after the
+    other. Its groups can be decoded separately: each is what one layer or one expert has in it.
+    """
 
     ordinal: int  # in the layout, over all tensors
     tensor: TensorSpec
@@ -84,17 +100,44 @@ class Tile:
     column: int
     rows: int
     columns: int
+    pieces: tuple["Tile", ...] = field(default=(), compare=False, repr=False)  # of a bundle, in tensors of the model
+    groups: tuple[int, ...] = field(default=(), compare=False, repr=False)  # where those of a bundle begin, and the end
+    kept: tuple[int, ...] | None = field(default=None, compare=False)  # groups that this process has; None: all
 
     @property
     def size(self) -> int:
         return self.rows * self.columns
 
     @property
+    def names(self) -> list[str]:
+        """The tensors of the model whose weights are in it."""
+        return list(dict.fromkeys(piece.tensor.name for piece in self.pieces)) if self.pieces else [self.tensor.name]
+
+    @cached_property
+    def hashed(self) -> bytes:
+        """The pieces of a bundle, as digests hash them; no tensor has a name of no bytes."""
+        table = hashlib.sha256()
+        for piece in self.pieces:
+            table.update(piece.tensor.hashed)
+            for value in (piece.row, piece.column, piece.rows, piece.columns):
+                table.update(value.to_bytes(8, "little"))
+        return bytes(4) + table.digest()
+
+    @cached_property
+    def borders(self) -> NDArray[np.int64]:
+        """Where the weights that are coded together begin, and the end of the last: groups of a bundle, else blocks."""
+        return np.array(self.groups or (*range(0, self.size, BLOCK), self.size), np.int64)
+
+    def streams(self, number: int) -> slice:
+        """Which of them are in a block."""
+        return slice(0, len(self.groups) - 1) if self.groups else slice(number, number + 1)
+
+    @cached_property
     def start(self) -> int:
         """The flat index, in the tensor, of the tile's first weight."""
         return self.row * self.tensor.columns + self.column
 
-    @property
+    @cached_property
     def contiguous(self) -> bool:
         return self.columns == self.tensor.columns or self.rows == 1
 
@@ -144,6 +187,18 @@ class Codec(IntEnum):
     HISTORY = 3
 
 
+class Remembered(NamedTuple):
+    """What is remembered of a block in its epoch: a byte for each weight below the tile's cut (see `history`)."""
+
+    last: NDArray[np.uint8]
+    ranks: NDArray[np.int64]  # where the bytes of what is coded together begin, and the end of the last
+
+    @classmethod
+    def alone(cls, last: NDArray[np.uint8]) -> "Remembered":
+        """Of a block that is coded as one."""
+        return cls(last, np.array((0, last.size)))
+
+
 @dataclass(frozen=True, eq=False)
 class BlockChange:
     """What changes in one block of a tile; old is kept for the digest and for undoing."""
@@ -152,7 +207,7 @@ class BlockChange:
     positions: NDArray[np.uint32]  # (changes,) from the block's start, ascending
     old: Bits  # (changes,)
     new: Bits  # (changes,)
-    remembered: NDArray[np.uint8] | None = None  # the block's history afterwards, where the codec had it at hand
+    remembered: Remembered | None = None  # the block's history afterwards, where the codec had it at hand
 
     @classmethod
     def from_zeros(cls, number: int, bits: Bits) -> "BlockChange":

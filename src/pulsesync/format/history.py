@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.core.digest import keys
 from pulsesync.core.threads import spread
-from pulsesync.core.types import Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import Bits, BlockChange, Codec, Remembered, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError
-from pulsesync.format.codecs.context import BlockMemory
+from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory, KeptGroups, magnitudes
 from pulsesync.format.weights import Weights, as_weights
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
@@ -31,7 +31,7 @@ class TileHistory:
     """The bytes of one tile, block by block, and the class below which its weights are remembered."""
 
     cut: int
-    blocks: tuple[NDArray[np.uint8], ...]
+    blocks: tuple[Remembered, ...]
 
 
 class TileHistorySummary(NamedTuple):
@@ -51,7 +51,7 @@ class History:
 
     @property
     def size_bytes(self) -> int:
-        return sum(block.size for tile in self.tiles.values() for block in tile.blocks)
+        return sum(block.last.size for tile in self.tiles.values() for block in tile.blocks)
 
     def of(self, tile: int, block: int) -> BlockMemory:
         """What is remembered of one block."""
@@ -79,7 +79,7 @@ class History:
         changes = {(patch, block.number): block for patch in cuts for block in patch.blocks}
         jobs = [(patch, number) for patch in cuts for number in range(patch.tile.block_count)]
 
-        def block(job: tuple[TilePatch, int]) -> NDArray[np.uint8]:
+        def block(job: tuple[TilePatch, int]) -> Remembered:
             patch, number = job
             return self._advance(patch.tile, number, changes.get(job), cuts[patch], weights)
 
@@ -90,21 +90,16 @@ class History:
             tiles[patch.tile.ordinal] = TileHistory(cut, blocks)
         return History(self.index + 1, tiles)
 
-    def _advance(
-        self, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights
-    ) -> NDArray[np.uint8]:
+    def _advance(self, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights) -> Remembered:
         memory = self.of(tile.ordinal, number)
-        if change is None and memory.cut == cut:
-            return memory.last
+        if change is None and memory.cut == cut and memory.remembered is not None:
+            return memory.remembered
         if change is not None and change.remembered is not None:
             return change.remembered
         before = old.block(tile, number)
         positions = change.positions if change else np.empty(0, np.uint32)
         new = change.new if change else np.empty(0, before.dtype)
-        out: NDArray[np.uint8] = kernels.active().advance_history(
-            before, tile.tensor.kind.exponent_shift, memory.cut, cut, memory.last, positions, new, self.index + 1
-        )
-        return out
+        return advance(tile, before, memory, cut, positions, new)
 
     def digest(self, threads: int | None = None) -> str:
         """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
@@ -117,7 +112,8 @@ class History:
 
     def _count(self, ordinal: int) -> TileHistorySummary:
         tile = self.tiles[ordinal]
-        content = tile.blocks[0] if len(tile.blocks) == 1 else np.concatenate(tile.blocks)
+        blocks = [block.last for block in tile.blocks]
+        content = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
         return TileHistorySummary(tile.cut, content.size, Sum(*map(int, total)))
 
@@ -126,9 +122,9 @@ class History:
 
         Not part of the format: whoever reads it back holds its digest against the record's.
         """
-        tiles = {str(n): [tile.cut, [b.size for b in tile.blocks]] for n, tile in sorted(self.tiles.items())}
+        tiles = {str(n): [tile.cut, [b.ranks.tolist() for b in tile.blocks]] for n, tile in sorted(self.tiles.items())}
         head = json.dumps({"index": self.index, "tiles": tiles}).encode() + b"\n"
-        return head + b"".join(block.tobytes() for _, tile in sorted(self.tiles.items()) for block in tile.blocks)
+        return head + b"".join(block.last.tobytes() for _, tile in sorted(self.tiles.items()) for block in tile.blocks)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "History":
@@ -136,13 +132,36 @@ class History:
         try:
             head = json.loads(data[: (at := data.index(b"\n") + 1)])
             tiles = {}
-            for n, (cut, sizes) in head["tiles"].items():
-                borders = list(accumulate(sizes, initial=at))
-                blocks = tuple(np.frombuffer(data, np.uint8, end - begin, begin) for begin, end in pairwise(borders))
+            for n, (cut, ranks) in head["tiles"].items():
+                borders = list(accumulate((of_block[-1] for of_block in ranks), initial=at))
+                runs = (np.frombuffer(data, np.uint8, end - begin, begin) for begin, end in pairwise(borders))
+                blocks = tuple(Remembered(*both) for both in zip(runs, map(np.array, ranks), strict=True))
                 tiles[int(n)], at = TileHistory(int(cut), blocks), borders[-1]
             return cls(int(head["index"]), tiles)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise FormatError("this is not a history that was written down") from e
+
+
+def advance(
+    tile: Tile, before: Bits, memory: BlockMemory, cut: int, positions: NDArray[np.uint32], new: Bits
+) -> Remembered:
+    """What is remembered of a block after a patch, where the coder has not met its hot weights itself."""
+    shift = tile.tensor.kind.exponent_shift or 0
+    if tile.kept is not None:
+        kept = KeptGroups.of(tile)
+        inside = kept.mask(positions)
+        before, positions, new = kept.pick(before), kept.shrink(positions[inside]).astype(np.uint32), new[inside]
+    last = memory.remembered.last if memory.remembered else NO_HISTORY
+    out: NDArray[np.uint8] = kernels.active().advance_history(
+        before, shift, memory.cut, cut, last, positions, new, memory.index
+    )
+    if not tile.groups:
+        return Remembered.alone(out)
+    after = before.copy()
+    after[positions] = new
+    borders = kept.borders if tile.kept is not None else tile.borders
+    below = np.append(0, np.cumsum(magnitudes(after, shift) < cut))
+    return Remembered(out, below[borders])
 
 
 def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:

@@ -1,4 +1,6 @@
-"""The tensor table of a run: names, dtypes, shapes, ties, and the grid of tiles. Written once, referred to by hash.
+"""The tensor table of a run: names, dtypes, shapes, ties, and its tiles. Written once, referred to by hash.
+
+A grid cuts tensors into pieces. A piece is a tile, or is in a bundle with other small pieces: then the bundle is one.
 
 It is a JSON file, because it is read by people as often as by programs and never in a hurry.
 """
@@ -6,6 +8,7 @@ It is a JSON file, because it is read by people as often as by programs and neve
 import hashlib
 import json
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,17 +17,20 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from pulsesync.core.types import DTYPES, TensorSpec, Tile
+from pulsesync.core.types import BLOCK, DTYPES, TensorSpec, Tile
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 
-FORMAT = "pulse-layout/1-draft"
+FORMAT = "pulse-layout/1-draft-2"
 MAX_BYTES = 1 << 27
 MAX_TENSORS = 1 << 20
-MAX_TILES = 1 << 22  # and in proportion to the model: see most_tiles
+MAX_TILES = 1 << 22  # and in proportion to the model: see most_pieces
 FREE_TILES, TENSOR_TILES, WEIGHTS_A_TILE = 1 << 12, 512, 1 << 12
 MAX_NAME_BYTES = 1 << 10
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 46  # of a tensor
+SMALL = 1 << 16  # weights below which a piece shares a tile with others
+
+Bundle = tuple[tuple[int, ...], ...]  # groups of pieces, by number
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,11 @@ class Layout:
 
     tensors: tuple[TensorSpec, ...]
     ties: Mapping[str, str] = field(default_factory=dict)  # alias -> canonical name
+    bundles: tuple[Bundle, ...] = ()
 
     @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
-        """Every tile, numbered over tensors in order, rows of the grid before columns."""
+    def pieces(self) -> tuple[Tile, ...]:
+        """What the grid cuts tensors into, numbered over tensors in order, rows of the grid before columns."""
         out: list[Tile] = []
         for spec in self.tensors:
             rows, columns = (0, *spec.row_cuts, spec.rows), (0, *spec.column_cuts, spec.columns)
@@ -49,24 +56,62 @@ class Layout:
         return tuple(out)
 
     @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Every tile: the pieces that are in no bundle, in order, and then the bundles."""
+        if not self.bundles:
+            return self.pieces
+        bundled = {piece for bundle in self.bundles for group in bundle for piece in group}
+        alone = (piece for piece in self.pieces if piece.ordinal not in bundled)
+        out = [replace(piece, ordinal=ordinal) for ordinal, piece in enumerate(alone)]
+        return (*out, *(self._bundle(number, len(out) + number) for number in range(len(self.bundles))))
+
+    def _bundle(self, number: int, ordinal: int) -> Tile:
+        groups = [[self.piece(n) for n in group] for group in self.bundles[number]]
+        sizes = [sum(piece.size for piece in group) for group in groups]
+        first = groups[0][0].tensor
+        borders = tuple(accumulate(sizes, initial=0))
+        spec = TensorSpec(_bundle_name(number, first.name), first.dtype, (borders[-1],))
+        return Tile(ordinal, spec, 0, 0, borders[-1], 1, tuple(piece for group in groups for piece in group), borders)
+
+    @cached_property
     def tile_count(self) -> int:
         """How many tiles there are, without making them."""
-        return sum(map(count_tiles, self.tensors))
+        bundled = sum(len(group) for bundle in self.bundles for group in bundle)
+        return self.piece_count - bundled + len(self.bundles)
 
     def tile(self, ordinal: int) -> Tile:
         """One tile, without making the others. Raises: IndexError."""
         if not 0 <= ordinal < self.tile_count:
             raise IndexError(f"tile {ordinal} of {self.tile_count}")
-        number = bisect_right(self._first_tiles, ordinal) - 1
-        spec = self.tensors[number]
-        i, j = divmod(ordinal - self._first_tiles[number], len(spec.column_cuts) + 1)
-        (r, r_end), (c, c_end) = _piece(spec.row_cuts, spec.rows, i), _piece(spec.column_cuts, spec.columns, j)
-        return Tile(ordinal, spec, r, c, r_end - r, c_end - c)
+        alone = self.tile_count - len(self.bundles)
+        if ordinal >= alone:
+            return self._bundle(ordinal - alone, ordinal)
+        return replace(self.piece(ordinal + bisect_right(self._skips, ordinal)), ordinal=ordinal)
 
     @cached_property
-    def _first_tiles(self) -> tuple[int, ...]:
-        """The number of each tensor's first tile."""
-        return tuple(accumulate(map(count_tiles, self.tensors), initial=0))[:-1]
+    def _skips(self) -> tuple[int, ...]:
+        """For each piece that is in a bundle, in order, how many before it are in none."""
+        bundled = sorted(piece for bundle in self.bundles for group in bundle for piece in group)
+        return tuple(piece - i for i, piece in enumerate(bundled))
+
+    @cached_property
+    def piece_count(self) -> int:
+        return sum(map(count_pieces, self.tensors))
+
+    def piece(self, number: int) -> Tile:
+        """One piece, without making the others. Raises: IndexError."""
+        if not 0 <= number < self.piece_count:
+            raise IndexError(f"piece {number} of {self.piece_count}")
+        tensor = bisect_right(self._first_pieces, number) - 1
+        spec = self.tensors[tensor]
+        i, j = divmod(number - self._first_pieces[tensor], len(spec.column_cuts) + 1)
+        (r, r_end), (c, c_end) = _piece(spec.row_cuts, spec.rows, i), _piece(spec.column_cuts, spec.columns, j)
+        return Tile(number, spec, r, c, r_end - r, c_end - c)
+
+    @cached_property
+    def _first_pieces(self) -> tuple[int, ...]:
+        """The number of each tensor's first piece."""
+        return tuple(accumulate(map(count_pieces, self.tensors), initial=0))[:-1]
 
     @cached_property
     def size(self) -> int:
@@ -89,7 +134,7 @@ class Layout:
             if spec.column_cuts:
                 entry["columns"] = list(spec.column_cuts)
             tensors.append(entry)
-        table = {"format": FORMAT, "tensors": tensors, "ties": dict(self.ties)}
+        table = {"bundles": self.bundles, "format": FORMAT, "tensors": tensors, "ties": dict(self.ties)}
         return json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
     @cached_property
@@ -97,7 +142,7 @@ class Layout:
         return hashlib.sha256(self.data).hexdigest()
 
 
-def count_tiles(spec: TensorSpec) -> int:
+def count_pieces(spec: TensorSpec) -> int:
     return (len(spec.row_cuts) + 1) * (len(spec.column_cuts) + 1)
 
 
@@ -106,14 +151,14 @@ def _piece(cuts: Sequence[int], end: int, number: int) -> tuple[int, int]:
     return cuts[number - 1] if number else 0, cuts[number] if number < len(cuts) else end
 
 
-def most_tiles(layout: Layout) -> int:
-    """How many tiles a layout of these tensors may have.
+def most_pieces(layout: Layout) -> int:
+    """How many pieces a layout of these tensors may have.
 
-    A few kB of cuts can make millions of tiles, each of which costs a reader about 1 kB and 0.1 ms. So a layout may
+    A few kB of cuts can make millions of them, each of which costs a reader about 1 kB and 0.1 ms. So a layout may
     have one for every 4,096 weights, 4,096 in any case, and not counted among these the first 512 of each tensor, so
     that any model can be cut by rows for 512 ranks. What one tensor leaves of its 512 is of no use to another.
     """
-    own = sum(min(count_tiles(spec), TENSOR_TILES) for spec in layout.tensors)
+    own = sum(min(count_pieces(spec), TENSOR_TILES) for spec in layout.tensors)
     return min(MAX_TILES, FREE_TILES + own + layout.size // WEIGHTS_A_TILE)
 
 
@@ -126,6 +171,60 @@ def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -
     layout = Layout(tuple(sorted(tensors, key=lambda s: s.name.encode())), dict(ties or {}))
     _check(layout)
     return layout
+
+
+def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
+    """Join the small pieces of a layout into bundles; owners: by piece, the process that will write it.
+
+    A bundle has pieces of one dtype and owner, in the same cell of their tensors' grids, up to one block of weights; a
+    group of it has those of one layer or expert: what a process has or has not as a whole.
+    """
+    groups: dict[tuple[Any, ...], list[Tile]] = {}
+    for piece in layout.pieces:
+        if 0 < piece.size < SMALL:
+            spec = piece.tensor
+            owner = owners.get(piece.ordinal, 0) if owners else 0
+            groups.setdefault((part_of_model(spec.name), spec.dtype, owner, _cell(piece)), []).append(piece)
+    packed: dict[tuple[Any, ...], list[list[list[int]]]] = {}
+    room: dict[tuple[Any, ...], int] = {}  # of the last bundle of each dtype, owner and cell
+    for (_, *of_bundle), pieces in groups.items():
+        kind, begun = tuple(of_bundle), False
+        bundles = packed.setdefault(kind, [])
+        if not bundles or sum(piece.size for piece in pieces) > room[kind]:
+            bundles.append([])
+            room[kind] = BLOCK
+        for piece in pieces:
+            if piece.size > room[kind]:  # a group of more than a block
+                bundles.append([])
+                room[kind], begun = BLOCK, False
+            if not begun:
+                bundles[-1].append([])
+                begun = True
+            bundles[-1][-1].append(piece.ordinal)
+            room[kind] -= piece.size
+    found = [
+        tuple(map(tuple, bundle)) for bundles in packed.values() for bundle in bundles if sum(map(len, bundle)) > 1
+    ]
+    return replace(layout, bundles=tuple(sorted(found)))
+
+
+def _cell(piece: Tile) -> tuple[int, int, int, int]:
+    """Where a piece is in the grid of its tensor, and how large that is."""
+    rows, columns = piece.tensor.row_cuts, piece.tensor.column_cuts
+    return bisect_right(rows, piece.row), bisect_right(columns, piece.column), len(rows), len(columns)
+
+
+_NUMBERED = re.compile(r"(.*(layer|block|expert|stage)s?_?)?\d+", re.IGNORECASE)
+
+
+def part_of_model(name: str) -> str:
+    """The layer or expert that a tensor belongs to: its name up to the last component that is a number, or "layers_3".
+
+    The tensors of a model that are in no layer belong together.
+    """
+    components = re.split(r"([./])", name)
+    last = max((i for i, one in enumerate(components) if _NUMBERED.fullmatch(one)), default=-1)
+    return "".join(components[: last + 1])
 
 
 Cuts = int | Sequence[int]  # how many even pieces, or the borders between them
@@ -172,9 +271,10 @@ def parse(data: bytes, expected_id: str | None = None) -> Layout:
     table = load_json(data, "the layout")
     if table.get("format") != FORMAT:
         raise UnsupportedError(f"this reader knows layouts of format {FORMAT}, not {table.get('format')!r}")
-    if set(table) != {"format", "tensors", "ties"} or not isinstance(table["tensors"], list):
-        raise FormatError("the layout must hold format, tensors and ties, and nothing else")
-    layout = Layout(tuple(_spec(entry) for entry in table["tensors"]), _ties(table["ties"]))
+    if set(table) != {"bundles", "format", "tensors", "ties"} or not isinstance(table["tensors"], list):
+        raise FormatError("the layout must hold bundles, format, tensors and ties, and nothing else")
+    specs = tuple(_spec(entry) for entry in table["tensors"])
+    layout = Layout(specs, _ties(table["ties"]), _bundles(table["bundles"]))
     _check(layout)
     if layout.data != data:
         raise FormatError("the layout is not in canonical form")
@@ -223,6 +323,12 @@ def _integers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _bundles(value: Any) -> tuple[Bundle, ...]:
+    if not isinstance(value, list) or not all(isinstance(bundle, list) for bundle in value):
+        raise FormatError("the bundles of a layout are lists of groups, and those are lists of pieces")
+    return tuple(tuple(_integers(group) for group in bundle) for bundle in value)
+
+
 def _ties(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
         raise FormatError("ties of a layout lead from name to name")
@@ -249,14 +355,43 @@ def _check(layout: Layout) -> None:
             raise FormatError(f"the tie {alias!r} -> {canonical!r} must lead from a new name to a tensor")
     for spec in layout.tensors:
         _check_spec(spec)
-    tiles, most = layout.tile_count, most_tiles(layout)
-    if tiles > most:
+    pieces, most = layout.piece_count, most_pieces(layout)
+    if pieces > most:
         raise LimitError(
-            f"the layout has {tiles} tiles; with {len(layout.tensors)} tensors of {layout.size} weights at most {most} "
-            "are allowed: cut the tensors into fewer tiles",
-            value=tiles,
+            f"the layout has {pieces} pieces; with {len(layout.tensors)} tensors of {layout.size} weights at most "
+            f"{most} are allowed: cut the tensors into fewer pieces",
+            value=pieces,
             limit=most,
         )
+    _check_bundles(layout)
+
+
+def _check_bundles(layout: Layout) -> None:
+    seen: set[int] = set()
+    count = layout.piece_count
+    for bundle in layout.bundles:
+        pieces = [number for group in bundle for number in group]
+        if len(pieces) < 2 or not all(bundle) or not all(a < b for group in bundle for a, b in pairwise(group)):
+            raise FormatError("a bundle has groups of ascending pieces, two pieces at least")
+        if max(pieces) >= count or not seen.isdisjoint(pieces) or len(set(pieces)) < len(pieces):
+            raise FormatError("a bundle names a piece that the layout does not have, or one that is bundled already")
+        seen.update(pieces)
+        tiles = [layout.piece(number) for number in pieces]
+        size = sum(tile.size for tile in tiles)
+        if len({tile.tensor.dtype for tile in tiles}) > 1 or not all(tile.size for tile in tiles) or size > BLOCK:
+            raise FormatError(f"a bundle has pieces of one dtype, none of them empty, with at most {BLOCK} weights")
+    if any(a >= b for a, b in pairwise(layout.bundles)) or any(
+        a >= b for bundle in layout.bundles for a, b in pairwise(bundle)
+    ):
+        raise FormatError("the bundles of a layout, and the groups of a bundle, are in ascending order")
+    names = {_bundle_name(n, layout.piece(bundle[0][0]).tensor.name) for n, bundle in enumerate(layout.bundles)}
+    if not names.isdisjoint(spec.name for spec in layout.tensors):
+        raise FormatError("a tensor has the name of a bundle")
+
+
+def _bundle_name(number: int, first: str) -> str:
+    """What a bundle is called in messages and among the tensors of a process."""
+    return f"bundle {number} ({first} and others)"
 
 
 def _check_spec(spec: TensorSpec) -> None:

@@ -22,7 +22,7 @@ from pulsesync.format.codecs import context, dense, gap
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
-from pulsesync.format.layout import Layout, count_tiles
+from pulsesync.format.layout import Layout, count_pieces
 from pulsesync.format.predict import CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 
@@ -239,11 +239,13 @@ def decode_tiles(
     layout: Layout,
     old: "Mapping[str, Bits] | Weights",
     *,
-    wanted: Collection[int] | None = None,
+    wanted: Mapping[int, Tile] | None = None,
     history: History | None = None,
     threads: int | None = None,
 ) -> DecodedPart:
     """Decode a part, or of it the tiles that are wanted, from sections whose hashes have been checked.
+
+    A tile that is wanted may say which of its groups are.
 
     Raises:
         FormatError: and its branches, for whatever is wrong with the bytes.
@@ -251,8 +253,9 @@ def decode_tiles(
     weights = as_weights(old)
     jobs: list[list[_DecodeTask]] = []  # of each tile
     entries = []
+    tiles = layout.tiles if wanted is None else wanted
     for entry, body in payloads(opened, sections, wanted):
-        jobs.append(_open_tile(entry, layout.tiles[entry.tile], body, opened.tables, history))
+        jobs.append(_open_tile(entry, tiles[entry.tile], body, opened.tables, history))
         entries.append(entry)
     if all(entry.codec == Codec.GAP for entry in entries):
         threads = 1  # short steps of numpy, which threads only slow down
@@ -262,7 +265,9 @@ def decode_tiles(
     for some in jobs:
         codec, payload = some[0].codec, some[0].payload
         blocks = tuple(change for _ in some for change in next(done))
-        patches.append(TilePatch(some[0].tile, codec, blocks, payload.cut if payload and codec == Codec.HISTORY else 0))
+        patches.append(
+            TilePatch(some[0].tile, codec, blocks, payload.heads.cut if payload and codec == Codec.HISTORY else 0)
+        )
     return DecodedPart(tuple(patches), {e.tile: e.sum for e in entries})
 
 
@@ -301,8 +306,8 @@ def _open_tile(
     check_tile(entry, tile)
     if entry.codec in (Codec.DENSE, Codec.GAP):
         return [_DecodeTask(entry.codec, tile, body)]
-    payload = context.parse(body, tile.size, tile.tensor.kind)
-    check_heads(entry, tile, payload, shared, history)
+    payload = context.parse(body, tile)
+    check_heads(entry, tile, payload.heads, shared, history)
     return [_DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
@@ -361,10 +366,10 @@ def _run(
     if job.payload is None:
         return _run_plain(job, old)
     memory = memory_of(history if job.codec == Codec.HISTORY else None, tile, job.number)
-    if not context.has_changes(job.payload, job.number):
+    if not context.has_changes(job.payload.heads, tile, job.number):
         return []
-    before, table = old.block(tile, job.number), shared[job.payload.table]
-    change = context.decode_block(job.payload, job.number, before, tile.tensor.kind, table, memory)
+    before, table = old.block(tile, job.number), shared[job.payload.heads.table]
+    change = context.decode_block(job.payload, tile, job.number, before, table, memory)
     return [change] if change else []
 
 
@@ -400,7 +405,7 @@ def check_fits(layout: Layout, size_bytes: int) -> None:
     Raises:
         LimitError: they cannot.
     """
-    tiles = sum(count_tiles(spec) for spec in layout.tensors if spec.size)
+    tiles = layout.tile_count - sum(count_pieces(spec) for spec in layout.tensors if not spec.size)
     if layout.size_bytes > dense.MAX_RATIO * size_bytes or dense.MIN_BYTES * tiles > size_bytes:
         raise LimitError(
             f"the layout describes {layout.size_bytes} bytes of weights in {tiles} tiles, which an anchor of "

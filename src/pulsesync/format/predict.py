@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Codec, Tile
+from pulsesync.core.types import BLOCK, Codec, Remembered, Tile
 from pulsesync.format import index, tables
 from pulsesync.format.codecs import context
 from pulsesync.format.diff import Diff
@@ -29,7 +29,7 @@ class CodedTile(NamedTuple):
     codec: Codec
     body: bytes | memoryview
     cut: int = 0
-    remembered: Mapping[int, NDArray[np.uint8]] = {}  # by block: its history afterwards
+    remembered: Mapping[int, Remembered] = {}  # by block: its history afterwards
 
     @property
     def size(self) -> int:
@@ -78,7 +78,7 @@ def code_against_old(
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
         table, counted = _count(same, dtype, old, history, threads)
         payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], threads)
-        remembered: dict[_CodingPlan, dict[int, NDArray[np.uint8]]] = {plan: {} for plan in same}
+        remembered: dict[_CodingPlan, dict[int, Remembered]] = {plan: {} for plan in same}
         for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
             if history is not None:
                 remembered[plan][number] = after
@@ -98,7 +98,7 @@ def memory_of(history: History | None, tile: Tile, number: int) -> context.Block
 
 def _count(
     plans: Sequence[_CodingPlan], dtype: str, old: Weights, history: History | None, threads: int | None
-) -> tuple[FrequencyTable, list[tuple[context.Decisions, NDArray[np.uint8]]]]:
+) -> tuple[FrequencyTable, list[tuple[context.Decisions, Remembered]]]:
     """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
     kind = plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
@@ -109,14 +109,15 @@ def _count(
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
 
-    def block(job: tuple[_CodingPlan, int]) -> tuple[context.Decisions, NDArray[np.uint8]]:
+    def block(job: tuple[_CodingPlan, int]) -> tuple[context.Decisions, Remembered]:
         if not hasattr(mine, "counts"):
             mine.counts = contexts.empty()
             everyone.append(mine.counts)
         plan, number = job
         tile = plan.diff.tile
         before, memory = old.block(tile, number), memory_of(history, tile, number)
-        return context.count(before, kind, plan.cut, memory, plan.hot[number], contexts, mine.counts)
+        borders = _borders(tile, number)
+        return context.count(before, borders, kind, plan.cut, memory, plan.hot[number], contexts, mine.counts)
 
     found = spread(block, _jobs(plans), threads)
     by_context = sum(everyone, contexts.empty()).reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
@@ -132,14 +133,33 @@ def _code(
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
 
-    def block(job: tuple[tuple[_CodingPlan, int], context.Decisions]) -> context.BlockStream:
+    def block(job: tuple[tuple[_CodingPlan, int], context.Decisions]) -> context.BlockStreams:
         (plan, number), decided = job
         return context.encode_block(decided, plan.hot[number].extras, table)
 
     streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True), threads))
-    nothing = context.BlockStream(0, 1, np.empty(0, np.uint16))
     out = []
     for plan in plans:
-        blocks = tuple(next(streams) if n in plan.hot else nothing for n in range(plan.diff.tile.block_count))
-        out.append(context.build(context.Payload(number_of_table, plan.cut, blocks, plan.cold, plan.steps)))
+        tile = plan.diff.tile
+        blocks = [
+            next(streams) if n in plan.hot else context.BlockStreams.none(_borders(tile, n).size - 1)
+            for n in range(tile.block_count)
+        ]
+        out.append(
+            _payload(plan, number_of_table, context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))))
+        )
     return out
+
+
+def _payload(plan: _CodingPlan, table: int, streams: context.BlockStreams) -> bytes:
+    tile, checks = plan.diff.tile, context.NO_CHECKS
+    if context.is_checked(tile):
+        checks = np.array([*context.group_checks(tile, plan.diff.blocks[0]).values()], np.uint32)
+    heads = context.Heads(table, plan.cut, *streams[:3], plan.cold, plan.steps, checks)
+    return context.build(context.Payload(heads, streams.words))
+
+
+def _borders(tile: Tile, number: int) -> NDArray[np.int64]:
+    """Where the streams of a block begin in it, and its end."""
+    streams = tile.streams(number)
+    return tile.borders[streams.start : streams.stop + 1] - number * BLOCK

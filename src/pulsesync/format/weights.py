@@ -23,6 +23,8 @@ class FlatWeights:
     flats: Mapping[str, Bits]
 
     def block(self, tile: Tile, number: int) -> Bits:
+        if tile.pieces:
+            return np.concatenate([piece.read(self.flats[piece.tensor.name], 0, piece.size) for piece in tile.pieces])
         return tile.read_block(self.flats[tile.tensor.name], number)
 
 

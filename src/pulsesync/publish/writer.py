@@ -345,7 +345,8 @@ class RunWriter:
 
         mine, sent = self.talk.together(windows)
         everyones, ties = agreed([mine] if self.talk.is_alone else [windows_from(message) for message in sent])
-        layout = layout_of(everyones, ties, self.options.grid, self.options.min_tile)
+        pieces = layout_of(everyones, ties, self.options.grid, self.options.min_tile)
+        layout = layouts.bundle(pieces, owner_of(pieces, everyones))
         message = self.talk.ask(lambda: self._find_last(source))
         last = self._parse(message.record) if message.record else None
         plan = _TeamPlan(layout, everyones, message.record, last)

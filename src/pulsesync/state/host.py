@@ -1,6 +1,7 @@
 """Live weights in host memory: the backend of numpy and the CPU's kernels."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodedPart
 from pulsesync.format.weights import Changes, Overlay, Weights, by_block, compose, inverse
 from pulsesync.state.live import LiveState, Transition, VersionChanges
-from pulsesync.state.slices import TileStorage, WidenedTile
+from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
+
+BATCH = 1 << 24  # weights that are recounted before a commit is let in
 
 
 class HostTransition(Transition[Changes, History]):
@@ -61,8 +64,13 @@ class HostState(LiveState[Bits, Changes, History]):
 
     # Reading
 
+    @cached_property
+    def memory(self) -> Memory:
+        """All the memory that each tensor has here."""
+        return {name: (flat, *self.copies.get(name, ())) for name, flat in self.flats.items()}
+
     def block(self, tile: Tile, number: int) -> Bits:
-        return self.places[tile.ordinal].read(self.flats[tile.tensor.name], number)
+        return self.places[tile.ordinal].read(self.memory, number)
 
     def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
         bits = self.block(tile, number).copy()
@@ -70,11 +78,23 @@ class HostState(LiveState[Bits, Changes, History]):
             bits[change.positions] = change.new
         return bits
 
-    def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
-        return {tile.ordinal: self._count_tile(tile, self.places[tile.ordinal]) for tile in tiles}
+    def batches(self) -> Iterable[Sequence[Tile]]:
+        some: list[Tile] = []
+        size = 0
+        for tile in super().batches():
+            some += tile
+            size += sum(one.size for one in tile)
+            if size >= BATCH:
+                yield some
+                some, size = [], 0
+        yield some
 
-    def _count_tile(self, tile: Tile, place: TileStorage) -> Sum:
-        if place.tile == tile:
+    def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
+        return dict(zip((tile.ordinal for tile in tiles), spread(self._count_tile, tiles), strict=True))
+
+    def _count_tile(self, tile: Tile) -> Sum:
+        place = self.places[tile.ordinal]
+        if place.tile == tile and isinstance(place, LocalTile):
             return digest.count_tile(tile, self.flats[tile.tensor.name])
         total = digest.sum_up(
             spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))
@@ -83,10 +103,9 @@ class HostState(LiveState[Bits, Changes, History]):
 
     def _exact(self, tile: Tile, place: TileStorage) -> bool:
         """Whether all weights of a tile are numbers that the dtype of the run has."""
-        if not isinstance(place, WidenedTile):
+        if not isinstance(place, WidenedTile | BundledTile):
             return True
-        flat = self.flats[tile.tensor.name]
-        return all(spread(lambda n: place.exact(flat, n), range(tile.block_count)))
+        return all(spread(lambda n: place.exact(self.memory, n), range(tile.block_count)))
 
     def count_block(self, tile: Tile, number: int, bits: Bits) -> Sum:
         return digest.count_block(tile, number, bits)
@@ -107,7 +126,7 @@ class HostState(LiveState[Bits, Changes, History]):
             FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
         """
         self._check_codecs(body)
-        wanted = None if self.whole else self.places.keys()
+        wanted = None if self.whole else self.tiles
         part = patch.decode_tiles(
             body.index, body.sections, self.layout, weights or self, wanted=wanted, history=history
         )
@@ -117,7 +136,7 @@ class HostState(LiveState[Bits, Changes, History]):
         """A tile that is local in part can be read only with a codec that needs no old weights."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
-            if place and place.tile and not place.whole and entry.codec not in (Codec.GAP, Codec.DENSE):
+            if place and place.apart and entry.codec not in (Codec.GAP, Codec.DENSE):
                 name = place.tile.tensor.name
                 raise StateError(
                     f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
@@ -149,11 +168,10 @@ class HostState(LiveState[Bits, Changes, History]):
             self.write_change(ordinal, change)
 
     def write_change(self, ordinal: int, change: BlockChange) -> None:
-        for flat in self._memory(self.layout.tiles[ordinal]):
-            self.places[ordinal].write(flat, change)
+        self.places[ordinal].write(self.memory, change)
 
-    def write_block(self, flat: Bits, tile: Tile, number: int, bits: Bits) -> None:
-        self.places[tile.ordinal].write_block(flat, number, bits)
+    def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
+        self.places[tile.ordinal].write_block(self.memory, number, bits)
 
     # Tiles that come as a whole
 
@@ -163,8 +181,7 @@ class HostState(LiveState[Bits, Changes, History]):
             for ordinal, bits in tiles.items():
                 tile = self.layout.tiles[ordinal]
                 for number in range(tile.block_count):
-                    for flat in self._memory(tile):
-                        self.write_block(flat, tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
+                    self.write_block(tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
             self.sums, self.history = {**self.sums, **sums}, History()
 
     def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
@@ -172,6 +189,7 @@ class HostState(LiveState[Bits, Changes, History]):
         with self.lock:
             for ordinal, bits in tiles.items():
                 self.flats[self.layout.tiles[ordinal].tensor.name] = bits
+            self.__dict__.pop("memory", None)  # it is another now
             self.sums, self.history = {**self.sums, **sums}, History()
 
 

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
@@ -27,7 +28,8 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import HistoryLookup
-from pulsesync.state.slices import LocalTile, Slices, TileStorage, WidenedTile, windows
+from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
+from pulsesync.state.views import SourceMarks
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: their places, old and new bits
@@ -88,6 +90,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: Mapping[str, int] = {}
+        self._marks: SourceMarks | None = None  # of the source, when its addresses were these
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
         self.untied = self._find_untied(self.copies)  # a tensor from which one tied to it differs: needs an anchor
@@ -154,8 +157,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Write the new bits of changes everywhere that their tensors are."""
 
     @abstractmethod
-    def write_block(self, flat: Flat, tile: Tile, number: int, bits: Bits) -> None:
-        """Write a block of a tile, as far as it is local, into a tensor."""
+    def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
+        """Write a block of a tile, as far as it is local, everywhere that its tensor is."""
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Write to the weights inside, while nothing reads them; in host memory the caller sees to that."""
@@ -199,12 +202,9 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             if alias in everything and all(everything[alias].address != cls.span(flat)[0] for flat in known):
                 copies.setdefault(name, []).append(everything[alias].flat)
         cls.check_apart(flats, copies)
-        places: dict[int, TileStorage] = {
-            ordinal: WidenedTile(place) if place.tile.tensor.name in wide else place
-            for ordinal, place in find_places(layout, slices or {}).items()
-        }
-        state = cls(layout, flats, copies, slices, places)
+        state = cls(layout, flats, copies, slices, find_places(layout, slices or {}, wide))
         state._addresses = {name: view.address for name, view in everything.items()}
+        state._marks = SourceMarks.of(source)
         return state
 
     @classmethod
@@ -219,11 +219,18 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     def holds(self, source: Any) -> bool:
         """Whether a source still has the very memory that was attached: another tensor can take over a name."""
-        return self.addresses(source) == self._addresses
+        if self._marks is not None and self._marks.fit(source):
+            return True
+        if self.addresses(source) != self._addresses:
+            return False
+        self._marks = SourceMarks.of(source)
+        return True
 
-    def _memory(self, tile: Tile) -> tuple[Flat, ...]:
-        """All the memory that a tensor has here."""
-        return (self.flats[tile.tensor.name], *self.copies.get(tile.tensor.name, ()))
+    @cached_property
+    def tiles(self) -> Mapping[int, Tile]:
+        """The local tiles by ordinal, those of which only some groups are local with the numbers of these."""
+        kept = {ordinal: place.tile.kept for ordinal, place in self.places.items() if place.tile is not None}
+        return {n: replace(self.layout.tiles[n], kept=kept.get(n)) for n in self.places}
 
     # Reading
 
@@ -258,20 +265,24 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         return self.digest
 
     def find_damaged(self) -> list[str]:
-        """Recount all the weights; return the names of the tensors that something other than a commit has changed."""
+        """Recount all the weights; return the names of the tensors that something other than a commit has changed.
+
+        Of a bundle, those of all its tensors: its digest does not tell them apart.
+        """
         with self.lock:
             counted, untied = self.count(), self._find_untied(self.copies)
-            differ = {self.layout.tiles[n].tensor.name for n, total in counted.items() if total != self.sums[n]}
-        return sorted(differ | {untied} if untied else differ)
+            damaged = [self.layout.tiles[n] for n, total in counted.items() if total != self.sums[n]]
+        names = {name for tile in damaged for name in tile.names}
+        return sorted(names | {untied} if untied else names)
 
     def find_damage(self) -> Tile | None:
         """Recount batch by batch, letting commits in between; return a tile whose weights another program changed."""
         for tiles in self.batches():
             with self.lock:
-                untied = self._find_untied({tile.tensor.name for tile in tiles})
+                untied = self._find_untied({name for tile in tiles for name in tile.names})
                 counted = self.count_tiles(tiles)
                 for tile in tiles:
-                    if tile.tensor.name == untied or counted[tile.ordinal] != self.sums[tile.ordinal]:
+                    if untied in tile.names or counted[tile.ordinal] != self.sums[tile.ordinal]:
                         return tile
         return None
 
@@ -465,8 +476,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 for body in parts:
                     for tile, number, bits in patch.dense_blocks(body.index, body.sections, self.layout, self.places):
                         self.torn = True
-                        for flat in self._memory(tile):
-                            self.write_block(flat, tile, number, bits)
+                        self.write_block(tile, number, bits)
             self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
 
 
@@ -487,12 +497,10 @@ class Snapshot:
             return self._state.amended_block(tile, number, self.changes)
 
 
-def find_places(layout: Layout, slices: Slices) -> dict[int, LocalTile]:
-    """Where the tiles of a run lie in what is local of its tensors, by ordinal."""
-    if not slices:
-        return {tile.ordinal: LocalTile(tile, True) for tile in layout.tiles if tile.size}
+def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> dict[int, TileStorage]:
+    """Where the tiles of a run lie in what is local of its tensors, by ordinal; wide: tensors that are FP32 here."""
     held = windows(layout.tensors, slices)
-    found = {tile.ordinal: held[tile.tensor.name].place(tile) for tile in layout.tiles if tile.tensor.name in held}
+    found = {tile.ordinal: place_tile(tile, held, wide) for tile in layout.tiles if tile.size}
     return {ordinal: place for ordinal, place in found.items() if place}
 
 

@@ -25,7 +25,7 @@ from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Grid, Layout
-from pulsesync.state.slices import LocalTile, Slice, Slices, Span, Window
+from pulsesync.state.slices import BundledTile, Slice, Slices, Span, TileStorage, Window, place_tile
 from pulsesync.state.views import HostSource, named, read_published
 
 Read = Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Mapping[str, str]]]
@@ -98,13 +98,8 @@ class Shards:
 
     def weights(self, layout: Layout) -> "ShardWeights":
         """Read them in the tiles of a layout, as far as they are held whole."""
-        places = {}
-        for tile in layout.tiles:
-            held = self.windows.get(tile.tensor.name)
-            place = held.place(tile) if held else None
-            if place is not None and place.whole:
-                places[tile.ordinal] = place
-        return ShardWeights(self.published, places)
+        found = {tile.ordinal: place_tile(tile, self.windows) for tile in layout.tiles}
+        return ShardWeights(self.published, {n: place for n, place in found.items() if place and place.whole})
 
     def slices(self) -> dict[str, Slice | None]:
         """The same for a `Subscriber` or a `HostState`: what is not named here is not local."""
@@ -116,10 +111,14 @@ class ShardWeights:
     """Shards as weights to encode from: block by block, cast on the way."""
 
     published: HostSource
-    places: Mapping[int, LocalTile]
+    places: Mapping[int, TileStorage]
 
     def block(self, tile: Tile, number: int) -> Bits:
-        return self.published.block(self.places[tile.ordinal].tile, number)
+        place = self.places[tile.ordinal]
+        if isinstance(place, BundledTile):
+            return self.published.bundle(place.local)
+        assert place.tile is not None
+        return self.published.block(place.tile, number)
 
 
 def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = read_published) -> Shards:
@@ -260,17 +259,18 @@ def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
     owners = {}
     for tile in layout.tiles:
         holders = (
-            n
-            for n, windows in enumerate(everyones)
-            if (held := windows.get(tile.tensor.name)) and (place := held.place(tile)) and place.whole
+            n for n, windows in enumerate(everyones) if (place := place_tile(tile, windows)) is not None and place.whole
         )
         owner = next(holders, None)
         if owner is not None:
             owners[tile.ordinal] = owner
         elif tile.size:
+            names = " and ".join(map(repr, tile.names[:2]))
             raise StateError(
-                f"no process holds rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}",
-                tensor=tile.tensor.name,
+                f"no process holds rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
+                if not tile.pieces
+                else f"no process holds all of the {len(tile.pieces)} pieces that are bundled with those of {names}",
+                tensor=tile.names[0],
             )
     return owners
 
@@ -286,7 +286,7 @@ class TileShare:
     tiles: tuple[Tile, ...]
     windows: Mapping[str, Window]  # of each tensor, the rectangle around them; of a whole model every tensor
     shards: Shards  # in which they lie; without the weights
-    places: Mapping[int, LocalTile]  # where in the shards, by ordinal
+    places: Mapping[int, TileStorage]  # where in the shards, by ordinal
 
     @property
     def whole(self) -> bool:
@@ -299,10 +299,18 @@ class TileShare:
         return None if self.whole else _slices(self.windows)
 
     @cached_property
-    def held(self) -> dict[int, LocalTile]:
-        """Where they lie in tensors of their windows."""
-        found = ((tile, self.windows[tile.tensor.name].place(tile)) for tile in self.tiles)
-        return {tile.ordinal: place for tile, place in found if place}
+    def held(self) -> dict[int, TileStorage]:
+        """Where they lie in tensors of their windows, and bundles in one of their own: see `tensors`."""
+        found = {tile.ordinal: place_tile(replace(tile, pieces=()), self.tensors) for tile in self.tiles}
+        return {ordinal: place for ordinal, place in found.items() if place}
+
+    @cached_property
+    def tensors(self) -> dict[str, Window]:
+        """What memory of its own for these tiles consists of: of each tensor a window, and each bundle."""
+        alone = {tile.tensor.name for tile in self.tiles if not tile.pieces}
+        bundled = {piece.tensor.name for tile in self.tiles for piece in tile.pieces} - alone
+        windows = {name: window for name, window in self.windows.items() if name not in bundled}
+        return windows | {tile.tensor.name: Window.around(tile.tensor) for tile in self.tiles if tile.pieces}
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if these are not the shards that the share was made of."""
@@ -322,12 +330,13 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
     windows = {spec.name: Window.around(spec) for spec in layout.tensors if whole}  # those without weights as well
     places = {}
     for tile in tiles:
-        rows, columns = (tile.row, tile.row + tile.rows), (tile.column, tile.column + tile.columns)
-        if known := windows.get(tile.tensor.name):
-            rows = min(known.rows[0], rows[0]), max(known.rows[1], rows[1])
-            columns = min(known.columns[0], columns[0]), max(known.columns[1], columns[1])
-        windows[tile.tensor.name] = Window(tile.tensor, rows, columns)
-        place = shards.windows[tile.tensor.name].place(tile)
+        for piece in tile.pieces or (tile,):
+            rows, columns = (piece.row, piece.row + piece.rows), (piece.column, piece.column + piece.columns)
+            if known := windows.get(piece.tensor.name):
+                rows = min(known.rows[0], rows[0]), max(known.rows[1], rows[1])
+                columns = min(known.columns[0], columns[0]), max(known.columns[1], columns[1])
+            windows[piece.tensor.name] = Window(piece.tensor, rows, columns)
+        place = place_tile(tile, shards.windows)
         assert place is not None
         places[tile.ordinal] = place
     kept = replace(shards, published=replace(shards.published, views={}))

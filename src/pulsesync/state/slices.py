@@ -1,8 +1,9 @@
 """Slices of tensors: a worker that holds a rectangle of one, and where the tiles of a run lie in it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +38,18 @@ class Slice:
 
 
 Slices = Mapping[str, Slice | None]  # by name, or else by pattern, the first that fits; None: the tensor is not held
+
+
+def place_tile(tile: Tile, held: "Mapping[str, Window]", wide: Collection[str] = ()) -> "TileStorage | None":
+    """Where a tile lies in what is held of tensors; None if no weight of it does. wide: tensors that are FP32 here."""
+    found = []
+    for piece in tile.pieces or (tile,):
+        name = piece.tensor.name
+        place = held[name].place(piece) if name in held else None
+        found.append(WidenedTile(place) if place and name in wide else place)
+    if not any(found):
+        return None
+    return BundledTile(tile, found) if tile.pieces else found[0]
 
 
 def windows(specs: Iterable[TensorSpec], slices: Slices) -> "dict[str, Window]":
@@ -86,7 +99,7 @@ class Window:
         return replace(self.tensor, shape=shape, row_cuts=(), column_cuts=())
 
     def place(self, tile: Tile) -> "LocalTile | None":
-        """Where a tile of the tensor lies here; None if no weight of it does."""
+        """Where a piece of the tensor lies here; None if no weight of it does."""
         top, bottom = max(tile.row, self.rows[0]), min(tile.row + tile.rows, self.rows[1])
         left, right = max(tile.column, self.columns[0]), min(tile.column + tile.columns, self.columns[1])
         if top >= bottom or left >= right:
@@ -97,20 +110,31 @@ class Window:
         return LocalTile(here, (bottom - top) * (right - left) == tile.size)
 
 
+Memory = Mapping[str, Sequence[Bits]]  # by name: a tensor, flat, and then those tied to it in memory of their own
+
+
 class TileStorage(Protocol):
     """Where a tile lies in a process."""
 
     @property
     def tile(self) -> Tile | None:
-        """The tile in the tensor that holds it; None where no one tensor does."""
+        """The tile where it lies, in the tensors of the process; None where only the place knows that."""
         ...
 
     @property
-    def whole(self) -> bool: ...
-    def read(self, flat: Bits, number: int) -> Bits: ...
+    def whole(self) -> bool:
+        """Whether all of it is local."""
+        ...
+
+    @property
+    def apart(self) -> bool:
+        """Whether something that is coded together is local in part, so that it cannot be coded against old weights."""
+        ...
+
+    def read(self, memory: Memory, number: int) -> Bits: ...
     def keep(self, change: BlockChange) -> BlockChange | None: ...
-    def write(self, flat: Bits, change: BlockChange) -> None: ...
-    def write_block(self, flat: Bits, number: int, bits: Bits) -> None: ...
+    def write(self, memory: Memory, change: BlockChange) -> None: ...
+    def write_block(self, memory: Memory, number: int, bits: Bits) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -120,53 +144,63 @@ class LocalTile:
     tile: Tile
     whole: bool
 
-    def read(self, flat: Bits, number: int) -> Bits:
+    @property
+    def apart(self) -> bool:
+        return not self.whole
+
+    def read(self, memory: Memory, number: int) -> Bits:
         """The weights of one of the tile's blocks; those that are not held read as zero."""
+        flat = memory[self.tile.tensor.name][0]
         if self.whole:
             return self.tile.read_block(flat, number)
         begin = number * BLOCK
         positions = np.arange(min(BLOCK, self.tile.size - begin)) + begin
-        held = self._held(positions)
+        held = self.held(positions)
         out = np.zeros(positions.size, flat.dtype)
         out[held] = flat[self.tile.flat_indices(positions[held])]
         return out
 
     def keep(self, change: BlockChange) -> BlockChange | None:
         """What of a change falls on weights that are held."""
-        if self.whole:
-            return change
-        held = self._held(change.tile_positions())
-        if not held.any():
-            return None
-        return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
+        return change if self.whole else kept_of(change, self.held(change.tile_positions()))
 
-    def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
+    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
         """Write a whole block of the tile, as far as it is held."""
         if self.whole:
-            self.tile.write_block(flat, number, bits)
+            for flat in memory[self.tile.tensor.name]:
+                self.tile.write_block(flat, number, bits)
         elif kept := self.keep(BlockChange.from_zeros(number, bits)):
-            self.write(flat, kept)
+            self.write(memory, kept)
 
-    def write(self, flat: Bits, change: BlockChange) -> None:
-        if not self.tile.contiguous or not self.whole:
-            flat[self.tile.flat_indices(change.tile_positions())] = change.new
-            return
-        begin = self.tile.start + change.number * BLOCK
-        kernels.active().scatter(flat[begin : begin + BLOCK], change.positions, change.new)
+    def write(self, memory: Memory, change: BlockChange) -> None:
+        for flat in memory[self.tile.tensor.name]:
+            if not self.tile.contiguous or not self.whole:
+                flat[self.tile.flat_indices(change.tile_positions())] = change.new
+            else:
+                begin = self.tile.start + change.number * BLOCK
+                kernels.active().scatter(flat[begin : begin + BLOCK], change.positions, change.new)
 
-    def _held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which positions of the tile are local."""
         rows, columns = np.divmod(positions, self.tile.columns)
         rows, columns = rows + self.tile.row, columns + self.tile.column
         inside: NDArray[np.bool_] = (rows >= 0) & (rows < self.tile.tensor.rows)
         return inside & (columns >= 0) & (columns < self.tile.tensor.columns)
 
 
+def kept_of(change: BlockChange, held: NDArray[np.bool_]) -> BlockChange | None:
+    """The changes that a mask says, if any."""
+    if not held.any():
+        return None
+    return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
+
+
 @dataclass(frozen=True)
 class WidenedTile:
     """A tile of a BF16 tensor in FP32 memory: each value is there as the FP32 number that it is.
 
-    The upper half of an FP32 number is a BF16 number, and they are equal where the lower half is zero. Flat arrays are
-    those of the FP32 tensor, blocks and changes are in BF16.
+    The upper half of an FP32 number is a BF16 number, and they are equal where the lower half is zero. The memory is
+    that of the FP32 tensor, blocks and changes are in BF16.
     """
 
     place: LocalTile
@@ -180,26 +214,124 @@ class WidenedTile:
     def whole(self) -> bool:
         return self.place.whole
 
-    def read(self, flat: Bits, number: int) -> Bits:
-        return np.ascontiguousarray(self._halves(flat, number)[1::2])
+    @property
+    def apart(self) -> bool:
+        return self.place.apart
 
-    def exact(self, flat: Bits, number: int) -> bool:
+    def read(self, memory: Memory, number: int) -> Bits:
+        return np.ascontiguousarray(self._halves(memory, number)[1::2])
+
+    def exact(self, memory: Memory, number: int) -> bool:
         """Whether all numbers of a block are ones that BF16 has."""
-        return not self._halves(flat, number)[::2].any()
+        return not self._halves(memory, number)[::2].any()
 
     def keep(self, change: BlockChange) -> BlockChange | None:
         return self.place.keep(change)
 
-    def write(self, flat: Bits, change: BlockChange) -> None:
-        self.place.write(flat, replace(change, new=_widen(change.new)))
+    def held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self.place.held(positions)
 
-    def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
-        self.place.write_block(flat, number, _widen(bits))
+    def write(self, memory: Memory, change: BlockChange) -> None:
+        self.place.write(memory, replace(change, new=_widen(change.new)))
 
-    def _halves(self, flat: Bits, number: int) -> Bits:
+    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
+        self.place.write_block(memory, number, _widen(bits))
+
+    def _halves(self, memory: Memory, number: int) -> Bits:
         """The lower half of each number and then its upper half, as it is in memory."""
-        return self.place.read(flat, number).view("<u2")
+        return self.place.read(memory, number).view("<u2")
 
 
 def _widen(bits: Bits) -> Bits:
     return bits.astype(np.uint32) << np.uint32(16)
+
+
+class BundledTile:
+    """A bundle whose pieces lie in tensors of the process: gathered to be read, scattered to be written.
+
+    Args:
+        tile: The bundle.
+        places: Where its pieces lie; None for those of which nothing is local.
+    """
+
+    def __init__(self, tile: Tile, places: Sequence[LocalTile | WidenedTile | None]) -> None:
+        self.places = places
+        self.starts: NDArray[np.int64] = np.cumsum([0, *(piece.size for piece in tile.pieces)])
+        self.whole = all(place is not None and place.whole for place in places)
+        kept = None if self.whole else tuple(np.flatnonzero(self._whole_groups(tile)).tolist())
+        self.tile = replace(tile, kept=kept)
+
+    def _whole_groups(self, tile: Tile) -> NDArray[np.bool_]:
+        """Which groups are local as a whole. Those of which a part is are none."""
+        local = [place is not None and place.whole for place in self.places]
+        first = np.searchsorted(self.starts, tile.groups[:-1])
+        return np.logical_and.reduceat(local, first)
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether a group is local in part."""
+        if self.whole:
+            return False
+        groups = np.searchsorted(self.tile.groups, self.starts[:-1], "right") - 1
+        whole = set(self.tile.kept or ())
+        return any(place is not None and n not in whole for n, place in zip(groups.tolist(), self.places, strict=True))
+
+    @cached_property
+    def local(self) -> list[Tile]:
+        """The pieces that are local, where they lie."""
+        return [place.tile for place in self.places if place is not None]
+
+    def read(self, memory: Memory, number: int) -> Bits:
+        """The weights of the bundle; those that are not local read as zero."""
+        if self._runs is not None:
+            return np.concatenate([memory[name][0][run] for name, run in self._runs])
+        kind = self.tile.tensor.kind.bits
+        sizes = np.diff(self.starts).tolist()
+        runs = (
+            place.read(memory, 0) if place else np.zeros(n, kind) for place, n in zip(self.places, sizes, strict=True)
+        )
+        return np.concatenate(list(runs))
+
+    @cached_property
+    def _runs(self) -> list[tuple[str, slice]] | None:
+        """Of each piece its tensor, and where it is there, if each lies in one run, as it is."""
+        plain = all(isinstance(place, LocalTile) and place.whole for place in self.places)
+        if not plain or not all(tile.contiguous for tile in self.local):
+            return None
+        return [(tile.tensor.name, slice(tile.start, tile.start + tile.size)) for tile in self.local]
+
+    def exact(self, memory: Memory, number: int) -> bool:
+        """Whether all numbers that are wider here than in the run are ones that the run's dtype has."""
+        return all(place.exact(memory, 0) for place in self.places if isinstance(place, WidenedTile))
+
+    def keep(self, change: BlockChange) -> BlockChange | None:
+        if self.whole:
+            return change
+        held = np.zeros(change.positions.size, np.bool_)
+        for n, some, positions in self._parts(change.positions):
+            place = self.places[n]
+            held[some] = place is not None and (place.whole or place.held(positions))
+        return kept_of(change, held)
+
+    def write(self, memory: Memory, change: BlockChange) -> None:
+        for n, some, positions in self._parts(change.positions):
+            if self._runs is not None:
+                name, run = self._runs[n]
+                for flat in memory[name]:
+                    flat[run][positions] = change.new[some]
+            elif (place := self.places[n]) is not None:
+                place.write(memory, BlockChange(0, positions.astype(np.uint32), change.old[some], change.new[some]))
+
+    def _parts(self, positions: NDArray[np.uint32]) -> Iterator[tuple[int, slice, NDArray[np.int64]]]:
+        """The pieces that positions are in, by number: which positions those are, and where they are in the piece."""
+        borders = np.searchsorted(positions, self.starts)
+        touched = np.flatnonzero(borders[1:] > borders[:-1])
+        inside = positions - np.repeat(self.starts[touched], np.diff(borders)[touched])
+        begins, ends = borders[touched].tolist(), borders[touched + 1].tolist()
+        for n, begin, end in zip(touched.tolist(), begins, ends, strict=True):
+            yield n, slice(begin, end), inside[begin:end]
+
+    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
+        for place, begin, end in zip(self.places, self.starts.tolist(), self.starts[1:].tolist(), strict=False):
+            if place is not None:
+                place.write_block(memory, 0, bits[begin:end])

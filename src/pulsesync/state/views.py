@@ -5,8 +5,9 @@ memory is a tie: one of them is canonical, the other an alias.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -87,6 +88,49 @@ def named(source: Any) -> Iterator[tuple[str, Any]]:
         yield name, source[name]
 
 
+class SourceMarks:
+    """Where the tensors of a source are and what they are: whether it is the same source, at 1 µs a tensor.
+
+    Viewing a tensor as bits takes forty times as long. A numpy array is known by identity, without being kept alive,
+    and by shape and dtype, which can be assigned; a torch tensor by address: every `state_dict` makes others.
+    """
+
+    def __init__(self, marks: dict[str, tuple[Any, ...]]) -> None:
+        self._marks = marks
+
+    @classmethod
+    def of(cls, source: Any) -> "SourceMarks | None":
+        """None: something in the source is no plain tensor in one run of memory, and must be viewed each time."""
+        marks = {name: _mark(tensor) for name, tensor in mapping_of(source).items()}
+        return None if None in marks.values() else cls(marks)
+
+    def fit(self, source: Any) -> bool:
+        """Whether a source has the very memory of the one that these are of."""
+        tensors = mapping_of(source)
+        marks = self._marks
+        if tensors.keys() != marks.keys():
+            return False
+        for name, tensor in tensors.items():
+            first, *rest = marks[name]
+            if type(first) is weakref.ref:
+                if first() is not tensor or tensor.shape != rest[0] or tensor.dtype != rest[1]:
+                    return False
+            elif _mark(tensor) != marks[name]:
+                return False
+        return True
+
+
+def _mark(tensor: Any) -> tuple[Any, ...] | None:
+    if type(tensor) is np.ndarray:
+        return (weakref.ref(tensor), tensor.shape, tensor.dtype) if tensor.flags.c_contiguous else None
+    torch = sys.modules.get("torch")
+    if torch is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.device, tensor.is_neg()
+
+
 def dtype_name(name: str, tensor: Any) -> str:
     """The format's name for the dtype of a torch tensor. Raises: StateError, if it has none."""
     dtype = _NUMPY_NAMES.get(str(tensor.dtype).removeprefix("torch."))
@@ -106,6 +150,17 @@ class HostSource:
 
     views: Mapping[str, BitView]
     dtypes: Mapping[str, str]  # name -> dtype, for tensors that are cast
+    tensors: Mapping[str, Any] = field(default_factory=dict)  # as they are in the source, where all are in one run
+
+    def without_weights(self) -> "HostSource":
+        """The same without what keeps the memory of the weights alive."""
+        nothing: Bits = np.empty(0, np.uint8)
+        return replace(self, views={name: replace(view, flat=nothing) for name, view in self.views.items()})
+
+    def again(self, source: Any) -> "HostSource":
+        """The same with the weights of a source that has the marks of the one that this was made of."""
+        tensors = mapping_of(source)
+        return HostSource(_LaterViews(self.views, tensors), self.dtypes, tensors)
 
     def spec(self, name: str) -> TensorSpec:
         spec = self.views[name].spec
@@ -113,6 +168,19 @@ class HostSource:
 
     def block(self, tile: Tile, number: int) -> Bits:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
+
+    def bundle(self, pieces: Sequence[Tile]) -> Bits:
+        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike."""
+        names = [piece.tensor.name for piece in pieces]
+        casts = {self.dtypes.get(name) for name in names} if self.dtypes else {None}
+        if len(casts) > 1 or not self.tensors or any(piece.size < piece.tensor.size for piece in pieces):
+            return np.concatenate([self.block(piece, 0) for piece in pieces])
+        of_torch = not isinstance(self.tensors[names[0]], np.ndarray)
+        if any(isinstance(self.tensors[name], np.ndarray) is of_torch for name in names):
+            return np.concatenate([self.block(piece, 0) for piece in pieces])
+        dtype = casts.pop()
+        bits = _joined([self.tensors[name] for name in names], of_torch)
+        return bits if dtype is None else _cast(bits, dtype, of_torch)
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
         """Weights begin..end of a tile of the tensors as they lie here."""
@@ -213,6 +281,42 @@ def _numpy_dtype(label: str) -> np.dtype[Any]:
         label = getattr(ml_dtypes, label)
     dtype: np.dtype[Any] = np.dtype(label)
     return dtype
+
+
+def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
+    """The bits of tensors of one dtype, each in one run of memory, one after the other."""
+    if of_torch:
+        import torch
+
+        return _plain_bits(torch.cat([tensor.detach().view(-1) for tensor in tensors]), of_torch)
+    return _plain_bits(np.concatenate([tensor.reshape(-1) for tensor in tensors]), of_torch)
+
+
+def _plain_bits(tensor: Any, of_torch: bool) -> Bits:
+    """The bits of a tensor in one run of memory, where they are."""
+    if of_torch:
+        import torch
+
+        tensor = tensor.detach().view(-1).view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
+    flat: Bits = tensor.reshape(-1).view(f"<u{tensor.itemsize}")
+    return flat
+
+
+class _LaterViews(Mapping[str, BitView]):
+    """Views of tensors of which all but the memory is known: made when they are asked for."""
+
+    def __init__(self, known: Mapping[str, BitView], tensors: Mapping[str, Any]) -> None:
+        self._known, self._tensors = known, tensors
+
+    def __getitem__(self, name: str) -> BitView:
+        known = self._known[name]
+        return replace(known, flat=_plain_bits(self._tensors[name], known.of_torch))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
 def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:

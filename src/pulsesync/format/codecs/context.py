@@ -5,7 +5,8 @@ entropy coder, under a table chosen by its class and, in `history`, by the patch
 direction turns the sign. The few changes of cold weights are written as gaps and steps. docs/format.md has the bytes.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Dtype
+from pulsesync.core import digest
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Dtype, Remembered, Tile
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.index import FrequencyTable
@@ -21,6 +23,7 @@ from pulsesync.kernels import spec
 
 NO_HISTORY = np.empty(0, np.uint8)
 NO_COLD = np.empty(0, np.int64)
+NO_CHECKS = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,12 @@ class BlockMemory:
     """What a block remembers of its epoch: bytes of the weights whose class is below the cut (see `history`)."""
 
     cut: int = 0
-    last: NDArray[np.uint8] = field(default_factory=lambda: NO_HISTORY)
+    remembered: Remembered | None = None
     index: int = 0  # of the patch at hand in its epoch; 0 where nothing is to be remembered
 
-    @property
-    def ranks(self) -> NDArray[np.int64]:
-        """Where the bytes of the coder's blocks begin and end: there is one."""
-        return np.array((0, self.last.size))
+    def bytes_of(self, streams: int) -> Remembered:
+        """The bytes of a block of so many streams: none where nothing is remembered."""
+        return self.remembered or Remembered(NO_HISTORY, np.zeros(streams + 1, np.int64))
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def magnitudes(bits: Bits, shift: int) -> NDArray[np.int64]:
 class Decisions(NamedTuple):
     """The decisions of a block's hot weights, as counted: what is left to do is to code them."""
 
-    counts: NDArray[np.int64]  # how many
+    counts: NDArray[np.int64]  # how many each stream has
     rows: NDArray[np.uint16]  # of each its row of the tables
     changed: NDArray[np.uint32]  # which of them are changes
     symbols: NDArray[np.uint8]  # and by which symbols, once directions are counted from the last ones
@@ -65,23 +67,25 @@ class Decisions(NamedTuple):
 
 def count(
     old: Bits,
+    borders: NDArray[np.int64],
     kind: Dtype,
     cut: int,
     memory: BlockMemory,
     hot: HotChanges,
     contexts: tables.Contexts,
     counts: NDArray[np.int64],
-) -> tuple[Decisions, NDArray[np.uint8]]:
+) -> tuple[Decisions, Remembered]:
     """Add a block's decisions to counts; return them, and the block's history afterwards."""
-    decided, remembered, _, *found = kernels.active().count_blocks(
+    known = memory.bytes_of(borders.size - 1)
+    decided, last, ranks, *found = kernels.active().count_blocks(
         old,
-        np.array((0, old.size)),
+        borders,
         kind.exponent_shift,
         cut,
         contexts.rows,
         contexts.bits,
-        memory.last,
-        memory.ranks,
+        known.last,
+        known.ranks,
         memory.cut,
         hot.positions,
         hot.new,
@@ -92,13 +96,13 @@ def count(
         hot.entering,
     )
     assert decided.min() >= 0, "a publisher's base and its history are written together"
-    return Decisions(decided, *found), remembered
+    return Decisions(decided, *found), Remembered(last, ranks)
 
 
-def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> "BlockStream":
-    """Return a block's stream; extras are those of its hot changes."""
+def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> "BlockStreams":
+    """Return the streams of a block; extras are those of its hot changes."""
     lanes = tables.lanes_for(decisions.counts)
-    words, _ = kernels.active().encode_blocks(
+    words, ends = kernels.active().encode_blocks(
         decisions.rows,
         table.contexts.bits,
         decisions.changed,
@@ -109,50 +113,52 @@ def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: Freque
         decisions.counts,
         lanes,
     )
-    return BlockStream(decisions.changed.size, int(lanes[0]), words)
+    borders = np.append(0, np.cumsum(decisions.counts))
+    return BlockStreams(np.diff(np.searchsorted(decisions.changed, borders)), lanes, np.diff(ends), words)
 
 
-@dataclass(frozen=True)
-class BlockStream:
-    """A block of a payload: how many hot changes it holds, in how many lanes, and its words."""
+class BlockStreams(NamedTuple):
+    """The streams of a block: of each how many hot changes it holds, in how many lanes, in how many words."""
 
-    changes: int
-    lanes: int
-    words: NDArray[np.uint16]
+    changes: NDArray[np.int64]
+    lanes: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    words: NDArray[np.uint16]  # of all of them, one after the other
 
-
-@dataclass(frozen=True)
-class Payload:
-    """A tile as `context` or `history` wrote it."""
-
-    table: int  # which of the part's tables
-    cut: int
-    blocks: tuple[BlockStream, ...]
-    cold: NDArray[np.int64]  # positions in the tile
-    steps: NDArray[np.int64]
+    @classmethod
+    def none(cls, count: int) -> "BlockStreams":
+        """So many that hold no change."""
+        nothing = np.zeros(count, np.int64)
+        return cls(nothing, nothing + 1, nothing, np.empty(0, np.uint16))
 
 
 class Heads(NamedTuple):
-    """A payload without its streams; what is said of each block is in arrays, one entry a block."""
+    """A payload without its streams; what is said of each stream is in arrays, one entry a stream."""
 
     table: int
     cut: int
     changes: NDArray[np.int64]
-    lanes: NDArray[np.int64]  # powers of two; of a block without changes, like its words, not written
-    words: NDArray[np.int64]  # how many its stream has
-    cold: NDArray[np.int64]
+    lanes: NDArray[np.int64]  # powers of two; of a stream without changes, like its words, not written
+    words: NDArray[np.int64]  # how many it has
+    cold: NDArray[np.int64]  # positions in the tile
     steps: NDArray[np.int64]
+    checks: NDArray[np.uint32] = NO_CHECKS  # of a bundle: of each group that changes, how its digest moves
+
+
+class Payload(NamedTuple):
+    """A tile as `context` or `history` wrote it."""
+
+    heads: Heads
+    words: NDArray[np.uint16]  # of all streams, one after the other
 
 
 def build(payload: Payload) -> bytes:
-    """Write a payload: table, cut, block heads, cold changes, streams."""
-    changes, lanes, words = np.array([(b.changes, b.lanes, b.words.size) for b in payload.blocks], np.int64).T
-    head = build_heads(Heads(payload.table, payload.cut, changes, lanes, words, payload.cold, payload.steps))
-    return b"".join((head, *(b.words.astype("<u2", copy=False).data for b in payload.blocks if b.changes)))
+    """Write a payload: table, cut, stream heads, cold changes, checks, streams."""
+    return build_heads(payload.heads) + payload.words.astype("<u2", copy=False).tobytes()
 
 
 def build_heads(heads: Heads) -> bytes:
-    """Write all of a payload but its streams, which follow at once, in the order of their blocks."""
+    """Write all of a payload but its streams, which follow at once, in order."""
     numbers = [heads.cut]
     for changes, lanes, words in zip(heads.changes.tolist(), heads.lanes.tolist(), heads.words.tolist(), strict=True):
         if changes:
@@ -160,7 +166,8 @@ def build_heads(heads: Heads) -> bytes:
         else:
             numbers.append(0)
     numbers.append(heads.cold.size)
-    return bytes((heads.table,)) + wire.few_numbers(numbers) + _build_cold(heads.cold, heads.steps)
+    cold = _build_cold(heads.cold, heads.steps)
+    return bytes((heads.table,)) + wire.few_numbers(numbers) + cold + heads.checks.astype("<u4", copy=False).tobytes()
 
 
 def _build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
@@ -177,56 +184,62 @@ def _build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
     return wire.numbers(pairs.reshape(-1))
 
 
-def parse(data: memoryview, size: int, kind: Dtype) -> Payload:
-    """Read the payload of a tile of this many weights, all but the streams' contents.
+def parse(data: memoryview, tile: Tile) -> Payload:
+    """Read the payload of a tile, all but the streams' contents.
 
     Raises:
         FormatError: cut short or too long, or more changes than weights; LimitError.
     """
-    heads, begin = parse_heads(data, size, kind)
-    words = np.frombuffer(data[begin:], "<u2").astype(np.uint16)
-    ends = np.cumsum(heads.words)
-    shape = zip(heads.changes.tolist(), heads.lanes.tolist(), (ends - heads.words).tolist(), ends.tolist(), strict=True)
-    blocks = tuple(BlockStream(changes, lanes, words[first:last]) for changes, lanes, first, last in shape)
-    return Payload(heads.table, heads.cut, blocks, heads.cold, heads.steps)
+    heads, begin = parse_heads(data, tile)
+    return Payload(heads, np.frombuffer(data[begin:], "<u2").astype(np.uint16))
 
 
-def parse_heads(data: memoryview, size: int, kind: Dtype) -> tuple[Heads, int]:
-    """Read the payload of a tile of this many weights, all but its streams; return also the byte where those begin.
+def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
+    """Read the payload of a tile, all but its streams; return also the byte where those begin.
 
-    The streams fill the rest exactly: block b's has words[b] words of 16 bits, low byte first.
+    The streams fill the rest exactly: stream s has words[s] words of 16 bits, low byte first.
 
     Raises:
         as `parse`.
     """
     reader = wire.ByteReader(data, "a context payload")
     table = reader.byte()
+    kind = tile.tensor.kind
     width = 8 * kind.itemsize
     cut = reader.number(1 << (width - 1 - (kind.exponent_shift or 0)))
-    blocks = parse_blocks(reader, size)
-    cold, steps = _parse_cold(reader, size, 1 << width)
+    streams = np.array(parse_streams(reader, np.diff(tile.borders).tolist()), np.int64).reshape(-1, 3)
+    cold, steps = _parse_cold(reader, tile.size, 1 << width)
+    checks = NO_CHECKS
+    if is_checked(tile):
+        checks = np.frombuffer(reader.take(4 * int(changing(tile, streams[:, 0], cold).sum())), "<u4")
     begin = reader.at
-    reader.take(2 * sum(blocks[2::3]))
+    reader.take(2 * int(streams[:, 2].sum()))
     reader.end()
-    by_block = np.array(blocks, np.int64).reshape(-1, 3)
-    return Heads(table, cut, by_block[:, 0], by_block[:, 1], by_block[:, 2], cold, steps), begin
+    return Heads(table, cut, streams[:, 0], streams[:, 1], streams[:, 2], cold, steps, checks), begin
 
 
-def parse_blocks(reader: wire.ByteReader, size: int) -> list[int]:
-    """Changes, lanes and words of each block, one after the other."""
+def is_checked(tile: Tile) -> bool:
+    """Whether a payload says how the digest of each group moves: where a process may have some groups alone."""
+    return len(tile.groups) > 2
+
+
+def changing(tile: Tile, hot: NDArray[np.int64], cold: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which streams change something: some have hot changes, and cold ones are at these positions of the tile."""
+    return (hot > 0) | (np.diff(np.searchsorted(cold, tile.borders)) > 0)
+
+
+def parse_streams(reader: wire.ByteReader, sizes: Sequence[int]) -> list[int]:
+    """Changes, lanes and words of each stream, one after the other, given the weights that each is of."""
     out: list[int] = []
     number, most_lanes = reader.number, spec.MAX_LANES_LOG2
-    for weights, blocks in ((BLOCK, size // BLOCK), (size % BLOCK, int(size % BLOCK > 0))):
-        most_changes = weights << 3 | 7
-        most_words = 64 + 3 * weights  # a decision takes one at most, a change two more
-        for _ in range(blocks):
-            head = number(most_changes)
-            if head == 0:
-                out += (0, 1, 0)
-            elif head < 8 or head & 7 > most_lanes:
-                raise FormatError("a block says it has lanes without changes, or more than it can")
-            else:
-                out += (head >> 3, 1 << (head & 7), number(most_words))
+    for weights in sizes:
+        head = number(weights << 3 | 7)
+        if head == 0:
+            out += (0, 1, 0)
+        elif head < 8 or head & 7 > most_lanes:
+            raise FormatError("a block says it has lanes without changes, or more than it can")
+        else:  # a decision takes one word at most, a change two more
+            out += (head >> 3, 1 << (head & 7), number(64 + 3 * weights))
     return out
 
 
@@ -261,10 +274,10 @@ def _check_cold(end: float, least: int, most: int, size: int, circle: int) -> No
         raise LimitError("a cold change is no step, or longer than its dtype has")
 
 
-def has_changes(payload: Payload, number: int) -> bool:
+def has_changes(heads: Heads, tile: Tile, number: int) -> bool:
     """Whether a block has any: one that has none need not be read."""
-    first, last = np.searchsorted(payload.cold, (number * BLOCK, (number + 1) * BLOCK))
-    return payload.blocks[number].changes > 0 or first < last
+    first, last = np.searchsorted(heads.cold, (number * BLOCK, (number + 1) * BLOCK))
+    return bool(heads.changes[tile.streams(number)].any() or first < last)
 
 
 def move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64], shift: int) -> Bits:
@@ -278,47 +291,138 @@ def move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64],
 
 
 def decode_block(
-    payload: Payload, number: int, old: Bits, kind: Dtype, table: FrequencyTable, memory: BlockMemory
+    payload: Payload, tile: Tile, number: int, old: Bits, table: FrequencyTable, memory: BlockMemory
 ) -> BlockChange | None:
-    """Return the changes of one block of a tile; None if there are none.
+    """Return the changes of one block of a tile, of a bundle those of the groups that are kept; None if there are none.
 
     Raises:
-        FormatError: the stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
-        not those that the history is of.
+        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
+        not those that the history is of, or a group does not become what its check says.
     """
-    begin, block, shift = number * BLOCK, payload.blocks[number], kind.exponent_shift or 0
-    first, last = np.searchsorted(payload.cold, (begin, begin + old.size))
-    cold, steps = payload.cold[first:last] - begin, payload.steps[first:last]
-    moved = move_cold(old[cold], steps, payload.cut, shift)
-    positions, new, remembered = cold.astype(np.uint32), moved, None
-    if block.changes:
-        enters = magnitudes(moved, shift) < payload.cut
-        positions, new, remembered, _, fault = kernels.active().decode_blocks(
-            old,
-            np.array((0, old.size)),
+    view = _block_view(payload, tile, number, old)
+    heads, shift, bits = payload.heads, tile.tensor.kind.exponent_shift or 0, view.old
+    moved = move_cold(bits[view.cold], view.steps, heads.cut, shift)
+    positions, new, remembered = view.cold.astype(np.uint32), moved, None
+    if view.streams.changes.any():
+        enters = magnitudes(moved, shift) < heads.cut
+        known = memory.bytes_of(view.borders.size - 1)
+        positions, new, last, ranks, fault = kernels.active().decode_blocks(
+            bits,
+            view.borders,
             shift,
-            payload.cut,
+            heads.cut,
             table.contexts.rows,
             table.contexts.bits,
-            memory.last,
-            memory.ranks,
+            known.last,
+            known.ranks,
             memory.cut,
             table.cumulative,
             table.contexts.symbols,
-            np.array((block.lanes,)),
-            block.words,
-            np.array((0, block.words.size)),
-            np.array((block.changes,)),
+            view.streams.lanes,
+            view.streams.words,
+            np.append(0, np.cumsum(view.streams.sizes)),
+            view.streams.changes,
             memory.index,
             positions[enters],
-            np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8),
+            np.where(view.steps[enters] < 0, 0x80, 0).astype(np.uint8),
         )
         if fault:
             raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
-        if cold.size:
-            positions, new = np.concatenate([positions, cold.astype(np.uint32)]), np.concatenate([new, moved])
+        remembered = Remembered(last, ranks)
+        if view.cold.size:
+            positions, new = np.concatenate([positions, view.cold.astype(np.uint32)]), np.concatenate([new, moved])
             order = np.argsort(positions, kind="stable")
             positions, new = positions[order], new[order]
     if positions.size == 0:
         return None
-    return BlockChange(number, positions, old[positions], new, remembered if memory.index else None)
+    before = bits[positions]
+    if view.kept is not None:
+        positions = view.kept.expand(positions)
+    change = BlockChange(number, positions, before, new, remembered if memory.index else None)
+    if is_checked(tile):
+        _check_groups(tile, heads, change)
+    return change
+
+
+class _BlockView(NamedTuple):
+    """What a payload says of a block, or of the groups of a bundle that are kept, laid end to end."""
+
+    old: Bits
+    borders: NDArray[np.int64]
+    streams: BlockStreams
+    cold: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    kept: "KeptGroups | None" = None
+
+
+def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockView:
+    heads, which, begin = payload.heads, tile.streams(number), number * BLOCK
+    ends = np.append(0, np.cumsum(heads.words))
+    words = payload.words[ends[which.start] : ends[which.stop]]
+    streams = BlockStreams(heads.changes[which], heads.lanes[which], heads.words[which], words)
+    first, last = np.searchsorted(heads.cold, (begin, begin + old.size))
+    cold, steps = heads.cold[first:last] - begin, heads.steps[first:last]
+    borders = tile.borders[which.start : which.stop + 1] - begin
+    if tile.kept is None:
+        return _BlockView(old, borders, streams, cold, steps)
+    kept = KeptGroups.of(tile)
+    inside = kept.mask(cold)
+    some = [words[ends[n] : ends[n + 1]] for n in tile.kept] or [words[:0]]
+    chosen = list(tile.kept)
+    streams = BlockStreams(*(column[chosen] for column in streams[:3]), np.concatenate(some))
+    return _BlockView(kept.pick(old), kept.borders, streams, kept.shrink(cold[inside]), steps[inside], kept)
+
+
+class KeptGroups(NamedTuple):
+    """The groups of a bundle that a process has, laid end to end."""
+
+    begins: NDArray[np.int64]  # in the bundle
+    ends: NDArray[np.int64]
+    borders: NDArray[np.int64]  # among the kept
+
+    @classmethod
+    def of(cls, tile: Tile) -> "KeptGroups":
+        kept = np.array(tile.kept or (), np.int64)
+        begins, ends = tile.borders[kept], tile.borders[kept + 1]
+        return cls(begins, ends, np.append(0, np.cumsum(ends - begins)))
+
+    def pick(self, weights: Bits) -> Bits:
+        runs = [weights[begin:end] for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True)]
+        return np.concatenate(runs) if runs else weights[:0]
+
+    def mask(self, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which positions of the bundle are in them."""
+        group = np.searchsorted(self.begins, positions, "right") - 1
+        inside: NDArray[np.bool_] = (group >= 0) & (positions < np.append(self.ends, 0)[group])
+        return inside
+
+    def shrink(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """From positions in the bundle, all in them, to positions among the kept."""
+        group = np.searchsorted(self.begins, positions, "right") - 1
+        return positions.astype(np.int64) - (self.begins - self.borders[:-1])[group]
+
+    def expand(self, positions: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """And back."""
+        group = np.searchsorted(self.borders, positions, "right") - 1
+        return (positions + (self.begins - self.borders[:-1])[group]).astype(np.uint32)
+
+
+def _check_groups(tile: Tile, heads: Heads, change: BlockChange) -> None:
+    """Raises: VerificationError, if a group that is kept does not move as its check says."""
+    groups = np.flatnonzero(changing(tile, heads.changes, heads.cold))
+    promised = dict(zip(groups.tolist(), heads.checks.tolist(), strict=True))
+    found = group_checks(tile, change)
+    wanted = promised if tile.kept is None else {n: promised[n] for n in tile.kept if n in promised}
+    if found != wanted:
+        raise VerificationError(
+            f"digest mismatch: a group of {tile.tensor.name} does not become what the part says; weights unchanged",
+            tensor=tile.names[0],
+        )
+
+
+def group_checks(tile: Tile, change: BlockChange) -> dict[int, int]:
+    """Of each group of a bundle that changes, the lower half of how the first sum of the digest moves."""
+    borders = np.searchsorted(change.positions, tile.borders)
+    groups = np.flatnonzero(borders[1:] > borders[:-1])
+    moved = digest.moved_in_runs(tile, change, borders[groups])
+    return dict(zip(groups.tolist(), (moved & np.uint64(0xFFFFFFFF)).tolist(), strict=True))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, Dtype
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
-from pulsesync.format.codecs.context import parse_blocks
+from pulsesync.format.codecs.context import parse_streams
 from pulsesync.kernels import spec
 
 
@@ -103,7 +103,7 @@ def parse_blocks_of(payloads: Sequence[OpenedPayload]) -> PayloadBlocks:
     for one, fine, used in zip(payloads, good.tolist(), lengths, strict=True):
         one.reader.at += used if fine else 0
     for i in np.flatnonzero(~good).tolist():
-        some = np.array(parse_blocks(payloads[i].reader, payloads[i].size), np.int64).reshape(-1, 3)
+        some = np.array(parse_streams(payloads[i].reader, _sizes(payloads[i].size)), np.int64).reshape(-1, 3)
         changes[first[i] : first[i + 1]], lanes[first[i] : first[i + 1]], words[first[i] : first[i + 1]] = some.T
         colds[i] = payloads[i].reader.number(payloads[i].size)
     return PayloadBlocks(first, changes, lanes, words, colds)
@@ -199,3 +199,8 @@ def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[n
     if values.size and values.max() > 1 << 47:
         raise LimitError("a context payload holds a gap or step beyond what is allowed", value=int(values.max()))
     return values
+
+
+def _sizes(size: int) -> list[int]:
+    """The weights of each block of a tile of so many."""
+    return [min(BLOCK, size - begin) for begin in range(0, size, BLOCK)]

@@ -150,8 +150,8 @@ def changes(entry: TileEntry, payload: memoryview, layout: Layout) -> int:
     if entry.codec == Codec.GAP:
         return wire.ByteReader(payload, "a gap payload").number(tile.size)
     if entry.codec in (Codec.CONTEXT, Codec.HISTORY):
-        parsed = context.parse(payload, tile.size, tile.tensor.kind)
-        return sum(block.changes for block in parsed.blocks) + parsed.cold.size
+        parsed = context.parse(payload, tile).heads
+        return int(parsed.changes.sum()) + parsed.cold.size
     raise UnsupportedError(f"codec {entry.codec.name} says nowhere how many weights it changes")
 
 
