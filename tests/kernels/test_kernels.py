@@ -178,9 +178,10 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def assert_decodes(case: Case, found: tuple[Any, ...]) -> None:
-    positions, new, _, _, fault = found
+    positions, old, new, _, _, fault = found
     assert fault == 0
     assert_same((positions, new), case.hot[:2])
+    assert_same([old], [case.old[positions]])
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), sizes, densities)
@@ -305,7 +306,7 @@ def test_decode_blocks_remembers_as_the_reference_does(case: Case) -> None:
 def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: ModuleType, case: Case) -> None:
     decisions, after, ranks, rows, changed, symbols, counts = case.count(kernel)
     words, ends = case.encode(kernel)
-    positions, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
+    positions, old, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
     assert fault == 0
     first, counted = 0, np.zeros_like(counts)
     for b in range(case.blocks):
@@ -313,17 +314,18 @@ def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: Modu
         own_decisions, own_after, _, own_rows, own_changed, own_symbols, own_counts = alone.count(kernel)
         assert own_decisions.tolist() == [decisions[b]]
         assert_same([own_after], [after[ranks[b] : ranks[b + 1]]])
-        before = int(decisions[:b].sum())
-        assert_same([own_rows], [rows[before : before + decisions[b]]])
+        decided = int(decisions[:b].sum())
+        assert_same([own_rows], [rows[decided : decided + decisions[b]]])
         own = slice(first, first + own_changed.size)
-        assert_same((own_changed + np.uint32(before), own_symbols), (changed[own], symbols[own]))
+        assert_same((own_changed + np.uint32(decided), own_symbols), (changed[own], symbols[own]))
         counted += own_counts
         own_words, own_ends = alone.encode(kernel)
         assert_same([own_words], [words[ends[b] : ends[b + 1]]])
-        at, bits, own_history, _, own_fault = alone.decode(kernel, own_words, own_ends, alone.changes)
+        at, before, after_, own_history, _, own_fault = alone.decode(kernel, own_words, own_ends, alone.changes)
         assert own_fault == 0
         found = slice(first, first := first + at.size)
-        assert_same((at + np.uint32(case.borders[b]), bits), (positions[found], new[found]))
+        here = at + np.uint32(case.borders[b]), before, after_
+        assert_same(here, (positions[found], old[found], new[found]))
         assert_same([own_history], [read_after[read_ranks[b] : read_ranks[b + 1]]])
     assert np.array_equal(counted, counts)
     assert first == positions.size
@@ -360,7 +362,7 @@ def test_writer_reader_and_advance_history_remember_the_same(kernel: ModuleType,
     if case.index:
         expected = advanced(kernel, case)
         assert_same([case.count(kernel)[1]], [expected])
-        assert_same([case.decode(kernel, *case.encode(cpu), case.changes)[2]], [expected])
+        assert_same([case.decode(kernel, *case.encode(cpu), case.changes)[3]], [expected])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -426,9 +428,9 @@ def resize(words: np.ndarray, ends: np.ndarray, block: int, more: int) -> tuple[
 
 def assert_same_outcome(case: Case, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> None:
     ours, theirs = (case.decode(kernel, words, ends, changes) for kernel in (cpu, reference))
-    assert ours[4] == theirs[4]
-    if ours[4] == 0:
-        assert_same(ours[:4], theirs[:4])
+    assert ours[5] == theirs[5]
+    if ours[5] == 0:
+        assert_same(ours[:5], theirs[:5])
 
 
 @many
@@ -437,8 +439,8 @@ def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case) -> Non
     coded, changes = case.encode(cpu), case.changes
     for b in np.flatnonzero(changes):
         one = np.arange(changes.size) == b
-        assert case.decode(cpu, *coded, changes + one)[4] == 3
-        assert changes[b] == 1 or case.decode(cpu, *coded, changes - one)[4] == 3
+        assert case.decode(cpu, *coded, changes + one)[5] == 3
+        assert changes[b] == 1 or case.decode(cpu, *coded, changes - one)[5] == 3
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -447,7 +449,7 @@ def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case) -> Non
 def test_a_history_of_other_weights_is_a_fault(kernel: ModuleType, case: Case, more: int) -> None:
     coded = case.encode(cpu)
     if (b := spoil_history(case, more)) is not None:
-        assert case.decode(kernel, *coded, case.changes)[4] != 0
+        assert case.decode(kernel, *coded, case.changes)[5] != 0
         decisions = case.count(kernel)[0]
         assert decisions[b] == -1
         assert not decisions[b + 1 :].any()
@@ -480,7 +482,7 @@ def test_a_history_of_other_weights_is_a_fault_in_a_block_without_changes_where_
     case.ranks = case.ranks + (np.arange(3) > 1)
     assert case.count(kernel)[0].tolist() == [0, -1]
     nothing = np.empty(0, np.uint16), np.zeros(3, np.int64)
-    assert case.decode(kernel, *nothing, case.changes)[4] == spec.FOREIGN_WRITE
+    assert case.decode(kernel, *nothing, case.changes)[5] == spec.FOREIGN_WRITE
 
 
 @many
@@ -488,7 +490,7 @@ def test_a_history_of_other_weights_is_a_fault_in_a_block_without_changes_where_
 def test_words_left_over_are_a_fault(case: Case) -> None:
     words, ends = case.encode(cpu)
     for b in np.flatnonzero(case.changes):
-        assert case.decode(cpu, *resize(words, ends, int(b), 1), case.changes)[4] == 4
+        assert case.decode(cpu, *resize(words, ends, int(b), 1), case.changes)[5] == 4
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -517,7 +519,7 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     table = cumulative, tables.reciprocals(frequencies)
     coded = cpu.encode_blocks(row, contexts.bits, *change, *table, one[1:], one[1:])
     read = kernel.decode_blocks(*span, cumulative, 41, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES)
-    assert read[4] == fault
+    assert read[5] == fault
 
 
 rectangles = st.tuples(st.integers(1, 6), st.integers(0, 3000), st.integers(0, 500), st.integers(0, 9000))

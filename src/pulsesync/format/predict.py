@@ -145,9 +145,8 @@ def _code(
             next(streams) if n in plan.hot else context.BlockStreams.none(_borders(tile, n).size - 1)
             for n in range(tile.block_count)
         ]
-        out.append(
-            _payload(plan, number_of_table, context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))))
-        )
+        joined = context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))) if len(blocks) > 1 else blocks[0]
+        out.append(_payload(plan, number_of_table, joined))
     return out
 
 

@@ -33,12 +33,12 @@ _SET_BITS = np.array(  # of every byte, in eight entries each, for `list_marked`
 @inner
 def _room_for_chunk() -> Any:
     """Arrays for a chunk: marks and how many hot weights are before each; of every hot weight its place and age."""
-    marks, before = np.empty(_CHUNK // 64, np.uint64), np.empty(_CHUNK // 64, np.uint64)
-    return marks, before, np.empty(_CHUNK + 8, np.uint16), np.empty(_CHUNK, np.uint8)
+    marks, preceding = np.empty(_CHUNK // 64, np.uint64), np.empty(_CHUNK // 64, np.uint64)
+    return marks, preceding, np.empty(_CHUNK + 8, np.uint16), np.empty(_CHUNK, np.uint8)
 
 
 @inner
-def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, before: Any, places: Any) -> Any:
+def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, places: Any) -> Any:
     """Mark the weights from start to end whose magnitude is below the cut and list their places; return how many.
 
     The chunk after this one is fetched meanwhile: the loops between two chunks are long enough for the CPU to forget
@@ -57,7 +57,7 @@ def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, before: Any, pla
         groups += ONE
     count = U(0)
     for g in range(groups):
-        before[g] = count
+        preceding[g] = count
         count += list_marked(marks[g], U(g) << U(6), _SET_BITS, places, count)
     return count
 
@@ -132,13 +132,13 @@ def _keep(ages: Any, done: Any, end: Any, remembered: Any, kept: Any) -> Any:
 
 @inner
 def _let_in(
-    limit: Any, start: Any, marks: Any, before: Any, ages: Any, done: Any, e: Any, entering_at: Any, entering: Any,
+    limit: Any, start: Any, marks: Any, preceding: Any, ages: Any, done: Any, e: Any, entering_at: Any, entering: Any,
     index: Any, remembered: Any, kept: Any,
 ) -> Any:  # fmt: skip
     """Remember the entering weights that stand before a limit, each after the hot weights before it."""
     while e < U(entering.size) and U(entering_at[e]) < limit:
         place = U(entering_at[e]) - start
-        rank = before[place >> U(6)] + _below(marks[place >> U(6)], place)
+        rank = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
         kept = _keep(ages, done, rank, remembered, kept)
         done = rank
         remembered[kept] = index | entering[e]
@@ -157,16 +157,16 @@ def _carry(
         return e, kept, True
     if tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
         return e, _keep(last, rank, known, remembered, kept), True
-    marks, before, places, ages = chunk
+    marks, preceding, places, ages = chunk
     small, start = old.dtype.type(cut << shift), begin
     while start < end:
         stop = min(start + U(_CHUNK), end)
-        count = _find(old, start, stop, small, marks, before, places)
+        count = _find(old, start, stop, small, marks, preceding, places)
         rank = _look_up(old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, rows, at)
         if rank == NEVER:
             return e, kept, False
         done, e, kept = _let_in(
-            stop, start, marks, before, ages, U(0), e, entering_at, entering, index, remembered, kept
+            stop, start, marks, preceding, ages, U(0), e, entering_at, entering, index, remembered, kept
         )
         kept = _keep(ages, done, count, remembered, kept)
         start = stop
@@ -182,7 +182,7 @@ def count_blocks(
     magnitude, wide = (ONE << U(8 * old.itemsize - 1)) - ONE, U(row_bits)
     small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
     chunk = _room_for_chunk()
-    marks, before, places, ages = chunk
+    marks, preceding, places, ages = chunk
     unchanged = np.zeros(counts.size >> row_bits, np.uint32)  # by row, close together
     remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     decisions, new_ranks = np.zeros(borders.size - 1, np.int64), np.zeros(borders.size, np.int64)
@@ -204,7 +204,7 @@ def count_blocks(
         decided_before = decided
         while start < end and rank != NEVER:
             stop = min(start + U(_CHUNK), end)
-            count = _find(old, start, stop, small, marks, before, places)
+            count = _find(old, start, stop, small, marks, preceding, places)
             rank = _look_up(
                 old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, found, decided
             )
@@ -215,7 +215,7 @@ def count_blocks(
             done = U(0)
             while following < stop:
                 place = following - start
-                h = before[place >> U(6)] + _below(marks[place >> U(6)], place)
+                h = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
                 row, up_or_down = U(found[decided + h]), U(symbols[p]) - ONE
                 symbol = (up_or_down ^ (U(ages[h]) >> U(7))) + ONE
                 changed[p], turned[p] = decided + h, symbol
@@ -226,7 +226,7 @@ def count_blocks(
                         ages[h] = U(index) | ((up_or_down & ONE) << U(7))
                     else:
                         done, e, kept = _let_in(
-                            following, start, marks, before, ages, done, e, entering_at, entering, index, remembered,
+                            following, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered,
                             kept,
                         )  # fmt: skip
                         kept = _keep(ages, done, h, remembered, kept)
@@ -235,7 +235,7 @@ def count_blocks(
                 following = U(positions[p]) if p < U(positions.size) else NEVER
             if index:
                 done, e, kept = _let_in(
-                    stop, start, marks, before, ages, done, e, entering_at, entering, index, remembered, kept
+                    stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
                 )
                 kept = _keep(ages, done, count, remembered, kept)
             decided += count
@@ -342,7 +342,7 @@ def decode_blocks(
     cumulative: Any, symbol_count: int, lanes: Any, words: Any, ends: Any, changes: Any, index: int, entering_at: Any,
     entering: Any,
 ) -> Any:  # fmt: skip
-    """Return positions, new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault met.
+    """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
 
     The words of block b are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are;
     stops at the first fault (see `spec.FAULTS`).
@@ -353,13 +353,13 @@ def decode_blocks(
     sign, longest = magnitude + ONE, (last_symbol - ONE) >> ONE
     small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
     chunk = _room_for_chunk()
-    marks, before, places, ages = chunk
+    marks, preceding, places, ages = chunk
     found = np.empty(_CHUNK, np.uint16)  # rows
     unchanged = np.empty(cumulative.size >> row_bits, np.uint16)  # frequencies by row, close together
     for row in range(unchanged.size):
         unchanged[row] = cumulative[(row << row_bits) + 1]
     total = changes.sum()
-    positions, new = np.empty(total, np.uint32), np.empty(total, old.dtype)
+    positions, before, new = np.empty(total, np.uint32), np.empty(total, old.dtype), np.empty(total, old.dtype)
     remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     new_ranks = np.zeros(borders.size, np.int64)
     states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
@@ -372,24 +372,24 @@ def decode_blocks(
                 entering_at, entering, remembered, kept,
             )  # fmt: skip
             if not fits:
-                return positions, new, remembered, new_ranks, spec.FOREIGN_WRITE
+                return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
             new_ranks[b + 1] = kept
             continue
         most += U(changes[b])
         at, end_of_words, lane_mask, j = U(ends[b]), U(ends[b + 1]), U(lanes[b] - 1), U(0)
         if end_of_words - at < 2 * lanes[b]:
-            return positions, new, remembered, new_ranks, 1
+            return positions, before, new, remembered, new_ranks, 1
         for lane in range(lanes[b]):
             states[lane] = U(words[at]) | (U(words[at + ONE]) << U(16))
             at += U(2)
         while start < end:
             stop = min(start + U(_CHUNK), end)
-            count = _find(old, start, stop, small, marks, before, places)
+            count = _find(old, start, stop, small, marks, preceding, places)
             rank = _look_up(
                 old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, found, U(0)
             )
             if rank == NEVER:
-                return positions, new, remembered, new_ranks, spec.FOREIGN_WRITE
+                return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
             done = U(0)
             for h in range(count):
                 lane = j & lane_mask
@@ -400,7 +400,7 @@ def decode_blocks(
                     x = frequency * (x >> U(_P)) + slot
                     if x < _LOW:
                         if at >= end_of_words:
-                            return positions, new, remembered, new_ranks, 1
+                            return positions, before, new, remembered, new_ranks, 1
                         x = (x << U(16)) | U(words[at])
                         at += ONE
                     states[lane] = x
@@ -410,11 +410,11 @@ def decode_blocks(
                     symbol += ONE
                 first, behind = U(cumulative[row + symbol]), U(cumulative[row + symbol + ONE])
                 if slot >= behind or k >= most:
-                    return positions, new, remembered, new_ranks, 2 if slot >= behind else 3
+                    return positions, before, new, remembered, new_ranks, 2 if slot >= behind else 3
                 x = (behind - first) * (x >> U(_P)) + slot - first
                 if x < _LOW:
                     if at >= end_of_words:
-                        return positions, new, remembered, new_ranks, 1
+                        return positions, before, new, remembered, new_ranks, 1
                     x = (x << U(16)) | U(words[at])
                     at += ONE
                 extra = U(0)
@@ -429,7 +429,7 @@ def decode_blocks(
                         taken += part
                         if x < _LOW:
                             if at >= end_of_words:
-                                return positions, new, remembered, new_ranks, 1
+                                return positions, before, new, remembered, new_ranks, 1
                             x = (x << U(16)) | U(words[at])
                             at += ONE
                 states[lane] = x
@@ -437,33 +437,33 @@ def decode_blocks(
                 bits = U(old[i])
                 up_or_down = (symbol - ONE) ^ (U(ages[h]) >> U(7))
                 if t == longest and (extra or (up_or_down & ONE) != U((bits & sign) == 0)):
-                    return positions, new, remembered, new_ranks, 6
+                    return positions, before, new, remembered, new_ranks, 6
                 moved = _step(bits, up_or_down + ONE, extra, width)
-                positions[k], new[k] = i, moved
+                positions[k], before[k], new[k] = i, bits, moved
                 k += ONE
                 if index:
                     if (moved & magnitude) < hot_cut:
                         ages[h] = U(index) | ((up_or_down & ONE) << U(7))
                     else:
                         done, e, kept = _let_in(
-                            i, start, marks, before, ages, done, e, entering_at, entering, index, remembered, kept
+                            i, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
                         )
                         kept = _keep(ages, done, U(h), remembered, kept)
                         done = U(h) + ONE
             if index:
                 done, e, kept = _let_in(
-                    stop, start, marks, before, ages, done, e, entering_at, entering, index, remembered, kept
+                    stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
                 )
                 kept = _keep(ages, done, count, remembered, kept)
             start = stop
         if rank != known:
-            return positions, new, remembered, new_ranks, spec.FOREIGN_WRITE
+            return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
         if k != most:
-            return positions, new, remembered, new_ranks, 3
+            return positions, before, new, remembered, new_ranks, 3
         if at != end_of_words:
-            return positions, new, remembered, new_ranks, 4
+            return positions, before, new, remembered, new_ranks, 4
         for lane in range(lanes[b]):
             if states[lane] != _LOW:
-                return positions, new, remembered, new_ranks, 4
+                return positions, before, new, remembered, new_ranks, 4
         new_ranks[b + 1] = kept
-    return positions, new, remembered[:kept], new_ranks, 0
+    return positions, before, new, remembered[:kept], new_ranks, 0

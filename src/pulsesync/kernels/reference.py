@@ -387,7 +387,7 @@ def decode_blocks(
     index: int,
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
-) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], NDArray[np.int64], int]:
+) -> tuple[NDArray[np.uint32], Bits, Bits, NDArray[np.uint8], NDArray[np.int64], int]:
     found, moved = [np.empty(0, np.uint32)], [np.empty(0, old.dtype)]
     histories: list[NDArray[np.uint8]] = []
     fault = 0
@@ -408,7 +408,8 @@ def decode_blocks(
         found.append(at + np.uint32(block.begin))
         moved.append(new)
         histories.append(after)
-    return np.concatenate(found), np.concatenate(moved), *_joined(histories, changes.size), fault
+    positions = np.concatenate(found)
+    return positions, old[positions], np.concatenate(moved), *_joined(histories, changes.size), fault
 
 
 def _remembered(
