@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -47,6 +47,14 @@ if not GPU:  # here, because Triton looks when it is first imported, and torch m
 def device() -> str:
     """Where tensors are for Triton: on the GPU, or on the CPU, where its interpreter runs the same kernels."""
     return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(scope="module")
+def parts_as_objects() -> Iterator[None]:
+    """Parts are objects of their own, as those of a real model are: nearly all models of the tests fit into records."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pulsesync.run.bodies.INLINE_BYTES", 0)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -131,8 +131,8 @@ def version(store: Store, number: int) -> Manifest:
 
 
 def parts_of(store: Store, key: str) -> list[str]:
-    """The keys of the parts that a record names."""
-    return [keys.part_key(part.id) for part in record(store, key).parts]
+    """The keys of the parts that a record names; those that stand in it have none."""
+    return [keys.part_key(part.id) for part in record(store, key).parts if part.data is None]
 
 
 def versions(store: Store) -> list[int]:

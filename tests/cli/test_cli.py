@@ -55,6 +55,30 @@ def test_inspect_refuses_a_damaged_part_in_one_line(run: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_inspect_shows_the_tiles_of_a_part_that_stands_in_its_record(run: Path) -> None:
+    (facts,) = commands.pulse("inspect", run, "--version", 2, "--json").events
+    assert [part["stored"] for part in facts["parts"]] == ["in the record"]
+    assert sum(tile["bytes"] for tile in facts["tiles"]) < facts["bytes"]
+    (text,) = [line for line in commands.pulse("inspect", run, "--version", 2).out.splitlines() if "norm" in line]
+    assert "50" in text.split()
+
+
+def test_inspect_shows_a_record_that_is_given_as_a_file(run: Path) -> None:
+    (facts,) = commands.pulse("inspect", run / "manifests" / f"{2:016}", "--json").events
+    (version,) = commands.pulse("inspect", run, "--version", 2, "--json").events
+    assert facts == {name: value for name, value in version.items() if name != "tiles"}
+    (anchor,) = commands.pulse("inspect", run / "anchors" / f"{0:016}", "--json").events
+    assert (anchor["kind"], [part["stored"] for part in anchor["parts"]]) == ("anchor", ["parts/"])
+
+
+def test_inspect_refuses_a_damaged_record(run: Path, tmp_path: Path) -> None:
+    data = bytearray((run / "manifests" / f"{2:016}").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "damaged").write_bytes(data)
+    done = commands.pulse("inspect", tmp_path / "damaged")
+    assert (done.code, "damaged" in done.err) == (1, True)
+
+
 def test_inspect_shows_one_version_and_who_signed_it(run: Path) -> None:
     (facts,) = commands.pulse("inspect", run, "--version", 2, "--json").events
     assert (facts["version"], facts["base"], facts["kind"]) == (2, 1, "version")

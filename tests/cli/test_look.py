@@ -16,6 +16,8 @@ from pulsesync.store import LocalStore
 from tests.commands import pulse
 from tests.runs import parts_of, publish_steps
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 VERSIONS = 70  # two epochs and a bit
 
 

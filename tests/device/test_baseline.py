@@ -29,6 +29,8 @@ from tests.device.pairs import SPECS, Pair, small, trained
 from tests.publish.test_sharded import Group, by_columns, by_rows
 from tests.runs import Watched
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 Model = dict[str, torch.Tensor]
 
 

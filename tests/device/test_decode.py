@@ -28,7 +28,7 @@ from tests.helpers import Writer, apply, reader, same
 Edit = Callable[[bytes], bytes]
 
 
-@pytest.mark.parametrize("codec", ["history", "context", "gap", "dense"])
+@pytest.mark.parametrize("codec", ["history", "context", "gap", "step", "dense", "xor"])
 def test_what_the_host_writes_is_decoded_here(codec: CodecName, device: str, many_lanes: None) -> None:
     layout, state = small()
     writer = Writer(layout, state, codec)

@@ -20,7 +20,9 @@ from tests.helpers import FLOATS, same
         ("history", {Codec.HISTORY, Codec.GAP}),
         ("context", {Codec.CONTEXT, Codec.GAP}),
         ("gap", {Codec.GAP}),
+        ("step", {Codec.STEP, Codec.GAP}),
         ("dense", {Codec.DENSE}),
+        ("xor", {Codec.XOR}),
     ],
 )
 def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device: str, many_lanes: None) -> None:
@@ -36,7 +38,7 @@ def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device:
 def test_auto_chooses_as_the_host_does(device: str, many_lanes: None) -> None:
     """A tile that pays for its tables, and one that is replaced; then a change that pays for nothing, and none."""
     specs = (
-        TensorSpec("a", "BF16", (700,)),
+        TensorSpec("a", "BF16", (2500,)),
         TensorSpec("b", "F16", (24,)),
         TensorSpec("c", "I16", (12,)),
     )
@@ -49,6 +51,9 @@ def test_auto_chooses_as_the_host_does(device: str, many_lanes: None) -> None:
     new["c"][3] += 1
     _, data = pair.advance(new)
     assert codecs_of(data, layout) == {Codec.GAP}
+    new["a"][3] += 1
+    _, data = pair.advance(new)
+    assert codecs_of(data, layout) == {Codec.STEP}
     _, data = pair.advance(new)  # nothing changes
     assert codecs_of(data, layout) == set()
 

@@ -14,7 +14,7 @@ from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest
+from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState
 from pulsesync.state.slices import Slice, Slices, windows
@@ -36,7 +36,12 @@ def layout_of(run: Path) -> Layout:
 
 
 def bodies(run: Path, record: Manifest) -> tuple[Manifest, list[bytes]]:
-    return record, [(run / "parts" / ref.id).read_bytes() for ref in record.parts]
+    return record, [part_of(run, ref) for ref in record.parts]
+
+
+def part_of(run: Path, ref: PartRef) -> bytes:
+    """The file of a part, or what it would be."""
+    return (run / "parts" / ref.id).read_bytes() if ref.data is None else ref.data
 
 
 def versions(run: Path) -> Iterator[tuple[Manifest, Manifest, list[bytes]]]:
@@ -75,7 +80,7 @@ def test_every_patch_is_written_again_byte_for_byte(run: Path, device: str) -> N
     last, before, history, tried = None, {}, host.history, 0
     for version in follow(host, run):
         if last is not None and version.base is not None and len(version.parts) == 1:
-            data = (run / "parts" / version.parts[0].id).read_bytes()
+            data = part_of(run, version.parts[0])
             written = (_written(host, before, history, last, codec, device) for codec in CODECS)
             assert any(again == data for again in written)
             tried += 1

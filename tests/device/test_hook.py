@@ -25,6 +25,8 @@ from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.publish.test_sharded import Group, by_rows
 from tests.runs import Watched, version, versions
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 KEEPS: tuple[Keep, Keep] = ("hook", "device")
 
 

@@ -59,7 +59,7 @@ def test_damage_in_a_large_part_is_found_by_any_number_of_threads(threads: int) 
 @given(sections_of_bytes)
 def test_the_id_is_the_hash_of_the_header(sections: list[bytes]) -> None:
     id_, data = container.build(LAYOUT, whole(sections))
-    assert hashlib.sha256(data[: 64 + 40 * len(sections)]).hexdigest() == id_
+    assert hashlib.sha256(data[: 44 + 40 * len(sections)]).hexdigest() == id_
 
 
 @given(sections_of_bytes, st.data())
@@ -86,9 +86,9 @@ def test_bytes_behind_the_last_section_are_refused() -> None:
 
 def test_the_header_alone_is_enough_to_place_and_check_a_section() -> None:
     id_, data = small()
-    header = container.parse_header(bytes(data[: 64 + 80]), id_)
-    assert header.borders == (144, 149, 156)
-    header.check_section(1, bytes(data[149:156]))
+    header = container.parse_header(bytes(data[: 44 + 80]), id_)
+    assert header.borders == (124, 129, 136)
+    header.check_section(1, bytes(data[129:136]))
 
 
 def test_another_section_is_a_checksum_error_that_names_it() -> None:
@@ -112,7 +112,7 @@ def test_other_bytes_at_the_front_are_no_part() -> None:
         container.open_part(bytes(data))
 
 
-@pytest.mark.parametrize(("at", "what"), [(8, "version"), (9, "flags"), (12, "flags"), (48, "sealed"), (63, "sealed")])
+@pytest.mark.parametrize(("at", "what"), [(8, "version"), (9, "flags")])
 def test_what_this_reader_does_not_know_is_unsupported(at: int, what: str) -> None:
     _, data = small()
     data[at] ^= 1
@@ -130,12 +130,12 @@ def test_too_few_or_too_many_sections_are_refused(count: int) -> None:
 
 def test_a_section_that_claims_too_much_is_refused() -> None:
     _, data = small()
-    data[64:72] = ((1 << 40) + 1).to_bytes(8, "little")
+    data[44:52] = ((1 << 40) + 1).to_bytes(8, "little")
     with pytest.raises(LimitError, match="a section of more than"):
         container.parse_header(bytes(data))
 
 
-@pytest.mark.parametrize("size", [0, 7, 63, 64, 143])
+@pytest.mark.parametrize("size", [0, 7, 43, 44, 123])
 def test_a_header_cut_short_is_refused(size: int) -> None:
     with pytest.raises(FormatError):
         container.parse_header(bytes(small()[1][:size]))

@@ -71,7 +71,7 @@ def test_the_documents_reader_refuses_an_unsigned_record_under_trust(tmp_path: P
     run = tmp_path / "run"
     shutil.copytree(SIGNED, run)
     victim = max((run / "manifests").iterdir())
-    victim.write_bytes(victim.read_bytes().split(b"\n")[0] + b"\n")
+    victim.write_bytes(victim.read_bytes()[:-96])
     assert_expected(SIGNED, read_run(run))
     with pytest.raises(REFUSALS):
         read_run(run, TRUST)

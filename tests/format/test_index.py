@@ -21,10 +21,14 @@ def random_table(rng: np.random.Generator) -> FrequencyTable:
     classes = int(rng.integers(1, min(24, highest), endpoint=True))
     lo = int(rng.integers(0, highest - classes, endpoint=True))
     ages = int(rng.choice([1, 2, 5, 128]))
-    counts = rng.integers(0, 1000, (classes, ages, tables.symbol_count(width)))
+    listed = int(rng.choice([0, 1, tables.most_sizes(width)]))
+    sizes = np.sort(rng.choice(np.arange(8, min(1 << (width - 1), 5000)), listed, replace=False)).astype(np.uint32)
+    if listed:
+        sizes[-1] = (1 << (width - 1)) - 1
+    counts = rng.integers(0, 1000, (classes, ages, tables.symbol_count(width) + 2 * listed))
     counts[rng.random(counts.shape) < rng.choice([0.0, 0.5, 0.9, 1.0])] = 0
     counts[rng.random((classes, ages)) < 0.3] = 0
-    return FrequencyTable(dtype, lo, tables.normalise(counts))
+    return FrequencyTable(dtype, lo, tables.normalise(counts), sizes)
 
 
 def random_entries(rng: np.random.Generator, count: int, tiles: int) -> tuple[list[TileEntry], list[int]]:
@@ -33,7 +37,7 @@ def random_entries(rng: np.random.Generator, count: int, tiles: int) -> tuple[li
     entries = [
         TileEntry(
             int(ordinal),
-            Codec(int(rng.integers(0, 4))),
+            Codec(int(rng.integers(0, 6))),
             int(place),
             int(rng.integers(0, 1 << 20)),
             Sum(*(int(n) for n in rng.integers(0, 1 << 64, 2, dtype=np.uint64))),
@@ -146,7 +150,7 @@ def test_a_payload_larger_than_any_section_is_refused() -> None:
 def test_an_unknown_codec_is_unsupported() -> None:
     data = bytearray(content(index.build([], ENTRIES[:1])))
     assert data[3] == Codec.GAP
-    data[3] = 4
+    data[3] = 99
     with pytest.raises(UnsupportedError, match="codec"):
         index.parse(section(bytes(data)), 6, [0, 10])
 
@@ -188,8 +192,8 @@ def test_frequencies_that_do_not_add_up_are_refused(error: int) -> None:
 
 
 def test_a_symbol_that_does_not_exist_is_refused() -> None:
-    # BF16, lo 0, one context, with one symbol: 41, the first there is none of, of all the frequency
-    data = b"\x01\x09\x00\x01\x01" + wire.number(1) + wire.number(41) + wire.number(tables.TOTAL - 1) + b"\x00"
+    # BF16, lo 0, one context, no size listed, with one symbol: 41, the first there is none of, of all the frequency
+    data = b"\x01\x09\x00\x01\x01\x00" + wire.number(1) + wire.number(41) + wire.number(tables.TOTAL - 1) + b"\x00"
     with pytest.raises(FormatError, match="symbol"):
         index.parse(section(data), 0, [1])
 

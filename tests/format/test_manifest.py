@@ -1,4 +1,4 @@
-import json
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.errors import FormatError, LimitError, UnsupportedError
+from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
+from pulsesync.format import container, signature
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, RecordKind
+from pulsesync.format.signature import SigningKey
+from tests import records
+from tests.records import Table, table_of, write
 
 HASH = "0123456789abcdef" * 4
+LAYOUT = "12" * 32
 PATCH = Manifest(
     run="ab" * 16,
     version=7,
@@ -18,7 +23,7 @@ PATCH = Manifest(
     epoch=1,
     index=3,
     base=BaseRef(6, "cd" * 32),
-    layout="12" * 32,
+    layout=LAYOUT,
     parts=(PartRef("34" * 32, 1000), PartRef("56" * 32, 0)),
     digest=HASH,
     history="78" * 32,
@@ -34,13 +39,22 @@ whole = st.integers(0, 1 << 53)
 hashes = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
 
-def table(record: Manifest = PATCH) -> dict[str, object]:
-    found: dict[str, object] = json.loads(record.build())
+def inline(index: bytes, payloads: bytes, layout: str = LAYOUT) -> PartRef:
+    """A part that stands in its record."""
+    _, data = container.build(layout, [[index], [payloads]])
+    found = manifests.inline_part(data, manifests.MAX_INLINE_BYTES)
+    assert found is not None
     return found
 
 
-def written(fields: object) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+SMALL = replace(PATCH, parts=(inline(b"index", b"payloads"),))
+
+
+def changed(**fields: object) -> bytes:
+    return write({**table_of(PATCH), **fields})
+
+
+# -- what is read --------------------------------------------------------------------------------------------------
 
 
 @given(whole, whole, whole, st.integers(1, 127), hashes, st.one_of(st.none(), hashes), st.integers(1, 4))
@@ -67,6 +81,18 @@ def test_a_record_of_every_kind_comes_back(record: Manifest) -> None:
     assert manifests.parse(record.build()) == record
 
 
+@given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=300)), min_size=1, max_size=4, unique=True))
+def test_parts_that_stand_in_a_record_come_back_as_the_files_they_would_be(parts: list[tuple[bytes, bytes]]) -> None:
+    manifest = replace(PATCH, parts=(*PATCH.parts, *(inline(*part) for part in parts)))
+    found = manifests.parse(manifest.build())
+    assert found == manifest
+    for part, sections in zip(found.parts[2:], parts, strict=True):
+        assert part.data is not None
+        assert container.open_part(part.data, part.id)[1] == list(sections)
+    assert found.size_bytes == 1000 + sum(map(len, (section for part in parts for section in part)))
+    assert found.object_bytes == 1000
+
+
 names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True)
 files = st.lists(st.builds(FileRef, names, hashes, st.integers(0, 1 << 28)), max_size=5, unique_by=lambda f: f.name)
 
@@ -78,87 +104,106 @@ def test_files_and_the_newest_anchor_come_back(some: list[FileRef], anchor: int 
 
 
 def test_a_record_says_how_many_bytes_its_parts_are_and_which_epoch_it_starts() -> None:
-    assert (PATCH.size_bytes, ROOT.size_bytes) == (1000, 0)
+    assert (PATCH.size_bytes, ROOT.size_bytes, SMALL.size_bytes) == (1000, 0, 13)
     assert (ROOT.starts, PATCH.starts, ANCHOR.starts) == (1, 2, 2)
 
 
-@pytest.mark.parametrize("field", list(json.loads(PATCH.build())))
+def test_a_record_is_written_as_the_document_says() -> None:
+    for record in (PATCH, ROOT, ANCHOR, SQUASH, SMALL):
+        assert record.build() == write(table_of(record))
+
+
+def test_the_bytes_of_a_record_are_these() -> None:
+    """Every field spelt out, once."""
+    record = replace(SMALL, files=(FileRef("a.json", "9a" * 32, 700),))
+    fields = bytes.fromhex("030746010380a4a7da0602") + bytes.fromhex(HASH + LAYOUT)
+    fields += b"\x01" + b"\xcd" * 32 + b"\x78" * 32
+    fields += b"\x01" + b"\x01" + b"\x05index" + b"\x08payloads"
+    fields += b"\x01" + b"\x9a" * 32 + b"\xbc\x05" + b"\x06a.json"
+    front = b"\x89PR\x82" + b"\x00" + b"\xab" * 16 + bytes([len(fields) % 128 + 128, len(fields) // 128])
+    assert record.build() == records.seal(front + fields)
+
+
+def test_a_patch_without_files_takes_at_most_180_bytes_and_its_part() -> None:
+    record = replace(SMALL, version=1000, step=1000, base=BaseRef(999, HASH), epoch=31, files=())
+    assert len(record.build()) - record.size_bytes <= 180
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", [name for name in table_of(PATCH) if name not in ("base", "history", "anchor")])
 def test_a_missing_field_is_refused(field: str) -> None:
-    fields = table()
+    fields = table_of(PATCH)
     del fields[field]
     with pytest.raises(FormatError):
-        manifests.parse(written(fields))
+        manifests.parse(write(fields))
 
 
-@pytest.mark.parametrize("field", list(json.loads(PATCH.build())))
-@pytest.mark.parametrize("value", [-1, 1 << 54, 1.5, True, "x", "", [], {}, [1], {"a": 1}, [None]], ids=repr)
-def test_a_field_of_another_kind_is_refused(field: str, value: object) -> None:
-    if (field, value) == ("files", []):
-        return  # none is as good as some
+@pytest.mark.parametrize("field", ["version", "step", "epoch", "index", "created", "anchor"])
+@pytest.mark.parametrize("value", [-2, (1 << 53) + 1, 1 << 63, 1 << 70, b"\x80", b"\x81\x00", b"\xff" * 11], ids=repr)
+def test_a_number_beyond_its_limit_or_written_longer_than_needed_is_refused(field: str, value: object) -> None:
     with pytest.raises(FormatError):
-        manifests.parse(written({**table(), field: value}))
+        manifests.parse(changed(**{field: value}))
 
 
-@pytest.mark.parametrize("text", [HASH[:-1], HASH + "0", HASH.upper(), "g" * 64, HASH[:-1] + "\n"])
-@pytest.mark.parametrize("field", ["layout", "digest", "history"])
-def test_what_is_no_hash_is_refused(field: str, text: str) -> None:
+@pytest.mark.parametrize("text", [HASH[:-2], HASH + "00", b"", bytes(31), bytes(33)])
+@pytest.mark.parametrize("field", ["layout", "digest", "history", "run"])
+def test_a_hash_of_another_length_is_refused(field: str, text: object) -> None:
     with pytest.raises(FormatError):
-        manifests.parse(written({**table(), field: text}))
+        manifests.parse(changed(**{field: text}))
 
 
-@pytest.mark.parametrize("number", ["1.0", "1e0", "01", "-0", "1" * 5000, "NaN", "Infinity", "1e400"])
-def test_what_is_no_whole_number_is_refused(number: str) -> None:
-    with pytest.raises(FormatError):
-        manifests.parse(PATCH.build().replace(b'"epoch":1', b'"epoch":' + number.encode()))
+BAD_FIELDS: list[Table] = [
+    {"flags": 7},
+    {"flags": 0x83},
+    {"flags": 1},  # a history that no flag is for
+    {"flags": 2},
+    {"length": 0},
+    {"length": 1},
+    {"length": 1 << 24},
+    {"length": 1 << 40},
+    {"base": {"digest": HASH, "version": 7}},
+    {"base": {"digest": HASH, "version": 8}},
+    {"base": {"digest": HASH, "version": -1}},
+    {"base": {"digest": HASH}},
+    {"base": None},
+    {"index": 0},
+    {"index": 128},
+    {"parts": []},
+    {"parts": [{"id": HASH, "size": 1}] * 2},
+    {"parts": [{"id": HASH, "size": (1 << 40) + 1}]},
+    {"parts": [{"id": HASH, "size": 1, "form": 2}]},
+    {"parts": [{"id": HASH[2:], "size": 1}]},
+    {"parts": [{"index": b"i", "payloads": b"p"}] * 2},
+    {"parts": [{"index": b"i", "payloads": b"p", "form": 0}]},
+    {"parts": [{"index": bytes(4097), "payloads": b""}]},
+    {"parts": [{"index": bytes(4000), "payloads": bytes(97)}]},
+    {"parts": [{"index": bytes([n]), "payloads": bytes(2047)} for n in range(3)]},  # together too much
+    {"kind": 3},
+    {"kind": 255},
+    {"kind": "anchor"},  # with a base
+    {"kind": "anchor", "base": None},  # with a history
+    {"kind": "squash"},  # with a history
+    {"kind": "squash", "history": None, "base": None},
+    {"kind": "squash", "history": None, "parts": []},
+    {"kind": "anchor", "history": None, "base": None, "parts": []},
+    {"base": None, "index": 0},  # a root with parts
+    {"base": None, "index": 0, "history": None},
+    {"base": None, "parts": []},  # a root in mid-epoch
+    {"anchor": 1 << 54},
+    {"files": [{"id": HASH, "name": "a", "size": 1}, {"id": "9a" * 32, "name": "a", "size": 2}]},
+    {"files": [{"id": HASH, "name": "a", "size": (1 << 28) + 1}]},
+    {"files": [{"id": HASH, "name": f"f{n}", "size": 1} for n in range(257)]},
+]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"more": 1},
-        {"base": {"digest": HASH, "version": 6, "more": 1}},
-        {"base": {"digest": HASH}},
-        {"base": {"digest": HASH, "version": 7}},
-        {"base": {"digest": HASH, "version": 8}},
-        {"base": None},
-        {"index": 0},
-        {"index": 128},
-        {"parts": []},
-        {"parts": {"id": HASH, "size": 1}},
-        {"parts": [{"id": HASH, "size": 1}] * 2},
-        {"parts": [{"id": HASH, "size": 1, "more": 1}]},
-        {"parts": [{"id": HASH}]},
-        {"parts": [{"id": HASH, "size": (1 << 40) + 1}]},
-        {"parts": [{"id": "../../etc/passwd", "size": 1}]},
-        {"run": "ab" * 15},
-        {"version": (1 << 53) + 1},
-        {"kind": "patch"},
-        {"kind": None},
-        {"kind": ["version"]},
-        {"kind": "anchor"},  # with a base
-        {"kind": "anchor", "base": None},  # with a history
-        {"kind": "squash"},  # with a history
-        {"kind": "squash", "history": None, "base": None},
-        {"kind": "squash", "history": None, "parts": []},
-        {"kind": "anchor", "history": None, "base": None, "parts": []},
-        {"base": None, "index": 0},  # a root with parts
-        {"base": None, "index": 0, "history": None},
-        {"base": None, "parts": []},  # a root in mid-epoch
-        {"anchor": (1 << 53) + 1},
-        {"anchor": "1"},
-        {"files": [{"id": HASH, "name": "a", "size": 1}, {"id": "9a" * 32, "name": "a", "size": 2}]},
-        {"files": [{"id": HASH, "name": "a"}]},
-        {"files": [{"id": HASH, "name": "a", "size": 1, "more": 1}]},
-        {"files": [{"id": HASH[1:], "name": "a", "size": 1}]},
-        {"files": [{"id": HASH, "name": "a", "size": (1 << 28) + 1}]},
-        {"files": [{"id": HASH, "name": f"f{n}", "size": 1} for n in range(257)]},
-        {"files": {"id": HASH, "name": "a", "size": 1}},
-        {"files": ["config.json"]},
-    ],
-)
-def test_what_no_version_can_say_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(FormatError):
-        manifests.parse(written({**table(), **fields}))
+@pytest.mark.parametrize("fields", BAD_FIELDS, ids=lambda fields: str(fields)[:60])
+def test_what_no_version_can_say_is_refused(fields: Table) -> None:
+    data = changed(**fields)
+    with pytest.raises(FormatError) as caught:
+        manifests.parse(data)
+    assert type(caught.value) is not ChecksumError or "length" in fields
 
 
 @pytest.mark.parametrize(
@@ -179,17 +224,16 @@ def test_what_no_version_can_say_is_refused(fields: dict[str, object]) -> None:
         "a\0",
         "a:b",
         "größe",
+        b"\xff\xfe",
         "~",
         "$HOME",
         "a" * 129,
-        5,
-        None,
     ],
     ids=repr,
 )
 def test_a_file_name_that_could_lead_elsewhere_is_refused(name: object) -> None:
     with pytest.raises(FormatError):
-        manifests.parse(written({**table(), "files": [{"id": HASH, "name": name, "size": 1}]}))
+        manifests.parse(changed(files=[{"id": HASH, "name": name, "size": 1}]))
 
 
 def test_as_many_files_as_allowed_are_read() -> None:
@@ -197,32 +241,53 @@ def test_as_many_files_as_allowed_are_read() -> None:
     assert manifests.parse(replace(PATCH, files=some).build()).files == some
 
 
-def test_an_unknown_kind_is_unsupported() -> None:
-    with pytest.raises(UnsupportedError):
-        manifests.parse(written({**table(), "kind": "merge"}))
+def test_as_much_as_allowed_stands_in_a_record() -> None:
+    record = replace(PATCH, parts=(inline(bytes(96), bytes(2000)), inline(bytes(1000), bytes(1000))))
+    assert record.size_bytes == manifests.MAX_INLINE_BYTES
+    assert manifests.parse(record.build()) == record
+
+
+@pytest.mark.parametrize("sections", [[b"index"], [b"index", bytes(4092)], [b"index", b"one", b"two"]], ids=len)
+def test_a_part_that_is_large_or_has_other_sections_does_not_stand_in_a_record(sections: list[bytes]) -> None:
+    _, data = container.build(LAYOUT, [[section] for section in sections])
+    assert manifests.inline_part(data, manifests.MAX_INLINE_BYTES) is None
+
+
+def test_an_unknown_kind_form_or_flag_is_unsupported() -> None:
+    for fields in ({"kind": 3}, {"flags": 4}, {"parts": [{"id": HASH, "size": 1, "form": 2}]}):
+        with pytest.raises(UnsupportedError):
+            manifests.parse(changed(**fields))
 
 
 @pytest.mark.parametrize("kind", ["version", "anchor", "squash"])
 def test_only_a_root_has_no_parts(kind: str) -> None:
-    with pytest.raises(LimitError, match="parts"):
-        manifests.parse(written({**table(), "kind": kind, "history": None, "parts": []}))
+    with pytest.raises(FormatError, match="parts"):
+        manifests.parse(changed(kind=kind, history=None, parts=[]))
 
 
 @pytest.mark.parametrize(
     "data",
     [
+        b"",
         PATCH.build()[:-1],
+        PATCH.build()[1:],
         PATCH.build() + b"\n",
         PATCH.build() + b"a signature\n",
-        PATCH.build().replace(b",", b", ", 1),
-        PATCH.build().replace(b"abab", b"\\u0061bab", 1),
-        json.dumps(dict(reversed(table().items())), separators=(",", ":")).encode() + b"\n",
-        PATCH.build().replace(b'{"anchor"', b'{"step":70,"anchor"'),
+        PATCH.build() + PATCH.build(),
+        records.seal(PATCH.build()[:-8] + b"\0"),
+        records.seal(PATCH.build()),
     ],
 )
-def test_another_way_to_write_the_same_is_refused(data: bytes) -> None:
+def test_bytes_too_many_or_too_few_are_refused(data: bytes) -> None:
     with pytest.raises(FormatError):
         manifests.parse(data)
+
+
+def test_bytes_that_no_field_is_for_are_refused() -> None:
+    table = table_of(PATCH)
+    front, fields = records.write_front(table), records.write_fields(table) + b"\0"
+    with pytest.raises(FormatError, match="too many"):
+        manifests.parse(records.seal(front + records.number(len(fields)) + fields))
 
 
 @given(st.binary(max_size=60))
@@ -231,25 +296,68 @@ def test_noise_is_refused(data: bytes) -> None:
         manifests.parse(data)
 
 
-@given(st.integers(0, len(PATCH.build()) - 1), st.integers(1, 255))
-def test_a_changed_byte_is_refused_or_makes_another_canonical_manifest(at: int, flip: int) -> None:
-    data = bytearray(PATCH.build())
-    data[at] ^= flip
+@given(st.sampled_from([PATCH, SMALL, ANCHOR]), st.data(), st.integers(1, 255))
+def test_a_changed_byte_is_always_found(record: Manifest, data: st.DataObject, flip: int) -> None:
+    damaged = bytearray(record.build())
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= flip
+    with pytest.raises(FormatError):
+        manifests.parse(bytes(damaged))
+
+
+@given(st.data(), st.integers(1, 255))
+def test_damage_to_what_a_record_says_is_a_checksum_error(data: st.DataObject, flip: int) -> None:
+    good = SMALL.build()
+    damaged = bytearray(good)
+    damaged[data.draw(st.sampled_from([*range(4, 21), *range(23, len(good))]))] ^= flip  # not its length
+    with pytest.raises(ChecksumError):
+        manifests.parse(bytes(damaged))
+
+
+@given(st.sampled_from([PATCH, SMALL, ANCHOR]), st.data(), st.integers(1, 255))
+def test_another_byte_under_a_good_checksum_is_refused_or_makes_another_record_that_is_written_so(
+    record: Manifest, data: st.DataObject, flip: int
+) -> None:
+    forged = bytearray(record.build()[: -records.CHECK_BYTES])
+    forged[data.draw(st.integers(0, len(forged) - 1))] ^= flip
     with suppress(FormatError):
-        assert manifests.parse(bytes(data)).build() == data
+        assert manifests.parse(records.seal(bytes(forged))).build() == records.seal(bytes(forged))
 
 
-def test_another_format_is_unsupported() -> None:
+def test_other_bytes_at_the_front_are_no_record() -> None:
+    with pytest.raises(FormatError, match="not a record"):
+        manifests.parse(changed(magic=b"\x89PX"))
+
+
+@pytest.mark.parametrize("version", [0x01, 0x02, 0x81, 0x83])
+def test_another_format_is_unsupported(version: int) -> None:
     with pytest.raises(UnsupportedError):
-        manifests.parse(written({**table(), "format": "pulse-manifest/2"}))
+        manifests.parse(changed(format=version))
+
+
+def test_a_record_of_the_first_draft_is_unsupported() -> None:
+    with pytest.raises(UnsupportedError, match="draft"):
+        manifests.parse(b'{"anchor":null,"format":"pulse-manifest/1-draft"}\n')
 
 
 def test_too_many_parts_are_refused() -> None:
-    some = [{"id": HASH, "size": 1}] * (manifests.MAX_PARTS + 1)
-    with pytest.raises(LimitError, match="parts"):
-        manifests.parse(written({**table(), "parts": some}))
+    with pytest.raises(LimitError):
+        manifests.parse(changed(parts=manifests.MAX_PARTS + 1))
 
 
 def test_a_file_too_large_is_refused_unread() -> None:
     with pytest.raises(LimitError, match="at most"):
         manifests.parse(bytes(manifests.MAX_BYTES + 1))
+
+
+def test_a_record_that_claims_many_parts_in_few_bytes_is_refused_at_once() -> None:
+    empty = b"\x01\x00\x00" * manifests.MAX_PARTS
+    began = time.perf_counter()
+    with pytest.raises(FormatError, match="twice"):
+        manifests.parse(changed(parts=records.number(manifests.MAX_PARTS) + empty))
+    assert time.perf_counter() - began < 1
+
+
+def test_a_record_says_who_signed_it() -> None:
+    key = SigningKey("11" * 32)
+    assert manifests.parse(signature.sign(PATCH.build(), key)).signed_by == key.public
+    assert manifests.parse(PATCH.build()).signed_by is None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Sum, TensorSpec
+from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Remembered, Sum, TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import choice, container, index, patch, tables
 from pulsesync.format import layout as layouts
@@ -32,7 +32,7 @@ from tests.helpers import (
     seeds,
 )
 
-CODECS = ["auto", "gap", "context", "history", "dense"]
+CODECS = ["auto", "gap", "step", "context", "history", "dense", "xor"]
 
 
 def read_index(part: patch.EncodedPart, layout: Layout) -> tuple[list[FrequencyTable], list[TileEntry]]:
@@ -186,6 +186,23 @@ def test_both_kernels_write_the_same_bytes_and_read_each_other(codec: patch.Code
             assert same(applied(found.patches, old), new)
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("BF16", 2.6), ("F32", 4.0)])
+def test_the_first_step_of_a_run_costs_what_it_is_worth(dtype: str, most: float) -> None:
+    """All weights move by the learning rate: those that were zero as far as that, the others as far as their class."""
+    rng, kind = np.random.default_rng(0), DTYPES[dtype]
+    floats = rng.normal(0, 0.02, 50_000).astype(np.float32)
+    floats[::2] *= dtype == "F32"
+    moved = floats + np.float32(1e-5) * rng.choice(np.array([-1, 1], np.float32), floats.size)
+    old, new = ((x.view(np.uint32) >> 32 - 8 * kind.itemsize).astype(kind.bits) for x in (floats, moved))
+    layout = layouts.make([TensorSpec("w", dtype, (50_000,))])
+    for kernel in ("cpu", "reference"):
+        with use_kernels(kernel):
+            part = encode(layout, {"w": old}, {"w": new}, history=History())
+            found = patch.decode(part.data, layout, {"w": old}, history=History())
+        assert np.array_equal(applied(found.patches, {"w": old})["w"], new)
+        assert 8 * len(part.data) < most * np.count_nonzero(old != new)
+
+
 def test_neither_state_is_modified() -> None:
     rng, layout = np.random.default_rng(0), random_layout(5)
     old = random_state(rng, layout)
@@ -318,7 +335,7 @@ def test_a_history_payload_with_another_history_is_refused() -> None:
 def test_a_cut_below_the_one_remembered_is_refused() -> None:
     layout, old, part = simple()
     later = History().after(part.patches, {"w": old})
-    raised = History(0, {0: type(later.tiles[0])(256, (np.zeros(3000, np.uint8),))})
+    raised = History(0, {0: type(later.tiles[0])(256, (Remembered.alone(np.zeros(3000, np.uint8)),))})
     with pytest.raises(FormatError, match="another history"):
         patch.decode(part.data, layout, {"w": old}, history=raised)
 

@@ -14,12 +14,16 @@ from pulsesync.format import pointer as pointers
 from pulsesync.format import signature
 from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
-from tests.format.test_manifest import SQUASH, hashes, whole, written
+from tests.format.test_manifest import SQUASH, hashes, whole
 
 KEY, OTHER = SigningKey("11" * 32), SigningKey("22" * 32)
 MOVE = Pointer("ab" * 16, "stable", 3, 120, "cd" * 32, 1_800_000_000)
 NAMES = ["a", "0", "stable", "eu-west.1_b", "a" * 64]
 NO_NAMES = ["", ".", "..", "-a", "_a", "A", "Stable", "a/b", "../a", "a b", "a\n", "a\0", "größe", "a" * 65]
+
+
+def written(fields: object) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
 def table() -> dict[str, object]:
@@ -50,9 +54,10 @@ def test_a_move_that_another_key_signed_is_refused() -> None:
 
 
 def test_a_signature_of_another_move_is_refused() -> None:
-    _, rest = signature.split(signature.sign(replace(MOVE, version=7).build(), KEY))
+    other = replace(MOVE, version=7).build()
+    block = signature.sign(other, KEY)[len(other) :]
     with pytest.raises(SignatureError):
-        pointers.parse(MOVE.build() + rest, {KEY.public})
+        pointers.parse(MOVE.build() + block, {KEY.public})
 
 
 def test_a_delegate_may_not_move_pointers() -> None:
@@ -63,7 +68,7 @@ def test_a_delegate_may_not_move_pointers() -> None:
 
 
 def test_neither_a_manifest_nor_a_pointer_is_read_as_the_other() -> None:
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(FormatError):
         pointers.parse(SQUASH.build())
     with pytest.raises(UnsupportedError):
         manifests.parse(MOVE.build())

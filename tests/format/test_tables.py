@@ -134,3 +134,63 @@ def test_minus_zero_is_one_step_below_zero() -> None:
     zero = np.array([0x0000], np.uint16)
     assert tables.apply_steps(zero, np.array([-1])).tolist() == [0x8000]
     assert tables.apply_steps(zero, np.array([-2])).tolist() == [0x8001]
+
+
+# Sizes of steps that a table lists
+
+
+@pytest.mark.parametrize(("width", "most"), [(8, 3), (16, 11), (32, 27)])
+def test_a_table_lists_as_many_sizes_as_its_rows_have_places_for(width: int, most: int) -> None:
+    assert tables.most_sizes(width) == most
+    symbols = tables.symbol_count(width)
+    assert (symbols + 2 * most).bit_length() == symbols.bit_length()
+    assert (symbols + 2 * most + 2).bit_length() > symbols.bit_length()
+
+
+def test_a_size_that_many_long_steps_have_is_listed() -> None:
+    rng = np.random.default_rng(0)
+    found = np.append(rng.integers(8, 1 << 14, 5000), np.full(700, 13_830))
+    assert tables.choose_sizes(rng.permutation(found), 16, 1).tolist() == [13_830]
+
+
+def test_sizes_that_are_spread_as_raw_bits_are_do_not_pay() -> None:
+    found = np.random.default_rng(0).integers(8, 16, 100_000)
+    assert tables.choose_sizes(found, 16, 1).size == 0
+    assert tables.choose_sizes(np.arange(8, 1 << 15), 16, 1).size == 0
+    assert tables.choose_sizes(np.empty(0, np.int64), 16, 1).size == 0
+
+
+def test_a_size_must_pay_for_all_the_contexts_of_an_epoch() -> None:
+    found = np.full(400, 13_830)
+    assert tables.choose_sizes(found, 16, 1).tolist() == [13_830]
+    assert tables.choose_sizes(found, 16, 32).size == 0
+
+
+def test_the_sizes_that_save_most_are_listed_the_lower_first_among_equals() -> None:
+    found = np.repeat(np.arange(3000, 3030), np.r_[np.full(29, 1000), 2000])
+    assert tables.choose_sizes(found, 16, 1).tolist() == [*range(3000, 3010), 3029]
+
+
+def test_half_the_circle_is_never_listed() -> None:
+    assert tables.choose_sizes(np.full(5000, 1 << 15), 16, 1).size == 0
+
+
+def test_sizes_with_the_same_lower_bits_are_told_apart() -> None:
+    found = np.array([0x10F00, 0x20F00, 0x30F00]).repeat([3000, 5, 2000])
+    assert tables.choose_sizes(found, 32, 1).tolist() == [0x10F00, 0x30F00]
+
+
+@given(seeds)
+def test_listed_steps_get_symbols_of_their_own_and_others_stay(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    symbols = rng.integers(1, tables.symbol_count(16), 300).astype(np.uint8)
+    extras = np.zeros(300, np.uint32)
+    long, found = tables.long_steps(symbols, extras)
+    assert np.array_equal(long, np.flatnonzero(symbols > 14))
+    sizes = np.unique(rng.choice([*found, 9, 77], 3)).astype(np.uint32)
+    after = tables.list_sizes(symbols, extras, sizes, 16)
+    for before, now, size in zip(symbols[long].tolist(), after[long].tolist(), found.tolist(), strict=True):
+        place = sizes.tolist().index(size) if size in sizes else None
+        assert now == (before if place is None else 41 + 2 * place + (before - 1) % 2)
+    short = symbols <= 14
+    assert np.array_equal(after[short], symbols[short])

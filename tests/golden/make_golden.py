@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.core import digest
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
@@ -26,7 +25,9 @@ from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
+from pulsesync.run.bodies import inline_share, put_body
 from pulsesync.state.host import HostState, HostTransition
+from pulsesync.store import LocalStore
 
 FOLDER = Path(__file__).parent / "v1-draft"
 CREATED = 1_750_000_000
@@ -45,10 +46,12 @@ class Run:
         ties: Mapping[str, str] | None = None,
         key: SigningKey | None = None,
         files: Mapping[str, bytes] | None = None,
+        bundled: bool = False,
     ) -> None:
         self.folder, self.key = folder, key
         self.run = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
-        self.layout = layouts.make(specs, ties)
+        pieces = layouts.make(specs, ties)
+        self.layout = layouts.bundle(pieces) if bundled else pieces
         self.last: Manifest | None = None
         self.newest: int | None = None  # epoch of the newest anchor
         self.moves: Counter[str] = Counter()  # of each pointer
@@ -100,7 +103,7 @@ class Run:
         """Publish one patch from an epoch's start to this one."""
         last = self.last
         assert last is not None
-        sums = {tile.ordinal: digest.count_tile(tile, flats[tile.tensor.name]) for tile in self.layout.tiles}
+        sums = HostState(self.layout, flats).sums
         parts = [patch.encode(self.layout, tiles, flats, self.state.flats, sums) for tiles in self._share(pieces)]
         record = replace(
             last,
@@ -134,9 +137,8 @@ class Run:
         return [self.layout.tiles[first::pieces] for first in range(pieces)]
 
     def _put(self, parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
-        for part in parts:
-            self._write(keys.part_key(part.id), bytes(part.data))
-        return tuple(PartRef(part.id, len(part.data)) for part in parts)
+        store = LocalStore(self.folder)
+        return tuple(put_body(store, part, inline_share(len(parts))) for part in parts)
 
     def _add_file(self, name: str, data: bytes) -> FileRef:
         ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
@@ -341,7 +343,7 @@ def _special_values(dtype: str) -> Bits:
 
 
 def gap_and_dense(folder: Path) -> None:
-    """The codecs that need no old weights; then `context` with cold changes and with long steps."""
+    """The codecs that need no old weights; `context` with cold changes and with long steps; `step` and `xor`."""
     specs = [TensorSpec("flat", "BF16", (70_000,)), TensorSpec("square", "BF16", (40, 50), column_cuts=(20,))]
     flats = {"flat": np.full(70_000, 0x3F80, np.uint16), "square": some(41, "BF16", 2000)}
     run = Run(folder, specs, flats)
@@ -362,6 +364,14 @@ def gap_and_dense(folder: Path) -> None:
     new["square"][400:800] ^= 0x8000  # long ways round, up and down
     new["square"][0:2], new["square"][800:802] = [0x7FFF, 0xFFFF], [0xFFFF, 0x7FFF]  # half the circle
     run.publish(new, "context")
+    new["flat"][5::70] += 1  # a thousand cold changes
+    run.publish(new, "context")
+    new["flat"][[0, 9, 68_000]] += 1
+    run.publish(new, "auto")  # step
+    new["flat"][1::7] = 0x3C00
+    run.publish(new, "context")  # ten thousand times the same long step, which the table lists
+    new["square"][:] ^= 0x0155
+    run.publish(new, "auto")  # xor
     run.finish()
 
 
@@ -403,12 +413,47 @@ def signed_squash(folder: Path) -> None:
     run.finish()
 
 
+def bundles(folder: Path) -> None:
+    """Layers and experts of small tensors in bundles; some groups change and some do not; a grid, a tie."""
+    specs = [TensorSpec("embed", "BF16", (90, 20), row_cuts=(45,)), TensorSpec("norm", "BF16", (17,))]
+    for layer in range(3):
+        for expert in range(4):
+            name = f"layers.{layer}.experts.{expert}"
+            specs += [TensorSpec(f"{name}.down", "BF16", (30, 20)), TensorSpec(f"{name}.up", "BF16", (20, 30))]
+        specs += [TensorSpec(f"layers.{layer}.norm", "F32", (40,)), TensorSpec(f"layers.{layer}.step", "I32", ())]
+    flats = {spec.name: some(61 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    run = Run(folder, specs, flats, {"lm_head": "embed"}, bundled=True)
+
+    def step(codec: patch.CodecName, some_of_them: int) -> None:
+        assert run.last is not None
+        seed = 100 * (run.last.version + 1)
+        new = run.flats
+        for i, spec in enumerate(specs):
+            if spec.dtype == "I32":
+                new[spec.name] += 1
+            elif i % some_of_them == 0:
+                train_(new[spec.name], spec.dtype, seed + i)
+        new["norm"][3] ^= 1
+        run.publish(new, codec)
+
+    step("history", 1)
+    step("history", 5)
+    step("gap", 2)
+    step("auto", 3)
+    step("context", 1)
+    step("history", 4)
+    step("dense", 7)
+    step("history", 1)
+    run.finish()
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "bf16-history": bf16_history,
     "two-parts": two_parts,
     "dtypes": dtypes,
     "gap-and-dense": gap_and_dense,
     "signed-squash": signed_squash,
+    "bundles": bundles,
 }
 
 

@@ -47,11 +47,11 @@ def test_a_bundle_reads_and_writes_its_pieces_wherever_they_lie() -> None:
             assert np.array_equal(places.block(tile, 0), before)
             at = np.sort(rng.choice(tile.size, tile.size // 3, replace=False)).astype(np.uint32)
             new = rng.integers(0, 1 << 16, at.size, np.uint16)
-            places.places[tile.ordinal].write(before, BlockChange(0, at, before[at], new))
+            places.places[tile.ordinal].write({}, BlockChange(0, at, before[at], new))
             expected = before.copy()
             expected[at] = new
             assert np.array_equal(places.block(tile, 0), expected)
-            places.places[tile.ordinal].write_block(before, 0, before)
+            places.places[tile.ordinal].write_block({}, 0, before)
             assert np.array_equal(places.block(tile, 0), before)
     for name, array in source.items():
         assert np.array_equal(held[name].tensor, array[:, :1])

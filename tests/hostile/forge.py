@@ -25,6 +25,7 @@ from pulsesync.core import digest
 from pulsesync.core.types import Codec, TensorSpec
 from pulsesync.errors import NotFoundError, NothingPublishedError, PulseError, StoreError
 from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
 from pulsesync.format import patch, signature, tables, wire
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
@@ -34,8 +35,10 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.host import HostState
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
+from tests import records
 
 RUN = "0123456789abcdef" * 2
+HEADER_BYTES = 44  # of a part, without its table of sections
 ANY = 1 << 70  # no limit: forging is not where numbers are judged
 KEY, HELPER, STRANGER = (SigningKey(digit * 64) for digit in "123")
 DELEGATE = SigningKey(HELPER.secret, KEY.delegate(RUN, HELPER.public))
@@ -84,17 +87,21 @@ class Table:
     counts: list[int]  # symbols of each context
     skips: list[int]
     frequencies: list[int]  # less one
+    listed: list[int] = field(default_factory=list)  # sizes of steps: each less the one before, less one
+    listed_count: int | None = None  # what to say in place of the truth
 
     def write(self) -> bytes:
-        sizes = [self.lo, self.classes, self.ages]
+        listed = len(self.listed) if self.listed_count is None else self.listed_count
+        sizes = [self.lo, self.classes, self.ages, listed, *self.listed]
         return bytes([self.dtype]) + numbers([*sizes, *self.counts, *self.skips, *self.frequencies])
 
     @classmethod
     def read(cls, reader: wire.ByteReader) -> "Table":
         dtype, lo, classes, ages = reader.byte(), *(reader.number(ANY) for _ in range(3))
+        listed = [reader.number(ANY) for _ in range(reader.number(ANY))]
         counts = [reader.number(ANY) for _ in range(classes * ages)]
         skips, frequencies = ([reader.number(ANY) for _ in range(sum(counts))] for _ in range(2))
-        return cls(dtype, lo, classes, ages, counts, skips, frequencies)
+        return cls(dtype, lo, classes, ages, counts, skips, frequencies, listed)
 
 
 @dataclass
@@ -155,11 +162,12 @@ class Context:
     cold: list[int]  # gap, step, gap, step, ...
     stream: bytes
     cold_count: int | None = None  # what to say in place of the truth
+    cold_planes: "Steps | None" = None  # what to write in place of cold, as where there are many
 
     def write(self) -> bytes:
         cold = len(self.cold) // 2 if self.cold_count is None else self.cold_count
-        front = [self.cut, *self.heads, cold, *self.cold]
-        return bytes([self.table]) + numbers(front) + self.stream
+        front = bytes([self.table]) + numbers([self.cut, *self.heads, cold])
+        return front + (self.cold_planes.write() if self.cold_planes else numbers(self.cold)) + self.stream
 
     @classmethod
     def read(cls, body: bytes) -> "Context":
@@ -167,8 +175,11 @@ class Context:
         table, cut, heads = reader.byte(), reader.number(ANY), [reader.number(ANY)]
         if heads[0]:
             heads.append(reader.number(ANY))
-        cold = [reader.number(ANY) for _ in range(2 * reader.number(ANY))]
-        return cls(table, cut, heads, cold, bytes(reader.take(2 * heads[-1])))
+        count = reader.number(ANY)
+        cold = [reader.number(ANY) for _ in range(2 * count if count <= 16 else 0)]
+        planes = Steps.take(reader, count) if count > 16 else None
+        stream = bytes(reader.take(2 * heads[-1]))
+        return cls(table, cut, heads, cold, stream, count if planes else None, planes)
 
 
 @dataclass
@@ -190,8 +201,45 @@ class Gap:
 
 
 @dataclass
+class Steps:
+    """Gaps and steps, each as many planes as their width says."""
+
+    widths: list[int]
+    planes: list[list[Plane]]
+
+    def write(self) -> bytes:
+        both = zip(self.widths, self.planes, strict=True)
+        return b"".join(bytes([width]) + b"".join(plane.write() for plane in some) for width, some in both)
+
+    @classmethod
+    def take(cls, reader: wire.ByteReader, count: int) -> "Steps":
+        widths, planes = [], []
+        for _ in range(2):
+            widths.append(reader.byte())
+            planes.append([Plane.read(reader, count) for _ in range(widths[-1])])
+        return cls(widths, planes)
+
+
+@dataclass
+class Step:
+    """A payload of `step`."""
+
+    count: int
+    columns: Steps
+
+    def write(self) -> bytes:
+        return wire.number(self.count) + self.columns.write()
+
+    @classmethod
+    def read(cls, body: bytes) -> "Step":
+        reader = wire.ByteReader(body, "forge")
+        count = reader.number(ANY)
+        return cls(count, Steps.take(reader, count))
+
+
+@dataclass
 class Dense:
-    """A payload of `dense` for a tile of one block."""
+    """A payload of `dense` or `xor` for a tile of one block."""
 
     planes: list[Plane]
 
@@ -212,10 +260,8 @@ class Part:
     index: Index
     bodies: list[list[Any]]
     magic: bytes = b"\x89PULSE\n\x1a"
-    version: int = 0x81
+    version: int = 0x82
     flags: int = 0
-    reserved: int = 0
-    key: bytes = bytes(16)
 
     def fit(self) -> "Part":
         self.index.sizes = [len(_bytes(body)) for section in self.bodies for body in section]
@@ -244,9 +290,7 @@ class Part:
     def seal(self, sections: list[bytes], *, count: int | None = None, sizes: dict[int, int] | None = None) -> bytes:
         """The file with these sections, whatever `bodies` says, and whatever count and sizes a liar would give."""
         said = len(sections) if count is None else count
-        head = struct.pack(
-            "<8sBBHI32s16s", self.magic, self.version, self.flags, said, self.reserved, self.layout, self.key
-        )
+        head = struct.pack("<8sBBH32s", self.magic, self.version, self.flags, said, self.layout)
         table = b"".join(
             struct.pack("<Q32s", (sizes or {}).get(i, len(s)), hashlib.sha256(s).digest())
             for i, s in enumerate(sections)
@@ -265,12 +309,12 @@ def read_part(data: bytes | memoryview, layout: Layout) -> Part:
     """Take a good file apart."""
     data = bytes(data)
     (count,) = struct.unpack_from("<H", data, 10)
-    at, sections = 64 + 40 * count, []
+    at, sections = HEADER_BYTES + 40 * count, []
     for i in range(count):
-        (size,) = struct.unpack_from("<Q", data, 64 + 40 * i)
+        (size,) = struct.unpack_from("<Q", data, HEADER_BYTES + 40 * i)
         sections.append(data[at : at + size])
         at += size
-    part = Part(data[16:48], Index.read(sections[0]), [[] for _ in sections[1:]])
+    part = Part(data[12:44], Index.read(sections[0]), [[] for _ in sections[1:]])
     places, used = np.cumsum([1, *part.index.sections])[1:], [0] * count
     tiles = np.cumsum([n + 1 for n in part.index.tiles]) - 1
     for tile, codec, section, size in zip(tiles, part.index.codecs, places, part.index.sizes, strict=True):
@@ -282,7 +326,9 @@ def read_part(data: bytes | memoryview, layout: Layout) -> Part:
 
 
 def _read_body(codec: int, body: bytes, size: int, tensor: TensorSpec) -> Any:
-    if codec == Codec.DENSE:
+    if codec == Codec.STEP:
+        return Step.read(body)
+    if codec in (Codec.DENSE, Codec.XOR):
         return Dense.read(body, size, tensor.kind.itemsize)
     return Gap.read(body, tensor.kind.itemsize) if codec == Codec.GAP else Context.read(body)
 
@@ -292,7 +338,10 @@ def _read_body(codec: int, body: bytes, size: int, tensor: TensorSpec) -> Any:
 
 @dataclass
 class Version:
-    """One record and its parts as objects of a store, in pieces that are there to be spoilt."""
+    """One record and its parts as objects of a store, in pieces that are there to be spoilt.
+
+    `manifest` has the fields of the record, as `tests.records` writes them.
+    """
 
     key: str
     manifest: dict[str, Any]
@@ -300,6 +349,7 @@ class Version:
     parts: list[Part | bytes]
     ids: list[str]  # of the good parts
     reseal: bool = True  # name parts by what they have become, in the record too
+    inline: bool = False  # whether parts stand in the record, if they are not damaged as files
     signer: SigningKey | None = None
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)  # records that belong to it, by key
     trusted: SigningKey | None = None  # who signs those
@@ -315,12 +365,22 @@ class Version:
         ids = self.ids
         if self.reseal:
             ids = [part_id(data) for data in files]
-            manifest["parts"] = [{"id": i, "size": len(f)} for i, f in zip(ids, files, strict=True)]
-        out = {f"parts/{i}": data for i, data in zip(ids, files, strict=False)}
+            manifest["parts"] = [
+                self._inlined(part) or {"id": i, "size": len(f)}
+                for part, i, f in zip(self.parts, ids, files, strict=True)
+            ]
+        objects = zip(self.parts, ids, files, strict=False)
+        out = {f"parts/{i}": data for part, i, data in objects if not self._inlined(part)}
         if self.layout:
             out[f"layouts/{manifest['layout']}"] = self.layout
         out |= {key: signed(table, self.trusted) for key, table in self.beside.items()}
         return out | {self.key: signed(manifest, self.signer)}
+
+    def _inlined(self, part: Part | bytes) -> dict[str, Any] | None:
+        """What the record has of a part that stands in it."""
+        if not self.inline or isinstance(part, bytes) or len(part.bodies) != 1:
+            return None
+        return dict(zip(("index", "payloads"), part.sections(), strict=True))
 
     def set_layout(self, id_: str) -> None:
         for table in (self.manifest, *self.beside.values()):
@@ -329,8 +389,8 @@ class Version:
 
 def signed(table: Any, key: SigningKey | None) -> bytes:
     """A record as it lies in a store."""
-    line = json_bytes(table) + b"\n"
-    return signature.sign(line, key) if key else line
+    record = records.write(table)
+    return signature.sign(record, key) if key else record
 
 
 def json_bytes(table: Any) -> bytes:
@@ -340,7 +400,7 @@ def json_bytes(table: Any) -> bytes:
 def part_id(data: bytes) -> str:
     """The SHA-256 of what claims to be the header."""
     count = int.from_bytes(data[10:12], "little")
-    return hashlib.sha256(data[: 64 + 40 * count]).hexdigest()
+    return hashlib.sha256(data[: HEADER_BYTES + 40 * count]).hexdigest()
 
 
 def new_layout(version: Version, table: Any) -> None:
@@ -465,7 +525,7 @@ class Run:
         self.seed = 0
         self.published: dict[str, bytes] = {f"layouts/{self.layout.id}": self.layout.data}
         self.latest = self.anchor()
-        self.latest.beside["manifests/0000000000000000"] = json.loads(self.manifest.build())
+        self.latest.beside["manifests/0000000000000000"] = records.table_of(self.manifest)
 
     def anchor(self) -> Version:
         """The whole state of the version published last."""
@@ -513,7 +573,7 @@ class Run:
         return out
 
     def _version(self, key: str, record: Manifest, parts: list[Part]) -> Version:
-        table = json.loads(record.build())
+        table = records.table_of(record)
         table["parts"] = [{"id": part_id(p.write()), "size": len(p.write())} for p in parts]
         ids = [ref["id"] for ref in table["parts"]]
         return Version(key, table, b"", list(parts), ids, signer=self.key, trusted=self.key)
@@ -565,15 +625,21 @@ def run_for(name: str) -> Run:
 
 @cache
 def sample(name: str) -> Sample:
-    """A record by name: one of NAMES, or "big" and "big.anchor", of one tensor. Patches are the third of their run."""
+    """A record by name: one of NAMES, or "big" and "big.anchor", of one tensor. Patches are the third of their run.
+
+    "inline" is "history" with its part in the record.
+    """
     if name == "squash":
         return _squash_sample()
+    if name == "inline":
+        found = sample("history")
+        return replace(found, name=name, version=replace(found.version.copy(), inline=True))
     run = run_for(name)
     if name.endswith("anchor"):
         noise = start(list(run.layout.tensors), 99)
         return Sample(name, run.layout, run.latest, dict(run.published), noise, run.state.flats, History())
     before, last = run.state.flats, run.latest
-    codecs = {"mixed": ("history", "gap", "dense", "context"), "big": ("history",)}
+    codecs = {"mixed": ("history", "gap", "dense", "context", "step", "xor"), "big": ("history",)}
     good = run.advance(*codecs.get(name, (name,)))
     others = _bodies(last)
     return Sample(name, run.layout, good, run.published, before, run.state.flats, run.state.history, others)
@@ -597,7 +663,7 @@ def _squash_sample() -> Sample:
     good.beside[last.key] = last.manifest
     everything = run.published | last.objects()
     kept = [f"layouts/{run.layout.id}", "manifests/" + "0" * 16, "anchors/" + "0" * 16]
-    kept += [f"parts/{ref['id']}" for ref in json.loads(everything[kept[2]].split(b"\n")[0])["parts"]]
+    kept += [f"parts/{ref.id}" for ref in manifests.parse(everything[kept[2]]).parts]
     published = {key: everything[key] for key in kept} | {"head": str(run.manifest.version).encode()}
     patches = {key: data for key, data in everything.items() if key not in published}
     return Sample(
@@ -605,7 +671,7 @@ def _squash_sample() -> Sample:
     )
 
 
-NAMES = ("mixed", "history", "context", "gap", "dense", "anchor", "squash")
+NAMES = ("mixed", "history", "context", "gap", "step", "dense", "xor", "anchor", "squash", "inline")
 
 
 # -- the reader under attack ---------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from random import Random
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.format import wire
+from pulsesync.format import manifest as manifests
+from pulsesync.format import signature, wire
+from tests import records
 from tests.hostile import forge
-from tests.hostile.forge import Context, Dense, Gap, Part, Plane, Sample, Version, Victim
+from tests.hostile.forge import ANY, Context, Dense, Gap, Part, Plane, Sample, Step, Steps, Version, Victim
 
 EDGES = [0, 1, 2, 7, 8, 63, 64, 127, 128, 255, 256, 2047, 2048, 16_383, 16_384, 65_535, 65_536]
 EDGES += [1 << 20, 1 << 24, 1 << 28, 1 << 31, 1 << 40, 1 << 47, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 69]
@@ -81,24 +83,22 @@ def _part(version: Version, rng: Random) -> Part:
 
 
 def change_header(version: Version, good: Sample, rng: Random) -> None:
-    part, kind = _part(version, rng), rng.randrange(5)
+    part, kind = _part(version, rng), rng.randrange(4)
     if kind == 0:
         part.magic = damage(part.magic, rng)[:8].ljust(8)
     elif kind == 1:
         part.version = rng.randrange(256)
     elif kind == 2:
-        part.flags, part.reserved = rng.randrange(256), rng.choice((0, 1 << rng.randrange(32)))
-    elif kind == 3:
-        part.layout = hashlib.sha256(part.layout).digest()
+        part.flags = rng.randrange(256)
     else:
-        part.key = damage(part.key, rng)[:16].ljust(16, b"\x00")
+        part.layout = hashlib.sha256(part.layout).digest()
 
 
 def change_index(version: Version, good: Sample, rng: Random) -> None:
     index = _part(version, rng).index
     name = rng.choice(("tiles", "sections", "sizes", "codecs", "sums", "tile_count", "table_count", "size", "packed"))
     if name == "codecs":
-        change_list(index.codecs, rng, lambda _, r: r.choice((0, 1, 2, 3, 4, 255)))
+        change_list(index.codecs, rng, lambda _, r: r.choice((0, 1, 2, 3, 4, 5, 6, 255)))
     elif name == "sums":
         change_list(index.sums, rng, lambda b, r: damage(b, r)[:16].ljust(16, b"\x00"))
     elif name == "packed":
@@ -114,7 +114,7 @@ def change_table(version: Version, good: Sample, rng: Random) -> None:
     index = _part(version, rng).index
     if not index.tables:
         return
-    table, kind = rng.choice(index.tables), rng.randrange(8)
+    table, kind = rng.choice(index.tables), rng.randrange(10)
     if kind == 0:
         table.dtype = rng.choice((0, 4, 5, 8, 9, 11, 12, 255))
     elif kind == 1:
@@ -123,6 +123,11 @@ def change_table(version: Version, good: Sample, rng: Random) -> None:
         table.classes, table.ages = rng.choice(((table.ages, table.classes), (number(table.classes, rng), table.ages)))
     elif kind == 3:
         change_list(index.tables, rng, lambda t, _: t)
+    elif kind == 8:
+        table.listed_count = number(len(table.listed), rng)
+    elif kind == 9:
+        table.listed.append(rng.choice((0, 1, 300, *EDGES)))
+        change_list(table.listed, rng, number)
     elif kind == 4 and len(table.frequencies) > 1:  # still adds up, where both are of one context
         i = rng.randrange(len(table.frequencies) - 1)
         moved = rng.randrange(table.frequencies[i] + 1)
@@ -154,6 +159,8 @@ def change_context(payload: Context, rng: Random) -> None:
         payload.cut = number(payload.cut, rng)
     elif kind == 2:
         change_list(payload.heads, rng, number)
+    elif kind == 3 and payload.cold_planes:
+        change_steps(payload.cold_planes, rng)
     elif kind == 3:
         change_list(payload.cold, rng, number)
     elif kind == 4:
@@ -166,6 +173,14 @@ def change_context(payload: Context, rng: Random) -> None:
         payload.heads[1] = len(payload.stream) // 2
     else:
         payload.heads[0] ^= 1 << rng.randrange(8)
+
+
+def change_steps(columns: Steps, rng: Random) -> None:
+    i = rng.randrange(2)
+    if rng.randrange(3) == 0:
+        columns.widths[i] = rng.randrange(9)
+    else:
+        change_list(columns.planes[i], rng, _changed_plane)
 
 
 def change_payload(version: Version, good: Sample, rng: Random) -> None:
@@ -183,6 +198,10 @@ def change_payload(version: Version, good: Sample, rng: Random) -> None:
         change_context(body, rng)
     elif isinstance(body, Gap) and rng.randrange(3) == 0:
         body.count, body.width = rng.choice(((number(body.count, rng), body.width), (body.count, rng.randrange(9))))
+    elif isinstance(body, Step) and rng.randrange(4) == 0:
+        body.count = number(body.count, rng)
+    elif isinstance(body, Step):
+        change_steps(body.columns, rng)
     elif isinstance(body, Gap | Dense):
         change_list(body.planes, rng, _changed_plane)
     if rng.randrange(8):
@@ -207,13 +226,13 @@ def change_places(version: Version, good: Sample, rng: Random) -> None:
     if kind == 0:
         del payloads[i]
     elif kind == 1:
-        payloads[i] = (tile, rng.randrange(5), total, body)
+        payloads[i] = (tile, rng.randrange(7), total, body)
     elif kind == 2:
         free = sorted(set(range(len(good.layout.tiles))) - {p[0] for p in payloads})
         payloads[i] = (rng.choice(free or [tile]), codec, total, body)
     else:
         nothing = bytes([rng.randrange(4), rng.randrange(2) * rng.randrange(128), 0]) if rng.randrange(4) else b""
-        payloads.append((forge.TILES["empty"], rng.randrange(4), bytes(16), nothing))
+        payloads.append((forge.TILES["empty"], rng.randrange(6), bytes(16), nothing))
     payloads.sort(key=lambda p: p[0])
     part.place(payloads, sections=rng.choice((1, 2, 3)))
 
@@ -250,9 +269,23 @@ def change_json(value: Any, rng: Random) -> Any:
         return out
     if type(value) is int and rng.randrange(4):
         return number(value, rng) * rng.choice((1, 1, 1, -1))
+    if isinstance(value, bytes) and rng.randrange(4):
+        return damage(value, rng)
     if isinstance(value, str) and rng.randrange(4):
         return damage(value.encode(errors="replace"), rng).decode("latin-1")
     return rng.choice((None, True, 0, -1, 1 << 60, 0.5, 1e300, float("nan"), "", "0" * 64, [], {}, [[]], "\ud800"))
+
+
+def change_record(data: bytes, rng: Random) -> bytes:
+    """Bytes of a record: at random, or under a checksum that fits, or its fields under a length that fits as well."""
+    kind, front = rng.randrange(3), 4 + 1 + 16
+    if kind == 0 or len(data) < front + records.CHECK_BYTES:
+        return damage(data, rng)
+    if kind == 1:
+        return records.seal(damage(data[: -records.CHECK_BYTES], rng))
+    reader = wire.ByteReader(data[front:], "forge")
+    fields = damage(bytes(reader.take(reader.number(ANY))), rng)
+    return records.seal(data[:front] + wire.number(len(fields)) + fields)
 
 
 def change_manifest(version: Version, good: Sample, rng: Random) -> None:
@@ -337,9 +370,11 @@ def mutate(good: Sample, rng: Random) -> dict[str, bytes]:
         plain = damage(part.index.plain(), rng)
         stored = wire.number(len(plain)) + Plane(plain, bool(rng.randrange(2))).write()
         version.parts[version.parts.index(part)] = part.seal([stored, *part.sections()[1:]])
-    else:  # the manifest as bytes
+    else:  # the record as bytes, signed again if it was
+        signer, version.signer = version.signer, None
         objects = version.objects()
-        return objects | {version.key: damage(objects[version.key], rng)}
+        data = change_record(objects[version.key], rng)
+        return objects | {version.key: signature.sign(data, signer) if signer else data}
     return version.objects()
 
 
@@ -370,8 +405,9 @@ def judge(victim: Victim, objects: dict[str, bytes]) -> str:
     if not victim.accepted_the_right_state():
         raise MisreadError("accepted a wrong state")
     # Whoever writes the manifest may begin an epoch: then nothing is remembered, and the manifest says so.
-    manifest = json.loads(objects.get(victim.target.version.key, b"{}").split(b"\n")[0])
-    same_place = all(manifest.get(key) == victim.target.version.manifest[key] for key in ("base", "epoch", "index"))
+    data, good = objects.get(victim.target.version.key), victim.target.version.manifest
+    manifest = records.table_of(manifests.parse(data)) if data else {}
+    same_place = all(manifest.get(key) == good[key] for key in ("base", "epoch", "index"))
     if same_place and not victim.history_is_right():
         raise MisreadError("accepted a wrong history")
     victim.take_back()

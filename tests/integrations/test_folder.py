@@ -25,7 +25,7 @@ from pulsesync.errors import (
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
 from pulsesync.maintain.squash import Squasher
-from pulsesync.run import keys, reader
+from pulsesync.run import bodies, keys, reader
 from pulsesync.run.reader import RunReader
 from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.store import LocalStore, MemoryStore
@@ -82,7 +82,8 @@ def test_versions_alternate_between_two_copies(trainer: Trainer, store: MemorySt
     assert names == {".lock", "config.json", "tokenizer.json", "model.safetensors", "pulse.json", "pulse.history"}
 
 
-def test_every_body_is_fetched_once_for_both_copies(tmp_path: Path) -> None:
+def test_every_body_is_fetched_once_for_both_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "INLINE_BYTES", 0)
     watched = Watched()
     trainer = Trainer(watched)
     with HuggingFaceFolder(watched, tmp_path / "f") as folder:

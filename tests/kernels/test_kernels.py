@@ -45,6 +45,7 @@ class Case:
     close: bool  # classes around the cut and small steps; else any bits to any bits
     blocks: int = 1
     still: float = 0.0  # the share of blocks without changes
+    lists: bool = False  # the table lists sizes of long steps
 
     def __post_init__(self) -> None:
         kind, rng = DTYPES[self.dtype], np.random.default_rng(self.seed)
@@ -65,13 +66,22 @@ class Case:
                 self.new[begin:end] = self.old[begin:end]
         top = max(1, self.cut)
         lo = max(0, top - 24)
-        self.contexts = tables.Contexts(lo, top - lo, max(1, self.index), tables.symbol_count(self.width))
+        self.listed = self._choose_sizes(rng) if self.lists else tables.NO_SIZES
+        symbols = tables.symbol_count(self.width) + 2 * self.listed.size
+        self.contexts = tables.Contexts(lo, top - lo, max(1, self.index), symbols)
         tracked = np.flatnonzero(classes(self.old, self.shift) < self.tracked)
         self.ranks = np.searchsorted(tracked, self.borders).astype(np.int64)
         known = tracked.size
         ages = rng.integers(0, max(1, self.index), known, dtype=np.uint8)
         self.last = np.where((rng.random(known) < 0.5) & (ages > 0), ages | 0x80, ages).astype(np.uint8)
         self.lanes = np.int64(1) << rng.integers(0, 6, self.blocks)
+
+    def _choose_sizes(self, rng: np.random.Generator) -> np.ndarray:
+        """Some sizes that occur, and one that may not."""
+        _, found = tables.long_steps(*self.split[2:4])
+        half = 1 << (self.width - 1)
+        every = np.unique(np.append(found[found < half], rng.integers(8, half)))
+        return np.sort(rng.permutation(every)[: tables.most_sizes(self.width)]).astype(np.uint32)
 
     @cached_property
     def changed(self) -> tuple[Any, ...]:
@@ -89,7 +99,10 @@ class Case:
 
     @property
     def hot(self) -> tuple[Any, ...]:
-        return self.split[:4]
+        at, new, symbols, extras = self.split[:4]
+        if self.listed.size:
+            symbols = tables.list_sizes(symbols, extras, self.listed, self.width)
+        return at, new, symbols, extras
 
     @property
     def entering(self) -> tuple[Any, ...]:
@@ -122,13 +135,13 @@ class Case:
 
     def encode(self, kernel: ModuleType) -> tuple[np.ndarray, np.ndarray]:
         decisions, _, _, rows, changed, symbols, _ = self.count(reference)
-        changes = rows, self.contexts.bits, changed, symbols, self.hot[3]
+        changes = rows, self.contexts.bits, self.width, changed, symbols, self.hot[3]
         table = self.cumulative, tables.reciprocals(self.frequencies)
         words, ends = kernel.encode_blocks(*changes, *table, decisions, self.lanes)
         return words, ends
 
     def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
-        tail = (self.lanes, words, ends, changes, self.index, *self.entering)
+        tail = (self.listed, self.lanes, words, ends, changes, self.index, *self.entering)
         read: tuple[Any, ...] = kernel.decode_blocks(*self.span, self.cumulative, self.contexts.symbols, *tail)
         return read
 
@@ -164,6 +177,7 @@ def any_case(seed: int) -> Case:
         close=bool(rng.random() < 0.7),
         blocks=int(rng.choice([1, 1, 2, 3, 9])),
         still=float(rng.choice([0.0, 0.5, 1.0], p=[0.5, 0.4, 0.1])),
+        lists=bool(rng.integers(0, 2)),
     )
 
 
@@ -517,8 +531,10 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
     table = cumulative, tables.reciprocals(frequencies)
-    coded = cpu.encode_blocks(row, contexts.bits, *change, *table, one[1:], one[1:])
-    read = kernel.decode_blocks(*span, cumulative, 41, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES)
+    coded = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
+    read = kernel.decode_blocks(
+        *span, cumulative, 41, tables.NO_SIZES, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES
+    )
     assert read[5] == fault
 
 

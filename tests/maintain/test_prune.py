@@ -15,6 +15,8 @@ from pulsesync.run import keys
 from pulsesync.run.pointers import list_moves
 from tests.runs import Training, Watched, parts_of, publish_steps, versions, worker
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 
 @pytest.fixture
 def short_epochs() -> int:

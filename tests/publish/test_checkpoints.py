@@ -34,6 +34,8 @@ from tests.runs import Training, Watched, down, equal, kept, publish_steps, vers
 
 assert fleet  # a fixture
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 WAIT_S = 20.0  # for a process; each takes less than a second
 
 # One process

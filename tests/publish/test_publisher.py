@@ -48,6 +48,8 @@ from pulsesync.store import LocalStore, MemoryStore, Store
 from pulsesync.testing import random_bits
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
@@ -1398,9 +1400,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from pulsesync import Publisher
 from pulsesync.core import threads
+from pulsesync.run import bodies
 from pulsesync.store import LocalStore
 
 threads.default_threads = lambda: 2
+bodies.INLINE_BYTES = 0
 reached = threading.Event()
 
 def wait_for_the_end():

@@ -36,11 +36,14 @@ from pulsesync.publish.ownership import RankReport
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.publish.writer import RunWriter
 from pulsesync.run import keys
+from pulsesync.run.reader import RunReader
 from pulsesync.state.sharding import Placed, tensor_parallel
 from pulsesync.state.slices import Slice
 from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
+
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
 BF16 = ml_dtypes.bfloat16
 UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -236,6 +239,25 @@ def test_every_version_is_what_the_ranks_hold(how: str, codec: CodecName) -> Non
             assert sub.verify() == group.pubs[0].digest
             assert equal(held, training.weights)
     assert equal(synced(store), training.weights)
+
+
+def test_what_two_ranks_own_is_in_no_bundle_together() -> None:
+    store = MemoryStore()
+    weights = {f"layers.{n}.experts.{e}.w": np.full((6, 4), n + e, BF16) for n in range(3) for e in range(4)}
+
+    def by_expert(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+        none = {name: Placed(array[:0], array.shape, rows=(0, 0)) for name, array in weights.items()}
+        return none | {name: array for name, array in weights.items() if int(name.split(".")[3]) % size == rank}
+
+    group, held = Group(store, 2, by_expert), {name: np.zeros_like(array) for name, array in weights.items()}
+    for _ in range(3):
+        group.publish(weights)
+        assert equal(synced(store, held), weights)
+        weights["layers.1.experts.2.w"][3, 3] += 1
+        weights["layers.2.experts.1.w"][...] += 1
+    layout = RunReader(store, None).layout(version(store, 0).layout)
+    owned = [{int(name.split(".")[3]) % 2 for name in tile.names} for tile in layout.tiles]
+    assert owned == [{0}, {1}]
 
 
 def test_histories_build_up_over_epochs_as_in_one_process(short_epochs: int) -> None:

@@ -28,6 +28,8 @@ from pulsesync.store import MemoryStore, Store
 from tests.publish.test_sharded import Group, Rank, synced
 from tests.runs import Training, Watched, down, equal, kept, record, version, versions, worker
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 PATIENCE_S = 20.0
 
 

@@ -14,6 +14,7 @@ from pulsesync.errors import GroupError, PulseError
 from pulsesync.group.collective import Collective
 from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish.sharded import ShardedPublisher
+from pulsesync.run import bodies
 from pulsesync.state.sharding import tensor_parallel
 from pulsesync.store import LocalStore
 from tests.processes import Fleet, die, fleet, group
@@ -214,6 +215,7 @@ def parallel(
     verb: str = "",
 ) -> Any:
     """Publish steps; one rank may die in the last of them: before it puts such a key, or after it has created one."""
+    bodies.INLINE_BYTES = 0  # of this process, which ends with the function
     store = Watched(LocalStore(Path(location)))
     with group(folder, f"{steps[0]}", rank, size):
         pub = ShardedPublisher(store, Collective(timeout_s=TIMEOUT_S), codec="history")
@@ -234,6 +236,7 @@ def lose_a_rank(rank: int, size: int, folder: str, location: str, dies: int, at:
 
     late: It hangs before it dies, and does not close its connections.
     """
+    bodies.INLINE_BYTES = 0  # of this process, which ends with the function
     store = Watched(LocalStore(Path(location)))
 
     def end(what: str, key: str) -> None:

@@ -23,7 +23,7 @@ from pulsesync.errors import (
 from pulsesync.format import signature
 from pulsesync.format.pointer import MAX_BYTES, Pointer
 from pulsesync.maintain.prune import prune
-from pulsesync.run import keys, reader
+from pulsesync.run import bodies, keys, reader
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, MemoryStore
 from tests.runs import Training, Watched, equal, parts_of, publish_steps, version, worker
@@ -426,7 +426,10 @@ def test_a_check_costs_three_small_reads() -> None:
     assert [key for key, _, _ in store.gets] == [keys.manifest_key(2), keys.HEAD, keys.manifest_key(3)]
 
 
-def test_a_watch_that_cannot_catch_up_logs_that_the_weights_are_stale(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watch_that_cannot_catch_up_logs_that_the_weights_are_stale(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "INLINE_BYTES", 0)
     store, _ = run_of(6)
     sub, held = Subscriber(store, max_staleness=2), worker()
     sub.sync(held, version=1)

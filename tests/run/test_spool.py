@@ -27,6 +27,8 @@ from pulsesync.testing import random_bits
 from tests.helpers import RUN, count_sums
 from tests.runs import Watched, equal, parts_of, publish_steps, worker
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
+
 LAYOUT = layouts.make([TensorSpec(f"t{i}", "U16", (300,)) for i in range(3)])
 
 
@@ -244,7 +246,7 @@ def test_an_anchor_of_more_parts_than_the_process_may_have_files_open_is_loaded(
 
 def test_a_sealed_anchor_waits_with_its_parts(tmp_path: Path) -> None:
     anchor = Anchor()
-    refs = Outbox(tmp_path).stage(7, anchor.parts)
+    refs = Outbox(tmp_path).stage(7, anchor.parts, 0)
     assert refs == anchor.refs
     Outbox(tmp_path).seal(7, b"record")
     again = Outbox(tmp_path)
@@ -255,23 +257,23 @@ def test_a_sealed_anchor_waits_with_its_parts(tmp_path: Path) -> None:
 def test_the_newest_anchor_waits_in_front(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     for epoch in (2, 11, 9):
-        outbox.stage(epoch, [])
+        outbox.stage(epoch, [], 0)
         outbox.seal(epoch, b"%d" % epoch)
     assert [epoch for epoch, _ in outbox.waiting()] == [11, 9, 2]
 
 
 def test_an_anchor_that_was_never_sealed_is_removed(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
-    outbox.stage(7, Anchor().parts)
+    outbox.stage(7, Anchor().parts, 0)
     assert list(outbox.waiting()) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_anchor_that_is_staged_again_begins_anew(tmp_path: Path) -> None:
     anchor, outbox = Anchor(), Outbox(tmp_path)
-    outbox.stage(7, anchor.parts)
+    outbox.stage(7, anchor.parts, 0)
     outbox.seal(7, b"old")
-    outbox.stage(7, anchor.parts[:1])
+    outbox.stage(7, anchor.parts[:1], 0)
     assert list(outbox.waiting()) == []
 
 
@@ -284,7 +286,7 @@ def test_parts_are_written_one_at_a_time(tmp_path: Path) -> None:
             there.append(len(list(tmp_path.rglob("parts/*"))))
             yield part
 
-    Outbox(tmp_path).stage(0, one_by_one())
+    Outbox(tmp_path).stage(0, one_by_one(), 0)
     assert there == [0, 1, 2]
 
 

@@ -36,7 +36,7 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.format import patch
+from pulsesync.format import patch, replay
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, keys, reader, subscriber
@@ -56,6 +56,8 @@ from tests.runs import (
     version,
     worker,
 )
+
+pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
 KINDS = ("manifests", "parts", "layouts", "anchors", "starts")
 
@@ -245,23 +247,23 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
                 fetched += 1
                 ahead = max(ahead, fetched - decoded)
 
-    prepare = HostState.prepare
+    decode = HostState.decode
 
-    def prepared(*args: Any, **options: Any) -> Any:
+    def decoding(state: HostState, versions: Any, *rest: Any) -> Any:
         nonlocal decoded
         time.sleep(0.002)
-        made = prepare(*args, **options)
+        made = decode(state, versions, *rest)
         with lock:
-            decoded += 1
+            decoded += len(versions)
         return made
 
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=0)
     store.before, store.after = count, uncount
-    monkeypatch.setattr(HostState, "prepare", prepared)
+    monkeypatch.setattr(HostState, "decode", decoding)
     sub.sync(held)
     assert 1 < most <= subscriber.AHEAD
-    assert 1 < ahead <= subscriber.AHEAD + 2
+    assert subscriber.TOGETHER < ahead <= subscriber.TOGETHER + subscriber.AHEAD + 2
     assert equal(held, states[29])
 
 
@@ -278,6 +280,45 @@ def test_an_executor_that_was_given_is_used_and_left_running() -> None:
         assert all(name.startswith("mine") for name in names)
         assert pool.submit(int, "7").result() == 7
     assert equal(held, states[4])
+
+
+def test_one_sync_over_many_versions_is_as_many_syncs() -> None:
+    store, states = run_of(30, anchor_every=1e9, epoch_patches=25)
+    once, one_by_one = Subscriber(store, epoch_patches=25), Subscriber(store, epoch_patches=25)
+    here, there = worker(), worker()
+    for sub, held in ((once, here), (one_by_one, there)):
+        sub.sync(held, version=0)
+    report = once.sync(here, version=29)
+    reports = [one_by_one.sync(there, version=n) for n in range(1, 30)]
+    assert equal(here, states[29])
+    assert equal(there, states[29])
+    assert report.path == ("patch",) * 29
+    assert (report.version, report.step, report.digest) == (29, 29, reports[-1].digest)
+    assert report.fetched_bytes < sum(one.fetched_bytes for one in reports)
+    assert (once.position, once.verify()) == (one_by_one.position, one_by_one.verify())
+    assert once.state is not None
+    assert one_by_one.state is not None
+    assert once.state.history.digest() == one_by_one.state.history.digest()
+    once.sync(here, version=0)
+    assert equal(here, states[0])
+
+
+@pytest.mark.parametrize("bad", [3, 8, 12])
+def test_patches_that_were_prepared_before_a_bad_one_are_not_reported_twice(short_epochs: int, bad: int) -> None:
+    store, states = run_of(14, anchor_every=1e9, epoch_patches=short_epochs)
+    sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
+    sub.sync(held, version=0)
+    epoch = (bad - 1) // short_epochs
+    squash = make_squash(store, 0, epoch, epoch_patches=short_epochs)
+    refused = parts_of(store, keys.manifest_key(bad))[0]
+    kinds = ["patch"] * 13
+    kinds[short_epochs * epoch : short_epochs * (epoch + 1)] = ["squash"]
+    Spoiler(store, refused, "flipped")
+    report = sub.sync(held)
+    assert equal(held, states[13])
+    assert (report.version, squash.version) == (13, short_epochs * (epoch + 1))
+    assert report.path == tuple(kinds)
+    assert report.applied == len(kinds)
 
 
 def test_a_sync_over_many_versions_pauses_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,8 +411,9 @@ def test_an_object_that_is_bad_once_is_read_again(name: str, how: str) -> None:
         sub.sync(held)
     else:
         assert report.version == 4
-        at_once = name.endswith("part") and how != "missing"  # the object alone was read again
-        assert report.replanned == (0 if name == "head" or (name, how) == ("link", "another") or at_once else 1)
+        at_once = name not in ("head", "layout") and how != "missing"  # the object alone was read again
+        whole = (name, how) == ("goal", "another")  # a good record, of another version
+        assert report.replanned == (0 if name == "head" or (at_once and not whole) else 1)
     assert equal(held, states[4])
     sub.verify()
 
@@ -1090,15 +1132,14 @@ def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatc
         local = {"layer.0.weight": np.zeros((32, 48), ml_dtypes.bfloat16)}
         sub.sync(local)
         sharded.step()
-        decode = patch.decode_tiles
+        decode = patch.run_task
         seen: list[tuple[str, int]] = []
 
-        def watched(*args: Any, **options: Any) -> Any:
-            made = decode(*args, **options)
-            seen.extend((one.tile.tensor.name, one.tile.row) for one in made.patches)
-            return made
+        def watched(task: patch.DecodeTask, *rest: Any) -> Any:
+            seen.append((task.tile.tensor.name, task.tile.row))
+            return decode(task, *rest)
 
-        monkeypatch.setattr(patch, "decode_tiles", watched)
+        monkeypatch.setattr(replay, "run_task", watched)
         sub.sync(local)
         assert seen == [("layer.0.weight", 32)] * 2
 

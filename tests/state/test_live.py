@@ -41,6 +41,7 @@ from tests.helpers import (
 )
 
 Version = tuple[Manifest, list[bytes]]
+CODECS = ["auto", "history", "context", "gap", "step", "dense", "xor"]
 SPECS = [
     TensorSpec("a", "BF16", (60, 50), (20,), (25,)),
     TensorSpec("b", "F32", (500,)),
@@ -73,7 +74,7 @@ def assert_untouched(state: HostState, before: tuple[Any, ...]) -> None:
     assert (state.sums, state.history.digest(), state.digest) == before[2:]
 
 
-@given(seeds, st.lists(st.sampled_from(["auto", "history", "context", "gap", "dense"]), min_size=1, max_size=5))
+@given(seeds, st.lists(st.sampled_from(CODECS), min_size=1, max_size=5))
 def test_a_reader_follows_a_writer_bit_for_bit(seed: int, codecs: list[patch.CodecName]) -> None:
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     writer = Writer(layout, random_state(rng, layout))
@@ -157,6 +158,7 @@ def test_after_a_refusal_nothing_changed_and_the_good_version_applies(
     spoil: Callable[[Version], Version], error: type[PulseError]
 ) -> None:
     writer, held, rng = start()
+    writer.codec = "history"
     good = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     before = remembered(held)
     with pytest.raises(error):
@@ -232,7 +234,6 @@ def test_a_recount_finds_a_foreign_write() -> None:
 
 # -- several versions, and back ------------------------------------------------------------------------------------
 
-CODECS = ["auto", "history", "context", "gap", "dense"]
 codec_lists = st.lists(st.sampled_from(CODECS), min_size=1, max_size=4)
 
 
@@ -531,7 +532,7 @@ GRID = [
     ],
     ids=["rows", "columns", "both", "whole but one", "little"],
 )
-@pytest.mark.parametrize("codecs", [["history"] * 3, ["context", "gap", "dense"], ["history", "gap", "auto", "dense"]])
+@pytest.mark.parametrize("codecs", [["history"] * 3, ["context", "gap", "dense"], ["history", "step", "auto", "xor"]])
 def test_a_slice_of_whole_tiles_follows_every_codec(
     slices: dict[str, Slice | None], codecs: list[patch.CodecName]
 ) -> None:
@@ -571,8 +572,8 @@ def windows(draw: st.DrawFn) -> tuple[int, dict[str, Slice | None]]:
     return seed, slices
 
 
-@given(windows(), st.lists(st.sampled_from(["gap", "dense"]), min_size=1, max_size=3))
-def test_any_rectangle_follows_what_needs_no_old_weights(
+@given(windows(), st.lists(st.sampled_from(["gap", "step", "dense", "xor"]), min_size=1, max_size=3))
+def test_any_rectangle_follows_what_needs_no_old_weights_but_those_it_changes(
     window: tuple[int, dict[str, Slice | None]], codecs: list[patch.CodecName]
 ) -> None:
     seed, slices = window
@@ -596,7 +597,7 @@ def test_any_rectangle_follows_what_needs_no_old_weights(
 
 
 @pytest.mark.parametrize("codec", ["context", "history"])
-def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_old_weights(codec: patch.CodecName) -> None:
+def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_all_old_weights(codec: patch.CodecName) -> None:
     rng, layout = np.random.default_rng(3), layouts.make(GRID)
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)

@@ -488,7 +488,7 @@ def commit_all_but_the_last_block(self: HostState, transition: AnyTransition) ->
 
 
 def write_one_of_two_tied_tensors(self: HostState, ordinal: int, change: BlockChange) -> None:
-    self.places[ordinal].write(self.flats[self.layout.tiles[ordinal].tensor.name], change)
+    self.places[ordinal].write({name: (flat,) for name, flat in self.flats.items()}, change)
 
 
 def read_the_live_state(self: Snapshot, tile: Tile, number: int) -> Bits:

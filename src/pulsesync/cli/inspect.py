@@ -1,7 +1,8 @@
-"""What `pulse inspect` shows: what a run is made of, one of its versions, or the inside of one part."""
+"""What `pulse inspect` shows: what a run is made of, one of its records, or the inside of one part."""
 
 import json
 from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, Versi
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
-from pulsesync.format.manifest import RecordKind
+from pulsesync.format import manifest as manifests
+from pulsesync.format.body import Body
+from pulsesync.format.index import TileEntry
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader, describe
@@ -23,7 +28,7 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
     """Show what a run, a version or a part consists of, after checking every byte of what is shown.
 
     Args:
-        place: A run, or a file in its `parts`.
+        place: A run, or a file in its `manifests`, `anchors`, `squashes` or `parts`.
         version: Show this version of the run.
         trust: Public key of a publisher to trust, or a file of such keys.
         as_json: Print one JSON object, for machines.
@@ -33,7 +38,7 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
         PulseError: it cannot be read, or its bytes are bad.
     """
     if Path(place).is_file():
-        facts, table = _part(Path(place))
+        facts, table = _file(Path(place), read_trust(trust))
     else:
         records = RunReader(open_place(place), read_trust(trust))
         facts, table = _run(records, place) if version is None else _version(records, place, version)
@@ -80,27 +85,44 @@ def _version(records: RunReader, place: str, version: int) -> tuple[dict[str, An
     record = records.version(version)
     if record is None:
         raise NothingThereError(f"version {version} is not published in {place}, or not any more")
-    raw = records.store.get(keys.manifest_key(version)).split(b"\n")
-    signed = json.loads(raw[1])["key"] if len(raw) > 1 and raw[1] else None
-    parts = [{"part": part.id, "bytes": part.size} for part in record.parts]
+    facts, parts = _record(record)
+    small = [part.data for part in record.parts if part.data is not None]
+    if not small:
+        return facts, parts
+    layout = records.layout(record.layout)
+    facts["tiles"] = [row for data in small for row in _tiles(Body.of(data, layout).index.entries, layout)]
+    return facts, facts["tiles"] if len(small) == len(parts) else parts
+
+
+def _record(record: Manifest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    parts = [
+        {"part": part.id, "bytes": part.size, "stored": "parts/" if part.data is None else "in the record"}
+        for part in record.parts
+    ]
     facts = {
         **describe(record),
         "run": record.run,
         "layout": record.layout,
         "history": record.history,
         "anchor": record.anchor,
-        "signed by": signed,
+        "signed by": record.signed_by,
         "parts": parts,
         "files": [{"file": file.name, "bytes": file.size, "id": file.id} for file in record.files],
     }
     return facts, parts
 
 
-def _part(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _file(path: Path, trust: Collection[str] | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         data = path.read_bytes()
     except OSError as e:
         raise NotFoundError(f"cannot read {path}: {e.strerror}", key=str(path)) from e
+    if data.startswith(manifests.MAGIC):
+        return _record(manifests.parse(data, trust))
+    return _part(path, data)
+
+
+def _part(path: Path, data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     header, sections = container.open_part(data)
     store = LocalStore(path.parent.parent)
     try:
@@ -108,17 +130,7 @@ def _part(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except NotFoundError as e:
         raise FormatError(f"the layout {header.layout[:12]} of this part is not beside it, in ../layouts") from e
     shared, entries = index.parse(sections[0], layout.tile_count, [len(s) for s in sections])
-    tiles = [
-        {
-            "tile": e.tile,
-            "tensor": tile.tensor.name,
-            "weights": tile.size,
-            "codec": e.codec.name.lower(),
-            "section": e.section,
-            "bytes": e.size,
-        }
-        for e, tile in ((e, layout.tile(e.tile)) for e in entries)
-    ]
+    tiles = _tiles(entries, layout)
     facts = {
         "part": header.id,
         "bytes": len(data),
@@ -131,3 +143,17 @@ def _part(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         "tiles": tiles,
     }
     return facts, tiles
+
+
+def _tiles(entries: Iterable[TileEntry], layout: Layout) -> list[dict[str, Any]]:
+    return [
+        {
+            "tile": e.tile,
+            "tensor": tile.tensor.name,
+            "weights": tile.size,
+            "codec": e.codec.name.lower(),
+            "section": e.section,
+            "bytes": e.size,
+        }
+        for e, tile in ((e, layout.tile(e.tile)) for e in entries)
+    ]

@@ -185,6 +185,8 @@ class Codec(IntEnum):
     GAP = 1
     CONTEXT = 2
     HISTORY = 3
+    STEP = 4
+    XOR = 5
 
 
 class Remembered(NamedTuple):

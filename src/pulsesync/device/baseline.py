@@ -288,6 +288,9 @@ class DeviceDiff:
     def values(self) -> Bits:
         return self._fetch()[2]
 
+    def old_values(self) -> Bits:
+        return self._fetch()[1]
+
     @property
     def blocks(self) -> tuple[BlockChange, ...]:
         where, old, new = self._fetch()

@@ -1,6 +1,6 @@
 """Decode parts on the device: their streams go up, and what they change stays there."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +12,10 @@ from pulsesync.core.types import BLOCK, Bits, Codec, Tile
 from pulsesync.device.changes import SPREAD, PileChanges, find_changes, on_whole
 from pulsesync.device.hot import DeviceHistory, HotList, list_hot, mark_hot
 from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned
-from pulsesync.device.pile import Pile, PileAddresses
+from pulsesync.device.pile import Pile, PileAddresses, rectangle
 from pulsesync.errors import FormatError
-from pulsesync.format import patch
-from pulsesync.format.codecs import dense, gap
+from pulsesync.format import patch, tables
+from pulsesync.format.codecs import dense, gap, step
 from pulsesync.format.codecs.context import move_cold
 from pulsesync.format.codecs.heads import (
     ColdChanges,
@@ -29,13 +29,14 @@ from pulsesync.format.codecs.heads import (
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
+from pulsesync.format.predict import PREDICTING
 from pulsesync.kernels import cuda, spec
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of so many
 
 
-Plain = tuple[Tile, Codec, memoryview]  # a tile that needs no old weights, and its payload
+Plain = tuple[Tile, Codec, memoryview]  # a tile that is not predicted, and its payload
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def open_part(
     for entry, body in patch.payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
         patch.check_tile(entry, tile)
-        if entry.codec in (Codec.DENSE, Codec.GAP):
+        if entry.codec not in PREDICTING:
             plain.setdefault(tile.tensor.dtype, []).append((tile, entry.codec, body))
             continue
         begun = begin(body, tile.size, tile.tensor.kind)
@@ -174,33 +175,49 @@ def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positio
 
 
 def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[PileChanges]:
-    """Tiles of a dtype that need no old weights: what of them differs from those."""
+    """Tiles of a dtype that are not predicted: what of them differs from the old weights."""
     runs = []
-    for codec, decode in ((Codec.GAP, _gap), (Codec.DENSE, _dense)):
-        some = [(tile, body) for tile, found, body in payloads if found == codec]
+    for codecs, decode in (((Codec.GAP, Codec.STEP), _sparse), ((Codec.DENSE, Codec.XOR), _whole)):
+        some = [(tile, codec, body) for tile, codec, body in payloads if codec in codecs]
         if some:
-            pile = whole.part([tile.ordinal for tile, _ in some])
-            runs.append(on_whole(decode(pile, some, pile.locate(flats)), whole))
+            pile = whole.part([tile.ordinal for tile, _, _ in some])
+            runs.append(on_whole(decode(pile, some, flats), whole))
     return [run for run in runs if run.count]
 
 
-def _gap(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: PileAddresses) -> PileChanges:
-    decoded = [gap.decode(body, tile.size, tile.tensor.kind.bits) for tile, body in payloads]
-    values = np.concatenate([new for _, new in decoded])
+def _sparse(pile: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> PileChanges:
+    """Tiles of `gap` and `step`: the host puts together new weights, for which only the old ones there are fetched."""
+    decoded = [_positions_and_moves(*payload) for payload in payloads]
     firsts = pile.first_block.tolist()
     where = np.concatenate([at + first * BLOCK for (at, _), first in zip(decoded, firsts, strict=False)])
     blocks, here = where // BLOCK, (where % BLOCK).astype(np.int32)
-    old = fetch(pile, weights, blocks, here)
+    old = fetch(pile, pile.locate(flats), blocks, here)
+    cuts = np.cumsum([at.size for at, _ in decoded])[:-1]
+    values = np.concatenate([move(before) for (_, move), before in zip(decoded, np.split(old, cuts), strict=True)])
     differ = old != values
     starts = np.searchsorted(blocks[differ], np.arange(pile.blocks + 1)).astype(np.int64)
     arrays = (starts, here[differ], old[differ], values[differ])
     return PileChanges(pile, *(to_stream(array, pile.device) for array in arrays))
 
 
-def _dense(pile: Pile, payloads: Sequence[tuple[Tile, memoryview]], weights: PileAddresses) -> PileChanges:
+def _positions_and_moves(
+    tile: Tile, codec: Codec, body: memoryview
+) -> tuple[NDArray[np.int64], Callable[[Bits], Bits]]:
+    """Where a tile changes, and what makes new weights of the old ones there."""
+    if codec == Codec.GAP:
+        positions, values = gap.decode(body, tile.size, tile.tensor.kind.bits)
+        return positions, lambda _: values
+    positions, steps = step.decode(body, tile.size, tile.tensor.kind.itemsize)
+    return positions, lambda old: tables.apply_steps(old, steps)
+
+
+def _whole(pile: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> PileChanges:
+    """Tiles of `dense` and `xor`."""
     tiles = []
-    for tile, body in payloads:
+    for (tile, codec, body), place in zip(payloads, pile.places, strict=True):
         blocks = [to_stream(bits, pile.device) for bits in dense.decode(body, tile.size, tile.tensor.kind.bits)]
         tiles.append(torch.cat(blocks))
-    run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
+        if codec == Codec.XOR:
+            tiles[-1] ^= rectangle(flats[place.tensor.name], place).reshape(-1).view(tiles[-1].dtype)
+    run, _ = find_changes(pile, pile.locate(flats), pile.located(tiles), cast=False)
     return run

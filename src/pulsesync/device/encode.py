@@ -16,7 +16,7 @@ from pulsesync.device.changes import ChangeMarks, PileChanges
 from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, list_hot, mark_hot
 from pulsesync.device.memory import empty, scan, starts_of, to_host, to_stream, unsigned
 from pulsesync.device.pile import Pile, PileAddresses
-from pulsesync.format import index, tables
+from pulsesync.format import tables
 from pulsesync.format.codecs.heads import build_cold, build_many
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import CodedTile
@@ -59,7 +59,7 @@ def code_pile(
     hot_changes, decisions = to_host(hot_change_at[pile.first_chunk].diff(), scan(hot.counts)[pile.first_chunk].diff())
     blocks = _BlockCounts(changes, hot_changes, np.where(hot_changes > 0, decisions, 0))
     highest = max(1, int(cuts.max()))
-    lo = max(0, highest - index.CLASSES)
+    lo = max(0, highest - tables.CLASSES)
     ages = memories.index + 1 if memories is not None else 1
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * pile.kind.itemsize))
     coded = to_stream((hot_changes > 0).astype(np.int32), pile.device)

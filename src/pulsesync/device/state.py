@@ -143,24 +143,23 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     # Decoding
 
     def decode(
-        self, bodies: Sequence[Body], after: Changes, history: DeviceHistory | None
+        self, versions: Sequence[Sequence[Body]], after: Changes, history: DeviceHistory | None
     ) -> VersionChanges[Changes, DeviceHistory]:
         assert not after, "a state on a device takes patches one by one"
+        (bodies,) = versions
         runs: list[PileChanges] = []
         cuts: dict[int, int] = {}
         touched = [entry.tile for body in bodies for entry in body.index.entries if entry.tile in self.places]
-
-        def remember(before: DeviceHistory) -> DeviceHistory:
-            with memory.on(self.device):
-                return self.remember(before, cuts, runs, set(touched))
-
         with memory.on(self.device):
             for body in bodies:
                 some, of_tiles = self._decode(body, history)
                 runs += some
                 cuts.update(of_tiles)
             by = moves(runs)
-        return VersionChanges(runs, {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}, remember)
+            later = self.remember(history, cuts, runs, set(touched)) if history is not None else None
+            counted = later.digest() if later is not None and later.tiles and self.whole else None
+        moved = {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}
+        return VersionChanges(runs, [moved], later, [counted])
 
     def _decode(self, body: Body, memories: DeviceHistory | None) -> tuple[list[PileChanges], Mapping[int, int]]:
         wanted = None if self.whole else self.places.keys()

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Codec, Tile
 from pulsesync.format import index
-from pulsesync.format.codecs import dense, gap
+from pulsesync.format.codecs import dense, gap, step
 from pulsesync.format.diff import TileChanges
 from pulsesync.format.index import FrequencyTable
-from pulsesync.format.predict import CodedTile
+from pulsesync.format.predict import PREDICTING, CodedTile
 from pulsesync.format.weights import Overlay, Weights
 
-POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap`
-FEW = 4096  # changes of a part up to which tables may not pay: `gap` is tried as well
+POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap` and `step`
+FEW = 4096  # changes of a part up to which tables may not pay: `gap` and `step` are tried as well
+XOR_SAMPLE = 1 << 16  # weights at the beginning of a tile by which it is judged whether `xor` may be the smallest
 MANY = 1 << 18  # changes from which threads are worth beginning: fewer are short steps of numpy, which they slow down
 
 
@@ -30,14 +31,15 @@ def choose(
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Choose how each tile is written; return the tables that are still needed, and the choices.
 
-    What was coded against old weights is given by ordinal; a tile that is missing there has `gap` or `dense`.
+    What was coded against old weights is given by ordinal; a tile that is missing there has another codec.
 
-    Blocks and old weights are asked for only where `dense` is tried, positions and values where `gap` is.
+    Blocks and old weights are asked for only where `dense` or `xor` is tried, positions and values where `gap` or
+    `step` is.
     """
     chosen = _settle_all(diffs, old, coded, codec, threads)
     if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
         shared, chosen = _without_tables_if_smaller(diffs, shared, chosen)
-    if all(choice.codec in (Codec.GAP, Codec.DENSE) for choice in chosen):
+    if not any(choice.codec in PREDICTING for choice in chosen):
         shared = []
     return shared, chosen
 
@@ -49,10 +51,10 @@ def _settle_all(
 
     def is_settled(diff: TileChanges) -> bool:
         found = coded.get(diff.tile.ordinal)
-        return found is not None and (codec != "auto" or not (_is_poor(diff, found) or _is_near_dense(diff, found)))
+        return found is not None and (codec != "auto" or not _is_doubtful(diff, found))
 
     todo = [diff for diff in diffs if not is_settled(diff)]
-    if codec != "dense" and sum(diff.changed for diff in todo) < MANY:
+    if codec not in ("dense", "xor") and sum(diff.changed for diff in todo) < MANY:
         threads = 1
     tried = spread(lambda d: _settle(d, old, coded.get(d.tile.ordinal), codec), todo, threads)
     by_tile = {**coded, **{diff.tile.ordinal: choice for diff, choice in zip(todo, tried, strict=True)}}
@@ -62,17 +64,27 @@ def _settle_all(
 def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str) -> CodedTile:
     """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
 
-    `gap` is tried only where prediction failed (weights set to one value, say), and `dense` only where the others come
-    near it.
+    `gap` and `step` are tried only where prediction failed (weights set to one value, say), `xor` only where most
+    weights change or the others come near `dense`, and `dense` only where they do.
     """
-    if codec == "dense":
-        return _dense_after(diff, old)
-    best = coded or _gap(diff)
-    if codec == "auto" and coded and _is_poor(diff, coded):
-        best = min(best, _gap(diff), key=lambda c: c.size)
-    if codec == "auto" and _is_near_dense(diff, best):
-        best = min(best, _dense_after(diff, old), key=lambda c: c.size)
+    if codec in ("dense", "xor"):
+        return _dense_after(diff, old) if codec == "dense" else _xor(diff, old)
+    if codec == "step" and diff.tile.tensor.kind.exponent_shift is not None:
+        return _step(diff)
+    if codec != "auto":
+        return coded or _gap(diff)
+    best = coded or _sparse(diff)
+    if coded and _is_poor(diff, coded):
+        best = _smaller(best, _sparse(diff))
+    if _is_near_dense(diff, best):
+        best = _smaller(best, _dense_after(diff, old))
+    if _is_near_dense(diff, best) or _has_mostly_changed(diff):
+        best = _smaller(best, _xor_if_smaller(diff, old, best))
     return best
+
+
+def _is_doubtful(diff: TileChanges, coded: CodedTile) -> bool:
+    return _is_poor(diff, coded) or _is_near_dense(diff, coded) or _has_mostly_changed(diff)
 
 
 def _is_poor(diff: TileChanges, coded: CodedTile) -> bool:
@@ -83,12 +95,53 @@ def _is_near_dense(diff: TileChanges, coded: CodedTile) -> bool:
     return 2 * coded.size > diff.tile.size * diff.tile.tensor.kind.itemsize
 
 
+def _has_mostly_changed(diff: TileChanges) -> bool:
+    return 2 * diff.changed > diff.tile.size
+
+
+def _smaller(one: CodedTile, *others: CodedTile) -> CodedTile:
+    """The smallest, the first of several."""
+    return min(one, *others, key=lambda c: c.size)
+
+
 def _gap(diff: TileChanges) -> CodedTile:
     return CodedTile(Codec.GAP, gap.encode(diff.positions(), diff.values()))
 
 
+def _step(diff: TileChanges) -> CodedTile:
+    return CodedTile(Codec.STEP, step.encode(diff.positions(), diff.old_values(), diff.values()))
+
+
+def _sparse(diff: TileChanges) -> CodedTile:
+    """The smaller of `gap` and `step`, or `gap` where the dtype has no steps."""
+    return _gap(diff) if diff.tile.tensor.kind.exponent_shift is None else _smaller(_step(diff), _gap(diff))
+
+
+def _after(diff: TileChanges, old: Weights) -> Weights:
+    return Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks})
+
+
 def _dense_after(diff: TileChanges, old: Weights) -> CodedTile:
-    return dense_of(diff.tile, Overlay(old, {(diff.tile.ordinal, block.number): block for block in diff.blocks}))
+    return dense_of(diff.tile, _after(diff, old))
+
+
+def _xor(diff: TileChanges, old: Weights) -> CodedTile:
+    tile, new = diff.tile, _after(diff, old)
+    flipped = (old.block(tile, n) ^ new.block(tile, n) for n in range(tile.block_count))
+    return CodedTile(Codec.XOR, dense.encode(flipped))
+
+
+def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTile:
+    """The tile as `xor`, or best where a sample of it says that this is smaller.
+
+    Most tiles in which all weights change are coded better against their old weights, and `xor` would take as long to
+    write as they did.
+    """
+    tile, new = diff.tile, _after(diff, old)
+    sample = (old.block(tile, 0) ^ new.block(tile, 0))[:XOR_SAMPLE]
+    if len(dense.encode([sample])) * tile.size > best.size * sample.size:
+        return best
+    return _smaller(best, _xor(diff, old))
 
 
 def dense_of(tile: Tile, state: Weights) -> CodedTile:
@@ -99,10 +152,9 @@ def dense_of(tile: Tile, state: Weights) -> CodedTile:
 def _without_tables_if_smaller(
     diffs: Sequence[TileChanges], shared: list[FrequencyTable], chosen: list[CodedTile]
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
-    """Tiny patches do not pay for tables: take `gap` throughout where it is smaller with everything counted."""
+    """Tiny patches do not pay for tables: do without them where that is smaller with everything counted."""
     plain = []
     for diff, best in zip(diffs, chosen, strict=True):
-        without = best if best.codec == Codec.GAP else _gap(diff)
-        plain.append(best if best.codec == Codec.DENSE and best.size < without.size else without)
+        plain.append(_sparse(diff) if best.codec in PREDICTING else best)
     size = sum(c.size for c in chosen) + len(index.build(shared, []))
     return ([], plain) if sum(c.size for c in plain) < size else (shared, chosen)

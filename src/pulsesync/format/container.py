@@ -18,12 +18,11 @@ from pulsesync.core.threads import spread
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 
 MAGIC = b"\x89PULSE\n\x1a"  # not text, and spoilt by whatever converts line ends
-VERSION = 0x81  # the top bit says draft: no promise yet that later readers know it
-HEADER = struct.Struct("<8sBBHI32s16s")  # magic, version, flags, sections, reserved, layout, key id
+VERSION = 0x82  # draft 2: the top bit says that there is no promise yet that later readers know it
+HEADER = struct.Struct("<8sBBH32s")  # magic, version, flags, sections, layout
 ENTRY = struct.Struct("<Q32s")  # size, SHA-256 of the stored bytes
 MAX_SECTIONS = 1 << 14
 MAX_SECTION_BYTES = 1 << 40
-NOT_SEALED = bytes(16)
 ALONE = 1 << 18  # bytes of a part that one thread has hashed before another has begun
 
 
@@ -83,7 +82,7 @@ def build(
     data = allocate(total)
     jobs = zip(begins, sections, strict=True)
     digests = spread(lambda job: _fill(data, *job), jobs, _threads_for(total, threads))
-    HEADER.pack_into(data.data, 0, MAGIC, VERSION, 0, len(sections), 0, bytes.fromhex(layout), NOT_SEALED)
+    HEADER.pack_into(data.data, 0, MAGIC, VERSION, 0, len(sections), bytes.fromhex(layout))
     for number, entry in enumerate(zip(sizes, digests, strict=True)):
         ENTRY.pack_into(data.data, HEADER.size + ENTRY.size * number, *entry)
     return hashlib.sha256(data[:end].data).hexdigest(), data.data.toreadonly()
@@ -113,20 +112,18 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
     """Read the header at the front of a file, or of as much of it as was fetched.
 
     Raises:
-        FormatError: this is no part, or fields that must be zero are not; UnsupportedError: of another format version;
+        FormatError: this is no part; UnsupportedError: it is of another format version, or uses flags;
         LimitError: too many or too large sections; ChecksumError: not the header the id names.
     """
     if len(data) < HEADER.size:
         raise FormatError(f"a part has at least {HEADER.size} bytes; this has {len(data)}")
-    magic, version, flags, count, reserved, layout, key = HEADER.unpack_from(data)
+    magic, version, flags, count, layout = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise FormatError("this is not a pulse part: it begins with other bytes")
     if version != VERSION:
         raise UnsupportedError(f"format version {version:#x}; this reader knows {VERSION:#x}")
-    if flags or reserved:
-        raise UnsupportedError("the part uses flags this reader does not know")
-    if key != NOT_SEALED:
-        raise UnsupportedError("the part is sealed; this reader has no keys")
+    if flags:
+        raise UnsupportedError(f"the part has flags {flags:#04x}, and this reader knows none")
     if not 1 <= count <= MAX_SECTIONS:
         raise LimitError(f"{count} sections in a part; 1 to {MAX_SECTIONS} are allowed", value=count)
     end = HEADER.size + ENTRY.size * count

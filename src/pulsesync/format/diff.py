@@ -40,6 +40,9 @@ class TileChanges(Protocol):
     def values(self) -> Bits:
         """The new weights there."""
 
+    def old_values(self) -> Bits:
+        """The old weights there."""
+
 
 @dataclass(frozen=True)
 class Diff:
@@ -59,6 +62,9 @@ class Diff:
 
     def values(self) -> Bits:
         return np.concatenate([block.new for block in self.blocks])
+
+    def old_values(self) -> Bits:
+        return np.concatenate([block.old for block in self.blocks])
 
 
 def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bool, threads: int | None) -> list[Diff]:

@@ -48,6 +48,7 @@ class History:
 
     index: int = 0  # patches of the epoch so far
     tiles: Mapping[int, TileHistory] = field(default_factory=dict)
+    counted: dict[int, TileHistorySummary] = field(default_factory=dict, compare=False, repr=False)  # as far as known
 
     @property
     def size_bytes(self) -> int:
@@ -84,22 +85,24 @@ class History:
             return self._advance(patch.tile, number, changes.get(job), cuts[patch], weights)
 
         done = iter(spread(block, jobs, threads))
-        tiles = dict(self.tiles)
+        changed = {}
         for patch, cut in cuts.items():
             blocks = tuple(next(done) for _ in range(patch.tile.block_count))
-            tiles[patch.tile.ordinal] = TileHistory(cut, blocks)
-        return History(self.index + 1, tiles)
+            changed[patch.tile.ordinal] = TileHistory(cut, blocks)
+        return self.replaced(self.index + 1, changed)
 
     def _advance(self, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights) -> Remembered:
-        memory = self.of(tile.ordinal, number)
-        if change is None and memory.cut == cut and memory.remembered is not None:
-            return memory.remembered
-        if change is not None and change.remembered is not None:
-            return change.remembered
-        before = old.block(tile, number)
-        positions = change.positions if change else np.empty(0, np.uint32)
-        new = change.new if change else np.empty(0, before.dtype)
-        return advance(tile, before, memory, cut, positions, new)
+        return advance_block(self.of(tile.ordinal, number), tile, number, change, cut, old)
+
+    def replaced(
+        self,
+        index: int,
+        tiles: Mapping[int, TileHistory],
+        counted: "Mapping[int, TileHistorySummary] | None" = None,
+    ) -> "History":
+        """The history after patch `index`, given the tiles that changed and what is known of their digests."""
+        known = {ordinal: one for ordinal, one in self.counted.items() if ordinal not in tiles}
+        return History(index, {**self.tiles, **tiles}, {**known, **(counted or {})})
 
     def digest(self, threads: int | None = None) -> str:
         """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
@@ -108,14 +111,9 @@ class History:
     def counts(self, ordinals: Iterable[int], threads: int | None = None) -> dict[int, TileHistorySummary]:
         """What the digest says of these tiles, as far as they are remembered."""
         known = [ordinal for ordinal in ordinals if ordinal in self.tiles]
-        return dict(zip(known, spread(self._count, known, threads), strict=True))
-
-    def _count(self, ordinal: int) -> TileHistorySummary:
-        tile = self.tiles[ordinal]
-        blocks = [block.last for block in tile.blocks]
-        content = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        total = kernels.active().digest_rectangle(content, 0, 1, content.size, content.size, keys())
-        return TileHistorySummary(tile.cut, content.size, Sum(*map(int, total)))
+        new = [ordinal for ordinal in known if ordinal not in self.counted]
+        self.counted.update(zip(new, spread(lambda n: count_tile(self.tiles[n]), new, threads), strict=True))
+        return {ordinal: self.counted[ordinal] for ordinal in known}
 
     def to_bytes(self) -> bytes:
         """Write it down for a restart of the same machine: a line of JSON, then the bytes of all blocks.
@@ -142,10 +140,24 @@ class History:
             raise FormatError("this is not a history that was written down") from e
 
 
-def advance(
+def advance_block(
+    memory: BlockMemory, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights
+) -> Remembered:
+    """Return what is remembered of a block after a patch; the weights before it are read only where that is needed."""
+    if change is None and memory.cut == cut and memory.remembered is not None:
+        return memory.remembered
+    if change is not None and change.remembered is not None:
+        return change.remembered
+    before = old.block(tile, number)
+    positions = change.positions if change else np.empty(0, np.uint32)
+    new = change.new if change else np.empty(0, before.dtype)
+    return _advance(tile, before, memory, cut, positions, new)
+
+
+def _advance(
     tile: Tile, before: Bits, memory: BlockMemory, cut: int, positions: NDArray[np.uint32], new: Bits
 ) -> Remembered:
-    """What is remembered of a block after a patch, where the coder has not met its hot weights itself."""
+    """The same where the coder has not met the hot weights of the block itself."""
     shift = tile.tensor.kind.exponent_shift or 0
     if tile.kept is not None:
         kept = KeptGroups.of(tile)
@@ -162,6 +174,21 @@ def advance(
     borders = kept.borders if tile.kept is not None else tile.borders
     below = np.append(0, np.cumsum(magnitudes(after, shift) < cut))
     return Remembered(out, below[borders])
+
+
+def count_tile(tile: TileHistory) -> TileHistorySummary:
+    """What the digest of a history says of a tile."""
+    size, total = 0, Sum(0, 0)
+    for block in tile.blocks:
+        total += count_bytes(block.last, size)
+        size += block.last.size
+    return TileHistorySummary(tile.cut, size, total)
+
+
+def count_bytes(block: NDArray[np.uint8], offset: int) -> Sum:
+    """The sum of a block's bytes in the digest of its tile, given how many bytes the blocks before it have."""
+    counted = kernels.active().digest_rectangle(block, offset, 1, block.size, block.size, keys(), offset)
+    return Sum(*map(int, counted))
 
 
 def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:

@@ -4,7 +4,7 @@ Everything a reader must know before it decodes is here, so one fetch of header 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from pulsesync.core.types import DTYPES, Codec, Sum
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import tables, wire
+from pulsesync.kernels import spec
 
 MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
 MAX_TABLES = 16
 MAX_AGES = 128
-CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
 _CODECS = {int(codec): codec for codec in Codec}
 _BY_CODE = {kind.code: name for name, kind in DTYPES.items()}
 
@@ -29,6 +29,7 @@ class FrequencyTable:
     dtype: str
     lo: int  # the class of the first row; lower classes use it too
     frequencies: NDArray[np.int64]  # (classes, ages, symbols)
+    sizes: NDArray[np.uint32] = field(default_factory=lambda: tables.NO_SIZES)  # steps with symbols of their own
 
     @property
     def highest_cut(self) -> int:
@@ -111,6 +112,8 @@ def _sums(data: memoryview) -> Iterable[Sum]:
 def _table(table: FrequencyTable) -> bytes:
     classes, ages, _ = table.frequencies.shape
     out = [bytes([DTYPES[table.dtype].code]), wire.number(table.lo), wire.number(classes), wire.number(ages)]
+    sizes = np.append(spec.DIRECT, table.sizes).astype(np.int64)
+    out += [wire.number(table.sizes.size), wire.numbers(sizes[1:] - sizes[:-1] - 1)]
     rows = table.frequencies.reshape(-1, table.frequencies.shape[2])
     used = rows > 0
     where, symbols = np.nonzero(used)
@@ -129,10 +132,13 @@ def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
     kind = DTYPES[dtype]
     width = 8 * kind.itemsize
     highest = 1 << (width - 1 - (kind.exponent_shift or 0))
-    lo, classes, ages = reader.number(highest), reader.number(CLASSES), reader.number(MAX_AGES)
+    lo, classes, ages = reader.number(highest), reader.number(tables.CLASSES), reader.number(MAX_AGES)
     if classes == 0 or ages == 0 or lo + classes > highest:
         raise FormatError("a table covers classes that do not exist")
-    symbols = tables.symbol_count(width)
+    sizes = spec.DIRECT + np.cumsum(reader.numbers(reader.number(tables.most_sizes(width)), 1 << (width - 1)) + 1)
+    if sizes.size and sizes[-1] >= 1 << (width - 1):
+        raise FormatError("a table lists a step that its dtype does not have")
+    symbols = tables.symbol_count(width) + 2 * sizes.size
     counts = reader.numbers(classes * ages, symbols)
     used = int(counts.sum())
     row = np.repeat(np.arange(classes * ages), counts)
@@ -147,4 +153,4 @@ def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
     frequencies[row, symbol] = reader.numbers(used, tables.TOTAL) + 1
     if not np.isin(frequencies.sum(axis=1), (0, tables.TOTAL)).all():
         raise LimitError(f"the frequencies of a context must add up to {tables.TOTAL}")
-    return FrequencyTable(dtype, lo, frequencies.reshape(classes, ages, symbols))
+    return FrequencyTable(dtype, lo, frequencies.reshape(classes, ages, symbols), sizes.astype(np.uint32))

@@ -1,31 +1,36 @@
 """The records of a run: what a version, an anchor or a squashed patch is made of, from which base, with which digest.
 
-Canonical JSON (sorted keys, no spaces) on one line, so that it can be signed as it stands; a signature stands on a
-second line. A version exists when its record does.
+A record is binary, can be written in one form alone, and ends with a checksum of its own; a signature may follow it. A
+part that is small stands in its record, so that one request brings a small version. A version exists when its record
+does.
 """
 
-import json
+import hashlib
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from pulsesync.errors import FormatError, LimitError, UnsupportedError
-from pulsesync.format import epochs, signature
+from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
+from pulsesync.format import container, epochs, signature, wire
 from pulsesync.format.container import MAX_SECTION_BYTES
 from pulsesync.format.history import MAX_INDEX
-from pulsesync.format.layout import load_json
+from pulsesync.format.wire import ByteReader
 
-FORMAT = "pulse-manifest/1-draft"
+MAGIC = b"\x89PR"  # not text
+VERSION = 0x82  # draft 2
 MAX_BYTES = 1 << 24
 MAX_PARTS = 1 << 16
+MAX_INLINE_BYTES = 1 << 12  # of all parts that stand in a record, together
 MAX_VERSION = 1 << 53
 MAX_FILES = 1 << 8
 MAX_FILE_BYTES = 1 << 28
-HASH = re.compile("[0-9a-f]{64}")
-RUN = re.compile("[0-9a-f]{32}")
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+MAX_NAME_BYTES = 1 << 7
+CHECK_BYTES = 8
+RUN_BYTES, HASH_BYTES = 16, 32
+_NAMED, _INLINE = 0, 1  # how a record has a part
+_BASE, _HISTORY = 1, 2  # flags: which fields are there
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class RecordKind(StrEnum):
@@ -36,12 +41,30 @@ class RecordKind(StrEnum):
     SQUASH = "squash"  # one patch from an epoch start to a later one
 
 
+_KINDS = (RecordKind.VERSION, RecordKind.ANCHOR, RecordKind.SQUASH)  # by their byte
+
+
 @dataclass(frozen=True)
 class PartRef:
-    """A part by id (the SHA-256 of its header) and size in bytes."""
+    """A part of a version: by its id (the SHA-256 of its header) and size, or itself, if it stands in the record.
+
+    Attributes:
+        size: Bytes that are stored: of the file, or of the sections alone where they stand in the record.
+        data: The whole file of a part that stands in the record; None for one that is an object of its own.
+    """
 
     id: str
     size: int
+    data: bytes | None = None
+
+
+def inline_part(data: bytes | memoryview, limit: int) -> PartRef | None:
+    """Return what a record has of a part that is to stand in it; None for one of more bytes than the limit."""
+    size = len(data) - container.header_size(data)
+    if size > limit:
+        return None
+    header = container.parse_header(data)
+    return PartRef(header.id, size, bytes(data)) if len(header.sections) == 2 else None
 
 
 @dataclass(frozen=True)
@@ -63,9 +86,9 @@ class FileRef:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One record: the way to a version, from its base or, for an anchor, from nothing.
+    """One record: the path to a version, from its base or, for an anchor, from nothing.
 
-    A version without a base is a root: it has no parts, and is reached by an anchor or by holding it.
+    A version without a base is a root: it has no parts, and is reached by an anchor, or is local already.
     """
 
     run: str  # random, 32 hexadecimal digits: versions of two runs never mix
@@ -83,11 +106,17 @@ class Manifest:
     anchor: int | None = None  # epoch of the newest anchor before this record, as far as its writer knew
     files: tuple[FileRef, ...] = ()
     epoch_patches: int = epochs.EPOCH_PATCHES  # of the run; not written, because the format fixes it
+    signed_by: str | None = field(default=None, compare=False)  # the key that its signature names, if it was read
 
     @property
     def size_bytes(self) -> int:
-        """Of all its parts."""
+        """Of all its parts, those that stand in the record included."""
         return sum(part.size for part in self.parts)
+
+    @property
+    def object_bytes(self) -> int:
+        """Of its parts that are objects of their own."""
+        return sum(part.size for part in self.parts if part.data is None)
 
     @property
     def starts(self) -> int:
@@ -105,80 +134,175 @@ class Manifest:
         return epochs.next_patch(self.epoch, self.index, self.epoch_patches)
 
     def build(self) -> bytes:
-        """Write the first line."""
-        table = {
-            "anchor": self.anchor,
-            "base": None if self.base is None else {"digest": self.base.digest, "version": self.base.version},
-            "created": self.created,
-            "digest": self.digest,
-            "epoch": self.epoch,
-            "files": [{"id": file.id, "name": file.name, "size": file.size} for file in self.files],
-            "format": FORMAT,
-            "history": self.history,
-            "index": self.index,
-            "kind": self.kind.value,
-            "layout": self.layout,
-            "parts": [{"id": part.id, "size": part.size} for part in self.parts],
-            "run": self.run,
-            "step": self.step,
-            "version": self.version,
-        }
-        return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        """Write the record, without a signature."""
+        fields = b"".join(
+            (
+                bytes([(_BASE if self.base else 0) | (_HISTORY if self.history else 0)]),
+                wire.few_numbers((self.version, self.step, self.epoch, self.index, self.created)),
+                wire.number(0 if self.anchor is None else self.anchor + 1),
+                bytes.fromhex(self.digest + self.layout),
+                self._build_base(),
+                bytes.fromhex(self.history or ""),
+                wire.number(len(self.parts)),
+                *map(_build_part, self.parts),
+                wire.number(len(self.files)),
+                *map(_build_file, self.files),
+            )
+        )
+        front = MAGIC + bytes([VERSION, _KINDS.index(self.kind)]) + bytes.fromhex(self.run)
+        record = front + wire.number(len(fields)) + fields
+        return record + _checksum(record)
+
+    def _build_base(self) -> bytes:
+        if self.base is None:
+            return b""
+        return wire.number(self.version - self.base.version) + bytes.fromhex(self.base.digest)
+
+
+def _build_part(part: PartRef) -> bytes:
+    if part.data is None:
+        return bytes([_NAMED]) + bytes.fromhex(part.id) + wire.number(part.size)
+    begin, middle, end = container.parse_header(part.data).borders
+    index, payloads = part.data[begin:middle], part.data[middle:end]
+    return bytes([_INLINE]) + wire.number(len(index)) + index + wire.number(len(payloads)) + payloads
+
+
+def _build_file(file: FileRef) -> bytes:
+    return bytes.fromhex(file.id) + wire.few_numbers((file.size, len(file.name))) + file.name.encode()
+
+
+def _checksum(record: bytes | memoryview) -> bytes:
+    return hashlib.sha256(record).digest()[:CHECK_BYTES]
+
+
+def split(data: bytes) -> tuple[bytes, bytes]:
+    """Take what is stored apart into the record, its checksum included, and the signature, which may be empty.
+
+    Raises:
+        ChecksumError: the record was damaged; UnsupportedError: it is of another format version; LimitError: it has
+        more bytes than a reader accepts; FormatError: it is not a record, or cut short.
+    """
+    if len(data) > MAX_BYTES:
+        raise LimitError(f"a record of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
+    if data[:1] == b"{":
+        raise UnsupportedError("a record in JSON, as draft 1 of the format had them; this reader knows draft 2")
+    reader = ByteReader(data, "the record")
+    if reader.take(len(MAGIC)) != MAGIC:
+        raise FormatError("this is not a record: it begins with other bytes")
+    if (version := reader.byte()) != VERSION:
+        raise UnsupportedError(f"a record of format version {version:#x}; this reader knows {VERSION:#x}")
+    reader.take(1 + RUN_BYTES)
+    reader.take(reader.number(MAX_BYTES))
+    end = reader.at
+    expected, actual = bytes(reader.take(CHECK_BYTES)), _checksum(reader.data[:end])
+    if expected != actual:
+        raise ChecksumError("the record is damaged", expected=expected.hex(), actual=actual.hex())
+    return data[: reader.at], data[reader.at :]
 
 
 def parse(data: bytes, trust: Collection[str] | None = None, epoch_patches: int = epochs.EPOCH_PATCHES) -> Manifest:
     """Read a record, believing nothing in it; with keys to trust, only one that they signed.
 
     Raises:
-        SignatureError: not signed by whom it should; FormatError: not a record, or not in canonical form; LimitError,
-        UnsupportedError: see there.
+        SignatureError: no trusted key signed it; FormatError: it is not a record, or not written as it must be;
+        ChecksumError, LimitError, UnsupportedError: as `split`.
     """
-    if len(data) > MAX_BYTES:
-        raise LimitError(f"a manifest of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
-    line = signature.check_form(data) if trust is None else signature.check(data, trust)
-    table = load_json(line, "the manifest")
-    if table.get("format") != FORMAT:
-        raise UnsupportedError(f"this reader knows manifests of format {FORMAT}, not {table.get('format')!r}")
-    try:
-        base, anchor = table["base"], table["anchor"]
-        manifest = Manifest(
-            run=read_text(table["run"], RUN),
-            version=read_whole(table["version"]),
-            step=read_whole(table["step"]),
-            epoch=read_whole(table["epoch"]),
-            index=read_whole(table["index"], MAX_INDEX),
-            base=None if base is None else BaseRef(read_whole(base["version"]), read_text(base["digest"], HASH)),
-            layout=read_text(table["layout"], HASH),
-            parts=tuple(
-                PartRef(read_text(p["id"], HASH), read_whole(p["size"], MAX_SECTION_BYTES)) for p in table["parts"]
-            ),
-            digest=read_text(table["digest"], HASH),
-            history=None if table["history"] is None else read_text(table["history"], HASH),
-            created=read_whole(table["created"]),
-            kind=_kind(table["kind"]),
-            anchor=None if anchor is None else read_whole(anchor),
-            files=tuple(
-                FileRef(read_text(f["name"], _FILE), read_text(f["id"], HASH), read_whole(f["size"], MAX_FILE_BYTES))
-                for f in table["files"]
-            ),
-            epoch_patches=epoch_patches,
-        )
-    except (KeyError, TypeError) as e:
-        raise FormatError(f"the manifest lacks a field or has one of another kind: {e}") from e
+    record, block = split(data)
+    signed = signature.parse(block)
+    if trust is not None:
+        signature.check(record, signed, trust, _squashed_run(record))
+    reader = ByteReader(record[:-CHECK_BYTES], "the record")
+    manifest = _read(reader, epoch_patches, signed.key if signed else None)
+    reader.end()
     _check(manifest)
-    if manifest.build() != line:
-        raise FormatError("the manifest is not in canonical form")
     return manifest
+
+
+def _squashed_run(record: bytes) -> str | None:
+    """The run of a squashed patch, which a delegate may write; None for every other kind of record."""
+    kind, run = record[len(MAGIC) + 1], record[len(MAGIC) + 2 :][:RUN_BYTES]
+    return run.hex() if kind == _KINDS.index(RecordKind.SQUASH) else None
+
+
+def _read(reader: ByteReader, epoch_patches: int, signed_by: str | None) -> Manifest:
+    reader.take(len(MAGIC) + 1)
+    kind, run = _read_kind(reader), reader.take(RUN_BYTES).hex()
+    reader.number(MAX_BYTES)
+    flags = reader.byte()
+    if flags & ~(_BASE | _HISTORY):
+        raise UnsupportedError(f"a record with flags {flags:#04x}, of which this reader does not know all")
+    version, step, epoch = (reader.number(MAX_VERSION) for _ in range(3))
+    index, created, anchor = reader.number(MAX_INDEX), reader.number(MAX_VERSION), reader.number(MAX_VERSION + 1)
+    digest, layout = _read_hash(reader), _read_hash(reader)
+    base = BaseRef(version - reader.number(version), _read_hash(reader)) if flags & _BASE else None
+    return Manifest(
+        run=run,
+        version=version,
+        step=step,
+        epoch=epoch,
+        index=index,
+        base=base,
+        layout=layout,
+        digest=digest,
+        history=_read_hash(reader) if flags & _HISTORY else None,
+        parts=_read_parts(reader, layout),
+        created=created,
+        kind=kind,
+        anchor=anchor - 1 if anchor else None,
+        files=tuple(_read_file(reader) for _ in range(reader.number(MAX_FILES))),
+        epoch_patches=epoch_patches,
+        signed_by=signed_by,
+    )
+
+
+def _read_kind(reader: ByteReader) -> RecordKind:
+    if (kind := reader.byte()) >= len(_KINDS):
+        raise UnsupportedError(f"a record of kind {kind}, which this reader does not know")
+    return _KINDS[kind]
+
+
+def _read_hash(reader: ByteReader) -> str:
+    return reader.take(HASH_BYTES).hex()
+
+
+def _read_parts(reader: ByteReader, layout: str) -> tuple[PartRef, ...]:
+    parts: dict[str, PartRef] = {}
+    left = MAX_INLINE_BYTES
+    for _ in range(reader.number(MAX_PARTS)):
+        part = _read_part(reader, layout, left)
+        if part.id in parts:
+            raise FormatError("a record names a part twice", part=part.id)
+        parts[part.id] = part
+        left -= part.size if part.data is not None else 0
+    return tuple(parts.values())
+
+
+def _read_part(reader: ByteReader, layout: str, inline_limit: int) -> PartRef:
+    form = reader.byte()
+    if form == _NAMED:
+        return PartRef(_read_hash(reader), reader.number(MAX_SECTION_BYTES))
+    if form != _INLINE:
+        raise UnsupportedError(f"a record has a part in form {form}, which this reader does not know")
+    index = reader.take(reader.number(inline_limit))
+    payloads = reader.take(reader.number(inline_limit - len(index)))
+    id_, data = container.build(layout, [[index], [payloads]], threads=1)
+    return PartRef(id_, len(index) + len(payloads), bytes(data))
+
+
+def _read_file(reader: ByteReader) -> FileRef:
+    id_, size = _read_hash(reader), reader.number(MAX_FILE_BYTES)
+    name = bytes(reader.take(reader.number(MAX_NAME_BYTES))).decode("latin-1")
+    if not _FILE.fullmatch(name):
+        raise FormatError(f"a record names a file {name!r}, which is not a name that can be put in any folder")
+    return FileRef(name, id_, size)
 
 
 def _check(manifest: Manifest) -> None:
     root = manifest.kind == RecordKind.VERSION and manifest.base is None
-    if len(manifest.parts) > MAX_PARTS or (not manifest.parts) != root:
-        raise LimitError(f"{len(manifest.parts)} parts in a record; a root has none, others 1 to {MAX_PARTS}")
-    if len({part.id for part in manifest.parts}) != len(manifest.parts):
-        raise FormatError("a manifest names a part twice")
-    if len(manifest.files) > MAX_FILES or len({file.name for file in manifest.files}) != len(manifest.files):
-        raise FormatError(f"a manifest names at most {MAX_FILES} files, each once")
+    if (not manifest.parts) != root:
+        raise FormatError(f"{len(manifest.parts)} parts in a record; a root has none, others 1 to {MAX_PARTS}")
+    if len({file.name for file in manifest.files}) != len(manifest.files):
+        raise FormatError("a record names a file twice")
     if manifest.kind == RecordKind.VERSION and (manifest.index == 0) != (manifest.base is None):
         raise FormatError("a version has a base and an index in its epoch, or neither")
     if manifest.kind == RecordKind.ANCHOR and manifest.base is not None:
@@ -187,25 +311,5 @@ def _check(manifest: Manifest) -> None:
         raise FormatError("a squashed patch has a base")
     if manifest.kind != RecordKind.VERSION and manifest.history is not None:
         raise FormatError("anchors and squashed patches lead to epoch starts, where nothing is remembered")
-    if manifest.base is not None and manifest.base.version >= manifest.version:
+    if manifest.base is not None and manifest.base.version == manifest.version:
         raise FormatError("a version's base must be an earlier one")
-
-
-def _kind(value: Any) -> RecordKind:
-    if value not in list(RecordKind):
-        raise UnsupportedError(f"a record of kind {str(value)[:40]!r}, which this reader does not know")
-    return RecordKind(value)
-
-
-def read_whole(value: Any, limit: int = MAX_VERSION) -> int:
-    """Return a field of a record that is a whole number. Raises: FormatError."""
-    if type(value) is not int or not 0 <= value <= limit:
-        raise FormatError(f"the record has {str(value)[:40]!r} where a whole number up to {limit} belongs")
-    return value
-
-
-def read_text(value: Any, pattern: "re.Pattern[str]") -> str:
-    """Return a field of a record that is a text of this pattern. Raises: FormatError."""
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise FormatError(f"the record has {str(value)[:40]!r} where {pattern.pattern} belongs")
-    return value

@@ -16,17 +16,17 @@ from pulsesync.core.digest import moved
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
-from pulsesync.format import container, index
+from pulsesync.format import container, index, tables
 from pulsesync.format.choice import choose, dense_of
-from pulsesync.format.codecs import context, dense, gap
+from pulsesync.format.codecs import context, dense, gap, step
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
-from pulsesync.format.predict import CodedTile, code_against_old, memory_of
+from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 
-CodecName = Literal["auto", "gap", "context", "history", "dense"]
+CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time
 
 
@@ -99,7 +99,7 @@ def encode_diff(
     """Encode a diff of the state that is old; sums are its tiles' digests before.
 
     `history` codes with the epoch's memory (which must then be given and may be empty), and `auto` does where it is
-    given; either way a tile is written as `gap` or `dense` where that is smaller or its dtype asks for it.
+    given, and tries other codecs where they may be smaller; `gap` is for dtypes that have no exponent.
     """
     if codec == "history" and history is None:
         raise ValueError("the history codec needs a history")
@@ -139,7 +139,7 @@ def finish(
 ) -> FinishedPart:
     """Make a part of changed tiles, given by ordinal as coded against their old weights, and their digests afterwards.
 
-    Blocks and old weights are asked for only where `dense` is tried, positions and values where `gap` is.
+    What is asked for of blocks, old weights, positions and values is what `choose` tries.
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
@@ -251,16 +251,16 @@ def decode_tiles(
         FormatError: and its branches, for whatever is wrong with the bytes.
     """
     weights = as_weights(old)
-    jobs: list[list[_DecodeTask]] = []  # of each tile
+    jobs: list[list[DecodeTask]] = []  # of each tile
     entries = []
     tiles = layout.tiles if wanted is None else wanted
     for entry, body in payloads(opened, sections, wanted):
-        jobs.append(_open_tile(entry, tiles[entry.tile], body, opened.tables, history))
+        jobs.append(open_tile(entry, tiles[entry.tile], body, opened.tables, history))
         entries.append(entry)
-    if all(entry.codec == Codec.GAP for entry in entries):
+    if all(entry.codec in (Codec.GAP, Codec.STEP) for entry in entries):
         threads = 1  # short steps of numpy, which threads only slow down
     flat = [job for some in jobs for job in some]
-    done = iter(spread(lambda job: _run(job, weights, history, opened.tables), flat, threads))
+    done = iter(spread(lambda job: run_task(job, weights, _memory(job, history), opened.tables), flat, threads))
     patches = []
     for some in jobs:
         codec, payload = some[0].codec, some[0].payload
@@ -290,7 +290,7 @@ def payloads(
 
 
 @dataclass(frozen=True)
-class _DecodeTask:
+class DecodeTask:
     """One block of a tile coded against old weights, or one whole tile of another codec; a tile has at least one."""
 
     codec: Codec
@@ -300,22 +300,27 @@ class _DecodeTask:
     number: int = 0
 
 
-def _open_tile(
-    entry: TileEntry, tile: Tile, body: memoryview, shared: Sequence[FrequencyTable], history: History | None
-) -> list[_DecodeTask]:
+def open_tile(
+    entry: TileEntry, tile: Tile, body: memoryview, shared: Sequence[FrequencyTable], history: "HistoryLookup | None"
+) -> list[DecodeTask]:
+    """Read and check the start of a tile's payload; return what is left to do, in the order of its blocks.
+
+    Raises:
+        FormatError: and its branches, for whatever is wrong with it.
+    """
     check_tile(entry, tile)
-    if entry.codec in (Codec.DENSE, Codec.GAP):
-        return [_DecodeTask(entry.codec, tile, body)]
+    if entry.codec not in PREDICTING:
+        return [DecodeTask(entry.codec, tile, body)]
     payload = context.parse(body, tile)
     check_heads(entry, tile, payload.heads, shared, history)
-    return [_DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
+    return [DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
 def check_tile(entry: TileEntry, tile: Tile) -> None:
     """Raises: FormatError, if a tile that a part names has no weights; UnsupportedError, if none of that codec."""
     if tile.size == 0:
         raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
-    if entry.codec in (Codec.CONTEXT, Codec.HISTORY) and tile.tensor.kind.exponent_shift is None:
+    if entry.codec in (*PREDICTING, Codec.STEP) and tile.tensor.kind.exponent_shift is None:
         raise UnsupportedError(f"{tile.tensor.dtype} cannot be coded against old weights", tensor=tile.tensor.name)
 
 
@@ -359,13 +364,21 @@ def check_heads(
         raise FormatError("the part was made with another history", tensor=tile.tensor.name)
 
 
-def _run(
-    job: _DecodeTask, old: Weights, history: History | None, shared: Sequence[FrequencyTable]
+def _memory(job: DecodeTask, history: History | None) -> context.BlockMemory:
+    return memory_of(history if job.codec == Codec.HISTORY else None, job.tile, job.number)
+
+
+def run_task(
+    job: DecodeTask, old: Weights, memory: context.BlockMemory, shared: Sequence[FrequencyTable]
 ) -> list[BlockChange]:
+    """Decode what a task is about against the old weights and what is remembered of its block.
+
+    Raises:
+        FormatError: and its branches; VerificationError: the weights are not those that the history is of.
+    """
     tile = job.tile
     if job.payload is None:
         return _run_plain(job, old)
-    memory = memory_of(history if job.codec == Codec.HISTORY else None, tile, job.number)
     if not context.has_changes(job.payload.heads, tile, job.number):
         return []
     before, table = old.block(tile, job.number), shared[job.payload.heads.table]
@@ -373,27 +386,39 @@ def _run(
     return [change] if change else []
 
 
-def _run_plain(job: _DecodeTask, old: Weights) -> list[BlockChange]:
-    """Decode a tile that needs no old weights, and compare: only what differs from them is a change."""
-    tile, dtype = job.tile, job.tile.tensor.kind.bits
-    out: list[BlockChange] = []
-    if job.codec == Codec.DENSE:
-        for number, weights in enumerate(dense.decode(job.body, tile.size, dtype)):
-            found = kernels.active().changed(old.block(tile, number), weights)
-            if found[0].size:
-                out.append(BlockChange(number, *found))
-        return out
-    positions, values = gap.decode(job.body, tile.size, dtype)
+def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
+    """Decode a tile that is not predicted, and compare with the old weights: only what differs is a change."""
+    if job.codec in (Codec.DENSE, Codec.XOR):
+        return _run_whole(job, old)
+    tile, kind = job.tile, job.tile.tensor.kind
+    if job.codec == Codec.GAP:
+        positions, values = gap.decode(job.body, tile.size, kind.bits)
+    else:
+        positions, steps = step.decode(job.body, tile.size, kind.itemsize)
     borders = np.searchsorted(positions, np.arange(tile.block_count + 1) * BLOCK)
+    out: list[BlockChange] = []
     for number, (first, last) in enumerate(pairwise(borders)):
         if first < last:
-            here, after = positions[first:last] - number * BLOCK, values[first:last]
+            here = positions[first:last] - number * BLOCK
             before = old.block(tile, number)[here]
+            after = values[first:last] if job.codec == Codec.GAP else tables.apply_steps(before, steps[first:last])
             differ = before != after
             if not differ.all():
                 here, before, after = here[differ], before[differ], after[differ]
             if here.size:
                 out.append(BlockChange(number, here.astype(np.uint32), before, after))
+    return out
+
+
+def _run_whole(job: DecodeTask, old: Weights) -> list[BlockChange]:
+    """The same for a tile that is written whole."""
+    tile, dtype = job.tile, job.tile.tensor.kind.bits
+    out: list[BlockChange] = []
+    for number, weights in enumerate(dense.decode(job.body, tile.size, dtype)):
+        before = old.block(tile, number)
+        found = kernels.active().changed(before, before ^ weights if job.codec == Codec.XOR else weights)
+        if found[0].size:
+            out.append(BlockChange(number, *found))
     return out
 
 

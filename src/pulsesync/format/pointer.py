@@ -1,22 +1,25 @@
 """A named pointer of a run: the version that a fleet of workers is to have.
 
-Each move of a pointer is a record of its own with the next number, canonical JSON on one line as a manifest is, with
-its signature on a second line. Nothing is overwritten: the record with the highest number counts.
+Each move of a pointer is an object of its own with the next number: canonical JSON on one line, and perhaps a signature
+behind it. Nothing is overwritten: the move with the highest number counts.
 """
 
 import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import signature
 from pulsesync.format.layout import load_json
-from pulsesync.format.manifest import HASH, RUN, read_text, read_whole
+from pulsesync.format.manifest import MAX_VERSION
 
 FORMAT = "pulse-pointer/1-draft"
 MAX_BYTES = 1 << 12
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_HASH = re.compile("[0-9a-f]{64}")
+_RUN = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class Pointer:
     version: int
     digest: str  # of the state of that version
     created: int  # seconds since 1970, by the clock of the process that moved it: for people
-    signed_by: str | None = field(default=None, compare=False)  # the key on the second line; not part of the first
+    signed_by: str | None = field(default=None, compare=False)  # the key that the signature names
 
     def build(self) -> bytes:
-        """Write the first line."""
+        """Write the line, without a signature."""
         table = {
             "created": self.created,
             "digest": self.digest,
@@ -64,22 +67,45 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
     """
     if len(data) > MAX_BYTES:
         raise LimitError(f"a pointer of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
-    line = signature.check_form(data) if trust is None else signature.check(data, trust)
+    line, block = _split(data)
+    signed = signature.parse(block)
+    if trust is not None:
+        signature.check(line, signed, trust)
     table = load_json(line, "the pointer")
     if table.get("format") != FORMAT:
         raise UnsupportedError(f"this reader knows pointers of format {FORMAT}, not {str(table.get('format'))[:40]!r}")
     try:
         pointer = Pointer(
-            run=read_text(table["run"], RUN),
-            name=read_text(table["name"], NAME),
-            number=read_whole(table["number"]),
-            version=read_whole(table["version"]),
-            digest=read_text(table["digest"], HASH),
-            created=read_whole(table["created"]),
-            signed_by=signature.signer(data),
+            run=_read_text(table["run"], _RUN),
+            name=_read_text(table["name"], NAME),
+            number=_read_whole(table["number"]),
+            version=_read_whole(table["version"]),
+            digest=_read_text(table["digest"], _HASH),
+            created=_read_whole(table["created"]),
+            signed_by=signed.key if signed else None,
         )
     except KeyError as e:
         raise FormatError(f"the pointer lacks the field {e}") from e
     if pointer.build() != line:
         raise FormatError("the pointer is not in canonical form")
     return pointer
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """The line, with its newline, and the signature, which may be empty."""
+    end = data.find(b"\n") + 1
+    if not end:
+        raise FormatError("a move of a pointer ends with a newline; this one is cut short")
+    return data[:end], data[end:]
+
+
+def _read_whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_VERSION:
+        raise FormatError(f"the pointer has {str(value)[:40]!r} where a whole number up to {MAX_VERSION} belongs")
+    return value
+
+
+def _read_text(value: Any, pattern: "re.Pattern[str]") -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise FormatError(f"the pointer has {str(value)[:40]!r} where {pattern.pattern} belongs")
+    return value

@@ -6,7 +6,7 @@ is written: choose each tile's cut; count every decision of the hot weights; wri
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Codec, Remembered, Tile
-from pulsesync.format import index, tables
+from pulsesync.format import tables
 from pulsesync.format.codecs import context
 from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
+
+PREDICTING = (Codec.CONTEXT, Codec.HISTORY)  # codecs that read all old weights of a tile; others, those that change
 
 
 class CodedTile(NamedTuple):
@@ -45,6 +47,20 @@ class _CodingPlan:
     hot: Mapping[int, context.HotChanges]  # by block
     cold: NDArray[np.int64]
     steps: NDArray[np.int64]
+
+    def long_steps(self) -> NDArray[np.int64]:
+        """How long those steps of hot weights are that have raw bits."""
+        found = [tables.long_steps(hot.symbols, hot.extras)[1] for hot in self.hot.values()]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def list_sizes(self, sizes: NDArray[np.uint32]) -> "_CodingPlan":
+        """The same, with the symbols of their own that steps of these sizes have."""
+        width = 8 * self.diff.tile.tensor.kind.itemsize
+        listed = {
+            number: replace(hot, symbols=tables.list_sizes(hot.symbols, hot.extras, sizes, width))
+            for number, hot in self.hot.items()
+        }
+        return replace(self, hot=listed)
 
 
 def _plan(diff: Diff, history: History | None) -> _CodingPlan:
@@ -76,7 +92,12 @@ def code_against_old(
     out: dict[int, CodedTile] = {}
     for dtype in sorted({p.diff.tile.tensor.dtype for p in plans}):
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
-        table, counted = _count(same, dtype, old, history, threads)
+        ages = history.index + 1 if history is not None else 1
+        long_steps = np.concatenate([plan.long_steps() for plan in same])
+        sizes = tables.choose_sizes(long_steps, 8 * same[0].diff.tile.tensor.kind.itemsize, ages)
+        if sizes.size:
+            same = [plan.list_sizes(sizes) for plan in same]
+        table, counted = _count(same, sizes, old, history, threads)
         payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], threads)
         remembered: dict[_CodingPlan, dict[int, Remembered]] = {plan: {} for plan in same}
         for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
@@ -97,14 +118,18 @@ def memory_of(history: History | None, tile: Tile, number: int) -> context.Block
 
 
 def _count(
-    plans: Sequence[_CodingPlan], dtype: str, old: Weights, history: History | None, threads: int | None
+    plans: Sequence[_CodingPlan],
+    sizes: NDArray[np.uint32],
+    old: Weights,
+    history: History | None,
+    threads: int | None,
 ) -> tuple[FrequencyTable, list[tuple[context.Decisions, Remembered]]]:
     """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
-    kind = plans[0].diff.tile.tensor.kind
+    dtype, kind = plans[0].diff.tile.tensor.dtype, plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
-    lo = max(0, highest - index.CLASSES)
+    lo = max(0, highest - tables.CLASSES)
     ages = history.index + 1 if history is not None else 1
-    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * kind.itemsize))
+    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * kind.itemsize) + 2 * sizes.size)
 
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
@@ -121,7 +146,7 @@ def _count(
 
     found = spread(block, _jobs(plans), threads)
     by_context = sum(everyone, contexts.empty()).reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
-    return FrequencyTable(dtype, lo, tables.normalise(by_context)), found
+    return FrequencyTable(dtype, lo, tables.normalise(by_context), sizes), found
 
 
 def _code(

@@ -1,8 +1,8 @@
-"""Who wrote a record: Ed25519 over its first line, on a second line of the same file.
+"""Who wrote a record, or a move of a pointer: Ed25519 over its bytes, in a block that follows them.
 
     key = SigningKey.generate()                        # key.secret goes into a file, key.public to the readers
-    data = sign(line, key)
-    line = check(data, trust={key.public})
+    data = sign(record, key)
+    check(record, parse(data[len(record) :]), trust={key.public})
 
 A run's key can let another key write squashed patches, and nothing else: `SigningKey.delegate`.
 """
@@ -11,15 +11,12 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from pulsesync.errors import FormatError, LimitError, SignatureError
-from pulsesync.format.layout import load_json
+from pulsesync.errors import FormatError, SignatureError
 
-MAX_BYTES = 1 << 10  # of the second line
 DELEGATION = "pulse-delegation/1-draft"
+PAIR_BYTES = 32 + 64  # of a public key and a signature; a block is one pair, or two with a delegation
 _KEY = re.compile("[0-9a-f]{64}")
-_SIGNATURE = re.compile("[0-9a-f]{128}")
 
 
 @dataclass(frozen=True)
@@ -97,83 +94,63 @@ def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
 
 
 def _statement(run: str, public: str) -> bytes:
-    return _canonical({"format": DELEGATION, "key": public, "kind": "squash", "run": run})
-
-
-def _canonical(table: dict[str, Any]) -> bytes:
+    table = {"format": DELEGATION, "key": public, "kind": "squash", "run": run}
     return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-def sign(line: bytes, key: SigningKey) -> bytes:
-    """Return a record with its signature on a second line; line ends with its newline."""
-    table: dict[str, Any] = {"key": key.public, "signature": key.sign(line)}
-    if key.delegation:
-        table["delegation"] = {"by": key.delegation.by, "signature": key.delegation.signature}
-    return line + _canonical(table)
+@dataclass(frozen=True)
+class Signature:
+    """What the block after a record says: who signed it, and perhaps who allowed that."""
+
+    key: str
+    signature: str
+    delegation: Delegation | None = None
 
 
-def split(data: bytes) -> tuple[bytes, bytes]:
-    """Take a record apart into its first line, with the newline, and what follows."""
-    end = data.find(b"\n") + 1
-    if not end:
-        raise FormatError("a record ends with a newline; this one is cut short")
-    return data[:end], data[end:]
+def sign(record: bytes, key: SigningKey) -> bytes:
+    """Return a record, or a move of a pointer, with its signature behind it."""
+    said = key.delegation
+    block = key.public + key.sign(record) + (said.by + said.signature if said else "")
+    return record + bytes.fromhex(block)
 
 
-def check(data: bytes, trust: Collection[str]) -> bytes:
-    """Return the first line of a record that a trusted key signed. Nothing of it has been parsed before that.
+def parse(block: bytes) -> Signature | None:
+    """Return what a block says, without asking whether it fits; None for an empty one. Raises: FormatError."""
+    if not block:
+        return None
+    if len(block) not in (PAIR_BYTES, 2 * PAIR_BYTES):
+        raise FormatError(
+            f"{len(block)} bytes follow the record; a signature has {PAIR_BYTES}, or {2 * PAIR_BYTES} by a delegate"
+        )
+    (key, signature), *others = (
+        (block[at : at + 32].hex(), block[at + 32 : at + PAIR_BYTES].hex()) for at in range(0, len(block), PAIR_BYTES)
+    )
+    return Signature(key, signature, Delegation(*others[0]) if others else None)
+
+
+def check(record: bytes, found: Signature | None, trust: Collection[str], squashed_run: str | None = None) -> None:
+    """Check that a trusted key signed a record. Nothing of it needs to have been parsed before that.
+
+    Args:
+        record: The bytes that are signed.
+        found: What follows them.
+        trust: The public keys to trust.
+        squashed_run: The run that the record names, if it is a squashed patch, which a delegate may write.
 
     Raises:
-        SignatureError: there is no signature, it is by another key, or does not fit the line; FormatError: it is not
-        written as one.
+        SignatureError: there is no signature, it is by another key, or does not fit the record.
     """
-    line, rest = split(data)
-    if not rest:
+    if found is None:
         raise SignatureError("the record is not signed, and a key to trust was given")
-    signature = _parse(rest)
-    if not _verify(signature["key"], signature["signature"], line):
-        raise SignatureError("the signature does not fit the record", public_key=signature["key"])
-    if signature["key"] in trust:
-        return line
-    said = signature.get("delegation")
-    if not said or said["by"] not in trust:
-        raise SignatureError(f"signed by {signature['key'][:16]}…, which is not trusted", public_key=signature["key"])
-    record = load_json(line, "the record")  # it is signed, by somebody: may that one write this?
-    run, kind = record.get("run"), record.get("kind")
-    if kind != "squash" or not _verify(said["by"], said["signature"], _statement(str(run), signature["key"])):
-        raise SignatureError("the key was not allowed to write this record", public_key=signature["key"])
-    return line
-
-
-def check_form(data: bytes) -> bytes:
-    """Return the first line of a record, signed or not, without asking by whom. Raises: FormatError."""
-    line, rest = split(data)
-    if rest:
-        _parse(rest)
-    return line
-
-
-def signer(data: bytes) -> str | None:
-    """Return the key that a record names as its signer, None for one that is not signed. It checks no signature."""
-    _, rest = split(data)
-    return str(_parse(rest)["key"]) if rest else None
-
-
-def _parse(rest: bytes) -> dict[str, Any]:
-    if len(rest) > MAX_BYTES:
-        raise LimitError(f"a signature of {len(rest)} bytes; at most {MAX_BYTES} are read", value=len(rest))
-    try:
-        table = json.loads(rest)
-        said = table.get("delegation", {"by": table["key"], "signature": table["signature"]})
-        pairs = [(table["key"], _KEY), (table["signature"], _SIGNATURE), (said["by"], _KEY)]
-        good = all(isinstance(text, str) and pattern.fullmatch(text) for text, pattern in pairs)
-        good = good and isinstance(said["signature"], str) and bool(_SIGNATURE.fullmatch(said["signature"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise FormatError("the second line of the record is not a signature") from e
-    known = set(table) <= {"delegation", "key", "signature"} and set(said) == {"by", "signature"}
-    if not good or not known or _canonical(table) != rest:
-        raise FormatError("the signature of the record is not in canonical form")
-    return dict(table)
+    if not _verify(found.key, found.signature, record):
+        raise SignatureError("the signature does not fit the record", public_key=found.key)
+    if found.key in trust:
+        return
+    said = found.delegation
+    if not said or said.by not in trust:
+        raise SignatureError(f"signed by {found.key[:16]}…, which is not trusted", public_key=found.key)
+    if squashed_run is None or not _verify(said.by, said.signature, _statement(squashed_run, found.key)):
+        raise SignatureError("the key was not allowed to write this record", public_key=found.key)
 
 
 def _verify(public: str, signature: str, message: bytes) -> bool:

@@ -15,11 +15,64 @@ from pulsesync.core.types import Bits
 from pulsesync.kernels import spec
 
 TOTAL = 1 << spec.PROBABILITY_BITS
+NO_SIZES = np.empty(0, np.uint32)
+CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
 
 
 def symbol_count(width: int) -> int:
     """How many symbols the weights of this many bits have: unchanged, and a size class up or down."""
     return 1 + 2 * (spec.DIRECT + width - 3)
+
+
+def most_sizes(width: int) -> int:
+    """How many sizes of steps a table of this many bits can list: as many as its rows have places for, up and down."""
+    symbols = symbol_count(width)
+    return ((1 << symbols.bit_length()) - 1 - symbols) // 2
+
+
+def long_steps(symbols: NDArray[np.uint8], extras: NDArray[np.uint32]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Which of these changes have raw bits, and how far they go."""
+    long = np.flatnonzero(symbols > 2 * spec.DIRECT)
+    power = (symbols[long].astype(np.int64) - 1 >> 1) - spec.DIRECT + 3
+    return long, (np.int64(1) << power) + extras[long]
+
+
+def list_sizes(
+    symbols: NDArray[np.uint8], extras: NDArray[np.uint32], sizes: NDArray[np.uint32], width: int
+) -> NDArray[np.uint8]:
+    """Return symbols with those of their own for the steps of these sizes, which are ascending, and at least one."""
+    long, found = long_steps(symbols, extras)
+    place = np.minimum(np.searchsorted(sizes, found), sizes.size - 1)
+    listed = sizes[place] == found
+    long, place = long[listed], place[listed]
+    out = symbols.copy()
+    out[long] = symbol_count(width) + 2 * place + (symbols[long] - 1 & 1)
+    return out
+
+
+def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.uint32]:
+    """Return the sizes, ascending, that a table lists: given all long steps of its tiles, those that are worth it.
+
+    Weights that leave zero go just as far as the learning rate, and in the first step of a run all of one magnitude go
+    about as far as each other. A size is worth its place if the raw bits that it saves, less what its symbol costs more
+    than that of its power of two, are more than 20 for each context and direction that may have to list it.
+    """
+    least = max(8, -(-sizes.size // 256))
+    low = sizes & 0xFFFF  # sorting those whose lower bits are common takes a fraction of what sorting all would
+    common = (np.bincount(low, minlength=1 << 16) >= least)[low]
+    if not common.any():
+        return NO_SIZES
+    found, counts = np.unique(sizes[common], return_counts=True)
+    powers = _bit_length(found) - 1
+    alike = np.bincount(_bit_length(sizes) - 1)[powers]
+    gains = counts * (powers - _bit_length(alike // counts))
+    worth = (counts >= least) & (gains > 20 * np.minimum(counts, 2 * CLASSES * ages)) & (powers < width - 1)
+    best = np.lexsort((found[worth], -gains[worth]))[: most_sizes(width)]
+    return np.sort(found[worth][best]).astype(np.uint32)
+
+
+def _bit_length(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
 
 
 def choose_cut(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> int:
@@ -106,10 +159,24 @@ def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
     return out.reshape(-1)
 
 
+def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:
+    """How far weights move in the order of their values, by the shorter path; half the circle counts as downwards."""
+    width = 8 * old.itemsize
+    moved = (_orders(new) - _orders(old)).astype(np.int64)
+    return (moved << (64 - width)) >> (64 - width)
+
+
 def apply_steps(old: Bits, steps: NDArray[np.int64]) -> Bits:
-    """Move weights by signed steps in the order of their values (for the few cold ones)."""
+    """Move weights by signed steps in the order of their values."""
     width = 8 * old.itemsize
     full, sign = (1 << width) - 1, 1 << (width - 1)
-    wide = old.astype(np.int64)
-    ordered = (wide ^ np.where(wide & sign, full, sign)) + steps & full
+    ordered = _orders(old) + steps & full
     return (ordered ^ np.where(ordered & sign, sign, full)).astype(old.dtype)
+
+
+def _orders(bits: Bits) -> NDArray[np.int64]:
+    """Where bit patterns of up to 32 bits stand in the order of their values."""
+    width = 8 * bits.itemsize
+    wide = bits.astype(np.int64)
+    orders: NDArray[np.int64] = wide ^ np.where(wide >> (width - 1), (1 << width) - 1, 1 << (width - 1))
+    return orders

@@ -90,6 +90,13 @@ class ByteReader:
         frame = self.take(self.number(limit=max(size - 1, 0)))
         return memoryview(_unzstd(frame, size, self.what))
 
+    def planes(self, count: int, width: int, dtype: "np.dtype[np.unsignedinteger]") -> NDArray[np.unsignedinteger]:
+        """Count integers of this many bytes, a plane for each of their bytes (see `planes`), in a dtype with room."""
+        columns = np.zeros((count, dtype.itemsize), np.uint8)
+        for k in range(width):
+            columns[:, k] = np.frombuffer(self.plane(count), np.uint8)
+        return columns.view(dtype).reshape(-1)
+
     def end(self) -> None:
         if self.at != len(self.data):
             raise FormatError(f"{self.what} has {len(self.data) - self.at} bytes too many")
@@ -178,3 +185,14 @@ def plane(data: bytes) -> bytes:
         if len(frame) + 4 < len(data):
             return bytes([ZSTD]) + number(len(frame)) + frame
     return bytes([RAW]) + data
+
+
+def planes(values: NDArray[np.unsignedinteger], width: int) -> bytes:
+    """Write the lowest bytes of little-endian integers, this many of each: one plane for each byte, lowest first."""
+    columns = values.view(np.uint8).reshape(-1, values.itemsize)[:, :width]
+    return b"".join(plane(column.tobytes()) for column in columns.T)
+
+
+def width(values: NDArray[np.int64]) -> int:
+    """The bytes that the largest of these integers, none of them negative, needs; at least one."""
+    return max(1, (int(values.max()).bit_length() + 7) // 8)

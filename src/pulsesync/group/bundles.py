@@ -23,7 +23,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights
 from pulsesync.state.sharding import Shards, Windows, layout_of, windows_from, windows_to
-from pulsesync.state.slices import Window
+from pulsesync.state.slices import Memory, Window
 from pulsesync.state.views import HostSource
 
 SMALL = 1 << 18  # weights below which a piece shares a bundle with others: more are quicker compared where they lie
@@ -191,6 +191,7 @@ class Bundle:
     """
 
     whole = True
+    apart = False
     tile: Tile | None = None  # it lies in no one tensor
 
     def __init__(self, tiles: Sequence[Tile], published: HostSource, copies: Sequence[Sequence[Bits]]) -> None:
@@ -202,7 +203,7 @@ class Bundle:
             self._runs = [flat[tile.start : tile.start + tile.size] for tile, flat in zip(tiles, flats, strict=True)]
         self._memory = [(flat, *others) for flat, others in zip(flats, copies, strict=True)]
 
-    def read(self, _: Bits, number: int) -> Bits:
+    def read(self, memory: Memory, number: int) -> Bits:
         """The weights of one block, as they are published: a view where they lie in one place."""
         begin = number * BLOCK
         return self.read_range(begin, min(begin + BLOCK, int(self._starts[-1])))
@@ -244,7 +245,7 @@ class Bundle:
     def pick(self, number: int, positions: NDArray[np.uint32]) -> Bits:
         """The weights at some positions of a block."""
         if self._runs is None or positions.size * 64 > BLOCK or len(self._runs) * FEW > self._starts[-1]:
-            out: Bits = kernels.active().pick(self.read(positions, number), positions)
+            out: Bits = kernels.active().pick(self.read({}, number), positions)
             return out
         out = np.empty(positions.size, self._runs[0].dtype)
         begin = number * BLOCK
@@ -257,7 +258,7 @@ class Bundle:
     def keep(self, change: BlockChange) -> BlockChange:
         return change
 
-    def write(self, _: Bits, change: BlockChange) -> None:
+    def write(self, memory: Memory, change: BlockChange) -> None:
         begin = change.number * BLOCK
         borders = np.searchsorted(change.positions, np.maximum(self._starts - begin, 0))
         touched = np.flatnonzero(borders[1:] > borders[:-1])
@@ -278,7 +279,7 @@ class Bundle:
         for other in self._copies[n]:
             other[self._tiles[n].flat_indices(positions)] = new
 
-    def write_block(self, _: Bits, number: int, bits: Bits) -> None:
+    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
         begin, at = number * BLOCK, 0
         if self._runs is not None and not any(self._copies):
             for run in self._as_they_are(self._runs, begin, begin + bits.size):

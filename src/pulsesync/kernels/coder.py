@@ -111,6 +111,8 @@ def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
     sign = ONE << (width - ONE)
     t = (symbol - ONE) >> ONE
     size = t + ONE if t < spec.DIRECT else (ONE << (t - U(spec.DIRECT - 3))) + extra
+    if t >= width + U(spec.DIRECT - 3):  # a size of the table's list, which is given as the extra bits
+        size = extra
     a = bits ^ (full if bits & sign else sign)
     a = (a - size if (symbol - ONE) & ONE else a + size) & full
     return a ^ (sign if a & sign else full)
@@ -272,16 +274,16 @@ def _advance(x: Any, begin: Any, frequency: Any, reciprocal: Any) -> Any:
 
 @compiled
 def encode_blocks(
-    rows: Any, row_bits: int, changed: Any, symbols: Any, extras: Any, cumulative: Any, reciprocals: Any,
+    rows: Any, row_bits: int, width: int, changed: Any, symbols: Any, extras: Any, cumulative: Any, reciprocals: Any,
     decisions: Any, lanes: Any,
 ) -> Any:  # fmt: skip
     """Return the blocks' streams (uint16) one after the other, and where each begins.
 
     rows, changed and symbols are what the count found: of every decision the row; and which of them change, by which
-    symbol. A stream is the lanes' first states, then the words in the order a reader takes them. rANS is last in,
-    first out, so decisions are walked from the last to the first.
+    symbol. Weights have width bits. A stream is the lanes' first states, then the words in the order a reader takes
+    them. rANS is last in, first out, so decisions are walked from the last to the first.
     """
-    wide = U(row_bits)
+    wide, listed = U(row_bits), U(width + spec.DIRECT - 3)  # size classes from there on have no raw bits
     unchanged = np.empty(cumulative.size >> row_bits, np.uint64)  # by row, reciprocal and frequency in one word
     for row in range(unchanged.size):
         unchanged[row] = U(reciprocals[row << row_bits]) << U(32) | U(cumulative[(row << row_bits) + 1])
@@ -316,7 +318,7 @@ def encode_blocks(
             d -= ONE
             lane, symbol = (d - begin) & lane_mask, U(symbols[p])
             row, t, x = (U(rows[d]) << wide) + symbol, (symbol - ONE) >> ONE, U(states[lane])
-            if t >= spec.DIRECT:
+            if spec.DIRECT <= t < listed:
                 k, extra = t - U(spec.DIRECT - 3), U(extras[p])
                 if k > 16:
                     x, at = _put_raw(x, extra >> U(16), k - U(16), stream, at)
@@ -339,18 +341,19 @@ def encode_blocks(
 @compiled
 def decode_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    cumulative: Any, symbol_count: int, lanes: Any, words: Any, ends: Any, changes: Any, index: int, entering_at: Any,
-    entering: Any,
+    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, ends: Any, changes: Any, index: int,
+    entering_at: Any, entering: Any,
 ) -> Any:  # fmt: skip
     """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
 
-    The words of block b are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are;
-    stops at the first fault (see `spec.FAULTS`).
+    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. The words of block b
+    are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are; stops at the first
+    fault (see `spec.FAULTS`).
     """
     width = U(8 * old.itemsize)
     magnitude, wide = (ONE << (width - ONE)) - ONE, U(row_bits)
     last_symbol = U(symbol_count - 1)
-    sign, longest = magnitude + ONE, (last_symbol - ONE) >> ONE
+    sign, longest = magnitude + ONE, width + U(spec.DIRECT - 4)
     small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
     chunk = _room_for_chunk()
     marks, preceding, places, ages = chunk
@@ -419,7 +422,9 @@ def decode_blocks(
                     at += ONE
                 extra = U(0)
                 t = (symbol - ONE) >> ONE
-                if t >= spec.DIRECT:
+                if t > longest:
+                    extra = U(sizes[t - longest - ONE])
+                elif t >= spec.DIRECT:
                     raw, taken = t - U(spec.DIRECT - 3), U(0)
                     while raw > 0:
                         part = min(raw, U(16))

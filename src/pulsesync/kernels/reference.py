@@ -101,9 +101,17 @@ def _step(bits: int, symbol: int, extra: int, width: int) -> int:
     full, sign = (1 << width) - 1, 1 << (width - 1)
     size_class = (symbol - 1) >> 1
     size = size_class + 1 if size_class < spec.DIRECT else (1 << (size_class - spec.DIRECT + 3)) + extra
+    if size_class >= width + spec.DIRECT - 3:  # a size of the table's list, which is given as the extra bits
+        size = extra
     ordered = bits ^ (full if bits & sign else sign)
     ordered = (ordered - size if (symbol - 1) & 1 else ordered + size) & full
     return ordered ^ (sign if ordered & sign else full)
+
+
+def _raw_bits(symbol: int, width: int) -> int:
+    """How many raw bits follow a symbol: none for short steps, nor for the sizes that a table lists."""
+    size_class = (symbol - 1) >> 1
+    return size_class - spec.DIRECT + 3 if spec.DIRECT <= size_class < width + spec.DIRECT - 3 else 0
 
 
 def _decisions(
@@ -149,6 +157,7 @@ def _count_block(
 def _encode_block(
     rows: NDArray[np.uint16],
     row_bits: int,
+    width: int,
     changed: NDArray[np.uint32],
     symbols: NDArray[np.uint8],
     extras: NDArray[np.uint32],
@@ -170,8 +179,7 @@ def _encode_block(
         x, symbol = states[j % lanes], 0
         if (change := changes.get(j)) is not None:
             symbol, extra = change
-            size_class = (symbol - 1) >> 1
-            raw = size_class - spec.DIRECT + 3 if size_class >= spec.DIRECT else 0
+            raw = _raw_bits(symbol, width)
             if raw > 16:
                 x = make_room(x, 1 << (48 - raw)) << (raw - 16) | extra >> 16
                 extra, raw = extra & 0xFFFF, 16
@@ -196,6 +204,7 @@ def _decode_block(
     tracked: int,
     cumulative: NDArray[np.uint16],
     symbol_count: int,
+    sizes: NDArray[np.uint32],
     lanes: int,
     stream: NDArray[np.uint16],
     count: int,
@@ -220,8 +229,7 @@ def _decode_block(
         symbol = next((s for s in range(symbol_count) if slot < row[s + 1]), -1)
         if symbol < 0 or (symbol and found == count):
             return positions, new, last, 2 if symbol < 0 else 3
-        size_class = (symbol - 1) >> 1
-        raw = size_class - spec.DIRECT + 3 if size_class >= spec.DIRECT else 0
+        size_class, raw = (symbol - 1) >> 1, _raw_bits(symbol, width)
         x = (row[symbol + 1] - row[symbol]) * (x >> spec.PROBABILITY_BITS) + slot - row[symbol]
         extra = taken = 0
         while True:
@@ -236,7 +244,9 @@ def _decode_block(
             x, taken = x >> part, taken + part
         states[j % lanes] = x
         if symbol:
-            longest, down_now = size_class == (symbol_count - 2) >> 1, bool((symbol - 1 ^ int(down[j])) & 1)
+            if size_class > width + spec.DIRECT - 4:
+                extra = int(sizes[size_class - width - spec.DIRECT + 3])
+            longest, down_now = size_class == width + spec.DIRECT - 4, bool((symbol - 1 ^ int(down[j])) & 1)
             if longest and (extra or down_now == bool(int(old[hot[j]]) >> (width - 1))):
                 return positions, new, last, 6
             positions[found] = hot[j]
@@ -351,6 +361,7 @@ def count_blocks(
 def encode_blocks(
     rows: NDArray[np.uint16],
     row_bits: int,
+    width: int,
     changed: NDArray[np.uint32],
     symbols: NDArray[np.uint8],
     extras: NDArray[np.uint32],
@@ -363,7 +374,7 @@ def encode_blocks(
     for (begin, end), count in zip(pairwise(np.cumsum([0, *decisions]).tolist()), lanes.tolist(), strict=True):
         here = slice(*np.searchsorted(changed, (begin, end)).tolist())
         changes = changed[here] - np.uint32(begin), symbols[here], extras[here]
-        block = _encode_block(rows[begin:end], row_bits, *changes, cumulative, count)
+        block = _encode_block(rows[begin:end], row_bits, width, *changes, cumulative, count)
         streams.append(block if end > begin else np.empty(0, np.uint16))
     return np.concatenate(streams), np.cumsum([stream.size for stream in streams])
 
@@ -380,6 +391,7 @@ def decode_blocks(
     tracked: int,
     cumulative: NDArray[np.uint16],
     symbol_count: int,
+    sizes: NDArray[np.uint32],
     lanes: NDArray[np.int64],
     words: NDArray[np.uint16],
     ends: NDArray[np.int64],
@@ -402,7 +414,7 @@ def decode_blocks(
             histories.append(carried)
             continue
         stream = int(lanes[b]), words[ends[b] : ends[b + 1]], int(changes[b])
-        at, new, after, fault = _decode_block(weights, *context, cumulative, symbol_count, *stream, *entries)
+        at, new, after, fault = _decode_block(weights, *context, cumulative, symbol_count, sizes, *stream, *entries)
         if fault:
             break
         found.append(at + np.uint32(block.begin))

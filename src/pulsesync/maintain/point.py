@@ -18,7 +18,6 @@ from pulsesync.errors import (
     SignatureError,
     StoreError,
 )
-from pulsesync.format import manifest as manifests
 from pulsesync.format import signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest
@@ -80,7 +79,7 @@ def _target(records: RunReader, version: int, signing_key: SigningKey | None) ->
         raise MissingLinkError(
             f"version {version} is not published, or not any more; pulse log lists the versions", version=version
         )
-    if signing_key is None and signature.signer(records.store.get(key, 0, manifests.MAX_BYTES)):
+    if signing_key is None and goal.signed_by:
         raise SignatureError("this run is signed; pass signing_key= (pulse point --key) to move its pointers", key=key)
     try:
         planner.find_path(None, goal, records.look)

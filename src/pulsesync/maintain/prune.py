@@ -171,7 +171,8 @@ def _listed(store: Store, key: str) -> list[str]:
 def _bodies(record: Manifest) -> Iterator[str]:
     yield keys.layout_key(record.layout)
     for part in record.parts:
-        yield keys.part_key(part.id)
+        if part.data is None:
+            yield keys.part_key(part.id)
     for file in record.files:
         yield keys.file_key(file.id)
 

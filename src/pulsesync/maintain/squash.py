@@ -14,11 +14,11 @@ from pulsesync.core.types import Sum
 from pulsesync.errors import ConflictError, MissingLinkError
 from pulsesync.format import patch, signature
 from pulsesync.format.epochs import EPOCH_PATCHES
-from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
+from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
-from pulsesync.run.bodies import check_room, fetch_body, keep_body
+from pulsesync.run.bodies import check_room, fetch_body, inline_share, keep_body, put_body
 from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
@@ -195,18 +195,19 @@ class Squasher:
         old = Overlay(state, {at: inverse(change) for at, change in span.changes.items()})
         diffs = patch.diff_of(state.layout.tiles, old, span.changes, "context")
         part = patch.encode_diff(state.layout, diffs, old, span.before, codec="auto")
+        ref = put_body(self.store, part, inline_share())
         record = replace(
             span.end,
             kind=RecordKind.SQUASH,
             base=BaseRef(span.base.version, span.base.digest),
             history=None,
-            parts=(PartRef(part.id, len(part.data)),),
+            parts=(ref,),
         )
-        line = record.build()
-        self.store.put(keys.part_key(part.id), part.data)
+        data = record.build()
         try:
-            self.store.create(key, signature.sign(line, self.signing_key) if self.signing_key else line)
+            self.store.create(key, signature.sign(data, self.signing_key) if self.signing_key else data)
         except ConflictError:
             return None
-        keep_body(self.store, part)
-        return SquashReport(level, span.number, span.base.version, span.end.version, len(part.data), span.patch_bytes)
+        if ref.data is None:
+            keep_body(self.store, part)
+        return SquashReport(level, span.number, span.base.version, span.end.version, ref.size, span.patch_bytes)

@@ -18,6 +18,7 @@ from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish.team import AnchorShare
 from pulsesync.run import keys, planner
+from pulsesync.run.bodies import inline_share
 from pulsesync.run.planner import Look
 from pulsesync.run.spool import Outbox
 from pulsesync.state.live import AnyState, Snapshot
@@ -37,7 +38,7 @@ class AnchorWriter:
 
     Args:
         give_way: Waits while a version is being sent.
-        alone: Whether this is a team of one.
+        ranks: Of the team.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class AnchorWriter:
         sign: Callable[[Manifest], bytes],
         executor: Executor,
         give_way: Callable[[], None],
-        alone: bool = True,
+        ranks: int = 1,
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
@@ -56,7 +57,8 @@ class AnchorWriter:
         self.share: AnchorShare | None = None
         self._uploaded_s = 0.0  # when the share was
         self._version: Manifest | None = None  # of which the last anchor was begun
-        self._executor, self._give_way, self._alone = executor, give_way, alone
+        self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
+        self._ranks = ranks
         self._current: Future[None] | None = None
         self._failures = 0  # in a row that may be made up for later
         self._pause: float = 0  # versions to come before the anchor is tried again
@@ -150,7 +152,8 @@ class AnchorWriter:
 
     def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         epoch = version.starts
-        refs = self.outbox.stage(epoch, encode_parts(tiles, snapshot) if tiles or self._alone else ())
+        parts = encode_parts(tiles, snapshot) if tiles or self._alone else ()
+        refs = self.outbox.stage(epoch, parts, inline_share(self._ranks))
         record = anchor_record(version, refs, self.newest)
         data = self.sign(record)
         self.outbox.seal(epoch, data)
@@ -187,8 +190,9 @@ class AnchorWriter:
     def _upload(self, epoch: int, record: Manifest, data: bytes) -> None:
         """Put all parts, whether they are there already or not: one that is old might be about to be pruned."""
         for ref in record.parts:
-            self._give_way()
-            self.store.put(keys.part_key(ref.id), self._staged(epoch, ref))
+            if ref.data is None:
+                self._give_way()
+                self.store.put(keys.part_key(ref.id), self._staged(epoch, ref))
             self.written_bytes += ref.size
         if not self._alone:
             self.share, self._uploaded_s = AnchorShare(epoch, record.parts), time.monotonic()

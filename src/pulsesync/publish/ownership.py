@@ -7,6 +7,7 @@ of another for them.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,18 @@ _SUM = np.dtype([("tile", "<u4"), ("first", "<u8"), ("second", "<u8")])
 _REMEMBERED = np.dtype([("tile", "<u4"), ("cut", "<u8"), ("size", "<u8"), ("first", "<u8"), ("second", "<u8")])
 
 
+def write_parts(parts: Iterable[PartRef]) -> list[list[Any]]:
+    """What a record has of parts, as a message between ranks has it in JSON."""
+    return [[part.id, part.size, None if part.data is None else part.data.hex()] for part in parts]
+
+
+def read_parts(table: Iterable[Sequence[Any]]) -> tuple[PartRef, ...]:
+    """Raises: ValueError, TypeError, if it is not what `write_parts` wrote."""
+    return tuple(
+        PartRef(str(id_), int(size), None if data is None else bytes.fromhex(data)) for id_, size, data in table
+    )
+
+
 @dataclass(frozen=True)
 class RankReport:
     """What a rank tells of its tiles: parts it has put, and what a record's digests need of those that changed."""
@@ -60,10 +73,10 @@ class RankReport:
         return cls(sums={n: state.sums[n] for n in owned}, remembered=state.history.counts(owned))
 
     def to_bytes(self) -> bytes:
-        parts = [[part.id, part.size] for part in self.parts]
         sums = np.array([(n, *total) for n, total in self.sums.items()], _SUM)
         remembered = np.array([(n, r.cut, r.size, *r.sum) for n, r in self.remembered.items()], _REMEMBERED)
-        head = {"parts": parts, "changed": self.changed, "tiles": [sums.size, remembered.size], "failed": self.failed}
+        tiles = [sums.size, remembered.size]
+        head = {"parts": write_parts(self.parts), "changed": self.changed, "tiles": tiles, "failed": self.failed}
         return json.dumps(head).encode() + b"\n" + sums.tobytes() + remembered.tobytes()
 
     @classmethod
@@ -80,7 +93,7 @@ class RankReport:
             sums = np.ndarray((some,), _SUM, data, at)
             remembered = np.ndarray((known,), _REMEMBERED, data, at + sums.nbytes)
             return cls(
-                tuple(PartRef(str(id_), int(size)) for id_, size in head["parts"]),
+                read_parts(head["parts"]),
                 int(head["changed"]),
                 {n: Sum(*total) for n, *total in sums.tolist()},
                 {n: TileHistorySummary(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},

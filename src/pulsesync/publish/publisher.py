@@ -321,7 +321,7 @@ class Publisher:
         outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
         queue = self._queue
         anchors = AnchorWriter(
-            self.store, outbox, self._sign, self._anchor_sender, queue.wait_until_quiet, alone=queue.is_alone
+            self.store, outbox, self._sign, self._anchor_sender, queue.wait_until_quiet, ranks=self.team.size
         )
         self._writer = RunWriter(self.store, TeamTalk(self.team), queue, self._cadence, anchors, self._options)
         self._process = os.getpid()

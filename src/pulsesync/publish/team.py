@@ -10,7 +10,7 @@ from pulsesync import errors
 from pulsesync.errors import FormatError, GroupError, PulseError, StoreError
 from pulsesync.format.manifest import PartRef
 from pulsesync.group.collective import Team
-from pulsesync.publish.ownership import RankReport
+from pulsesync.publish.ownership import RankReport, read_parts, write_parts
 
 COORDINATOR = 0
 MAX_FAULT = 1000  # characters of an error that are sent to the others
@@ -142,7 +142,7 @@ class Standing:
     target: int  # steps that the next version should have, as far as this rank knows
 
     def to_bytes(self) -> bytes:
-        share = [self.share.epoch, [[part.id, part.size] for part in self.share.parts]] if self.share else None
+        share = [self.share.epoch, write_parts(self.share.parts)] if self.share else None
         facts = [self.call, self.calls, self.version, self.unsure, self.awaited, self.waits, self.unread]
         return json.dumps([*facts, self.busy, share, self.target]).encode()
 
@@ -153,7 +153,7 @@ class Standing:
         for rank, data in enumerate(messages):
             try:
                 call, calls, version, unsure, awaited, waits, unread, busy, share, target = json.loads(data)
-                found = AnchorShare(share[0], tuple(PartRef(str(i), int(n)) for i, n in share[1])) if share else None
+                found = AnchorShare(share[0], read_parts(share[1])) if share else None
                 out.append(cls(call, calls, version, unsure, awaited, waits, unread, busy, found, target))
             except (ValueError, TypeError, IndexError) as e:
                 raise FormatError(f"malformed message from rank {rank}: {e}") from e

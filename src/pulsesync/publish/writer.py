@@ -43,7 +43,7 @@ from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
-from pulsesync.run.bodies import keep_body
+from pulsesync.run.bodies import inline_share, keep_body, put_body
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
@@ -360,7 +360,7 @@ class RunWriter:
         reader = self._reader()
         last = reader.newest()
         key = self.options.signing_key
-        if last is not None and key is None and signature.split(self.store.get(keys.manifest_key(last.version)))[1]:
+        if last is not None and key is None and last.signed_by:
             raise SignatureError(
                 "this run is signed; pass signing_key= to resume it", key=keys.manifest_key(last.version)
             )
@@ -522,7 +522,7 @@ class RunWriter:
         self._draft = replace(draft, record=data, tables=tables)
         self._path_bytes += record.size_bytes
         try:
-            written = record.size_bytes + create(self.store, record, data, base.last)
+            written = record.object_bytes + create(self.store, record, data, base.last)
         except AnotherPublisherError:
             self._draft = None
             raise
@@ -532,12 +532,11 @@ class RunWriter:
 
     def _keep_body(self, draft: Draft) -> None:
         """A prune may have deleted the part between its upload and the record that names it: then put it again."""
-        if draft.part is not None:
+        if draft.part is not None and draft.part.data is None:
             keep_body(self.store, draft.encoded)
 
     def _put(self, part: EncodedPart) -> PartRef:
-        self.store.put(keys.part_key(part.id), part.data)
-        return PartRef(part.id, len(part.data))
+        return put_body(self.store, part, inline_share(self.talk.team.size))
 
     # Anchors
 
@@ -690,8 +689,8 @@ def check_continues(state: PublisherState, reader: RunReader, last: Manifest | N
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:
     """A record as it is stored."""
-    line = record.build()
-    return signature.sign(line, key) if key else line
+    data = record.build()
+    return signature.sign(data, key) if key else data
 
 
 def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:

@@ -1,33 +1,54 @@
-"""The bodies of a run: parts fetched whole or by section, checked byte by byte, read again if they are bad."""
+"""The bodies of a run: parts put and fetched, whole or by section, checked byte by byte, read again if they are bad."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import TypeVar
 
 from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.format import container, patch
 from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.manifest import MAX_INLINE_BYTES, Manifest, PartRef, inline_part
 from pulsesync.format.patch import EncodedPart
 from pulsesync.run import keys
-from pulsesync.run.reader import forgetting
+from pulsesync.run.reader import read_again
 from pulsesync.store import Store, origin_of
 
 SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
 HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
+INLINE_BYTES = MAX_INLINE_BYTES  # of parts that a writer puts into a record: all that a reader accepts
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+
+
+def inline_share(ranks: int = 1) -> int:
+    """How many bytes of a record each rank of a team may fill with parts, so that there is room for those of all."""
+    return INLINE_BYTES // ranks
+
+
+def put_body(store: Store, part: EncodedPart, inline_limit: int) -> PartRef:
+    """Put a part, unless it has at most so many bytes that it stands in its record; return what the record has of it.
+
+    Raises:
+        StoreError.
+    """
+    inline = inline_part(part.data, inline_limit)
+    if inline is not None:
+        return inline
+    store.put(keys.part_key(part.id), part.data)
+    return PartRef(part.id, len(part.data))
 
 
 def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[int] | None) -> tuple[Body, int]:
-    """Fetch a part, or those sections in which wanted tiles are, and check every byte; say how many were fetched.
+    """Fetch a part, or those sections in which wanted tiles are, and check every byte; return how many were fetched.
+
+    Of a part that stands in its record nothing is fetched: it came with the record.
 
     Raises:
         StoreError; FormatError: and branches, if these are not the bytes the id names, not when read again either.
     """
+    if ref.data is not None:
+        return Body.of(ref.data, layout, ref.id), 0
     key = keys.part_key(ref.id)
 
     def fetch() -> tuple[Body, int]:
@@ -45,23 +66,6 @@ def fetch_part(store: Store, ref: PartRef) -> bytes:
     if len(data) != ref.size:
         raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
     return data
-
-
-def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
-    """Read and check an object; if its bytes are bad, read it once more, at once and past every cache.
-
-    Bytes that are bad twice were not damaged on the network: to wait, or to fetch other objects again, does not help.
-
-    Raises:
-        FormatError: the bytes were bad both times; and whatever else `read` raises, at once.
-    """
-    try:
-        with forgetting(store, key):
-            return read()
-    except FormatError as e:
-        logger.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
-    with forgetting(store, key):
-        return read()
 
 
 def keep_body(store: Store, part: EncodedPart) -> None:
@@ -83,7 +87,7 @@ def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
     """Check that an anchor is there and large enough for its layout, before memory is taken for its state.
 
     A record and a layout of a few hundred bytes can describe a state of any size. For readers that hold no tensors
-    with which the layout could be compared. One small request for each part.
+    with which the layout could be compared. One small request for each part that is an object of its own.
 
     Raises:
         LimitError: it cannot hold such a state; FormatError: a part is shorter than the record says; StoreError.
@@ -91,7 +95,7 @@ def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
     patch.check_fits(layout, anchor.size_bytes)
     for ref in anchor.parts:
         key = keys.part_key(ref.id)
-        if ref.size and not origin_of(store).get(key, ref.size - 1, ref.size):
+        if ref.data is None and ref.size and not origin_of(store).get(key, ref.size - 1, ref.size):
             raise FormatError(f"part {ref.id[:12]} is shorter than {ref.size} bytes", part=ref.id, key=key)
 
 

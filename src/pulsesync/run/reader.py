@@ -70,19 +70,19 @@ class RunReader:
 
     def _fetch(self, key: str) -> Manifest | None:
         try:
-            data = self.store.get(key, 0, manifests.MAX_BYTES + 1)
+            record = read_again(self.store, key, lambda: self._read(key))
         except NotFoundError:
             return None
+        if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
+            raise ChainError(f"{key} holds version {record.version}", key=key, version=record.version)
+        return record
+
+    def _read(self, key: str) -> Manifest:
+        data = self.store.get(key, 0, manifests.MAX_BYTES + 1)
         self.fetched_bytes += len(data)
-        try:
-            record = manifests.parse(data, self.trust, self._epoch_patches)
-            if record.kind != _KINDS[key.partition("/")[0]]:
-                raise FormatError(f"{key} holds a record of kind {record.kind}")
-            if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
-                raise ChainError(f"{key} holds version {record.version}", version=record.version)
-        except (FormatError, ChainError) as e:
-            locate(e, key)
-            raise
+        record = manifests.parse(data, self.trust, self._epoch_patches)
+        if record.kind != _KINDS[key.partition("/")[0]]:
+            raise FormatError(f"{key} holds a record of kind {record.kind}")
         return record
 
     def key_of(self, record: Manifest) -> str:
@@ -265,6 +265,23 @@ def forgetting(store: Store, key: str) -> Iterator[None]:
         forget(store, key)
         locate(e, key)
         raise
+
+
+def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
+    """Read and check an object; if its bytes are bad, read it once more, at once and past every cache.
+
+    Bytes that are bad twice were not damaged on the network: to wait, or to fetch other objects again, does not help.
+
+    Raises:
+        FormatError: the bytes were bad both times; and what else `read` raises, at once.
+    """
+    try:
+        with forgetting(store, key):
+            return read()
+    except FormatError as e:
+        logger.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
+    with forgetting(store, key):
+        return read()
 
 
 def describe(record: Manifest) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.run import keys
-from pulsesync.run.bodies import fetch_body, fetch_part, read_again
+from pulsesync.run.bodies import fetch_body, fetch_part, put_body
+from pulsesync.run.reader import read_again
 from pulsesync.store import LocalStore, Store
 from pulsesync.store.turns import PATIENCE_S, locked
 
@@ -45,7 +46,7 @@ class AnchorSpool:
 
         What an earlier attempt, or another process, has fetched already is used. No process removes one of them until
         `close` or `keep_only` is called, or this object is gone. They are opened whenever they are read: an anchor can
-        have more parts than a process may have files open.
+        have more parts than a process may have files open. Parts that stand in the record stay in memory.
 
         Raises:
             StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
@@ -60,6 +61,8 @@ class AnchorSpool:
         return [body for body, _ in got], sum(size for _, size in got)
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
+        if ref.data is not None:
+            return fetch_body(store, ref, layout, None)
         with self._turn(ref):
             body, fetched = self._open(ref, store, layout, check=True), 0
             if body is None:
@@ -229,13 +232,16 @@ class Outbox:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def stage(self, epoch: int, parts: Iterable[EncodedPart]) -> tuple[PartRef, ...]:
-        """Write the parts of an anchor to disk, one after the other, and return what its record names."""
+    def stage(self, epoch: int, parts: Iterable[EncodedPart], inline_limit: int) -> tuple[PartRef, ...]:
+        """Write the parts of an anchor to disk, one after the other, and return what its record has of them.
+
+        inline_limit: bytes, of all together, up to which small parts stand in the record and not in a file.
+        """
         self.discard(epoch)
         files, refs = LocalStore(self.folder / str(epoch)), []
         for part in parts:
-            files.put(keys.part_key(part.id), part.data)
-            refs.append(PartRef(part.id, len(part.data)))
+            refs.append(put_body(files, part, inline_limit))
+            inline_limit -= refs[-1].size if refs[-1].data is not None else 0
         return tuple(refs)
 
     def seal(self, epoch: int, record: bytes) -> None:

@@ -15,12 +15,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pulsesync import device
 from pulsesync.core.scratch import ScratchFolder
@@ -60,9 +60,16 @@ from pulsesync.store import CachedStore, Store, open_store
 
 REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
 AHEAD = 4  # patches fetched before they are decoded
+TOGETHER = 8  # patches decoded together, so that the weights are copied and compared once for all of them
+AHEAD_BYTES = 1 << 24  # of patches fetched ahead, and of those decoded together; or, if more, a share of the weights:
+AHEAD_SHARE = 32  # what patches change has several times their bytes, so this is less memory than one takes decoded
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a store with nothing new, and the longest
 
 logger = logging.getLogger(__name__)
+
+_Fetching: TypeAlias = tuple[Manifest, list[Future[tuple[Body, int]]]]  # a record, and its parts under way
+_Group: TypeAlias = list[tuple[Manifest, list[Body]]]  # records with their parts
+_Checking: TypeAlias = Callable[[Manifest], AbstractContextManager[None]]  # for what is done about a record
 
 
 @dataclass(frozen=True)
@@ -109,14 +116,18 @@ class _Progress:
     failed_record: str | None = None  # the key of the record that this attempt failed at, so that the next avoids it
     torn: bool = False  # whether an anchor was written in part, and nothing whole since
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
+    inside_s: float = 0.0  # that was counted inside the innermost `timed` so far
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
+        """Add the time inside to a sum; what passes in another `timed` inside this one counts there alone."""
+        began, around, self.inside_s = time.perf_counter(), self.inside_s, 0.0
         try:
             yield
         finally:
-            self.seconds[what] += time.perf_counter() - began
+            took_s = time.perf_counter() - began
+            self.seconds[what] += took_s - self.inside_s
+            self.inside_s = around + took_s
 
     @contextmanager
     def applying(self, record: Manifest, records: RunReader) -> Iterator[None]:
@@ -599,32 +610,82 @@ class Subscriber:
             with progress.applying(path[0], records):
                 self._load(path[0], progress)
             path = path[1:]
-        transition: AnyTransition | None = None
-        goes_on = False  # whether there was a commit in this walk: it is undone together with the next
-        for n, (record, fetching) in enumerate(self._ahead(path), 1):
-            with progress.applying(record, records):
-                with progress.timed("fetch"):
-                    got = [future.result() for future in fetching]
-                progress.fetched_bytes += sum(size for _, size in got)
-                with progress.timed("prepare"):
-                    transition = self._state.prepare(record, [body for body, _ in got], after=transition)
-            if n == len(path) or not self._state.overlays:
-                self._commit(transition, record, progress, goes_on=goes_on)
-                transition, goes_on = None, True
-            progress.path.append("squash" if record.kind == RecordKind.SQUASH else "patch")
 
-    def _ahead(self, path: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[Future[tuple[Body, int]]]]]:
+        def checking(record: Manifest) -> AbstractContextManager[None]:
+            return progress.applying(record, records)
+
+        with closing(self._fetched(path, progress, checking)) as groups:
+            if self._state.overlays:
+                self._apply(path, groups, progress, checking, goes_on=False)
+                return
+            for n, group in enumerate(groups):  # which are undone together
+                self._apply([record for record, _ in group], [group], progress, checking, goes_on=n > 0)
+
+    def _apply(
+        self,
+        path: Sequence[Manifest],
+        groups: Iterable[_Group],
+        progress: _Progress,
+        checking: _Checking,
+        goes_on: bool,
+    ) -> None:
+        """Bring patches into the weights, in one commit."""
+        if not path:
+            return
+        assert self._state is not None
+        with progress.timed("prepare"):
+            transition = self._state.prepare_all(groups, checking=checking)
+        self._commit(transition, path[-1], progress, goes_on=goes_on)
+        progress.path += ("squash" if record.kind == RecordKind.SQUASH else "patch" for record in path)
+
+    def _fetched(
+        self, path: Sequence[Manifest], progress: _Progress, checking: _Checking
+    ) -> Generator[_Group, None, None]:
+        """Yield records with their bodies, in groups that are decoded together."""
+        with closing(self._together(path)) as groups:
+            for group in groups:
+                versions = []
+                for record, fetching in group:
+                    with checking(record), progress.timed("fetch"):
+                        got = [future.result() for future in fetching]
+                    progress.fetched_bytes += sum(size for _, size in got)
+                    versions.append((record, [body for body, _ in got]))
+                yield versions
+
+    def _together(self, path: Sequence[Manifest]) -> Generator[list[_Fetching], None, None]:
+        """Yield records in groups that are decoded together, with their bodies under way."""
+        assert self._state is not None
+        some: list[_Fetching] = []
+        with closing(self._ahead(path)) as ahead:
+            for one in ahead:
+                size = sum(record.size_bytes for record, _ in (*some, one))
+                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.overlays):
+                    yield some
+                    some = []
+                some.append(one)
+            if some:
+                yield some
+
+    @property
+    def _ahead_bytes(self) -> int:
+        assert self._state is not None
+        return max(AHEAD_BYTES, self._state.layout.size_bytes // AHEAD_SHARE)
+
+    def _ahead(self, path: Sequence[Manifest]) -> Generator[_Fetching, None, None]:
         """Yield records with their bodies under way, some of them further along than the one that is wanted."""
         assert self._state is not None
         state = self._state
         wanted = None if state.whole else state.places.keys()
         executor = self._executor or ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
-        waiting: deque[tuple[Manifest, list[Future[tuple[Body, int]]]]] = deque()
+        waiting: deque[_Fetching] = deque()
+        size = 0
         try:
             for record in path:
                 fetching = [executor.submit(fetch_body, self.store, ref, state.layout, wanted) for ref in record.parts]
                 waiting.append((record, fetching))
-                if len(waiting) > AHEAD:
+                size += record.size_bytes
+                while len(waiting) > AHEAD or (len(waiting) > 1 and size > self._ahead_bytes):
+                    size -= waiting[0][0].size_bytes
                     yield waiting.popleft()
             while waiting:
                 yield waiting.popleft()

@@ -8,14 +8,16 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile, TilePatch
 from pulsesync.errors import StateError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodedPart
-from pulsesync.format.weights import Changes, Overlay, Weights, by_block, compose, inverse
+from pulsesync.format.predict import PREDICTING
+from pulsesync.format.replay import replay
+from pulsesync.format.weights import Changes, compose, inverse
 from pulsesync.state.live import LiveState, Transition, VersionChanges
 from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.views import view_bits, zeros
@@ -113,34 +115,39 @@ class HostState(LiveState[Bits, Changes, History]):
     # Decoding
 
     def decode(
-        self, bodies: Sequence[Body], after: Changes, history: History | None
+        self, versions: Sequence[Sequence[Body]], after: Changes, history: History | None
     ) -> VersionChanges[Changes, History]:
-        weights: Weights = Overlay(self, after) if after else self
-        patches = [one for body in bodies for one in self.decode_part(body, weights, history).patches]
-        return VersionChanges(by_block(patches), count_moves(patches), lambda before: before.after(patches, weights))
+        for bodies in versions:
+            for body in bodies:
+                self._check_codecs(body)
+        wanted, keep = (None, None) if self.whole else (self.tiles, self._keep)
+        changes = after if isinstance(after, dict) else dict(after)
+        found = replay(versions, self.layout, self, changes, history, wanted=wanted, keep=keep)
+        return VersionChanges(changes, found.moves, found.history, found.history_digests, found.fault)
 
-    def decode_part(self, body: Body, weights: Weights | None = None, history: History | None = None) -> DecodedPart:
-        """Decode the local tiles of a part against this state, or other weights in its place.
+    def _keep(self, ordinal: int, change: BlockChange) -> BlockChange | None:
+        return self.places[ordinal].keep(change)
+
+    def decode_part(self, body: Body) -> DecodedPart:
+        """Decode the local tiles of a part against this state.
 
         Raises:
             FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
         """
         self._check_codecs(body)
         wanted = None if self.whole else self.tiles
-        part = patch.decode_tiles(
-            body.index, body.sections, self.layout, weights or self, wanted=wanted, history=history
-        )
+        part = patch.decode_tiles(body.index, body.sections, self.layout, self, wanted=wanted)
         return DecodedPart(tuple(self._local(part.patches)), part.sums)
 
     def _check_codecs(self, body: Body) -> None:
-        """A tile that is local in part can be read only with a codec that needs no old weights."""
+        """A tile that is local in part can be read only with a codec that needs no old weights but those it changes."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
-            if place and place.apart and entry.codec not in (Codec.GAP, Codec.DENSE):
-                name = place.tile.tensor.name
+            if place and place.apart and entry.codec in PREDICTING:
+                name = self.layout.tiles[entry.tile].names[0]
                 raise StateError(
                     f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
-                    "borders there, or with codec='gap'",
+                    "borders there, or with codec='step' or 'gap'",
                     tensor=name,
                 )
 

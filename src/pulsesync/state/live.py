@@ -12,8 +12,9 @@ block.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from pulsesync.core import digest
 from pulsesync.core.types import Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
-from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
+from pulsesync.errors import BaseMismatchError, FormatError, PulseError, StateError, VerificationError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
@@ -34,6 +35,7 @@ from pulsesync.state.views import SourceMarks
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: their places, old and new bits
 Memory = TypeVar("Memory", bound=HistoryLookup)  # the history of an epoch
+Parts: TypeAlias = Sequence[bytes | memoryview | Body]  # of a version, in the order of its record
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class Transition(ABC, Generic[Delta, Memory]):
 
 @dataclass(frozen=True)
 class VersionChanges(Generic[Delta, Memory]):
-    """What a version changes, decoded against the weights before it."""
+    """What versions in a row change, each decoded against the weights that the one before it leaves."""
 
-    changes: Delta
-    moves: Mapping[int, Sum]  # of the digests of all tiles that it names, by ordinal
-    history_after: Callable[[Memory], Memory]  # the history after it, given the one before it
+    changes: Delta  # of all of them, and of what they were decoded after
+    moves: Sequence[Mapping[int, Sum]]  # for each version: of the digests of all tiles that it names, by ordinal
+    history: Memory | None  # after the last; None if none was given
+    history_digests: Sequence[str | None]  # for each version: of the history after it, of a state that is whole
+    fault: PulseError | None = None  # of the first version that cannot be decoded; the lists end before it
 
 
 class LiveState(ABC, Generic[Flat, Delta, Memory]):
@@ -137,11 +141,17 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Count the digest of one block of a tile, given its weights."""
 
     @abstractmethod
-    def decode(self, bodies: Sequence[Body], after: Delta, history: Memory | None) -> VersionChanges[Delta, Memory]:
-        """Decode the local tiles of a version's parts against the weights as they are after some changes.
+    def decode(
+        self, versions: Sequence[Sequence[Body]], after: Delta, history: Memory | None
+    ) -> VersionChanges[Delta, Memory]:
+        """Decode the local tiles of the parts of versions in a row; the first follows the weights after some changes.
+
+        All are patches of one epoch. Where patches cannot be prepared over each other, there is one, and no changes.
+        The changes that are given may become those that are returned.
 
         Raises:
-            FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
+            StateError: a slice cuts through a tile. What is wrong with bytes may be raised, if there is one version; it
+            is always the `fault` of one that follows another.
         """
 
     @abstractmethod
@@ -309,7 +319,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def prepare(
         self,
         manifest: Manifest,
-        parts: "Sequence[bytes | memoryview | Body]",
+        parts: Parts,
         after: Transition[Delta, Memory] | None = None,
     ) -> Transition[Delta, Memory]:
         """Check and decode a patch against this state, or against what it will be after a transition. Touches nothing.
@@ -320,29 +330,72 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             BaseMismatchError: it is for another state or history; FormatError: and branches, for bad bytes;
             VerificationError: it decodes, but not to the state the record promises.
         """
+        return self.prepare_all([[(manifest, parts)]], after)
+
+    def prepare_all(
+        self,
+        groups: Iterable[Sequence[tuple[Manifest, Parts]]],
+        after: Transition[Delta, Memory] | None = None,
+        checking: Callable[[Manifest], AbstractContextManager[object]] = nullcontext,
+    ) -> Transition[Delta, Memory]:
+        """The same for patches of which each follows the one before it, given in groups that are decoded together.
+
+        All patches of a group are decoded before the first is checked, but they are checked in their order: the error
+        is that of the first patch with which anything is wrong, and it is raised inside `checking` of its record.
+        """
         base = after or self.stay()
-        history = self._check_base(manifest, base)
-        bodies = self._open(manifest, parts)
-        promised = self._promised(manifest, bodies)
-        remembers = manifest.kind == RecordKind.VERSION
-        found = self.decode(bodies, base.changes, history if remembers else None)
-        sums = {**base.sums, **self.check_moves(found.moves, promised, base.sums)}
-        if self.whole and (then := self._digest(sums)) != manifest.digest:
+        changes, sums, history = copy(base.changes), base.sums, base.history
+        for group in groups:
+            for versions in _by_epoch(group):
+                changes, sums, history = self._prepare(versions, changes, sums, history, checking)
+        return replace(base, changes=changes, sums=sums, history=history)
+
+    def _prepare(
+        self,
+        versions: Sequence[tuple[Manifest, Parts]],
+        changes: Delta,
+        sums: Mapping[int, Sum],
+        history: Memory,
+        checking: Callable[[Manifest], AbstractContextManager[object]],
+    ) -> tuple[Delta, Mapping[int, Sum], Memory]:
+        """Prepare patches of one epoch in a row, or one squashed patch; return changes, sums and history after them."""
+        first = versions[0][0]
+        with checking(first):
+            history = self._check_base(first, sums, history)
+        opened, promised = [], []
+        for manifest, parts in versions:
+            with checking(manifest):
+                opened.append(bodies := self._open(manifest, parts))
+                promised.append(self._promised(manifest, bodies))
+        remembers = first.kind == RecordKind.VERSION
+        with checking(first):
+            found = self.decode(opened, changes, history if remembers else None)
+        for n, (manifest, _) in enumerate(versions):
+            with checking(manifest):
+                self._check_base_digest(manifest, sums)
+                if n == len(found.moves):
+                    assert found.fault is not None
+                    raise found.fault
+                sums = {**sums, **self.check_moves(found.moves[n], promised[n], sums)}
+                if self.whole:
+                    self._check_digests(manifest, sums, found.history_digests[n])
+        return found.changes, sums, found.history if found.history is not None else self.bring(History())
+
+    def _check_digests(self, manifest: Manifest, sums: Mapping[int, Sum], history: str | None) -> None:
+        if (then := self._digest(sums)) != manifest.digest:
             raise VerificationError(
                 "digest mismatch: the decoded weights differ from the manifest; weights unchanged",
                 version=manifest.version,
                 expected=manifest.digest,
                 actual=then,
             )
-        later = found.history_after(history) if remembers else self.bring(History())
-        if self.whole and (later.digest() if later.tiles else None) != manifest.history:
+        if history != manifest.history:
             raise VerificationError(
                 "digest mismatch: the history of the epoch differs from the manifest; weights unchanged",
                 version=manifest.version,
             )
-        return replace(base, changes=self.compose(base.changes, found.changes), sums=sums, history=later)
 
-    def _check_base(self, manifest: Manifest, base: Transition[Delta, Memory]) -> Memory:
+    def _check_base(self, manifest: Manifest, sums: Mapping[int, Sum], history: Memory) -> Memory:
         """Check that a patch is for this state; return the history it was made with."""
         if manifest.base is None:
             raise BaseMismatchError(f"version {manifest.version} is not a patch", version=manifest.version)
@@ -352,23 +405,27 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             raise BaseMismatchError(
                 f"a tensor tied to {self.untied!r} differs from it; a full resync from an anchor is required"
             )
-        if self.whole and manifest.base.digest != (held := self._digest(base.sums)):
+        self._check_base_digest(manifest, sums)
+        if manifest.kind == RecordKind.SQUASH or manifest.index == 1:
+            return self.bring(History())
+        if manifest.index != history.index + 1:
+            raise BaseMismatchError(
+                f"patch {manifest.index} of its epoch; {history.index} are known here", version=manifest.version
+            )
+        return history
+
+    def _check_base_digest(self, manifest: Manifest, sums: Mapping[int, Sum]) -> None:
+        assert manifest.base is not None
+        if self.whole and manifest.base.digest != (held := self._digest(sums)):
             raise BaseMismatchError(
                 f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=held
             )
-        if manifest.kind == RecordKind.SQUASH or manifest.index == 1:
-            return self.bring(History())
-        if manifest.index != base.history.index + 1:
-            raise BaseMismatchError(
-                f"patch {manifest.index} of its epoch; {base.history.index} are known here", version=manifest.version
-            )
-        return base.history
 
-    def _open(self, manifest: Manifest, parts: "Sequence[bytes | memoryview | Body]") -> list[Body]:
+    def _open(self, manifest: Manifest, parts: Parts) -> list[Body]:
         bodies = []
         for ref, part in zip(manifest.parts, parts, strict=True):
             if not isinstance(part, Body):
-                if len(part) != ref.size:
+                if ref.data is None and len(part) != ref.size:
                     raise FormatError(f"part {ref.id[:12]} has {len(part)} bytes, not {ref.size}", part=ref.id)
                 part = Body.of(part, self.layout, ref.id)
             if part.index.header.id != ref.id:
@@ -495,6 +552,27 @@ class Snapshot:
     def block(self, tile: Tile, number: int) -> Bits:
         with self._state.lock:
             return self._state.amended_block(tile, number, self.changes)
+
+
+def _by_epoch(
+    versions: Sequence[tuple[Manifest, Parts]],
+) -> Iterator[Sequence[tuple[Manifest, Parts]]]:
+    """Split versions in a row where the history of one is not that of the one before it, moved on."""
+    begin = 0
+    for n in range(1, len(versions) + 1):
+        if n == len(versions) or not _continues(versions[n - 1][0], versions[n][0]):
+            yield versions[begin:n]
+            begin = n
+
+
+def _continues(earlier: Manifest, later: Manifest) -> bool:
+    """Whether a record is that of the next patch of an epoch."""
+    return (
+        earlier.kind == later.kind == RecordKind.VERSION
+        and later.base is not None
+        and later.layout == earlier.layout
+        and later.index == earlier.index + 1
+    )
 
 
 def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> dict[int, TileStorage]:

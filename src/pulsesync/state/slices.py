@@ -190,6 +190,8 @@ class LocalTile:
 
 def kept_of(change: BlockChange, held: NDArray[np.bool_]) -> BlockChange | None:
     """The changes that a mask says, if any."""
+    if held.all():
+        return change
     if not held.any():
         return None
     return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
@@ -326,7 +328,7 @@ class BundledTile:
         """The pieces that positions are in, by number: which positions those are, and where they are in the piece."""
         borders = np.searchsorted(positions, self.starts)
         touched = np.flatnonzero(borders[1:] > borders[:-1])
-        inside = positions - np.repeat(self.starts[touched], np.diff(borders)[touched])
+        inside = positions.astype(np.int64) - np.repeat(self.starts[touched], np.diff(borders)[touched])
         begins, ends = borders[touched].tolist(), borders[touched + 1].tolist()
         for n, begin, end in zip(touched.tolist(), begins, ends, strict=True):
             yield n, slice(begin, end), inside[begin:end]

@@ -101,8 +101,12 @@ class SourceMarks:
     @classmethod
     def of(cls, source: Any) -> "SourceMarks | None":
         """None: something in the source is no plain tensor in one run of memory, and must be viewed each time."""
-        marks = {name: _mark(tensor) for name, tensor in mapping_of(source).items()}
-        return None if None in marks.values() else cls(marks)
+        marks = {}
+        for name, tensor in mapping_of(source).items():
+            if (mark := _mark(tensor)) is None:
+                return None
+            marks[name] = mark
+        return cls(marks)
 
     def fit(self, source: Any) -> bool:
         """Whether a source has the very memory of the one that these are of."""
@@ -111,11 +115,11 @@ class SourceMarks:
         if tensors.keys() != marks.keys():
             return False
         for name, tensor in tensors.items():
-            first, *rest = marks[name]
-            if type(first) is weakref.ref:
-                if first() is not tensor or tensor.shape != rest[0] or tensor.dtype != rest[1]:
+            mark = marks[name]
+            if isinstance(tensor, np.ndarray) and type(mark[0]) is weakref.ref:
+                if mark[0]() is not tensor or tensor.shape != mark[1] or tensor.dtype != mark[2]:
                     return False
-            elif _mark(tensor) != marks[name]:
+            elif _mark(tensor) != mark:
                 return False
         return True
 

@@ -27,7 +27,7 @@ def random_tile(rng: np.random.Generator, dtype: str, table: int = 0) -> Tile:
     changes = np.where(coded, rng.integers(1, weights, endpoint=True), 0)
     lanes = np.where(coded, 1 << rng.integers(0, 6, weights.size), 1)
     words = np.where(coded, rng.integers(0, np.minimum(64 + 3 * weights, 300)), 0)
-    cold = np.sort(rng.choice(size, min(size, int(rng.choice([0, 0, 1, 31, 33, 400]))), replace=False))
+    cold = np.sort(rng.choice(size, min(size, int(rng.choice([0, 0, 1, 16, 17, 400]))), replace=False))
     most = 1 << int(rng.integers(1, 8 * kind.itemsize))  # half the circle at most
     steps = rng.integers(1, most, cold.size, endpoint=True) * rng.choice([-1, 1], cold.size)
     cut = int(rng.integers(0, 1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)), endpoint=True))
@@ -229,6 +229,7 @@ WRONG = {
     "a gap beyond 64 bits": [5, 0, 1, 1 << 66, 2],
     "a cold change by nothing": [5, 0, 1, 0, 0],
     "a step beyond the circle": [5, 0, 1, 0, (1 << 16) + 1],
+    "more than a few cold changes as numbers": [5, 0, 17, *[0, 2] * 17],
 }
 RIGHT = [5, 9 << 3 | 5, 0, 2, 0, 1 << 16, 7, 1]
 

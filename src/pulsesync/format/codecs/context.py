@@ -15,15 +15,18 @@ from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Dtype, Remembered, Tile
+from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Dtype, Remembered, Tile
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
+from pulsesync.format.codecs.gap import build_gaps, parse_gaps
+from pulsesync.format.codecs.step import build_steps, parse_steps
 from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import spec
 
 NO_HISTORY = np.empty(0, np.uint8)
 NO_COLD = np.empty(0, np.int64)
 NO_CHECKS = np.empty(0, np.uint32)
+FEW_COLD = 16  # cold changes of a tile up to which they are pairs of numbers; more are planes, as in `step`
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: Freque
     words, ends = kernels.active().encode_blocks(
         decisions.rows,
         table.contexts.bits,
+        8 * DTYPES[table.dtype].itemsize,
         decisions.changed,
         decisions.symbols,
         extras,
@@ -173,22 +177,19 @@ def build_heads(heads: Heads) -> bytes:
         else:
             numbers.append(0)
     numbers.append(heads.cold.size)
-    cold = _build_cold(heads.cold, heads.steps)
+    cold = build_cold(heads.cold, heads.steps)
     return bytes((heads.table,)) + wire.few_numbers(numbers) + cold + heads.checks.astype("<u4", copy=False).tobytes()
 
 
-def _build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
-    if 2 * cold.size <= wire.FEW:
-        at = cold.tolist()
-        numbers = [0] * (2 * len(at))
-        numbers[::2] = [here - before - 1 for before, here in pairwise((-1, *at))]
-        numbers[1::2] = [step << 1 ^ step >> 63 for step in steps.tolist()]
-        return wire.few_numbers(numbers)
-    pairs = np.empty((cold.size, 2), np.int64)
-    pairs[:, 0] = cold
-    pairs[1:, 0] -= cold[:-1] + 1
-    pairs[:, 1] = (steps << 1) ^ (steps >> 63)
-    return wire.numbers(pairs.reshape(-1))
+def build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
+    """Write cold changes at ascending positions: a few as pairs of numbers, more as gaps and steps in planes."""
+    if cold.size > FEW_COLD:
+        return build_gaps(cold) + build_steps(steps)
+    at = cold.tolist()
+    numbers = [0] * (2 * len(at))
+    numbers[::2] = [here - before - 1 for before, here in pairwise((-1, *at))]
+    numbers[1::2] = [step << 1 ^ step >> 63 for step in steps.tolist()]
+    return wire.few_numbers(numbers)
 
 
 def parse(data: memoryview, tile: Tile) -> Payload:
@@ -212,12 +213,11 @@ def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
     reader = wire.ByteReader(data, "a context payload")
     table = reader.byte()
     kind = tile.tensor.kind
-    width = 8 * kind.itemsize
-    cut = reader.number(1 << (width - 1 - (kind.exponent_shift or 0)))
+    cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
     sizes = (tile.borders[1:] - tile.borders[:-1]).tolist()
     by_stream = np.array(parse_streams(reader, sizes), np.int64).reshape(-1, 3)
     changes, lanes, words = by_stream.T.copy()  # each contiguous: a kernel is compiled once more for what is not
-    cold, steps = _parse_cold(reader, tile.size, 1 << width)
+    cold, steps = parse_cold(reader, reader.number(tile.size), tile.size, kind.itemsize)
     checks = NO_CHECKS
     if is_checked(tile):
         checks = np.frombuffer(reader.take(4 * int(changing(tile, changes, cold).sum())), "<u4")
@@ -252,35 +252,22 @@ def parse_streams(reader: wire.ByteReader, sizes: Sequence[int]) -> list[int]:
     return out
 
 
-def _parse_cold(reader: wire.ByteReader, size: int, circle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions and steps of the cold changes; the circle is as long as its dtype has bit patterns."""
-    count = reader.number(size)
-    if 2 * count <= wire.FEW:
-        return _parse_few_cold(reader, count, size, circle)
-    pairs = reader.numbers(2 * count, 1 << 47).reshape(-1, 2)
-    gaps, codes = pairs[:, 0], pairs[:, 1]
-    _check_cold(float(gaps.sum(dtype=np.float64)) + count, int(codes.min()), int(codes.max()), size, circle)
-    return np.cumsum(gaps + 1) - 1, (codes >> 1) ^ -(codes & 1)
-
-
-def _parse_few_cold(
-    reader: wire.ByteReader, count: int, size: int, circle: int
+def parse_cold(
+    reader: wire.ByteReader, count: int, size: int, itemsize: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The same without numpy, whose overhead is more than so few cost."""
+    """Read this many cold changes of a tile: positions and steps. Raises: FormatError, LimitError."""
+    if count > FEW_COLD:
+        return parse_gaps(reader, count, size), parse_steps(reader, count, itemsize)
     if not count:
         return NO_COLD, NO_COLD
     numbers = [reader.number(1 << 47) for _ in range(2 * count)]
     gaps, codes = numbers[::2], numbers[1::2]
-    _check_cold(sum(gaps) + count, min(codes), max(codes), size, circle)
+    if sum(gaps) + count > size:
+        raise FormatError("a context payload has cold changes outside its tile")
+    if min(codes) == 0 or max(codes) > 1 << 8 * itemsize:  # a code is twice a step, or one less
+        raise LimitError("a cold change is no step, or longer than its dtype has")
     positions = [at + n for n, at in enumerate(accumulate(gaps))]
     return np.array(positions, np.int64), np.array([code >> 1 ^ -(code & 1) for code in codes], np.int64)
-
-
-def _check_cold(end: float, least: int, most: int, size: int, circle: int) -> None:
-    if end > size:
-        raise FormatError("a context payload has cold changes outside its tile")
-    if least == 0 or most > circle:  # a code is twice a step, or one less: half the circle at most
-        raise LimitError("a cold change is no step, or longer than its dtype has")
 
 
 def has_changes(heads: Heads, tile: Tile, number: int) -> bool:
@@ -358,6 +345,7 @@ def decode_block(
             memory.cut,
             table.cumulative,
             table.contexts.symbols,
+            table.sizes,
             view.streams.lanes,
             view.streams.words,
             _borders_of(view.streams.sizes),
@@ -408,8 +396,8 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
     kept = KeptGroups.of(tile)
     inside = kept.mask(cold)
     some = [words[ends[n] : ends[n + 1]] for n in tile.kept] or [words[:0]]
-    chosen = list(tile.kept)
-    streams = BlockStreams(*(column[chosen] for column in streams[:3]), np.concatenate(some))
+    n = list(tile.kept)
+    streams = BlockStreams(streams.changes[n], streams.lanes[n], streams.sizes[n], np.concatenate(some))
     return _BlockView(kept.pick(old), kept.borders, streams, kept.shrink(cold[inside]), steps[inside], kept)
 
 

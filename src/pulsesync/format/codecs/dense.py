@@ -2,6 +2,9 @@
 
 Payload: for each block of 2^20 weights, one plane per byte of the weights, lowest first; planes are zstd frames where
 that is shorter. Needs no old weights.
+
+The codec `xor` is the same of the new weights XOR the old ones, for tiles in which most weights change a little: what
+did not change is zero, and so are most upper bits of what did.
 """
 
 from collections.abc import Iterable, Iterator

@@ -14,12 +14,7 @@ from pulsesync.format import wire
 
 def encode(positions: NDArray[np.int64], values: Bits) -> bytes:
     """Write changes at ascending positions of a tile; at least one."""
-    gaps = positions.copy()
-    gaps[1:] -= positions[:-1] + 1
-    width = max(1, (int(gaps.max()).bit_length() + 7) // 8)
-    columns = gaps.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
-    planes = [*columns.T, *values.view(np.uint8).reshape(-1, values.itemsize).T]
-    return wire.number(positions.size) + bytes([width]) + b"".join(wire.plane(p.tobytes()) for p in planes)
+    return wire.number(positions.size) + build_gaps(positions) + wire.planes(values, values.itemsize)
 
 
 def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> tuple[NDArray[np.int64], Bits]:
@@ -29,23 +24,30 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
         FormatError: positions leave the tile, or the payload is not one of this codec.
     """
     reader = wire.ByteReader(payload, "a gap payload")
-    count, width = reader.number(size), reader.byte()
-    if not 1 <= width <= 6:
-        raise FormatError(f"gaps of {width} bytes; 1 to 6 are allowed")
-    gaps = _from_planes(reader, count, width, np.dtype("<u2" if width <= 2 else "<u8"))
-    values = _from_planes(reader, count, dtype.itemsize, dtype)
+    count = reader.number(size)
+    positions = parse_gaps(reader, count, size)
+    values = reader.planes(count, dtype.itemsize, dtype)
     reader.end()
-    # gaps of six bytes, 2^46 of them, would overflow 64 bits: look at the sum in floating point first
-    if count == 0 or float(gaps.sum(dtype=np.float64)) + count > size:
-        raise FormatError("a gap payload has changes outside its tile, or none")
-    positions = np.cumsum(gaps, dtype=np.int64)
-    positions += np.arange(count)
     return positions, values
 
 
-def _from_planes(reader: wire.ByteReader, count: int, width: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
-    """Put planes together, lowest byte first, to integers that have room for them."""
-    columns = np.zeros((count, dtype.itemsize), np.uint8)
-    for k in range(width):
-        columns[:, k] = np.frombuffer(reader.plane(count), np.uint8)
-    return columns.view(dtype).reshape(-1)
+def build_gaps(positions: NDArray[np.int64]) -> bytes:
+    """Write ascending positions, at least one: bytes per gap, and the planes of the gaps."""
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + 1
+    width = wire.width(gaps)
+    return bytes([width]) + wire.planes(gaps.astype("<u8"), width)
+
+
+def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> NDArray[np.int64]:
+    """Read positions in a tile of this many weights. Raises: FormatError, if one is outside, or there are none."""
+    width = reader.byte()
+    if not 1 <= width <= 6:
+        raise FormatError(f"gaps of {width} bytes; 1 to 6 are allowed")
+    gaps = reader.planes(count, width, np.dtype("<u2" if width <= 2 else "<u8"))
+    # gaps of six bytes, 2^46 of them, would overflow 64 bits: look at the sum in floating point first
+    if count == 0 or float(gaps.sum(dtype=np.float64)) + count > size:
+        raise FormatError(f"{reader.what} has changes outside its tile, or none")
+    positions = np.cumsum(gaps, dtype=np.int64)
+    positions += np.arange(count)
+    return positions

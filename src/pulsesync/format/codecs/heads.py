@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, Dtype
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
-from pulsesync.format.codecs.context import parse_streams
+from pulsesync.format.codecs import context
 from pulsesync.kernels import spec
 
 
@@ -44,12 +44,17 @@ def build_many(
 
 def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
     """The cold changes of tiles, those of tile i from first[i] to the next one's: positions in the tile, and steps."""
+    counts = np.diff(first)
+    few = np.repeat(counts <= context.FEW_COLD, counts)
     pairs = np.empty((cold.size, 2), np.int64)
     pairs[:, 0] = np.diff(cold, prepend=0) - 1
-    starts = first[:-1][np.diff(first) > 0]
+    starts = first[:-1][counts > 0]
     pairs[starts, 0] = cold[starts]
     pairs[:, 1] = (steps << 1) ^ (steps >> 63)
-    return wire.runs(pairs.reshape(-1), 2 * np.diff(first))
+    out = wire.runs(pairs[few].reshape(-1), np.where(counts <= context.FEW_COLD, 2 * counts, 0))
+    for i in np.flatnonzero(counts > context.FEW_COLD).tolist():
+        out[i] = context.build_cold(cold[first[i] : first[i + 1]], steps[first[i] : first[i + 1]])
+    return out
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def parse_blocks_of(payloads: Sequence[OpenedPayload]) -> PayloadBlocks:
     for one, fine, used in zip(payloads, good.tolist(), lengths, strict=True):
         one.reader.at += used if fine else 0
     for i in np.flatnonzero(~good).tolist():
-        some = np.array(parse_streams(payloads[i].reader, _sizes(payloads[i].size)), np.int64).reshape(-1, 3)
+        some = np.array(context.parse_streams(payloads[i].reader, _sizes(payloads[i].size)), np.int64).reshape(-1, 3)
         changes[first[i] : first[i + 1]], lanes[first[i] : first[i + 1]], words[first[i] : first[i + 1]] = some.T
         colds[i] = payloads[i].reader.number(payloads[i].size)
     return PayloadBlocks(first, changes, lanes, words, colds)
@@ -122,9 +127,22 @@ def parse_cold(payloads: Sequence[OpenedPayload], blocks: PayloadBlocks, streams
     """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
     both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams, strict=True)]
     written = [reader.data[reader.at : len(reader.data) - end] for reader, end in both]
+    counts = blocks.colds
+    first = np.r_[0, np.cumsum(counts)]
+    positions, steps = np.empty(first[-1], np.int64), np.empty(first[-1], np.int64)
+    many = np.flatnonzero(counts > context.FEW_COLD).tolist()
+    for i in many:
+        reader, place = wire.ByteReader(written[i], "a context payload"), slice(first[i], first[i + 1])
+        found = context.parse_cold(reader, int(counts[i]), payloads[i].size, payloads[i].kind.itemsize)
+        positions[place], steps[place] = found
+        reader.end()
+        written[i] = written[i][:0]
+    few = np.where(counts > context.FEW_COLD, 0, counts)
+    short = np.repeat(few > 0, counts)
     sizes = np.array([one.size for one in payloads], np.int64)
     circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
-    return _cold(written, blocks.colds, sizes, circles)
+    positions[short], steps[short] = _few_cold(written, few, sizes, circles)
+    return ColdChanges(positions, steps)
 
 
 def _at_once(
@@ -157,10 +175,10 @@ def _at_once(
     return values[heads & ~cold], values[~heads], values[cold], good, lengths
 
 
-def _cold(
+def _few_cold(
     runs: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], circles: NDArray[np.int64]
-) -> ColdChanges:
-    """The cold changes of payloads: so many each, in bytes of their own, which they fill."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions and steps of cold changes that are pairs of numbers: so many each, in bytes that they fill."""
     values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
     first = np.cumsum(counts) - counts
@@ -172,7 +190,7 @@ def _cold(
         if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles[some]).any():
             raise LimitError("a cold change is no step, or longer than its dtype has")
     ends = np.cumsum(gaps + 1)
-    return ColdChanges(ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1))
+    return ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1)
 
 
 def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from pulsesync.format.codecs import context
 from pulsesync.format.index import TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.format.predict import PREDICTING
 from pulsesync.lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import planner
@@ -25,6 +26,8 @@ from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store
+
+WHOLE = (Codec.DENSE, Codec.XOR)  # codecs that write every weight of a tile, changed or not
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Versions:
                 for entry, payload in patch.payloads(body.index, body.sections):
                     tile = self.layout.tiles[entry.tile]
                     changed[numbers[tile.tensor.name]] += changes(entry, payload, self.layout)
-                    dense += tile.size if entry.codec == Codec.DENSE else 0
+                    dense += tile.size if entry.codec in WHOLE else 0
             sizes = {codec: PatchBytes(None, size) for codec, size in _real(record, bodies).items()}
             facts = {"version": record.version, **({"dense": dense} if dense else {})}
             yield Step(record.step, tuple(changed), sizes=sizes, facts=facts)
@@ -145,11 +148,11 @@ def changes(entry: TileEntry, payload: memoryview, layout: Layout) -> int:
         FormatError: it is cut short; UnsupportedError: a codec without a count.
     """
     tile = layout.tiles[entry.tile]
-    if entry.codec == Codec.DENSE:
+    if entry.codec in WHOLE:
         return tile.size
-    if entry.codec == Codec.GAP:
-        return wire.ByteReader(payload, "a gap payload").number(tile.size)
-    if entry.codec in (Codec.CONTEXT, Codec.HISTORY):
+    if entry.codec in (Codec.GAP, Codec.STEP):
+        return wire.ByteReader(payload, "a payload of gaps").number(tile.size)
+    if entry.codec in PREDICTING:
         parsed = context.parse(payload, tile).heads
         return int(parsed.changes.sum()) + parsed.cold.size
     raise UnsupportedError(f"codec {entry.codec.name} says nowhere how many weights it changes")

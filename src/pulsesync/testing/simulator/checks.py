@@ -9,11 +9,11 @@ from collections import Counter
 from pulsesync.errors import PulseError
 from pulsesync.format import layout as layouts
 from pulsesync.format import pointer as pointers
-from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys
+from pulsesync.run.bodies import fetch_body
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.host import HostState
 from pulsesync.testing.simulator.actors import SimulatedTrainer, SimulatedWorker
@@ -146,7 +146,7 @@ def _replay(world: World, key: str, record: Manifest) -> History | None:
         layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)), record.layout)
         state = HostState.attach(arrays, layout)
         state.history = history
-        parts = [Body.of(world.truth.get(keys.part_key(part.id)), layout, part.id) for part in record.parts]
+        parts = [fetch_body(world.truth, part, layout, None)[0] for part in record.parts]
         if record.base is None:
             state.load_whole(parts, state.check_whole(record, parts))
         else:

@@ -90,7 +90,7 @@ class Ledger:
 
 def bodies_of(record: Manifest) -> list[str]:
     """What a record names: without these it is of no use."""
-    parts = [keys.part_key(part.id) for part in record.parts]
+    parts = [keys.part_key(part.id) for part in record.parts if part.data is None]
     return [keys.layout_key(record.layout), *parts, *(keys.file_key(file.id) for file in record.files)]
 
 
@@ -99,8 +99,8 @@ class StoreLink:
 
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
         self.ledger = ledger
-        self.weather: Store = ledger  # for records and hints
-        self.bodies: Store = ledger  # for everything else
+        self.weather: Store = ledger  # for hints and pointers
+        self.checked: Store = ledger  # for records and bodies, in which a wrong bit is found
         self.stale = self.late = self.missed = 0.0
         self.dead = False
         self.calls = 0
@@ -110,7 +110,7 @@ class StoreLink:
 
     def calm(self) -> None:
         """From now on nothing goes wrong."""
-        self.weather = self.bodies = self.ledger
+        self.weather = self.checked = self.ledger
         self.stale = self.late = self.missed = 0.0
         self._alarms.clear()
 
@@ -151,7 +151,7 @@ class StoreLink:
         self.call(lambda: write(self._by(key)))
 
     def _by(self, key: str) -> Store:
-        return self.bodies if key.startswith(BODIES) else self.weather
+        return self.checked if key.startswith((*RECORDS, *BODIES)) else self.weather
 
     def misses(self) -> bool:
         """Whether a rank gets no answer from its group."""

@@ -25,7 +25,7 @@ from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.run import spool, subscriber
+from pulsesync.run import bodies, spool, subscriber
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache
 from pulsesync.testing.faults import FaultyStore
@@ -36,6 +36,7 @@ from pulsesync.testing.simulator.invariants import Invariant, Violation
 from pulsesync.testing.simulator.line import Crash, Ledger, SimulatedClock, StoreLink
 
 PART_BYTES = 900  # of weights in one part of an anchor, so that one has several
+INLINE_BYTES = (0, 600, 4096)  # of parts in a record, by the seed: so that none, some or most parts stand in records
 
 T = TypeVar("T")
 
@@ -98,6 +99,7 @@ class World:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-simulator-", dir=fast)))
             for where, name, value in (
                 (anchors, "PART_BYTES", PART_BYTES),
+                (bodies, "INLINE_BYTES", INLINE_BYTES[self.seed % len(INLINE_BYTES)]),
                 (threads, "default_threads", lambda: 1),
                 (spool, "DOWNLOADS", 1),
                 (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
@@ -190,8 +192,8 @@ class World:
             chances = {kind: self.rng.choice([0.0, 0.0, 0.02, 0.1]) for kind in ("lost", "unanswered", "truncated")}
             flipped, doubled = self.rng.choice([0.0, 0.0, 0.03]), self.rng.choice([0.0, 0.2])
             rng = random.Random(self.rng.getrandbits(32))
-            line.bodies = FaultyStore(self.ledger, rng, **chances, flipped=flipped, doubled=doubled)
-            # without a signature nobody can tell that a digit of a record was another one
+            line.checked = FaultyStore(self.ledger, rng, **chances, flipped=flipped, doubled=doubled)
+            # in a pointer that is not signed, a wrong digit is not found
             line.weather = FaultyStore(self.ledger, rng, **chances, flipped=flipped if self.key else 0.0)
             line.late = self.rng.choice([0.0, 0.0, 0.1])
             line.missed = self.rng.choice([0.0, 0.0, 0.02, 0.1])
@@ -203,7 +205,7 @@ class World:
             line.interrupt(self.rng.randint(1, self.rng.choice([6, 40])), lambda: self._happen(event))
 
     def _settle_faults(self, line: StoreLink) -> None:
-        for store in (line.weather, line.bodies):
+        for store in (line.weather, line.checked):
             if isinstance(store, FaultyStore):
                 self.faults += store.faults
         line.calm()

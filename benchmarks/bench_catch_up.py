@@ -1,0 +1,198 @@
+"""What does a worker pay that is k patches behind: in one sync, in k syncs, and with one squashed patch?
+
+    python benchmarks/bench_catch_up.py                                   # 40 M weights in 100 tensors; ten minutes
+    python benchmarks/bench_catch_up.py --trace DIR --patches 1 4 15      # the recorded run (see recording.py)
+    python benchmarks/bench_catch_up.py --source before=../other/src --source after=src
+    python benchmarks/bench_catch_up.py --weights 1e5 --patches 1 4 --rounds 1         # seconds: does it run?
+
+Each source tree publishes a run of its own, of the same weights, and reads that, in processes of their own, one tree
+after the other: formats may differ. Reported are the least CPU and wall-clock seconds of several rounds, the seconds of
+the pauses in which weights are written, and resident memory: its peak less what the process had before the sync, and
+the bytes of the undo log, which are what differs between the first version and the last. "squash" prepares and commits
+one patch that leads from the first version to the last, without looking for it; its bytes are beside those of the
+patches. The digest of the weights is counted after each round and compared with that of the record.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+from bench_memory import reset_peak, status
+
+from pulsesync import Publisher, Subscriber
+from pulsesync.format import patch
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
+from pulsesync.run.reader import RunReader
+from pulsesync.state.views import new_tensors
+from pulsesync.store import open_store
+from pulsesync.testing import AdamUpdates
+
+WAYS = ("one sync", "k syncs", "squash")
+TENSORS, SETTLED = 100, 15  # optimizer steps before the first version: from then on about 0.9 % change at a step
+Weights = dict[str, Any]
+
+
+# -- in a process of its own ---------------------------------------------------------------------------------------
+
+
+def generated(weights: float) -> Iterator[Weights]:
+    rows = max(1, round(weights / TENSORS / 625))
+    updates = AdamUpdates({f"model.layers.{n}.weight": (rows, 625) for n in range(TENSORS)}, seed=1)
+    for _ in range(SETTLED):
+        updates.step()
+    yield updates.state()
+    while True:
+        yield updates.step()
+
+
+def recorded(trace: str) -> Iterator[Weights]:
+    import recording
+
+    for n, (_, old, new) in enumerate(recording.load(trace).steps()):
+        if n == 0:
+            yield old
+        yield new
+
+
+def publish(folder: Path, given: argparse.Namespace) -> None:
+    """Write a run with as many patches as the longest way has."""
+    states = recorded(given.trace) if given.trace else generated(given.weights)
+    with Publisher(str(folder), anchor_every=1e9) as publisher:
+        for step, state in zip(range(max(given.patches) + 1), states, strict=False):
+            publisher.publish({name: bits.view(ml_dtypes.bfloat16) for name, bits in state.items()}, step=step)
+            publisher.flush()
+
+
+class Worker:
+    """A worker at the first version of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = open_store(str(folder))
+        self.records = RunReader(self.store, None)
+        first = self.record(0)
+        self.layout = self.records.layout(first.layout)
+        self.model = new_tensors(self.layout.tensors)
+
+    def record(self, version: int) -> Manifest:
+        found = self.records.version(version)
+        assert found is not None, f"the run has no version {version}"
+        return found
+
+    def at(self, version: int) -> Subscriber:
+        """A subscriber that has brought the weights to a version."""
+        subscriber = Subscriber(self.store)
+        subscriber.sync(self.model, version=version)
+        return subscriber
+
+    def squash(self, k: int) -> tuple[Manifest, bytes]:
+        """One patch from the first version to the k-th."""
+        old = self.at(0)
+        assert old.state is not None
+        before, sums = {name: flat.copy() for name, flat in old.state.flats.items()}, old.state.sums
+        new = self.at(k)
+        assert new.state is not None
+        part = patch.encode(self.layout, self.layout.tiles, before, new.state, sums, codec="context")
+        base = BaseRef(0, self.record(0).digest)
+        ref = PartRef(part.id, len(part.data))
+        record = replace(self.record(k), kind=RecordKind.SQUASH, base=base, history=None, parts=(ref,))
+        return record, bytes(part.data)
+
+
+def measure(folder: Path, k: int, way: str, rounds: int) -> dict[str, Any]:
+    """Go the same way several times; the least of each figure."""
+    worker = Worker(folder)
+    squash = worker.squash(k) if way == "squash" else None
+    patch_bytes = sum(worker.record(n).size_bytes for n in range(1, k + 1))
+    found: list[dict[str, float]] = []
+    for _ in range(rounds + 1):  # the first loads the kernels
+        subscriber = worker.at(0)
+        reset_peak()
+        held = status("VmRSS")
+        cpu_s, wall_s, pauses_s = time.process_time(), time.perf_counter(), 0.0
+        if squash:
+            state = subscriber.state
+            assert state is not None
+            transition = state.prepare(squash[0], [squash[1]])
+            began = time.perf_counter()
+            back = state.commit(transition)
+            pauses_s = time.perf_counter() - began
+        else:
+            for version in [k] if way == "one sync" else range(1, k + 1):
+                pauses_s += subscriber.sync(worker.model, version=version).apply_s
+        row = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s, "pauses_s": pauses_s}
+        row["peak_mb"] = (status("VmHWM") - held) / 1e6
+        if not squash:
+            subscriber.verify()
+            back = subscriber._undo[-1][2]
+        row["undo_mb"] = sum(c.positions.nbytes + c.old.nbytes + c.new.nbytes for c in back.changes.values()) / 1e6
+        assert subscriber.state is not None
+        assert subscriber.state.recount() == worker.record(k).digest
+        row["history_mb"] = subscriber.state.history.size_bytes / 1e6
+        row["mb"] = (len(squash[1]) if squash else patch_bytes) / 1e6
+        found.append(row)
+        subscriber.close()
+    return {name: round(min(row[name] for row in found[1:]), 4) for name in found[0]}
+
+
+# -- in the process that compares ----------------------------------------------------------------------------------
+
+
+def child(source: Path, *options: Any) -> str:
+    """Run this script with another source tree; what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(source.resolve())}
+    command = [sys.executable, __file__, *map(str, options)]
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+
+def compare(sources: dict[str, Path], given: argparse.Namespace, folder: Path) -> None:
+    what = ["--trace", given.trace] if given.trace else ["--weights", given.weights]
+    for name, source in sources.items():
+        child(source, "--publish", folder / name, *what, "--patches", *given.patches)
+    print("  k way       source     cpu s  wall s  pauses  peak MB  undo MB     MB")
+    for k in given.patches:
+        for way in WAYS:
+            for name, source in sources.items():
+                options = ["--measure", folder / name, "--patches", k, "--way", way, "--rounds", given.rounds]
+                row = json.loads(child(source, *options))
+                print(
+                    f"{k:3} {way:9} {name:8} {row['cpu_s']:7.3f} {row['wall_s']:7.3f} {row['pauses_s']:7.3f} "
+                    f"{row['peak_mb']:8.1f} {row['undo_mb']:8.1f} {row['mb']:6.2f}"
+                )
+                print(json.dumps({"k": k, "way": way, "source": name, **row}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=float, default=4e7)
+    parser.add_argument("--trace", metavar="DIR", help="folder of the recording, in place of generated weights")
+    parser.add_argument("--patches", type=int, nargs="+", default=[1, 4, 16, 64], metavar="K")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--source", action="append", metavar="NAME=SRC", help="a source tree to measure; several may be"
+    )
+    parser.add_argument("--publish", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.publish:
+        publish(given.publish, given)
+    elif given.measure:
+        print(json.dumps(measure(given.measure, given.patches[0], given.way, given.rounds)))
+    else:
+        here = Path(patch.__file__).parents[2]
+        sources = {name: Path(path) for name, _, path in (one.partition("=") for one in given.source or ())}
+        with tempfile.TemporaryDirectory() as folder:
+            compare(sources or {"here": here}, given, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""`step`: sorted positions as gaps, as in `gap`, and how far each weight moves in place of its new value.
+
+Payload: number of changes; bytes per gap and planes of the gaps; bytes per step and planes of the steps. Steps are
+those of `context`, and most are short: one plane, which packs well. Needs the old weights at its positions alone.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.core.types import Bits
+from pulsesync.errors import FormatError
+from pulsesync.format import tables, wire
+from pulsesync.format.codecs.gap import build_gaps, parse_gaps
+
+
+def encode(positions: NDArray[np.int64], old: Bits, new: Bits) -> bytes:
+    """Write changes at ascending positions of a tile; at least one, and each must be a change."""
+    return wire.number(positions.size) + build_gaps(positions) + build_steps(tables.wrapped_steps(old, new))
+
+
+def decode(payload: memoryview, size: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return positions and steps of a tile of this many weights of so many bytes each.
+
+    Raises:
+        FormatError: positions leave the tile, a step is not as `encode` writes it, or this is no payload of the codec.
+    """
+    reader = wire.ByteReader(payload, "a step payload")
+    count = reader.number(size)
+    positions = parse_gaps(reader, count, size)
+    steps = parse_steps(reader, count, itemsize)
+    reader.end()
+    # Half the circle is written as a step down: which of the two it is must not depend on the old weight, because a
+    # worker that has a part of a tile does not have all of them.
+    if (steps == 1 << (8 * itemsize - 1)).any():
+        raise FormatError("a step payload goes half the circle upwards")
+    return positions, steps
+
+
+def build_steps(steps: NDArray[np.int64]) -> bytes:
+    """Write steps, none of them 0: bytes per step, and the planes of the steps."""
+    codes = ((steps << 1) ^ (steps >> 63)) - 1
+    width = wire.width(codes)
+    return bytes([width]) + wire.planes(codes.astype("<u8"), width)
+
+
+def parse_steps(reader: wire.ByteReader, count: int, itemsize: int) -> NDArray[np.int64]:
+    """Read steps of weights of so many bytes: none is 0, none is longer than half the circle. Raises: FormatError."""
+    width = reader.byte()
+    if not 1 <= width <= itemsize:
+        raise FormatError(f"steps of {width} bytes; 1 to {itemsize} are allowed")
+    codes = reader.planes(count, width, np.dtype(f"<u{1 << (width - 1).bit_length()}")).astype(np.int64) + 1
+    return (codes >> 1) ^ -(codes & 1)

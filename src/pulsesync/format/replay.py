@@ -1,0 +1,380 @@
+"""Several patches of an epoch in a row, decoded block by block: a block goes through all of them before the next does.
+
+So a block is copied once for all patches, not once for each; nothing is composed, because what the patches change
+together is where the copy differs from the live weights in the end; and of each of them nothing is kept but how the
+digests move. Memory is what all patches change together, and for each thread a copy of one block and the histories of
+that block after each patch.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync import kernels
+from pulsesync.core import digest
+from pulsesync.core.threads import default_threads, spread
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Remembered, Sum, Tile, TilePatch
+from pulsesync.errors import PulseError
+from pulsesync.format.body import Body
+from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory
+from pulsesync.format.history import (
+    History,
+    TileHistory,
+    TileHistorySummary,
+    advance_block,
+    count_bytes,
+    digest_of,
+)
+from pulsesync.format.index import FrequencyTable, TileEntry
+from pulsesync.format.layout import Layout
+from pulsesync.format.patch import DecodeTask, open_tile, payloads, run_task
+from pulsesync.format.weights import Overlay, Weights, compose
+
+PIECE = 1 << 18  # weights compared at a time
+BATCH = 8 * BLOCK  # weights for each thread whose payloads are opened at a time: as few as keep all threads busy
+NO_MEMORY = BlockMemory()
+
+Keep = Callable[[int, BlockChange], BlockChange | None]  # what of a change of a tile, by ordinal, is local
+
+
+@dataclass
+class ReplayedPatches:
+    """What patches in a row do to a state, as far as they can be decoded."""
+
+    moves: list[dict[int, Sum]]  # for each patch: how the digests of all tiles that it names move, by ordinal
+    history: History | None  # after the last
+    history_digests: list[str | None]  # for each patch: of the history after it; None: of nothing, or of some tiles
+    fault: PulseError | None = None  # of the first patch that cannot be decoded; the lists end before it
+
+
+def replay(
+    patches: Sequence[Sequence[Body]],
+    layout: Layout,
+    live: Weights,
+    changes: dict[tuple[int, int], BlockChange],
+    history: History | None,
+    *,
+    wanted: Mapping[int, Tile] | None = None,
+    keep: Keep | None = None,
+) -> ReplayedPatches:
+    """Decode patches of one epoch, each against the weights that the one before it leaves. Nothing is changed.
+
+    Args:
+        patches: The parts of each, in order.
+        layout: Of the run.
+        live: The weights.
+        changes: Of the live weights: those that come before the first patch. They become those after the last one, so
+            that the two are never in memory together; if there is a fault, they are of no use any more.
+        history: Before the first patch; None: nothing is remembered, as with a squashed patch.
+        wanted: The tiles to decode, by ordinal, which may say which of their groups; None: all. Digests of histories
+            are known only of all.
+        keep: What of a change is local; None: all of it.
+    """
+    run = _Run(patches, layout, live, changes, history, wanted, keep)
+    for tiles in run.batches():
+        run.go_through(tiles)
+    return run.finish()
+
+
+class _TileStep(NamedTuple):
+    """What one patch has for some blocks of a tile."""
+
+    patch: int  # its place in the row
+    codec: Codec
+    tasks: Sequence[DecodeTask]
+    tables: Sequence[FrequencyTable]
+    cut: int  # below which weights of the tile are remembered after it
+    patch_index: int  # of the patch in its epoch; 0 where nothing is remembered
+
+
+class _HistoryTally:
+    """What the digest of the history after each patch says of a tile.
+
+    It is positional, and where the bytes of a block begin is known when all blocks before it are done. So each block is
+    counted by the thread that is done with the last of these, and only what is remembered after the last patch is kept.
+    """
+
+    def __init__(self, patches: int) -> None:
+        self.sizes, self.sums = [0] * patches, [Sum(0, 0)] * patches
+        self.blocks: list[Remembered] = []  # after the last patch
+        self._done: dict[int, Sequence[Remembered | None]] = {}  # by block, until it is counted
+        self._lock = threading.Lock()
+
+    def add(self, number: int, histories: Sequence[Remembered | None]) -> None:
+        """Count a block, given its bytes after each patch, and those that waited for it."""
+        self._done[number] = histories
+        while len(self.blocks) in self._done and self._lock.acquire(blocking=False):
+            try:
+                while (some := self._done.pop(len(self.blocks), None)) is not None:
+                    for n, one in enumerate(some):
+                        if one is not None:
+                            self.sums[n] += count_bytes(one.last, self.sizes[n])
+                            self.sizes[n] += one.last.size
+                    self.blocks.append((some[-1] if some else None) or Remembered.alone(NO_HISTORY))
+            finally:
+                self._lock.release()
+
+
+class _Job(NamedTuple):
+    """Some blocks of a tile on their way through all patches: one block, or a tile that some patch codes as one."""
+
+    tile: Tile
+    numbers: Sequence[int]
+    steps: Sequence[_TileStep]
+    tally: _HistoryTally
+
+
+class _Passage(NamedTuple):
+    """What a job came to."""
+
+    moves: list[Sum]  # by step
+    fault: PulseError | None  # of the step after the last
+
+
+class _OneBlock:
+    """One block of the live weights as patches change it: a copy of its own from the second change on."""
+
+    def __init__(self, live: Bits, number: int, first: BlockChange | None, copy: Callable[[Bits], Bits]) -> None:
+        self._live, self._number, self._copy = live, number, copy
+        self._first = first  # what was changed so far, unless there is a copy
+        self._own: Bits | None = None
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        if self._first is not None:
+            self._own = self._copy(self._live)
+            kernels.active().scatter(self._own, self._first.positions, self._first.new)
+            self._first = None
+        return self._live if self._own is None else self._own
+
+    def change(self, tile: Tile, change: BlockChange) -> None:
+        if self._first is None and self._own is None:
+            self._first = change
+        else:
+            kernels.active().scatter(self.block(tile, self._number), change.positions, change.new)
+
+    def changes(self) -> BlockChange | None:
+        """What takes the live block to this one."""
+        if self._own is None:
+            return self._first
+        positions, old, new = _compare(self._live, self._own)
+        return BlockChange(self._number, positions, old, new) if positions.size else None
+
+
+def _compare(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
+    """Where two blocks differ, and how. In pieces, because the kernel keeps memory for as much as it once was given."""
+    pieces = []
+    for begin in range(0, old.size, PIECE):
+        positions, before, after = kernels.active().changed(old[begin : begin + PIECE], new[begin : begin + PIECE])
+        pieces.append((positions + np.uint32(begin), before, after))
+    if len(pieces) == 1:
+        return pieces[0]
+    positions, before, after = (np.concatenate(some) for some in zip(*pieces, strict=True))
+    return positions, before, after
+
+
+class _WholeTile:
+    """All blocks of a tile as patches change them: O(changed) of memory, but each change is composed with the last."""
+
+    def __init__(self, live: Weights, changes: dict[tuple[int, int], BlockChange]) -> None:
+        self.changes = changes  # what takes the live blocks to these
+        self._live = live
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return Overlay(self._live, self.changes).block(tile, number)
+
+    def change(self, tile: Tile, change: BlockChange) -> None:
+        key = (tile.ordinal, change.number)
+        if both := compose(self.changes.pop(key, None), change):
+            self.changes[key] = both
+
+
+class _Run:
+    """The work of `replay`."""
+
+    def __init__(
+        self,
+        patches: Sequence[Sequence[Body]],
+        layout: Layout,
+        live: Weights,
+        changes: dict[tuple[int, int], BlockChange],
+        history: History | None,
+        wanted: Mapping[int, Tile] | None,
+        keep: Keep | None,
+    ) -> None:
+        self.live, self.changes, self.history, self.keep = live, changes, history, keep
+        self.tiles_of: Mapping[int, Tile] | Sequence[Tile] = layout.tiles if wanted is None else wanted
+        self.whole = wanted is None  # else the digest of a history is not known
+        self.payloads: list[dict[int, tuple[TileEntry, memoryview, Sequence[FrequencyTable]]]] = [
+            {
+                entry.tile: (entry, payload, body.index.tables)
+                for body in bodies
+                for entry, payload in payloads(body.index, body.sections, wanted)
+            }
+            for bodies in patches
+        ]
+        self.moves: list[dict[int, Sum]] = [{} for _ in patches]
+        self.counted: list[dict[int, TileHistorySummary]] = [{} for _ in patches]
+        self.tiles: dict[int, TileHistory] = {}  # what is remembered of those that changed, after the last patch
+        self.good = len(patches)  # patches before the first that cannot be decoded
+        self.fault: PulseError | None = None
+        self.buffers = threading.local()
+
+    def batches(self) -> Iterator[list[Tile]]:
+        """The tiles that are named by some patch, in groups."""
+        named = sorted(set().union(*self.payloads))
+        some: list[Tile] = []
+        weights, full = 0, BATCH * default_threads()
+        for ordinal in named:
+            some.append(self.tiles_of[ordinal])
+            weights += some[-1].size
+            if weights >= full:
+                yield some
+                some, weights = [], 0
+        if some:
+            yield some
+
+    def go_through(self, tiles: Sequence[Tile]) -> None:
+        """Take a batch of tiles through all patches."""
+        jobs = [job for tile in tiles for job in self._open(tile)]
+        for job, passage in zip(jobs, spread(self._pass, jobs), strict=True):
+            self._take(job, passage)
+
+    def _open(self, tile: Tile) -> list[_Job]:
+        """The jobs of a tile: for each of its blocks one, if all patches code these one by one."""
+        steps: list[_TileStep] = []
+        cut = self.history.cut(tile.ordinal) if self.history else 0
+        for patch in range(self.good):
+            if (found := self.payloads[patch].get(tile.ordinal)) is None:
+                continue
+            entry, payload, tables = found
+            known, index = None, 0
+            if self.history is not None:
+                known = History(self.history.index + patch, {tile.ordinal: TileHistory(cut, ())} if cut else {})
+                index = known.index + 1
+            try:
+                tasks = open_tile(entry, tile, payload, tables, known)
+            except PulseError as e:
+                self._fail(patch, e)
+                break
+            if self.history is not None and entry.codec == Codec.HISTORY and tasks[0].payload:
+                cut = max(cut, tasks[0].payload.heads.cut)
+            steps.append(_TileStep(patch, entry.codec, tasks, tables, cut, index))
+        count, tally = tile.block_count, _HistoryTally(len(steps))
+        if count == 1 or any(len(step.tasks) != count for step in steps):
+            return [_Job(tile, range(count), steps, tally)]
+        return [
+            _Job(tile, (n,), [step._replace(tasks=step.tasks[n : n + 1]) for step in steps], tally)
+            for n in range(count)
+        ]
+
+    def _pass(self, job: _Job) -> _Passage:
+        """Take the blocks of a job through all patches."""
+        return self._pass_block(job) if len(job.numbers) == 1 else self._pass_tile(job)
+
+    def _pass_block(self, job: _Job) -> _Passage:
+        tile, (number,) = job.tile, job.numbers
+        key = (tile.ordinal, number)
+        weights = _OneBlock(self.live.block(tile, number), number, self.changes.pop(key, None), self._copy)
+        memory = self._memory(tile, number)
+        moves: list[Sum] = []
+        histories: list[Remembered | None] = []
+        fault = None
+        for step in job.steps:
+            memory = replace(memory, index=step.patch_index)
+            try:
+                found = self._decode(step.tasks[0], weights, memory, step)
+            except PulseError as e:
+                fault = e
+                break
+            change = found[0] if found else None
+            moves.append(digest.moved(TilePatch(tile, step.codec, (change,))) if change else Sum(0, 0))
+            if step.cut:
+                memory = BlockMemory(step.cut, advance_block(memory, tile, number, change, step.cut, weights))
+            histories.append(memory.remembered)
+            if change:
+                weights.change(tile, change)
+        job.tally.add(number, histories)
+        if change := weights.changes():
+            self.changes[key] = change
+        return _Passage(moves, fault)
+
+    def _pass_tile(self, job: _Job) -> _Passage:
+        tile, numbers = job.tile, job.numbers
+        keys = [(tile.ordinal, n) for n in numbers]
+        weights = _WholeTile(self.live, {key: self.changes.pop(key) for key in keys if key in self.changes})
+        known = [self._memory(tile, n) for n in numbers]
+        moves: list[Sum] = []
+        histories: list[list[Remembered | None]] = [[] for _ in numbers]
+        fault = None
+        for step in job.steps:
+            known = [replace(memory, index=step.patch_index) for memory in known]
+            try:
+                found = [c for task in step.tasks for c in self._decode(task, weights, known[task.number], step)]
+            except PulseError as e:
+                fault = e
+                break
+            moves.append(digest.moved(TilePatch(tile, step.codec, tuple(found))))
+            by_number = {change.number: change for change in found}
+            for n, memory in enumerate(known):
+                if step.cut:
+                    after = advance_block(memory, tile, n, by_number.get(n), step.cut, weights)
+                    known[n] = BlockMemory(step.cut, after)
+                histories[n].append(known[n].remembered)
+            for change in found:
+                weights.change(tile, change)
+        for n, remembered in enumerate(histories):
+            job.tally.add(n, remembered)
+        self.changes.update(weights.changes)
+        return _Passage(moves, fault)
+
+    def _memory(self, tile: Tile, number: int) -> BlockMemory:
+        return NO_MEMORY if self.history is None else self.history.of(tile.ordinal, number)
+
+    def _decode(self, task: DecodeTask, weights: Weights, memory: BlockMemory, step: _TileStep) -> list[BlockChange]:
+        found = run_task(task, weights, memory if step.codec == Codec.HISTORY else NO_MEMORY, step.tables)
+        if self.keep is None:
+            return found
+        return [kept for change in found if (kept := self.keep(task.tile.ordinal, change))]
+
+    def _copy(self, bits: Bits) -> Bits:
+        """A copy of a block, in memory that the next block of this thread is copied to as well."""
+        if not hasattr(self.buffers, "bytes") or self.buffers.bytes.size < bits.nbytes:
+            self.buffers.bytes = np.empty(bits.nbytes, np.uint8)
+        copy: Bits = self.buffers.bytes[: bits.nbytes].view(bits.dtype)
+        np.copyto(copy, bits)
+        return copy
+
+    def _take(self, job: _Job, passage: _Passage) -> None:
+        ordinal = job.tile.ordinal
+        for step, move in zip(job.steps, passage.moves, strict=False):
+            moves = self.moves[step.patch]
+            moves[ordinal] = moves[ordinal] + move if ordinal in moves else move
+        if passage.fault is not None:
+            self._fail(job.steps[len(passage.moves)].patch, passage.fault)
+        if job.numbers[-1] + 1 == job.tile.block_count:  # the last of the tile's jobs
+            tally = job.tally
+            for step, size, total in zip(job.steps, tally.sizes, tally.sums, strict=True):
+                if step.cut:
+                    self.counted[step.patch][ordinal] = TileHistorySummary(step.cut, size, total)
+                    self.tiles[ordinal] = TileHistory(step.cut, tuple(tally.blocks))
+
+    def _fail(self, patch: int, fault: PulseError) -> None:
+        if patch < self.good:
+            self.good, self.fault = patch, fault
+
+    def finish(self) -> ReplayedPatches:
+        digests: list[str | None] = [None] * self.good
+        later: History | None = None
+        if self.history is not None:
+            before, counts = self.history.index, {}
+            if self.whole:
+                counts = self.history.counts(self.history.tiles)
+                for patch, counted in enumerate(self.counted[: self.good]):
+                    counts.update(counted)
+                    digests[patch] = digest_of(before + 1 + patch, counts) if counts else None
+            later = self.history.replaced(before + self.good, self.tiles, counts)
+        return ReplayedPatches(self.moves[: self.good], later, digests, self.fault)
