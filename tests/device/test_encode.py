@@ -20,13 +20,9 @@ from tests.helpers import FLOATS, same
         ("history", {Codec.HISTORY, Codec.GAP}),
         ("context", {Codec.CONTEXT, Codec.GAP}),
         ("gap", {Codec.GAP}),
-<<<<<<< HEAD
         ("step", {Codec.STEP, Codec.GAP}),
-        ("dense", {Codec.DENSE}),
-        ("xor", {Codec.XOR}),
-=======
         ("dense", {Codec.DENSE, Codec.RAW}),
->>>>>>> w/joining
+        ("xor", {Codec.XOR}),
     ],
 )
 def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device: str, many_lanes: None) -> None:

@@ -110,10 +110,11 @@ class Case:
     @cached_property
     def streams(self) -> list[np.ndarray]:
         out = []
-        for b, (where, _, symbols, extras, *_) in enumerate(self.splits):
-            tail = (self.cumulative, np.empty(0, np.uint32), self.decided[b][0].size, self.lanes[b])
-            arguments: tuple[Any, ...] = (*self.block(b), where, symbols, extras, *tail)
-            out.append(reference._encode_block(*arguments))
+        for (rows, symbols), (*_, extras, _, _, _, _), lanes in zip(self.decided, self.splits, self.lanes, strict=True):
+            changed = np.flatnonzero(symbols).astype(np.uint32)
+            decided = (rows & 0x7FFF).astype(np.uint16), self.contexts.bits, 8 * self.wide
+            arguments: tuple[Any, ...] = (*decided, changed, symbols[changed].astype(np.uint8), extras)
+            out.append(reference._encode_block(*arguments, self.cumulative, lanes))
         return out
 
     # On the device
@@ -393,7 +394,7 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
 def by_reference(c: Case, job: Job) -> tuple[np.ndarray, Bits, int]:
     table = c.cumulative if job.cumulative is None else job.cumulative
     nothing = np.empty(0, np.uint32), np.empty(0, np.uint8)
-    tail = (table, c.contexts.symbols, c.lanes[job.block], job.stream, job.count, 0, *nothing)
+    tail = (table, c.contexts.symbols, tables.NO_SIZES, c.lanes[job.block], job.stream, job.count, 0, *nothing)
     arguments: tuple[Any, ...] = (*c.block(job.block), *tail)
     positions, new, _, fault = reference._decode_block(*arguments)
     return positions, new, fault

@@ -126,7 +126,7 @@ class Case:
 
     @cached_property
     def frequencies(self) -> np.ndarray:
-        counts = self.count(reference)[3].reshape(self.contexts.classes, self.contexts.ages, -1)
+        counts = self.count(reference)[-1].reshape(self.contexts.classes, self.contexts.ages, -1)
         return tables.normalise(counts[..., : self.contexts.symbols])
 
     @cached_property
@@ -134,9 +134,10 @@ class Case:
         return tables.cumulative(self.frequencies)
 
     def encode(self, kernel: ModuleType) -> tuple[np.ndarray, np.ndarray]:
-        at, _, symbols, extras = self.hot
-        tail = (self.cumulative, tables.reciprocals(self.frequencies), self.count(reference)[0], self.lanes)
-        words, ends = kernel.encode_blocks(*self.span, at, symbols, extras, *tail)
+        decisions, _, _, rows, changed, symbols, _ = self.count(reference)
+        changes = rows, self.contexts.bits, self.width, changed, symbols, self.hot[3]
+        table = self.cumulative, tables.reciprocals(self.frequencies)
+        words, ends = kernel.encode_blocks(*changes, *table, decisions, self.lanes)
         return words, ends
 
     def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
@@ -191,9 +192,10 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def assert_decodes(case: Case, found: tuple[Any, ...]) -> None:
-    positions, new, _, _, fault = found
+    positions, old, new, _, _, fault = found
     assert fault == 0
     assert_same((positions, new), case.hot[:2])
+    assert_same([old], [case.old[positions]])
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), sizes, densities)
@@ -316,23 +318,28 @@ def test_decode_blocks_remembers_as_the_reference_does(case: Case) -> None:
 @many
 @given(case=cases)
 def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: ModuleType, case: Case) -> None:
-    decisions, after, ranks, counts = case.count(kernel)
+    decisions, after, ranks, rows, changed, symbols, counts = case.count(kernel)
     words, ends = case.encode(kernel)
-    positions, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
+    positions, old, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
     assert fault == 0
     first, counted = 0, np.zeros_like(counts)
     for b in range(case.blocks):
         alone = case.alone(b)
-        own_decisions, own_after, _, own_counts = alone.count(kernel)
+        own_decisions, own_after, _, own_rows, own_changed, own_symbols, own_counts = alone.count(kernel)
         assert own_decisions.tolist() == [decisions[b]]
         assert_same([own_after], [after[ranks[b] : ranks[b + 1]]])
+        decided = int(decisions[:b].sum())
+        assert_same([own_rows], [rows[decided : decided + decisions[b]]])
+        own = slice(first, first + own_changed.size)
+        assert_same((own_changed + np.uint32(decided), own_symbols), (changed[own], symbols[own]))
         counted += own_counts
         own_words, own_ends = alone.encode(kernel)
         assert_same([own_words], [words[ends[b] : ends[b + 1]]])
-        at, bits, own_history, _, own_fault = alone.decode(kernel, own_words, own_ends, alone.changes)
+        at, before, after_, own_history, _, own_fault = alone.decode(kernel, own_words, own_ends, alone.changes)
         assert own_fault == 0
         found = slice(first, first := first + at.size)
-        assert_same((at + np.uint32(case.borders[b]), bits), (positions[found], new[found]))
+        here = at + np.uint32(case.borders[b]), before, after_
+        assert_same(here, (positions[found], old[found], new[found]))
         assert_same([own_history], [read_after[read_ranks[b] : read_ranks[b + 1]]])
     assert np.array_equal(counted, counts)
     assert first == positions.size
@@ -342,11 +349,11 @@ def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: Modu
 @many
 @given(case=cases)
 def test_a_block_without_hot_changes_is_neither_counted_nor_coded(kernel: ModuleType, case: Case) -> None:
-    decisions, _, _, counts = case.count(kernel)
+    decisions, _, _, rows, _, _, counts = case.count(kernel)
     _, ends = case.encode(kernel)
     assert ((decisions > 0) == (case.changes > 0)).all()
     assert ((np.diff(ends) > 0) == (case.changes > 0)).all()
-    assert counts.sum() == decisions.sum()
+    assert counts.sum() == decisions.sum() == rows.size
 
 
 def advanced(kernel: ModuleType, case: Case) -> np.ndarray:
@@ -369,7 +376,7 @@ def test_writer_reader_and_advance_history_remember_the_same(kernel: ModuleType,
     if case.index:
         expected = advanced(kernel, case)
         assert_same([case.count(kernel)[1]], [expected])
-        assert_same([case.decode(kernel, *case.encode(cpu), case.changes)[2]], [expected])
+        assert_same([case.decode(kernel, *case.encode(cpu), case.changes)[3]], [expected])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -377,7 +384,7 @@ def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: Modu
     old, new = np.array([0xFFFF], np.uint16), np.array([0x7FFF], np.uint16)  # the lowest NaN to the highest: step -1
     symbols = cpu.steps(old, new, 7)[0]
     contexts, at = tables.Contexts(232, 24, 1, 41), np.array([0], np.uint32)
-    _, counted, _ = kernel.count_blocks(
+    _, counted, *_ = kernel.count_blocks(
         old,
         np.array([0, 1]),
         7,
@@ -435,9 +442,9 @@ def resize(words: np.ndarray, ends: np.ndarray, block: int, more: int) -> tuple[
 
 def assert_same_outcome(case: Case, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> None:
     ours, theirs = (case.decode(kernel, words, ends, changes) for kernel in (cpu, reference))
-    assert ours[4] == theirs[4]
-    if ours[4] == 0:
-        assert_same(ours[:4], theirs[:4])
+    assert ours[5] == theirs[5]
+    if ours[5] == 0:
+        assert_same(ours[:5], theirs[:5])
 
 
 @many
@@ -446,8 +453,8 @@ def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case) -> Non
     coded, changes = case.encode(cpu), case.changes
     for b in np.flatnonzero(changes):
         one = np.arange(changes.size) == b
-        assert case.decode(cpu, *coded, changes + one)[4] == 3
-        assert changes[b] == 1 or case.decode(cpu, *coded, changes - one)[4] == 3
+        assert case.decode(cpu, *coded, changes + one)[5] == 3
+        assert changes[b] == 1 or case.decode(cpu, *coded, changes - one)[5] == 3
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -456,7 +463,7 @@ def test_a_change_more_or_less_than_the_block_says_is_a_fault(case: Case) -> Non
 def test_a_history_of_other_weights_is_a_fault(kernel: ModuleType, case: Case, more: int) -> None:
     coded = case.encode(cpu)
     if (b := spoil_history(case, more)) is not None:
-        assert case.decode(kernel, *coded, case.changes)[4] != 0
+        assert case.decode(kernel, *coded, case.changes)[5] != 0
         decisions = case.count(kernel)[0]
         assert decisions[b] == -1
         assert not decisions[b + 1 :].any()
@@ -489,7 +496,7 @@ def test_a_history_of_other_weights_is_a_fault_in_a_block_without_changes_where_
     case.ranks = case.ranks + (np.arange(3) > 1)
     assert case.count(kernel)[0].tolist() == [0, -1]
     nothing = np.empty(0, np.uint16), np.zeros(3, np.int64)
-    assert case.decode(kernel, *nothing, case.changes)[4] == spec.FOREIGN_WRITE
+    assert case.decode(kernel, *nothing, case.changes)[5] == spec.FOREIGN_WRITE
 
 
 @many
@@ -497,7 +504,7 @@ def test_a_history_of_other_weights_is_a_fault_in_a_block_without_changes_where_
 def test_words_left_over_are_a_fault(case: Case) -> None:
     words, ends = case.encode(cpu)
     for b in np.flatnonzero(case.changes):
-        assert case.decode(cpu, *resize(words, ends, int(b), 1), case.changes)[4] == 4
+        assert case.decode(cpu, *resize(words, ends, int(b), 1), case.changes)[5] == 4
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -521,13 +528,14 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     cumulative = tables.cumulative(frequencies)
     one = np.array([0, 1])
     span = (np.array([old], np.uint16), one, 7, 256, contexts.rows, contexts.bits, NO_BYTES, np.array([0, 0]), 0)
+    row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
     table = cumulative, tables.reciprocals(frequencies)
-    coded = cpu.encode_blocks(*span, *change, *table, one[1:], one[1:])
+    coded = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
     read = kernel.decode_blocks(
         *span, cumulative, 41, tables.NO_SIZES, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES
     )
-    assert read[4] == fault
+    assert read[5] == fault
 
 
 rectangles = st.tuples(st.integers(1, 6), st.integers(0, 3000), st.integers(0, 500), st.integers(0, 9000))

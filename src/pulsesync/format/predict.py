@@ -92,7 +92,7 @@ def code_against_old(
         if sizes.size:
             same = [plan.list_sizes(sizes) for plan in same]
         table, counted = _count(same, sizes, old, history, threads)
-        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], old, history, threads)
+        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], threads)
         remembered: dict[_CodingPlan, dict[int, Remembered]] = {plan: {} for plan in same}
         for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
             if history is not None:
@@ -126,7 +126,7 @@ def _count(
     old: Weights,
     history: History | None,
     threads: int | None,
-) -> tuple[FrequencyTable, list[tuple[NDArray[np.int64], Remembered]]]:
+) -> tuple[FrequencyTable, list[tuple[context.Decisions, Remembered]]]:
     """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
     dtype, kind = plans[0].diff.tile.tensor.dtype, plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
@@ -137,7 +137,7 @@ def _count(
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
 
-    def block(job: tuple[_CodingPlan, int]) -> tuple[NDArray[np.int64], Remembered]:
+    def block(job: tuple[_CodingPlan, int]) -> tuple[context.Decisions, Remembered]:
         if not hasattr(mine, "counts"):
             mine.counts = contexts.empty()
             everyone.append(mine.counts)
@@ -156,19 +156,14 @@ def _code(
     plans: Sequence[_CodingPlan],
     table: FrequencyTable,
     number_of_table: int,
-    decisions: Sequence[NDArray[np.int64]],
-    old: Weights,
-    history: History | None,
+    decisions: Sequence[context.Decisions],
     threads: int | None,
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
-    kind = plans[0].diff.tile.tensor.kind
 
-    def block(job: tuple[tuple[_CodingPlan, int], NDArray[np.int64]]) -> context.BlockStreams:
+    def block(job: tuple[tuple[_CodingPlan, int], context.Decisions]) -> context.BlockStreams:
         (plan, number), decided = job
-        tile, hot = plan.diff.tile, plan.hot[number]
-        before, memory = old.block(tile, number), memory_of(history, tile, number)
-        return context.encode_block(before, _borders(tile, number), kind, plan.cut, memory, hot, table, decided)
+        return context.encode_block(decided, plan.hot[number].extras, table)
 
     streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True), threads))
     out = []
@@ -178,9 +173,8 @@ def _code(
             next(streams) if n in plan.hot else context.BlockStreams.none(_borders(tile, n).size - 1)
             for n in range(tile.block_count)
         ]
-        out.append(
-            _payload(plan, number_of_table, context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))))
-        )
+        joined = context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))) if len(blocks) > 1 else blocks[0]
+        out.append(_payload(plan, number_of_table, joined))
     return out
 
 

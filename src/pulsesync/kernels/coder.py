@@ -4,8 +4,14 @@ One call takes a span of consecutive weights that holds one block or many: `bord
 where its bytes begin in the history; positions count from the start of the span. A block without hot changes is neither
 counted nor coded, but its history goes along.
 
-Hot weights are found 64 at a time. The coder keeps up to 32 independent rANS states that share one stream of words, so
-that a CPU overlaps their long latencies and a GPU can give each its own thread.
+Weights are taken 4,096 at a time, in short loops with one job each: mark the hot ones in bits, list them, look up their
+history and their rows of the tables, and only then decide. Nearly all decisions are "unchanged", so the loops over
+decisions know that symbol alone, and what changed is found by its rank among the marks or met as an exception. What the
+count looked up is kept for the encoder, two bytes a decision. The coder keeps up to 32 independent rANS states that
+share one stream of words, so that a CPU overlaps their long latencies and a GPU can give each its own thread.
+
+Arrays are passed to functions that take a chunk, never to ones that take a weight: numba may count references to them
+at each call, with atomic instructions that cost more than the work.
 """
 
 from typing import Any
@@ -13,47 +19,89 @@ from typing import Any
 import numpy as np
 
 from pulsesync.kernels import spec
-from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, popcount, trailing_zeros
+from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, list_marked, mark_below, popcount, prefetch
 
-_SPAN = 4096  # weights searched at a time
-_GATHER = U(0x0102040810204080)  # brings the lowest bits of eight bytes together in the highest byte
+_CHUNK = 4096  # weights taken at a time
 _P = spec.PROBABILITY_BITS
 _SLOT = U((1 << spec.PROBABILITY_BITS) - 1)
 _LOW = U(spec.STATE_LOW)
+_SET_BITS = np.array(  # of every byte, in eight entries each, for `list_marked`
+    [([k for k in range(8) if byte >> k & 1] + [0] * 8)[:8] for byte in range(256)], np.uint16
+).reshape(-1)
 
 
 @inner
-def _hot(bits: Any, start: int, end: int, cut: Any, hot: Any, flags: Any) -> Any:
-    """Write the positions of the weights below the cut, among the _SPAN from start on but before end, to hot.
+def _room_for_chunk() -> Any:
+    """Arrays for a chunk: marks and how many hot weights are before each; of every hot weight its place and age."""
+    marks, preceding = np.empty(_CHUNK // 64, np.uint64), np.empty(_CHUNK // 64, np.uint64)
+    return marks, preceding, np.empty(_CHUNK + 8, np.uint16), np.empty(_CHUNK, np.uint8)
 
-    Returns how many there are.
 
-    Comparing into bytes is a loop that compilers vectorise; eight bytes then become eight bits of a mask by one
-    multiplication. Positions are written eight at a time, whether there are eight or not (hot has room for it),
-    because a loop that ends at another place for every 64 weights costs more in mispredicted branches.
+@inner
+def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, places: Any) -> Any:
+    """Mark the weights from start to end whose magnitude is below the cut and list their places; return how many.
+
+    The chunk after this one is fetched meanwhile: the loops between two chunks are long enough for the CPU to forget
+    that it was reading a stream.
     """
-    span = bits[start : min(start + _SPAN, end)]
-    magnitude = span.dtype.type((ONE << U(8 * bits.itemsize - 1)) - ONE)
-    for i in range(span.size):
-        flags[i] = span.dtype.type(span[i] & magnitude) < cut
-    for i in range(span.size, (span.size + 63) // 64 * 64):
-        flags[i] = 0
-    words = flags.view(np.uint64)
+    magnitude = old.dtype.type((ONE << U(8 * old.itemsize - 1)) - ONE)
+    groups = (end - start) >> U(6)
+    for g in range(groups):
+        prefetch(old, end + (U(g) << U(6)))
+        marks[g] = mark_below(old, start + (U(g) << U(6)), cut)
+    if groups << U(6) < end - start:
+        mark, first = U(0), start + (groups << U(6))
+        for i in range(end - first):
+            mark |= U(old.dtype.type(old[first + U(i)] & magnitude) < cut) << U(i)
+        marks[groups] = mark
+        groups += ONE
     count = U(0)
-    for group in range((span.size + 63) // 64):
-        mask = U(0)
-        for q in range(8):
-            mask |= ((words[8 * group + q] * _GATHER) >> U(56)) << U(8 * q)
-        first, at = U(start + 64 * group), count
-        count += popcount(mask)
-        while True:
-            for q in range(8):
-                hot[at + U(q)] = first + trailing_zeros(mask)
-                mask &= mask - ONE
-            at += U(8)
-            if mask == 0:
-                break
+    for g in range(groups):
+        preceding[g] = count
+        count += list_marked(marks[g], U(g) << U(6), _SET_BITS, places, count)
     return count
+
+
+@inner
+def _below(mark: Any, place: Any) -> Any:
+    """How many bits of a mark stand below that of a place in the chunk."""
+    return popcount(mark & ((ONE << (place & U(63))) - ONE))
+
+
+@inner
+def _look_up(
+    old: Any, start: Any, count: Any, places: Any, shift: int, cut: int, firsts: Any, last: Any, rank: Any, known: Any,
+    tracked: int, ages: Any, rows: Any, at: Any,
+) -> Any:  # fmt: skip
+    """Write history and row (from at on) of a chunk's hot weights; return the rank after them, NEVER if past known."""
+    magnitude, tracked_cut = (ONE << U(8 * old.itemsize - 1)) - ONE, U(tracked) << U(shift)
+    if tracked == cut:
+        if rank + count > known:
+            return NEVER
+        for h in range(count):
+            age = last[rank + U(h)]
+            ages[h] = age
+            rows[at + U(h)] = firsts[(U(old[start + U(places[h])]) & magnitude) >> U(shift)] + (age & U(0x7F))
+        return rank + count
+    for h in range(count):
+        size, age = U(old[start + U(places[h])]) & magnitude, U(0)
+        if size < tracked_cut:
+            if rank >= known:
+                return NEVER
+            age = U(last[rank])
+            rank += ONE
+        ages[h] = age
+        rows[at + U(h)] = firsts[size >> U(shift)] + (age & U(0x7F))
+    return rank
+
+
+@inner
+def _first_rows(rows: Any, row_bits: int) -> Any:
+    """The number of the row of each class, where no weight has changed yet."""
+    out = np.empty(rows.size, np.uint32)
+    for k in range(rows.size):
+        out[k] = rows[k] >> row_bits
+    return out
 
 
 @inner
@@ -77,113 +125,130 @@ def _room(old: Any, last: Any, tracked: int, cut: int, index: int, entering: Any
 
 
 @inner
-def _let_in(i: Any, e: Any, entering_at: Any, entering: Any, index: Any, remembered: Any, kept: Any) -> Any:
-    """Remember the entering weights that stand before weight i."""
-    while e < U(entering.size) and U(entering_at[e]) < i:
+def _keep(ages: Any, done: Any, end: Any, remembered: Any, kept: Any) -> Any:
+    """Remember the hot weights of a chunk from done to end; return how many bytes are remembered then."""
+    for h in range(end - done):
+        remembered[kept + U(h)] = ages[done + U(h)]
+    return kept + (end - done)
+
+
+@inner
+def _let_in(
+    limit: Any, start: Any, marks: Any, preceding: Any, ages: Any, done: Any, e: Any, entering_at: Any, entering: Any,
+    index: Any, remembered: Any, kept: Any,
+) -> Any:  # fmt: skip
+    """Remember the entering weights that stand before a limit, each after the hot weights before it."""
+    while e < U(entering.size) and U(entering_at[e]) < limit:
+        place = U(entering_at[e]) - start
+        rank = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
+        kept = _keep(ages, done, rank, remembered, kept)
+        done = rank
         remembered[kept] = index | entering[e]
         kept += ONE
         e += ONE
-    return e, kept
+    return done, e, kept
 
 
 @inner
 def _carry(
-    old: Any, begin: int, end: int, shift: int, cut: int, last: Any, rank: Any, known: Any, tracked: int, hot: Any,
-    flags: Any, index: int, e: Any, entering_at: Any, entering: Any, remembered: Any, kept: Any,
+    old: Any, begin: Any, end: Any, shift: int, cut: int, firsts: Any, last: Any, rank: Any, known: Any, tracked: int,
+    chunk: Any, rows: Any, at: Any, index: int, e: Any, entering_at: Any, entering: Any, remembered: Any, kept: Any,
 ) -> Any:  # fmt: skip
     """Let the history of a block without hot changes go along; return e, kept, and whether it is of these weights."""
     if not index:
         return e, kept, True
-    if tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= U(end)):
-        for k in range(rank, known):
-            remembered[kept] = last[k]
-            kept += ONE
-        return e, kept, True
-    magnitude = (ONE << U(8 * old.itemsize - 1)) - ONE
-    small, tracked_cut = old.dtype.type(cut << shift), U(tracked) << U(shift)
-    for start in range(begin, end, _SPAN):
-        for h in range(_hot(old, start, end, small, hot, flags)):
-            i, age = U(hot[h]), U(0)
-            if (U(old[i]) & magnitude) < tracked_cut:
-                if rank >= known:
-                    return e, kept, False
-                age = U(last[rank])
-                rank += ONE
-            e, kept = _let_in(i, e, entering_at, entering, index, remembered, kept)
-            remembered[kept] = age
-            kept += ONE
-    e, kept = _let_in(U(end), e, entering_at, entering, index, remembered, kept)
+    if tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
+        return e, _keep(last, rank, known, remembered, kept), True
+    marks, preceding, places, ages = chunk
+    small, start = old.dtype.type(cut << shift), begin
+    while start < end:
+        stop = min(start + U(_CHUNK), end)
+        count = _find(old, start, stop, small, marks, preceding, places)
+        rank = _look_up(old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, rows, at)
+        if rank == NEVER:
+            return e, kept, False
+        done, e, kept = _let_in(
+            stop, start, marks, preceding, ages, U(0), e, entering_at, entering, index, remembered, kept
+        )
+        kept = _keep(ages, done, count, remembered, kept)
+        start = stop
     return e, kept, rank == known
 
 
 @compiled
 def count_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any,
+    positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any, found: Any,
 ) -> Any:  # fmt: skip
-    """Add the blocks' decisions to counts, laid out as `tables.Contexts` says; return how many each block has.
-
-    positions, new and symbols hold the changed hot weights alone. If this is patch `index` of an epoch (0: of none),
-    the history after it is returned too, as `advance_history` would make it, and where the bytes of each block begin
-    in it; for that, entering holds the cold weights that turn hot. A block whose history is not of its weights has -1
-    decisions, and nothing after it is counted.
-    """
-    magnitude = (ONE << U(8 * old.itemsize - 1)) - ONE
-    hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
-    small = old.dtype.type(cut << shift)
-    tracked_cut, wide = U(tracked) << U(shift), U(row_bits)
-    hot_cut, remembered, kept = U(cut) << U(shift), _room(old, last, tracked, cut, index, entering), U(0)
+    """See `cpu.count_blocks`; found has room for a row of every weight."""
+    magnitude, wide = (ONE << U(8 * old.itemsize - 1)) - ONE, U(row_bits)
+    small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
+    chunk = _room_for_chunk()
+    marks, preceding, places, ages = chunk
+    unchanged = np.zeros(counts.size >> row_bits, np.uint32)  # by row, close together
+    remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     decisions, new_ranks = np.zeros(borders.size - 1, np.int64), np.zeros(borders.size, np.int64)
-    e, p = U(0), U(0)
+    changed, turned = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint8)
+    e, p, decided = U(0), U(0), U(0)
     following = U(positions[0]) if positions.size else NEVER
     for b in range(borders.size - 1):
-        begin, end, rank, known = borders[b], borders[b + 1], U(ranks[b]), U(ranks[b + 1])
-        if following >= U(end):
+        start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
+        if following >= end:
             e, kept, fits = _carry(
-                old, begin, end, shift, cut, last, rank, known, tracked, hot, flags, index, e, entering_at, entering,
-                remembered, kept,
+                old, start, end, shift, cut, firsts, last, rank, known, tracked, chunk, found, decided, index, e,
+                entering_at, entering, remembered, kept,
             )  # fmt: skip
-            new_ranks[b + 1] = kept
             if not fits:
                 decisions[b] = -1
-                return decisions, remembered, new_ranks
+                break
+            new_ranks[b + 1] = kept
             continue
-        decided = 0
-        for start in range(begin, end, _SPAN):
-            for h in range(_hot(old, start, end, small, hot, flags)):
-                i = U(hot[h])
-                size = U(old[i]) & magnitude
-                row = U(rows[size >> U(shift)])
-                age = U(0)
-                if size < tracked_cut:
-                    if rank >= known:
-                        decisions[b] = -1
-                        return decisions, remembered, new_ranks
-                    age = U(last[rank])
-                    rank += ONE
-                    row += (age & U(0x7F)) << wide
+        decided_before = decided
+        while start < end and rank != NEVER:
+            stop = min(start + U(_CHUNK), end)
+            count = _find(old, start, stop, small, marks, preceding, places)
+            rank = _look_up(
+                old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, found, decided
+            )
+            if rank == NEVER:
+                break
+            for h in range(count):
+                unchanged[found[decided + U(h)]] += 1
+            done = U(0)
+            while following < stop:
+                place = following - start
+                h = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
+                row, up_or_down = U(found[decided + h]), U(symbols[p]) - ONE
+                symbol = (up_or_down ^ (U(ages[h]) >> U(7))) + ONE
+                changed[p], turned[p] = decided + h, symbol
+                unchanged[row] -= 1
+                counts[(row << wide) + symbol] += 1
                 if index:
-                    e, kept = _let_in(i, e, entering_at, entering, index, remembered, kept)
-                decided += 1
-                if i != following:
-                    counts[row] += 1
-                    if index:
-                        remembered[kept] = age
-                        kept += ONE
-                    continue
-                up_or_down = U(symbols[p]) - ONE
-                counts[row + (up_or_down ^ (age >> U(7))) + ONE] += 1
-                if index and (U(new[p]) & magnitude) < hot_cut:
-                    remembered[kept] = U(index) | ((up_or_down & ONE) << U(7))
-                    kept += ONE
+                    if (U(new[p]) & magnitude) < hot_cut:
+                        ages[h] = U(index) | ((up_or_down & ONE) << U(7))
+                    else:
+                        done, e, kept = _let_in(
+                            following, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered,
+                            kept,
+                        )  # fmt: skip
+                        kept = _keep(ages, done, h, remembered, kept)
+                        done = h + ONE
                 p += ONE
-                following = U(positions[p]) if p < positions.size else NEVER
-        if index:
-            e, kept = _let_in(U(end), e, entering_at, entering, index, remembered, kept)
-        decisions[b], new_ranks[b + 1] = decided if rank == known else -1, kept
+                following = U(positions[p]) if p < U(positions.size) else NEVER
+            if index:
+                done, e, kept = _let_in(
+                    stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
+                )
+                kept = _keep(ages, done, count, remembered, kept)
+            decided += count
+            start = stop
         if rank != known:
+            decisions[b] = -1
             break
-    return decisions, remembered[:kept], new_ranks
+        decisions[b], new_ranks[b + 1] = decided - decided_before, kept
+    for row in range(unchanged.size):
+        counts[row << row_bits] += unchanged[row]
+    return decisions, remembered[:kept], new_ranks, found[:decided].copy(), changed, turned
 
 
 @inner
@@ -196,75 +261,75 @@ def _put_raw(x: Any, value: Any, k: Any, stream: Any, at: Any) -> Any:
     return (x << k) | value, at
 
 
+@inner
+def _advance(x: Any, begin: Any, frequency: Any, reciprocal: Any) -> Any:
+    """Code a symbol in a state that has room for it.
+
+    Multiplying 32-bit numbers matters: some CPUs take three times as long for 64-bit ones.
+    """
+    quotient = (U(np.uint32(x)) * reciprocal) >> U(32)  # or one less than that
+    quotient += U(x - quotient * frequency >= frequency)
+    return x + quotient * (U(1 << _P) - frequency) + begin
+
+
 @compiled
 def encode_blocks(
-    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    positions: Any, symbols: Any, extras: Any, cumulative: Any, reciprocals: Any, decisions: Any, lanes: Any,
+    rows: Any, row_bits: int, width: int, changed: Any, symbols: Any, extras: Any, cumulative: Any, reciprocals: Any,
+    decisions: Any, lanes: Any,
 ) -> Any:  # fmt: skip
     """Return the blocks' streams (uint16) one after the other, and where each begins.
 
-    A stream is the lanes' first states, then the words in the order a reader takes them. rANS is last in, first out, so
-    blocks are walked from their ends, the last one first. positions, symbols and extras hold the changed hot weights
-    alone. Multiplying 32-bit numbers matters here: some CPUs take three times as long for 64-bit ones.
+    rows, changed and symbols are what the count found: of every decision the row; and which of them change, by which
+    symbol. Weights have width bits. A stream is the lanes' first states, then the words in the order a reader takes
+    them. rANS is last in, first out, so decisions are walked from the last to the first.
     """
-    magnitude = (ONE << U(8 * old.itemsize - 1)) - ONE
-    hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
-    small = old.dtype.type(cut << shift)
-    tracked_cut, wide = U(tracked) << U(shift), U(row_bits)
-    room = 3 * positions.size
+    wide, listed = U(row_bits), U(width + spec.DIRECT - 3)  # size classes from there on have no raw bits
+    unchanged = np.empty(cumulative.size >> row_bits, np.uint64)  # by row, reciprocal and frequency in one word
+    for row in range(unchanged.size):
+        unchanged[row] = U(reciprocals[row << row_bits]) << U(32) | U(cumulative[(row << row_bits) + 1])
+    room = 3 * changed.size
     for b in range(decisions.size):
         room += 2 * lanes[b] + decisions[b] if decisions[b] else 0
     stream, ends = np.empty(room, np.uint16), np.zeros(decisions.size + 1, np.int64)
-    at, listed = U(room), U(8 * old.itemsize + spec.DIRECT - 3)  # size classes from here on have no raw bits
-    states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
-    p = U(positions.size)
-    following = U(positions[p - ONE]) if p else NEVER
+    states, at = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32), U(room)
+    d, p = U(rows.size), U(changed.size)
     for b in range(decisions.size - 1, -1, -1):
         ends[b + 1] = at
         if decisions[b] == 0:
             continue
-        lane_mask, rank, j = U(lanes[b] - 1), U(ranks[b + 1]), U(decisions[b])
-        begin_of_block, end_of_block = borders[b], borders[b + 1]
-        states[: lanes[b]] = _LOW
-        spans = (end_of_block - begin_of_block - 1) // _SPAN
-        for start in range(begin_of_block + spans * _SPAN, begin_of_block - 1, -_SPAN):
-            for h in range(np.int64(_hot(old, start, end_of_block, small, hot, flags)) - 1, -1, -1):
-                i = U(hot[h])
-                j -= ONE
-                lane = j & lane_mask
-                size = U(old[i]) & magnitude
-                row = U(rows[size >> U(shift)])
-                down = U(0)
-                if size < tracked_cut:
-                    rank -= ONE
-                    age = U(last[rank])
-                    row += (age & U(0x7F)) << wide
-                    down = age >> U(7)
-                x, begin = U(states[lane]), U(0)
-                if i == following:
-                    p -= ONE
-                    following = U(positions[p - ONE]) if p else NEVER
-                    symbol = ((U(symbols[p]) - ONE) ^ down) + ONE
-                    row += symbol
-                    begin = U(cumulative[row])
-                    t = (symbol - ONE) >> ONE
-                    if spec.DIRECT <= t < listed:
-                        k, extra = t - U(spec.DIRECT - 3), U(extras[p])
-                        if k > 16:
-                            x, at = _put_raw(x, extra >> U(16), k - U(16), stream, at)
-                            extra, k = extra & U(0xFFFF), U(16)
-                        x, at = _put_raw(x, extra, k, stream, at)
-                frequency = U(np.uint32(U(cumulative[row + ONE]) - begin))
+        lane_mask, begin = U(lanes[b] - 1), d - U(decisions[b])
+        for lane in range(lanes[b]):
+            states[lane] = _LOW
+        while d > begin:
+            here = p > 0 and U(changed[p - ONE]) >= begin
+            stop = U(changed[p - ONE]) + ONE if here else begin
+            while d > stop:
+                d -= ONE
+                lane, entry = (d - begin) & lane_mask, unchanged[rows[d]]
+                x, frequency = U(states[lane]), entry & U(0xFFFF)
                 if x >= frequency << U(32 - _P):
                     at -= ONE
                     stream[at] = x & U(0xFFFF)
                     x >>= U(16)
-                quotient = (U(np.uint32(x)) * U(reciprocals[row])) >> U(32)  # or one less than that
-                rest = x - quotient * frequency
-                if rest >= frequency:
-                    quotient += ONE
-                    rest -= frequency
-                states[lane] = (quotient << U(_P)) + rest + begin
+                states[lane] = _advance(x, U(0), frequency, entry >> U(32))
+            if not here:
+                break
+            p -= ONE
+            d -= ONE
+            lane, symbol = (d - begin) & lane_mask, U(symbols[p])
+            row, t, x = (U(rows[d]) << wide) + symbol, (symbol - ONE) >> ONE, U(states[lane])
+            if spec.DIRECT <= t < listed:
+                k, extra = t - U(spec.DIRECT - 3), U(extras[p])
+                if k > 16:
+                    x, at = _put_raw(x, extra >> U(16), k - U(16), stream, at)
+                    extra, k = extra & U(0xFFFF), U(16)
+                x, at = _put_raw(x, extra, k, stream, at)
+            frequency = U(cumulative[row + ONE]) - U(cumulative[row])
+            if x >= frequency << U(32 - _P):
+                at -= ONE
+                stream[at] = x & U(0xFFFF)
+                x >>= U(16)
+            states[lane] = _advance(x, U(cumulative[row]), frequency, U(reciprocals[row]))
         for lane in range(lanes[b] - 1, -1, -1):
             at -= U(2)
             stream[at] = states[lane] & np.uint32(0xFFFF)
@@ -279,86 +344,80 @@ def decode_blocks(
     cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, ends: Any, changes: Any, index: int,
     entering_at: Any, entering: Any,
 ) -> Any:  # fmt: skip
-    """Return positions, new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault met.
+    """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
 
     sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. The words of block b
     are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are; stops at the first
     fault (see `spec.FAULTS`).
     """
     width = U(8 * old.itemsize)
-    magnitude = (ONE << (width - ONE)) - ONE
+    magnitude, wide = (ONE << (width - ONE)) - ONE, U(row_bits)
     last_symbol = U(symbol_count - 1)
     sign, longest = magnitude + ONE, width + U(spec.DIRECT - 4)
-    hot, flags = np.empty(_SPAN + 8, np.uint32), np.empty(_SPAN, np.uint8)
-    small = old.dtype.type(cut << shift)
-    tracked_cut, wide = U(tracked) << U(shift), U(row_bits)
+    small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
+    chunk = _room_for_chunk()
+    marks, preceding, places, ages = chunk
+    found = np.empty(_CHUNK, np.uint16)  # rows
+    unchanged = np.empty(cumulative.size >> row_bits, np.uint16)  # frequencies by row, close together
+    for row in range(unchanged.size):
+        unchanged[row] = cumulative[(row << row_bits) + 1]
     total = changes.sum()
-    positions, new = np.empty(total, np.uint32), np.empty(total, old.dtype)
-    hot_cut, remembered, kept = U(cut) << U(shift), _room(old, last, tracked, cut, index, entering), U(0)
+    positions, before, new = np.empty(total, np.uint32), np.empty(total, old.dtype), np.empty(total, old.dtype)
+    remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     new_ranks = np.zeros(borders.size, np.int64)
     states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
-    e, k, count = U(0), U(0), U(0)
+    e, k, most = U(0), U(0), U(0)
     for b in range(borders.size - 1):
-        begin_of_block, end_of_block, rank, known = borders[b], borders[b + 1], U(ranks[b]), U(ranks[b + 1])
+        start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
         if changes[b] == 0:
             e, kept, fits = _carry(
-                old, begin_of_block, end_of_block, shift, cut, last, rank, known, tracked, hot, flags, index, e,
+                old, start, end, shift, cut, firsts, last, rank, known, tracked, chunk, found, U(0), index, e,
                 entering_at, entering, remembered, kept,
             )  # fmt: skip
-            new_ranks[b + 1] = kept
             if not fits:
-                return positions, new, remembered, new_ranks, spec.FOREIGN_WRITE
+                return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
+            new_ranks[b + 1] = kept
             continue
-        count += U(changes[b])
-        at, end_of_stream, lane_mask = U(ends[b]), U(ends[b + 1]), U(lanes[b] - 1)
-        if end_of_stream - at < 2 * lanes[b]:
-            return positions, new, remembered, new_ranks, 1
+        most += U(changes[b])
+        at, end_of_words, lane_mask, j = U(ends[b]), U(ends[b + 1]), U(lanes[b] - 1), U(0)
+        if end_of_words - at < 2 * lanes[b]:
+            return positions, before, new, remembered, new_ranks, 1
         for lane in range(lanes[b]):
             states[lane] = U(words[at]) | (U(words[at + ONE]) << U(16))
             at += U(2)
-        j = U(0)
-        for start in range(begin_of_block, end_of_block, _SPAN):
-            for h in range(_hot(old, start, end_of_block, small, hot, flags)):
-                i = U(hot[h])
+        while start < end:
+            stop = min(start + U(_CHUNK), end)
+            count = _find(old, start, stop, small, marks, preceding, places)
+            rank = _look_up(
+                old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, found, U(0)
+            )
+            if rank == NEVER:
+                return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
+            done = U(0)
+            for h in range(count):
                 lane = j & lane_mask
                 j += ONE
-                bits = U(old[i])
-                size = bits & magnitude
-                row = U(rows[size >> U(shift)])
-                age = U(0)
-                if size < tracked_cut:
-                    if rank >= known:
-                        return positions, new, remembered, new_ranks, spec.FOREIGN_WRITE
-                    age = U(last[rank])
-                    rank += ONE
-                    row += (age & U(0x7F)) << wide
-                if index:
-                    e, kept = _let_in(i, e, entering_at, entering, index, remembered, kept)
                 x = U(states[lane])
-                slot = x & _SLOT
-                frequency = U(cumulative[row + ONE])
+                slot, frequency = x & _SLOT, U(unchanged[found[h]])
                 if slot < frequency:
                     x = frequency * (x >> U(_P)) + slot
                     if x < _LOW:
-                        if at >= end_of_stream:
-                            return positions, new, remembered, new_ranks, 1
+                        if at >= end_of_words:
+                            return positions, before, new, remembered, new_ranks, 1
                         x = (x << U(16)) | U(words[at])
                         at += ONE
                     states[lane] = x
-                    if index:
-                        remembered[kept] = age
-                        kept += ONE
                     continue
-                symbol = ONE
+                row, symbol = U(found[h]) << wide, ONE
                 while symbol < last_symbol and U(cumulative[row + symbol + ONE]) <= slot:
                     symbol += ONE
-                begin, end = U(cumulative[row + symbol]), U(cumulative[row + symbol + ONE])
-                if slot >= end or k >= count:
-                    return positions, new, remembered, new_ranks, 2 if slot >= end else 3
-                x = (end - begin) * (x >> U(_P)) + slot - begin
+                first, behind = U(cumulative[row + symbol]), U(cumulative[row + symbol + ONE])
+                if slot >= behind or k >= most:
+                    return positions, before, new, remembered, new_ranks, 2 if slot >= behind else 3
+                x = (behind - first) * (x >> U(_P)) + slot - first
                 if x < _LOW:
-                    if at >= end_of_stream:
-                        return positions, new, remembered, new_ranks, 1
+                    if at >= end_of_words:
+                        return positions, before, new, remembered, new_ranks, 1
                     x = (x << U(16)) | U(words[at])
                     at += ONE
                 extra = U(0)
@@ -374,30 +433,42 @@ def decode_blocks(
                         raw -= part
                         taken += part
                         if x < _LOW:
-                            if at >= end_of_stream:
-                                return positions, new, remembered, new_ranks, 1
+                            if at >= end_of_words:
+                                return positions, before, new, remembered, new_ranks, 1
                             x = (x << U(16)) | U(words[at])
                             at += ONE
                 states[lane] = x
-                up_or_down = (symbol - ONE) ^ (age >> U(7))
+                i = start + U(places[h])
+                bits = U(old[i])
+                up_or_down = (symbol - ONE) ^ (U(ages[h]) >> U(7))
                 if t == longest and (extra or (up_or_down & ONE) != U((bits & sign) == 0)):
-                    return positions, new, remembered, new_ranks, 6
+                    return positions, before, new, remembered, new_ranks, 6
                 moved = _step(bits, up_or_down + ONE, extra, width)
-                positions[k], new[k] = i, moved
+                positions[k], before[k], new[k] = i, bits, moved
                 k += ONE
-                if index and (moved & magnitude) < hot_cut:
-                    remembered[kept] = U(index) | ((up_or_down & ONE) << U(7))
-                    kept += ONE
+                if index:
+                    if (moved & magnitude) < hot_cut:
+                        ages[h] = U(index) | ((up_or_down & ONE) << U(7))
+                    else:
+                        done, e, kept = _let_in(
+                            i, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
+                        )
+                        kept = _keep(ages, done, U(h), remembered, kept)
+                        done = U(h) + ONE
+            if index:
+                done, e, kept = _let_in(
+                    stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
+                )
+                kept = _keep(ages, done, count, remembered, kept)
+            start = stop
         if rank != known:
-            return positions, new, remembered, new_ranks, spec.FOREIGN_WRITE
-        if k != count:
-            return positions, new, remembered, new_ranks, 3
-        if at != end_of_stream:
-            return positions, new, remembered, new_ranks, 4
+            return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
+        if k != most:
+            return positions, before, new, remembered, new_ranks, 3
+        if at != end_of_words:
+            return positions, before, new, remembered, new_ranks, 4
         for lane in range(lanes[b]):
             if states[lane] != _LOW:
-                return positions, new, remembered, new_ranks, 4
-        if index:
-            e, kept = _let_in(U(end_of_block), e, entering_at, entering, index, remembered, kept)
+                return positions, before, new, remembered, new_ranks, 4
         new_ranks[b + 1] = kept
-    return positions, new, remembered[:kept], new_ranks, 0
+    return positions, before, new, remembered[:kept], new_ranks, 0

@@ -4,8 +4,8 @@ Every function works on at most 2^20 consecutive weights of a tile, one block or
 unsigned integers. All of them release the GIL, so a thread pool over blocks is all the parallelism there is. None
 checks its arguments beyond what memory safety needs: the codecs above have done that.
 
-The entropy coder has a file of its own; here are the comparison, which takes eight 64-bit words at a time, the steps of
-what changed, and the digest.
+The entropy coder has a file of its own; here are the comparison, which takes 64 weights at a time, the steps of what
+changed, and the digest.
 """
 
 import threading
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.kernels import reference, spec
-from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks
-from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, store_word, trailing_zeros
+from pulsesync.kernels import coder, reference, spec
+from pulsesync.kernels.coder import decode_blocks, encode_blocks
+from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, mark_changed, prefetch, store_word, trailing_zeros
 
 __all__ = [
     "advance_history",
@@ -50,52 +50,38 @@ def changed(old: Any, new: Any) -> Any:
         return reference.changed(old, new)
     if not hasattr(_scratch, "positions") or _scratch.positions.size < old.size:
         _scratch.positions = np.empty(old.size, np.uint32)
-    whole = old.size // 32 * 32
-    a, b, tail = old[:whole].view(np.uint64), new[:whole].view(np.uint64), old[whole:] != new[whole:]
-    positions = _scratch.positions[: _differ(a, b, tail, _scratch.positions)].copy()
-    before, after, equal = _gather(old, new, positions)
-    if equal:  # somebody wrote the weights between the two looks: what is equal now is no change
-        differ = before != after
+        _scratch.before, _scratch.after = np.empty(old.size, old.dtype), np.empty(old.size, old.dtype)
+    found = _scratch.positions, _scratch.before, _scratch.after
+    count = _differ(old, new, *found)
+    positions, before, after = (array[:count].copy() for array in found)
+    differ = before != after
+    if not differ.all():  # another process wrote the weights between the two looks: what is equal now is no change
         return positions[differ], before[differ], after[differ]
     return positions, before, after
 
 
 @compiled
-def _differ(a: Any, b: Any, tail: Any, out: Any) -> Any:
-    """Write to out where 16-bit weights differ, given four to a word and, for the last few, as differences.
+def _differ(old: Any, new: Any, positions: Any, before: Any, after: Any) -> Any:
+    """Write where weights differ, and both of them, while they are in the cache; return how many there are.
 
-    Returns how many there are. The caller keeps out from call to call: fresh memory for the worst case costs as much,
-    in pages zeroed by the system, as the comparison.
+    The caller keeps the arrays from call to call: fresh memory for the worst case costs as much, in pages zeroed by the
+    system, as the comparison.
     """
-    k, i, end = U(0), U(0), U(a.size)
-    while i < end:  # a range over signed numbers makes this loop half as fast
-        x = (a[i] ^ b[i]) | (a[i + U(1)] ^ b[i + U(1)]) | (a[i + U(2)] ^ b[i + U(2)]) | (a[i + U(3)] ^ b[i + U(3)])
-        x |= (a[i + U(4)] ^ b[i + U(4)]) | (a[i + U(5)] ^ b[i + U(5)])
-        x |= (a[i + U(6)] ^ b[i + U(6)]) | (a[i + U(7)] ^ b[i + U(7)])
-        if x != 0:
-            for q in range(8):
-                j = i + U(q)
-                y = a[j] ^ b[j]
-                while y != 0:
-                    lane = trailing_zeros(y) >> U(4)
-                    out[k] = (j << U(2)) + lane
-                    k += ONE
-                    y &= ~(U(0xFFFF) << (lane << U(4)))
-        i += U(8)
-    for j in range(tail.size):
-        if tail[j]:
-            out[k] = 4 * a.size + j
+    k, first, end = U(0), U(0), U(old.size)
+    while first < end:
+        mark = U(0)
+        if end - first >= U(64):
+            mark = mark_changed(old, new, first)
+        else:
+            for i in range(end - first):
+                mark |= U(old[first + U(i)] != new[first + U(i)]) << U(i)
+        while mark != 0:
+            i = first + trailing_zeros(mark)
+            positions[k], before[k], after[k] = i, old[i], new[i]
             k += ONE
+            mark &= mark - ONE
+        first += U(64)
     return k
-
-
-@compiled
-def _gather(old: Any, new: Any, positions: Any) -> Any:
-    before, after, equal = np.empty(positions.size, old.dtype), np.empty(positions.size, old.dtype), 0
-    for k in range(positions.size):
-        before[k], after[k] = old[positions[k]], new[positions[k]]
-        equal += before[k] == after[k]
-    return before, after, equal
 
 
 def pick(bits: Any, positions: Any) -> Any:
@@ -120,6 +106,26 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
     for k in range(positions.size):
         bits[positions[k]] = new[k]
+
+
+def count_blocks(
+    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
+    positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any,
+) -> Any:  # fmt: skip
+    """Add the blocks' decisions to counts, laid out as `tables.Contexts` says; return how many each block has.
+
+    positions, new and symbols hold the changed hot weights alone. If this is patch `index` of an epoch (0: of none),
+    the history after it is returned next, as `advance_history` would make it, and where the bytes of each block begin
+    in it; for that, entering holds the cold weights that turn hot. A block whose history is not of its weights has -1
+    decisions, and nothing after it is counted.
+
+    Last comes what `encode_blocks` needs: the row of every decision (uint16); which decisions change (uint32), and by
+    which symbol (uint8) once its direction is counted from the last one.
+    """
+    if not hasattr(_scratch, "rows") or _scratch.rows.size < old.size:
+        _scratch.rows = np.empty(old.size, np.uint16)
+    span = old, borders, shift, cut, rows, row_bits, last, ranks, tracked
+    return coder.count_blocks(*span, positions, new, symbols, counts, index, entering_at, entering, _scratch.rows)
 
 
 @compiled
@@ -190,6 +196,7 @@ def sample_classes(old: Any, shift: int) -> Any:
     magnitude = (ONE << U(8 * old.itemsize - 1)) - ONE
     out = np.zeros(256, np.int64)
     for start in range(0, old.size, spec.SAMPLE_PERIOD):
+        prefetch(old, start + 8 * spec.SAMPLE_PERIOD)  # else the CPU waits for memory at each run
         for i in range(start, min(start + spec.SAMPLE_RUN, old.size)):
             out[(U(old[i]) & magnitude) >> U(shift)] += 1
     return out
@@ -215,9 +222,9 @@ def steps(old: Any, new: Any, shift: int) -> Any:
         by_class[c] += 1
         a ^= full if a & sign else sign
         b ^= full if b & sign else sign
-        size, direction = (b - a) & full, 0
-        if size > sign or (size == sign and b < a):
-            size, direction = (a - b) & full, 1
+        up, down = (b - a) & full, (a - b) & full
+        direction = U(up > sign) | (U(up == sign) & U(b < a))
+        size = down if direction else up
         k, extra = 0, U(0)
         if size <= spec.DIRECT:
             k = np.int64(size) - 1

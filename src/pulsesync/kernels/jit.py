@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 U = np.uint64  # numba makes floats of sums of signed and unsigned numbers: kernels count in unsigned ones throughout
@@ -54,3 +55,98 @@ def store_word(typing_context: Any, array: Any, at: Any, word: Any) -> Any:
 def popcount(typing_context: Any, x: Any) -> Any:
     """The number of set bits of a uint64."""
     return types.uint64(types.uint64), lambda _, builder, __, args: builder.ctpop(args[0])
+
+
+@intrinsic
+def prefetch(typing_context: Any, bits: Any, start: Any) -> Any:
+    """Ask for the 64 weights from start on, which may lie outside the array, to be in the cache soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        data = context.make_array(bits)(context, builder, args[0]).data
+        for line in range(0, 64, 512 // bits.dtype.bitwidth):  # of 64 bytes each
+            first = builder.gep(data, [builder.add(args[1], args[1].type(line))])
+            builder.call(fetch, [builder.bitcast(first, pointer), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.none(bits, types.uint64), generate
+
+
+@intrinsic
+def mark_below(typing_context: Any, bits: Any, start: Any, cut: Any) -> Any:
+    """Say by the bits of a uint64 which of the 64 weights from start on have a magnitude below the cut."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights = _load_64(context, builder, bits, args[0], args[1])
+        magnitudes = builder.and_(weights, weights.type([(1 << (bits.dtype.bitwidth - 1)) - 1] * 64))
+        return _packed(builder, builder.icmp_unsigned("<", magnitudes, _repeated(builder, args[2], 64)))
+
+    return types.uint64(bits, types.uint64, bits.dtype), generate
+
+
+@intrinsic
+def mark_changed(typing_context: Any, old: Any, new: Any, start: Any) -> Any:
+    """Say by the bits of a uint64 which of the 64 weights from start on differ."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        before, after = (_load_64(context, builder, k, a, args[2]) for k, a in ((old, args[0]), (new, args[1])))
+        return _packed(builder, builder.icmp_unsigned("!=", before, after))
+
+    return types.uint64(old, new, types.uint64), generate
+
+
+def _load_64(context: Any, builder: Any, kind: Any, array: Any, start: Any) -> Any:
+    """A vector of the 64 weights of an array from start on."""
+    width = kind.dtype.bitwidth
+    first = builder.gep(context.make_array(kind)(context, builder, array).data, [start])
+    pointer = ir.VectorType(ir.IntType(width), 64).as_pointer()
+    return builder.load(builder.bitcast(first, pointer), align=width // 8)
+
+
+def _packed(builder: Any, flags: Any) -> Any:
+    """64 flags as the bits of a number. A plain bitcast takes one instruction a flag where LLVM is older than 17."""
+    bytes_ = ir.VectorType(ir.IntType(8), 64)
+    found = builder.and_(builder.sext(flags, bytes_), bytes_([1 << k % 8 for k in range(64)]))
+    for size in (64, 32, 16):  # neighbours are added up, until the bits of eight weights are together in a byte
+        even, odd = (ir.VectorType(ir.IntType(32), size // 2)(list(range(k, size, 2))) for k in (0, 1))
+        nothing = found.type(ir.Undefined)
+        found = builder.add(builder.shuffle_vector(found, nothing, even), builder.shuffle_vector(found, nothing, odd))
+    return builder.bitcast(found, ir.IntType(64))
+
+
+@intrinsic
+def list_marked(typing_context: Any, mark: Any, first: Any, table: Any, places: Any, at: Any) -> Any:
+    """Write first plus the number of each set bit of a uint64 to places (uint16), from at on; return how many.
+
+    The table (uint16) lists the set bits of every byte, in eight entries each. All eight are written for each of the
+    eight bytes, so that nothing depends on how many are set: places needs room for eight more than there are.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, eight = ir.IntType(64), ir.VectorType(ir.IntType(16), 8)
+        bytes_ = ir.VectorType(ir.IntType(8), 8)
+        lists, out = (context.make_array(k)(context, builder, a).data for k, a in ((table, args[2]), (places, args[3])))
+        count = cgutils.get_or_insert_function(builder.module, ir.FunctionType(bytes_, [bytes_]), "llvm.ctpop.v8i8")
+        counts = builder.bitcast(builder.call(count, [builder.bitcast(args[0], bytes_)]), word)
+        sums = builder.mul(counts, word(0x0101010101010101))  # in byte q, how many are set up to there
+        at = args[4]
+        for q in range(8):
+            byte = builder.and_(builder.lshr(args[0], word(8 * q)), word(0xFF))
+            source = builder.bitcast(builder.gep(lists, [builder.shl(byte, word(3))]), eight.as_pointer())
+            base = builder.trunc(builder.add(args[1], word(8 * q)), ir.IntType(16))
+            found = builder.add(builder.load(source, align=2), _repeated(builder, base, 8))
+            builder.store(found, builder.bitcast(builder.gep(out, [at]), eight.as_pointer()), align=2)
+            at = builder.add(args[4], builder.and_(builder.lshr(sums, word(8 * q)), word(0xFF)))
+        return builder.lshr(sums, word(56))
+
+    number = types.uint64
+    return number(number, number, table, places, number), generate
+
+
+def _repeated(builder: Any, value: Any, times: int) -> Any:
+    """A vector of equal values."""
+    vector = ir.VectorType(value.type, times)
+    first = builder.insert_element(vector(ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, vector(ir.Undefined), ir.VectorType(ir.IntType(32), times)([0] * times))

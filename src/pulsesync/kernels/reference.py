@@ -169,36 +169,31 @@ def _count_block(
     index: int,
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
-) -> tuple[int, NDArray[np.uint8]]:
+) -> tuple[int, NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint8]]:
     if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
-        return -1, last
+        return -1, last, np.empty(0, np.uint16), np.empty(0, np.uint32), np.empty(0, np.uint8)
     hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
     decided = np.zeros(hot.size, np.int64)
     where = np.searchsorted(hot, positions)
     decided[where] = ((symbols.astype(np.int64) - 1) ^ down[where]) + 1
     np.add.at(counts, begins + decided, 1)
-    return hot.size, _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering)
+    remembered = _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering)
+    found = (begins >> row_bits).astype(np.uint16), where.astype(np.uint32), decided[where].astype(np.uint8)
+    return hot.size, remembered, *found
 
 
 def _encode_block(
-    old: Bits,
-    shift: int,
-    cut: int,
-    rows: NDArray[np.uint32],
+    rows: NDArray[np.uint16],
     row_bits: int,
-    last: NDArray[np.uint8],
-    tracked: int,
-    positions: NDArray[np.uint32],
+    width: int,
+    changed: NDArray[np.uint32],
     symbols: NDArray[np.uint8],
     extras: NDArray[np.uint32],
     cumulative: NDArray[np.uint16],
-    reciprocals: NDArray[np.uint32],  # for faster kernels: not needed here
-    decisions: int,
     lanes: int,
 ) -> NDArray[np.uint16]:
-    hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
     table = cumulative.tolist()
-    changes = {int(p): (int(s), int(e)) for p, s, e in zip(positions, symbols, extras, strict=True)}
+    changes = {int(p): (int(s), int(e)) for p, s, e in zip(changed, symbols, extras, strict=True)}
     states = [spec.STATE_LOW] * lanes
     backwards: list[int] = []
 
@@ -208,17 +203,18 @@ def _encode_block(
         backwards.append(x & 0xFFFF)
         return x >> 16
 
-    for j in range(decisions - 1, -1, -1):
+    for j in range(rows.size - 1, -1, -1):
         x, symbol = states[j % lanes], 0
-        if (change := changes.get(int(hot[j]))) is not None:
-            symbol, extra = ((change[0] - 1) ^ int(down[j])) + 1, change[1]
-            raw = _raw_bits(symbol, 8 * old.itemsize)
+        if (change := changes.get(j)) is not None:
+            symbol, extra = change
+            raw = _raw_bits(symbol, width)
             if raw > 16:
                 x = make_room(x, 1 << (48 - raw)) << (raw - 16) | extra >> 16
                 extra, raw = extra & 0xFFFF, 16
             if raw:
                 x = make_room(x, 1 << (32 - raw)) << raw | extra
-        start, end = table[begins[j] + symbol : begins[j] + symbol + 2]
+        at = (int(rows[j]) << row_bits) + symbol
+        start, end = table[at : at + 2]
         x = make_room(x, (end - start) << (32 - spec.PROBABILITY_BITS))
         quotient, remainder = divmod(x, end - start)
         states[j % lanes] = (quotient << spec.PROBABILITY_BITS) + remainder + start
@@ -354,9 +350,17 @@ def count_blocks(
     index: int,
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+) -> tuple[
+    NDArray[np.int64],
+    NDArray[np.uint8],
+    NDArray[np.int64],
+    NDArray[np.uint16],
+    NDArray[np.uint32],
+    NDArray[np.uint8],
+]:
     decisions = np.zeros(borders.size - 1, np.int64)
     histories: list[NDArray[np.uint8]] = []
+    found, changed, turned = [np.empty(0, np.uint16)], [np.empty(0, np.uint32)], [np.empty(0, np.uint8)]
     for b, block in enumerate(_blocks(borders, last, ranks)):
         weights, here, enter = old[block.begin : block.end], block.share(positions), block.share(entering_at)
         entries = index, block.local(entering_at), entering[enter]
@@ -368,40 +372,38 @@ def count_blocks(
             histories.append(carried)
             continue
         changes = block.local(positions), new[here], symbols[here], counts
-        decisions[b], after = _count_block(weights, shift, cut, rows, row_bits, block.last, tracked, *changes, *entries)
-        if decisions[b] < 0:
+        decided, after, of_decisions, which, by = _count_block(
+            weights, shift, cut, rows, row_bits, block.last, tracked, *changes, *entries
+        )
+        decisions[b] = decided
+        if decided < 0:
             break
         histories.append(after)
-    return decisions, *_joined(histories, decisions.size)
+        changed.append(which + np.uint32(decisions[:b].sum()))
+        found.append(of_decisions)
+        turned.append(by)
+    kept = np.concatenate(found), np.concatenate(changed), np.concatenate(turned)
+    return decisions, *_joined(histories, decisions.size), *kept
 
 
 def encode_blocks(
-    old: Bits,
-    borders: NDArray[np.int64],
-    shift: int,
-    cut: int,
-    rows: NDArray[np.uint32],
+    rows: NDArray[np.uint16],
     row_bits: int,
-    last: NDArray[np.uint8],
-    ranks: NDArray[np.int64],
-    tracked: int,
-    positions: NDArray[np.uint32],
+    width: int,
+    changed: NDArray[np.uint32],
     symbols: NDArray[np.uint8],
     extras: NDArray[np.uint32],
     cumulative: NDArray[np.uint16],
-    reciprocals: NDArray[np.uint32],
+    reciprocals: NDArray[np.uint32],  # for faster kernels: not needed here
     decisions: NDArray[np.int64],
     lanes: NDArray[np.int64],
 ) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     streams = [np.empty(0, np.uint16)]
-    for b, block in enumerate(_blocks(borders, last, ranks)):
-        if decisions[b]:
-            weights, here = old[block.begin : block.end], block.share(positions)
-            context = weights, shift, cut, rows, row_bits, block.last, tracked
-            changes = block.local(positions), symbols[here], extras[here]
-            streams.append(_encode_block(*context, *changes, cumulative, reciprocals, int(decisions[b]), int(lanes[b])))
-        else:
-            streams.append(np.empty(0, np.uint16))
+    for (begin, end), count in zip(pairwise(np.cumsum([0, *decisions]).tolist()), lanes.tolist(), strict=True):
+        here = slice(*np.searchsorted(changed, (begin, end)).tolist())
+        changes = changed[here] - np.uint32(begin), symbols[here], extras[here]
+        block = _encode_block(rows[begin:end], row_bits, width, *changes, cumulative, count)
+        streams.append(block if end > begin else np.empty(0, np.uint16))
     return np.concatenate(streams), np.cumsum([stream.size for stream in streams])
 
 
@@ -425,7 +427,7 @@ def decode_blocks(
     index: int,
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
-) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], NDArray[np.int64], int]:
+) -> tuple[NDArray[np.uint32], Bits, Bits, NDArray[np.uint8], NDArray[np.int64], int]:
     found, moved = [np.empty(0, np.uint32)], [np.empty(0, old.dtype)]
     histories: list[NDArray[np.uint8]] = []
     fault = 0
@@ -446,7 +448,8 @@ def decode_blocks(
         found.append(at + np.uint32(block.begin))
         moved.append(new)
         histories.append(after)
-    return np.concatenate(found), np.concatenate(moved), *_joined(histories, changes.size), fault
+    positions = np.concatenate(found)
+    return positions, old[positions], np.concatenate(moved), *_joined(histories, changes.size), fault
 
 
 def _remembered(

@@ -163,11 +163,7 @@ class AnchorWriter:
         parts = encode_parts(tiles, snapshot, self.costs) if tiles or self._alone else ()
         with ThreadPoolExecutor(2, thread_name_prefix="pulse-anchor") as executor:
             ahead = _UploadsAhead(executor, self._put)
-<<<<<<< HEAD
-            refs = self.outbox.stage(epoch, ahead.offering(parts), inline_share(self._ranks))
-=======
-            refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)))
->>>>>>> w/joining
+            refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)), inline_share(self._ranks))
             logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.costs.reason)
             record = anchor_record(version, refs, self.newest)
             data = self.sign(record)

@@ -176,7 +176,7 @@ def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, FrequencyTable]:
     decisions, _ = context.count(old, borders, BF16, cut, BlockMemory(), changes, contexts, counts)
     by_context = counts.reshape(contexts.classes, 1, -1)[..., :41]
     table = FrequencyTable("BF16", contexts.lo, tables.normalise(by_context))
-    streams = context.encode_block(old, borders, BF16, cut, BlockMemory(), changes, table, decisions)
+    streams = context.encode_block(decisions, extras, table)
     return Payload(Heads(0, cut, *streams[:3], cold, moved), streams.words), table
 
 

@@ -8,14 +8,14 @@ direction turns the sign. The few changes of cold weights are written as gaps an
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Dtype, Remembered, Tile
+from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Dtype, Remembered, Tile
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.codecs.gap import build_gaps, parse_gaps
@@ -54,9 +54,25 @@ class HotChanges:
     entering: NDArray[np.uint8]  # 0x80 where they go down
 
 
+def _borders_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of some runs begins, laid end to end, and where the last one ends."""
+    out = np.zeros(sizes.size + 1, np.int64)
+    np.cumsum(sizes, out=out[1:])
+    return out
+
+
 def magnitudes(bits: Bits, shift: int) -> NDArray[np.int64]:
     """The magnitude class of each weight: for floats, the exponent."""
     return ((bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)) >> bits.dtype.type(shift)).astype(np.int64)
+
+
+class Decisions(NamedTuple):
+    """The decisions of a block's hot weights, as counted: what is left to do is to code them."""
+
+    counts: NDArray[np.int64]  # how many each stream has
+    rows: NDArray[np.uint16]  # of each its row of the tables
+    changed: NDArray[np.uint32]  # which of them are changes
+    symbols: NDArray[np.uint8]  # and by which symbols, once directions are counted from the last ones
 
 
 def count(
@@ -68,10 +84,10 @@ def count(
     hot: HotChanges,
     contexts: tables.Contexts,
     counts: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], Remembered]:
-    """Add a block's decisions to counts; return how many each stream has, and the block's history afterwards."""
+) -> tuple[Decisions, Remembered]:
+    """Add a block's decisions to counts; return them, and the block's history afterwards."""
     known = memory.bytes_of(borders.size - 1)
-    decided, last, ranks = kernels.active().count_blocks(
+    decided, last, ranks, *found = kernels.active().count_blocks(
         old,
         borders,
         kind.exponent_shift,
@@ -90,41 +106,26 @@ def count(
         hot.entering,
     )
     assert decided.min() >= 0, "a publisher's base and its history are written together"
-    return decided, Remembered(last, ranks)
+    return Decisions(decided, *found), Remembered(last, ranks)
 
 
-def encode_block(
-    old: Bits,
-    borders: NDArray[np.int64],
-    kind: Dtype,
-    cut: int,
-    memory: BlockMemory,
-    hot: HotChanges,
-    table: FrequencyTable,
-    decisions: NDArray[np.int64],
-) -> "BlockStreams":
-    """Return the streams of a block."""
-    known, lanes = memory.bytes_of(borders.size - 1), tables.lanes_for(decisions)
+def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> "BlockStreams":
+    """Return the streams of a block; extras are those of its hot changes."""
+    lanes = tables.lanes_for(decisions.counts)
     words, ends = kernels.active().encode_blocks(
-        old,
-        borders,
-        kind.exponent_shift,
-        cut,
-        table.contexts.rows,
+        decisions.rows,
         table.contexts.bits,
-        known.last,
-        known.ranks,
-        memory.cut,
-        hot.positions,
-        hot.symbols,
-        hot.extras,
+        8 * DTYPES[table.dtype].itemsize,
+        decisions.changed,
+        decisions.symbols,
+        extras,
         table.cumulative,
         table.reciprocals,
-        decisions,
+        decisions.counts,
         lanes,
     )
-    changes = np.diff(np.searchsorted(hot.positions, borders))
-    return BlockStreams(changes, lanes, np.diff(ends), words)
+    changes = np.searchsorted(decisions.changed, _borders_of(decisions.counts))
+    return BlockStreams(changes[1:] - changes[:-1], lanes, ends[1:] - ends[:-1], words)
 
 
 class BlockStreams(NamedTuple):
@@ -213,15 +214,17 @@ def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
     table = reader.byte()
     kind = tile.tensor.kind
     cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    streams = np.array(parse_streams(reader, np.diff(tile.borders).tolist()), np.int64).reshape(-1, 3)
+    sizes = (tile.borders[1:] - tile.borders[:-1]).tolist()
+    by_stream = np.array(parse_streams(reader, sizes), np.int64).reshape(-1, 3)
+    changes, lanes, words = by_stream.T.copy()  # each contiguous: a kernel is compiled once more for what is not
     cold, steps = parse_cold(reader, reader.number(tile.size), tile.size, kind.itemsize)
     checks = NO_CHECKS
     if is_checked(tile):
-        checks = np.frombuffer(reader.take(4 * int(changing(tile, streams[:, 0], cold).sum())), "<u4")
+        checks = np.frombuffer(reader.take(4 * int(changing(tile, changes, cold).sum())), "<u4")
     begin = reader.at
-    reader.take(2 * int(streams[:, 2].sum()))
+    reader.take(2 * int(words.sum()))
     reader.end()
-    return Heads(table, cut, streams[:, 0], streams[:, 1], streams[:, 2], cold, steps, checks), begin
+    return Heads(table, cut, changes, lanes, words, cold, steps, checks), begin
 
 
 def is_checked(tile: Tile) -> bool:
@@ -269,18 +272,49 @@ def parse_cold(
 
 def has_changes(heads: Heads, tile: Tile, number: int) -> bool:
     """Whether a block has any: one that has none need not be read."""
+    if heads.changes[tile.streams(number)].any():
+        return True
     first, last = np.searchsorted(heads.cold, (number * BLOCK, (number + 1) * BLOCK))
-    return bool(heads.changes[tile.streams(number)].any() or first < last)
+    return bool(first < last)
 
 
 def move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64], shift: int) -> Bits:
     """Move cold weights by their steps. Raises: FormatError, if one is hot, or goes half the circle the wrong way."""
+    if not old.size:
+        return old
     if (magnitudes(old, shift) < cut).any():
         raise FormatError("a context payload names a hot weight among the cold changes")
     half = 1 << (8 * old.itemsize - 1)
-    if ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
+    longest = max(-int(steps.min()), int(steps.max()))
+    if longest == half and ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
         raise FormatError("a cold change goes half the circle by the wrong way")
     return tables.apply_steps(old, steps)
+
+
+def _entering(
+    cold: NDArray[np.uint32], moved: Bits, steps: NDArray[np.int64], cut: int, shift: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    """Of cold changes those that turn hot: where they are, and 0x80 where they go down."""
+    if not cold.size:
+        return cold, NO_HISTORY
+    enters = magnitudes(moved, shift) < cut
+    if not enters.any():
+        return cold[:0], NO_HISTORY
+    return cold[enters], np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8)
+
+
+def _merged(many: Sequence[NDArray[Any]], few: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Put few rows of a table among many, both given by their columns, in the order of the first column."""
+    if not few[0].size:
+        return list(many)
+    at = np.searchsorted(many[0], few[0]) + np.arange(few[0].size)
+    others = np.ones(many[0].size + few[0].size, np.bool_)
+    others[at] = False
+    out = [np.empty(others.size, column.dtype) for column in many]
+    for column, of_many, of_few in zip(out, many, few, strict=True):
+        column[others] = of_many
+        column[at] = of_few
+    return out
 
 
 def decode_block(
@@ -294,12 +328,12 @@ def decode_block(
     """
     view = _block_view(payload, tile, number, old)
     heads, shift, bits = payload.heads, tile.tensor.kind.exponent_shift or 0, view.old
-    moved = move_cold(bits[view.cold], view.steps, heads.cut, shift)
-    positions, new, remembered = view.cold.astype(np.uint32), moved, None
+    cold, remembered = bits[view.cold], None
+    moved = move_cold(cold, view.steps, heads.cut, shift)
+    positions, before, new = view.cold.astype(np.uint32), cold, moved
     if view.streams.changes.any():
-        enters = magnitudes(moved, shift) < heads.cut
         known = memory.bytes_of(view.borders.size - 1)
-        positions, new, last, ranks, fault = kernels.active().decode_blocks(
+        *hot, last, ranks, fault = kernels.active().decode_blocks(
             bits,
             view.borders,
             shift,
@@ -314,22 +348,17 @@ def decode_block(
             table.sizes,
             view.streams.lanes,
             view.streams.words,
-            np.append(0, np.cumsum(view.streams.sizes)),
+            _borders_of(view.streams.sizes),
             view.streams.changes,
             memory.index,
-            positions[enters],
-            np.where(view.steps[enters] < 0, 0x80, 0).astype(np.uint8),
+            *_entering(positions, moved, view.steps, heads.cut, shift),
         )
         if fault:
             raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
         remembered = Remembered(last, ranks)
-        if view.cold.size:
-            positions, new = np.concatenate([positions, view.cold.astype(np.uint32)]), np.concatenate([new, moved])
-            order = np.argsort(positions, kind="stable")
-            positions, new = positions[order], new[order]
+        positions, before, new = _merged(hot, [positions, cold, moved])
     if positions.size == 0:
         return None
-    before = bits[positions]
     if view.kept is not None:
         positions = view.kept.expand(positions)
     change = BlockChange(number, positions, before, new, remembered if memory.index else None)
@@ -351,11 +380,16 @@ class _BlockView(NamedTuple):
 
 def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockView:
     heads, which, begin = payload.heads, tile.streams(number), number * BLOCK
-    ends = np.append(0, np.cumsum(heads.words))
+    if tile.block_count == 1 and tile.kept is None:  # nearly all are, and a dozen steps of numpy cost 20 µs
+        streams = BlockStreams(heads.changes, heads.lanes, heads.words, payload.words)
+        return _BlockView(old, tile.borders, streams, heads.cold, heads.steps)
+    ends = _borders_of(heads.words)
     words = payload.words[ends[which.start] : ends[which.stop]]
     streams = BlockStreams(heads.changes[which], heads.lanes[which], heads.words[which], words)
-    first, last = np.searchsorted(heads.cold, (begin, begin + old.size))
-    cold, steps = heads.cold[first:last] - begin, heads.steps[first:last]
+    cold, steps = heads.cold, heads.steps
+    if cold.size:
+        first, last = np.searchsorted(cold, (begin, begin + old.size))
+        cold, steps = cold[first:last] - begin, steps[first:last]
     borders = tile.borders[which.start : which.stop + 1] - begin
     if tile.kept is None:
         return _BlockView(old, borders, streams, cold, steps)
@@ -378,7 +412,7 @@ class KeptGroups(NamedTuple):
     def of(cls, tile: Tile) -> "KeptGroups":
         kept = np.array(tile.kept or (), np.int64)
         begins, ends = tile.borders[kept], tile.borders[kept + 1]
-        return cls(begins, ends, np.append(0, np.cumsum(ends - begins)))
+        return cls(begins, ends, _borders_of(ends - begins))
 
     def pick(self, weights: Bits) -> Bits:
         runs = [weights[begin:end] for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True)]
