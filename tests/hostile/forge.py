@@ -760,7 +760,7 @@ class Victim:
         state = self.subscriber._state
         if state is None:
             return None
-        known = [(k, t.cut, [b.tobytes() for b in t.blocks]) for k, t in sorted(state.history.tiles.items())]
+        known = [(k, t.cut, [b.last.tobytes() for b in t.blocks]) for k, t in sorted(state.history.tiles.items())]
         return dict(state.sums), state.history.index, known, self.subscriber._position
 
     def feed(self, objects: dict[str, bytes]) -> PulseError | None:

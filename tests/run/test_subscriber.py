@@ -753,6 +753,7 @@ def spoil_while_loading(monkeypatch: pytest.MonkeyPatch, store: Watched, cache: 
     monkeypatch.setattr(HostState, "load_whole", meddled)
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("how", ["sync", "watch"])
 def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None, how: str
@@ -845,6 +846,7 @@ def test_a_joiner_reads_each_part_once_and_writes_nothing_to_disk(
     assert equal(held, states[0])
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_parts: None) -> None:
     store, states = run_of(1)
     parts = parts_of(store, keys.anchor_key(0))
@@ -1046,6 +1048,7 @@ def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
 # -- damage --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_verify_finds_a_flipped_bit() -> None:
     store, states = run_of(1)
     sub, held = Subscriber(store), worker()
@@ -1072,6 +1075,7 @@ def test_verify_before_the_first_sync_is_refused() -> None:
         Subscriber(MemoryStore()).verify()
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_a_scrub_finds_a_flipped_bit_and_the_next_sync_says_so() -> None:
     store, states = run_of(2)
     sub, held = Subscriber(store), worker()
@@ -1194,6 +1198,7 @@ def test_a_worker_of_a_pipeline_holds_its_layers_and_no_others() -> None:
         sub.verify()
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sharded() as sharded:
         sub = Subscriber(sharded.store, slices={"layer.0.*": ROWS, "layer.1.*": None})
@@ -1212,6 +1217,7 @@ def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatc
         assert seen == [("layer.0.weight", 32)] * 2
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_of_large_parts_only_the_sections_with_held_tiles_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "SECTION_BYTES", 1)
     monkeypatch.setattr(bodies, "SMALL_PART", 100)
@@ -1276,6 +1282,7 @@ def test_a_flipped_bit_in_a_slice_is_found() -> None:
             sub.verify(local)
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("how", ["sync(verify=True)", "verify_every", "verify", "scrub"])
 @pytest.mark.parametrize("widen", [False, True])
 def test_what_something_else_writes_to_a_slice_that_is_not_on_the_grid_is_found(how: str, widen: bool) -> None:
@@ -1603,6 +1610,7 @@ def zero_most(held: dict[str, Any]) -> None:
     held["layer.1.weight"][...] = 0
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("new", [True, False], ids=["with a new version", "with nothing new"])
 def test_a_sync_with_verify_finds_weights_that_something_else_wrote_and_repairs_them(
     new: bool, caplog: pytest.LogCaptureFixture
@@ -1620,6 +1628,7 @@ def test_a_sync_with_verify_finds_weights_that_something_else_wrote_and_repairs_
     assert sub.sync(held, verify=True).repaired == ()
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_damage_that_could_not_be_repaired_at_once_is_reported_by_the_sync_that_repairs_it() -> None:
     store, states = run_of(2)
     sub, held = Subscriber(store), worker()
@@ -1646,6 +1655,7 @@ def test_a_sync_with_verify_of_weights_that_nothing_else_wrote_costs_no_anchor()
     assert equal(held, states[2])
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_verify_every_recounts_at_every_nth_sync() -> None:
     store, states = run_of(1)
     sub, held = Subscriber(store, verify_every=3), worker()
@@ -1956,6 +1966,7 @@ def test_fp32_weights_that_are_a_published_start_need_no_anchor() -> None:
     assert again.resume(held, 2, saved(sub))
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_a_recount_finds_what_something_else_wrote_below_bf16() -> None:
     store, states = run_of(2)
     sub, held = Subscriber(store, widen=True), in_fp32()

@@ -752,8 +752,16 @@ class Subscriber:
 
             if joining:
                 self._forget()  # what was counted of the weights is no longer true
-                with progress.timed("apply"):
-                    state.join_whole(anchor, arriving())
+                try:
+                    with progress.timed("apply"):
+                        state.join_whole(anchor, arriving())
+                except BaseException:
+                    logger.error(
+                        "Joining failed while the anchor of version %d was being written. The weights are at no version: "
+                        "do not use them until a sync succeeds.",
+                        anchor.version,
+                    )
+                    raise
             else:
                 with progress.timed("prepare"):
                     # Of slices, only these sections were fetched, and they are on no disk.
