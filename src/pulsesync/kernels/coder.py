@@ -352,7 +352,8 @@ def decode_blocks(
             new_ranks[b + 1] = kept
             continue
         most += U(changes[b])
-        at, end_of_words, lane_count, j = U(ends[b]), U(ends[b + 1]), U(lanes[b]) if coded else U(0), U(0)
+        at, j = U(ends[b]), U(0)
+        end_of_words, lane_count = (U(ends[b + 1]), U(lanes[b])) if coded else (at, U(0))
         lane_mask = lane_count - ONE
         if end_of_words - at < lane_count + lane_count:
             return positions, before, new, remembered, new_ranks, 1
