@@ -113,8 +113,9 @@ class Case:
         for (rows, symbols), (*_, extras, _, _, _, _), lanes in zip(self.decided, self.splits, self.lanes, strict=True):
             changed = np.flatnonzero(symbols).astype(np.uint32)
             decided = (rows & 0x7FFF).astype(np.uint16), self.contexts.bits, 8 * self.wide
-            arguments: tuple[Any, ...] = (*decided, changed, symbols[changed].astype(np.uint8), extras)
-            out.append(reference._encode_block(*arguments, self.cumulative, lanes))
+            changes = changed, symbols[changed].astype(np.uint8), extras
+            arguments: tuple[Any, ...] = (*decided, *changes, self.cumulative, lanes)
+            out.append(reference._encode_block(*arguments))
         return out
 
     # On the device
