@@ -36,6 +36,7 @@ def test_inspect_lists_the_versions_of_a_run(run: Path) -> None:
     assert [row["version"] for row in json.loads(done.stdout)["versions"]] == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_inspect_shows_the_tiles_of_a_part(run: Path) -> None:
     part = max((run / "parts").iterdir(), key=lambda path: path.stat().st_size)
     facts = json.loads(pulse("inspect", str(part), "--json").stdout)
@@ -55,6 +56,7 @@ def test_inspect_refuses_a_damaged_part_in_one_line(run: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_inspect_shows_the_tiles_of_a_part_that_stands_in_its_record(run: Path) -> None:
     (facts,) = commands.pulse("inspect", run, "--version", 2, "--json").events
     assert [part["stored"] for part in facts["parts"]] == ["in the record"]

@@ -17,6 +17,8 @@ from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from tests.runs import Training, Watched, equal, parts_of, publish_steps, worker
 
+pytestmark = pytest.mark.usefixtures("parts_as_objects", "a_tile_for_each_tensor")
+
 ENOUGH = 2 * anchors.MEASURED_BYTES
 
 
@@ -91,6 +93,7 @@ def test_the_log_says_how_an_anchor_is_written_and_why(caplog: pytest.LogCapture
 
 def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    monkeypatch.setattr(anchors, "MAX_INLINE_BYTES", 0)
     store, arrived = Watched(), threading.Event()
     waited: list[Any] = []
     store.after = lambda verb, key: arrived.set() if verb == "put" and key.startswith("parts/") else None
@@ -114,6 +117,7 @@ def test_an_upload_that_fails_while_others_are_encoded_is_finished_with_a_later_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
+    monkeypatch.setattr(anchors, "MAX_INLINE_BYTES", 0)
     store, training = Watched(), Training()
     failed: list[str] = []
 

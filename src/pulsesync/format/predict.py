@@ -148,9 +148,7 @@ def _count(
 
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
-    room = [
-        min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans) // KEPT_SHARE)
-    ]  # bytes of rows
+    room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans) // KEPT_SHARE)]  # bytes of rows
 
     def count(job: _Job, counts: NDArray[np.int64]) -> tuple[context.Decisions, Remembered]:
         plan, number = job
