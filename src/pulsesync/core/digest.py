@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec, Tile, TilePatch
 from pulsesync.kernels import spec
 
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -66,8 +66,7 @@ def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
 def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
     """Count the digest of one block of a tile, given its weights: blocks add up to their tile."""
     if not tile.contiguous:
-        patch = TilePatch(tile, Codec.DENSE, ())
-        return _moved(patch, BlockChange.from_zeros(number, bits)) if bits.size else Sum(0, 0)
+        return moved_by(tile, BlockChange.from_zeros(number, bits)) if bits.size else Sum(0, 0)
     units = _units(bits)
     per = units.size // bits.size if bits.size else 1
     start = (tile.start + number * BLOCK) * per
@@ -77,11 +76,13 @@ def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
 
 def moved(patch: TilePatch) -> Sum:
     """How a tile's digest moves by a patch: O(changed)."""
-    return sum_up(_moved(patch, block) for block in patch.blocks)
+    return sum_up(moved_by(patch.tile, block) for block in patch.blocks)
 
 
-def _moved(patch: TilePatch, block: BlockChange) -> Sum:
-    return Sum(*map(int, _weigh(patch.tile, block, _NO_RUNS)[:2]))
+def moved_by(tile: Tile, change: BlockChange) -> Sum:
+    """How a tile's digest moves by the changes of one block."""
+    first, second, _ = _weigh(tile, change, _NO_RUNS)
+    return Sum(int(first), int(second))
 
 
 def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> NDArray[np.uint64]:

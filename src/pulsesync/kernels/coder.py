@@ -303,9 +303,7 @@ def encode_blocks(
         while d > begin:
             here = p > 0 and U(changed[p - ONE]) >= begin
             stop = U(changed[p - ONE]) + ONE if here else begin
-            if (
-                lane_mask == 0
-            ):  # in a register: each decision waits for the state that the last one leaves
+            if lane_mask == 0:  # in a register: each decision waits for the state that the last one leaves
                 x = U(states[0])
                 while d > stop:
                     d -= ONE

@@ -284,6 +284,13 @@ class BundledTile:
         """The pieces that are local, where they lie."""
         return [place.tile for place in self.places if place is not None]
 
+    @cached_property
+    def whole_tensors(self) -> list[str] | None:
+        """The names of their tensors, if each is all of its tensor."""
+        if any(tile.size < tile.tensor.size for tile in self.local):
+            return None
+        return [tile.tensor.name for tile in self.local]
+
     def read(self, memory: Memory, number: int) -> Bits:
         """The weights of the bundle; those that are not local read as zero."""
         kind = self.tile.tensor.kind.bits
