@@ -181,18 +181,20 @@ class HostSource:
     def block(self, tile: Tile, number: int) -> Bits:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
 
-    def bundle(self, pieces: Sequence[Tile]) -> Bits:
-        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike."""
-        names = [piece.tensor.name for piece in pieces]
-        casts = {self.dtypes.get(name) for name in names} if self.dtypes else {None}
-        if len(casts) > 1 or not self.tensors or any(piece.size < piece.tensor.size for piece in pieces):
+    def bundle(self, pieces: Sequence[Tile], whole: Sequence[str] | None) -> Bits:
+        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike.
+
+        whole: the names of their tensors, where each is all of its tensor.
+        """
+        casts = {self.dtypes.get(name) for name in whole or ()} if self.dtypes else {None}
+        if whole is None or len(casts) > 1 or not self.tensors:
             return np.concatenate([self.block(piece, 0) for piece in pieces])
-        of_torch = not isinstance(self.tensors[names[0]], np.ndarray)
-        if any(isinstance(self.tensors[name], np.ndarray) is of_torch for name in names):
+        tensors = [self.tensors[name] for name in whole]
+        of_torch = {not issubclass(kind, np.ndarray) for kind in set(map(type, tensors))}
+        if len(of_torch) > 1:
             return np.concatenate([self.block(piece, 0) for piece in pieces])
-        dtype = casts.pop()
-        bits = _joined([self.tensors[name] for name in names], of_torch)
-        return bits if dtype is None else _cast(bits, dtype, of_torch)
+        bits, dtype = _joined(tensors, True in of_torch), casts.pop()
+        return bits if dtype is None else _cast(bits, dtype, True in of_torch)
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
         """Weights begin..end of a tile of the tensors as they lie here."""
@@ -301,7 +303,8 @@ def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
         import torch
 
         return _plain_bits(torch.cat([tensor.detach().view(-1) for tensor in tensors]), of_torch)
-    return _plain_bits(np.concatenate([tensor.reshape(-1) for tensor in tensors]), of_torch)
+    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
+    return _plain_bits(np.concatenate(flat), of_torch)
 
 
 def _plain_bits(tensor: Any, of_torch: bool) -> Bits:
