@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from pulsesync import Publisher, Subscriber
+from pulsesync.core.types import Codec
 from pulsesync.errors import StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch, signature
@@ -15,6 +16,8 @@ from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
+from pulsesync.run.bodies import fetch_body
+from pulsesync.run.reader import RunReader
 from pulsesync.store import MemoryStore, ObjectEntry, Store
 from pulsesync.testing import AdamUpdates
 
@@ -133,6 +136,14 @@ def version(store: Store, number: int) -> Manifest:
 def parts_of(store: Store, key: str) -> list[str]:
     """The keys of the parts that a record names; those that stand in it have none."""
     return [keys.part_key(part.id) for part in record(store, key).parts if part.data is None]
+
+
+def codecs_of(store: Store, key: str) -> set[Codec]:
+    """The codecs of all tiles that the parts of a record have, also of those that stand in it."""
+    found = record(store, key)
+    layout = RunReader(store, None).layout(found.layout)
+    bodies = [fetch_body(store, part, layout, None)[0] for part in found.parts]
+    return {entry.codec for body in bodies for entry in body.index.entries}
 
 
 def versions(store: Store) -> list[int]:

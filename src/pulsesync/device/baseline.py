@@ -320,6 +320,9 @@ class DeviceDifference:
             runs = compose([run.inverse() for run in done.changes], self.runs)
         return replace(self, runs=runs, marks={})
 
+    def try_step(self) -> None:
+        """Changes are coded on the device, in less time than it takes to bring them to the host, which `step` needs."""
+
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         with self.stream([self.found]):
             return self._encode(last.next_patch[1] > 1, codec)

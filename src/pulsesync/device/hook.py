@@ -117,5 +117,8 @@ class EncodedDifference:
     def after(self, done: AnyTransition) -> "EncodedDifference":
         raise AssertionError("what was handed over is sent before the next")
 
+    def try_step(self) -> None:
+        """The codec is chosen already."""
+
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         return self.done

@@ -64,6 +64,8 @@ def _settle_all(
 def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str) -> CodedTile:
     """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
 
+    `step` yields to `dense` where it would take more bytes than the weights themselves: `auto` uses it on fast links.
+
     `gap` and `step` are tried only where prediction failed (weights set to one value, say), `xor` only where most
     weights change or the others come near `dense`, and `dense` only where they do. Where a run changes all its weights
     in every version, most of these tries are in vain, so they begin with a sample.
@@ -71,7 +73,8 @@ def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str
     if codec in ("dense", "xor"):
         return _dense_after(diff, old) if codec == "dense" else _xor(diff, old)
     if codec == "step" and diff.tile.tensor.kind.exponent_shift is not None:
-        return _step(diff)
+        stepped = _step(diff)
+        return _smaller(stepped, _dense_after(diff, old)) if _exceeds_weights(diff, stepped) else stepped
     if codec != "auto":
         return coded or _gap(diff)
     best = coded or _sparse(diff)
@@ -94,6 +97,10 @@ def _is_poor(diff: TileChanges, coded: CodedTile) -> bool:
 
 def _is_near_dense(diff: TileChanges, coded: CodedTile) -> bool:
     return 2 * coded.size > diff.tile.size * diff.tile.tensor.kind.itemsize
+
+
+def _exceeds_weights(diff: TileChanges, coded: CodedTile) -> bool:
+    return coded.size > diff.tile.size * diff.tile.tensor.kind.itemsize
 
 
 def _has_mostly_changed(diff: TileChanges) -> bool:

@@ -1,24 +1,22 @@
 """Writing anchors in the background: full checkpoints, from a snapshot to disk and from there to the store."""
 
-import hashlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-from pulsesync.core.threads import default_threads, submit
+from pulsesync.core.threads import submit
 from pulsesync.core.types import Tile
 from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.manifest import MAX_INLINE_BYTES, Manifest, PartRef, RecordKind
-from pulsesync.format.patch import AnchorCodec, EncodedPart
+from pulsesync.format.patch import EncodedPart
+from pulsesync.publish.costs import AnchorCosts, CodecChoice
 from pulsesync.publish.team import AnchorShare
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import inline_share
@@ -29,8 +27,6 @@ from pulsesync.store import Store
 
 FRESH_S = 6 * 3600.0  # that parts which no record names yet are counted on: a prune deletes them after a day
 PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
-MEASURED_BYTES = 1 << 26  # of weights that were packed, and of parts that were sent, before a codec is chosen by them
-AnchorCodecChoice = Literal["auto", "dense", "raw"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +40,7 @@ class AnchorWriter:
     Args:
         give_way: Waits while a version is being sent.
         ranks: Of the team.
-        codec: How tiles are written; "auto": by what the link and the codec were measured to take.
+        costs: By which it is chosen how tiles are written; they measure the uploads.
     """
 
     def __init__(
@@ -55,14 +51,15 @@ class AnchorWriter:
         executor: Executor,
         give_way: Callable[[], None],
         ranks: int = 1,
-        codec: AnchorCodecChoice = "auto",
+        costs: AnchorCosts | None = None,
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
         self.owed = False  # one was begun and is not in the store
         self.written_bytes = 0
         self.share: AnchorShare | None = None
-        self.costs = AnchorCosts(codec)
+        self.costs = costs or AnchorCosts()
+        self.choice: CodecChoice | None = None  # by which the last anchor was encoded
         self._uploaded_s = 0.0  # when the share was
         self._version: Manifest | None = None  # of which the last anchor was begun
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
@@ -164,7 +161,8 @@ class AnchorWriter:
         with ThreadPoolExecutor(2, thread_name_prefix="pulse-anchor") as executor:
             ahead = _UploadsAhead(executor, self._put)
             refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)), inline_share(self._ranks))
-            logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.costs.reason)
+            self.choice = self.costs.choice
+            logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.choice)
             record = anchor_record(version, refs, self.newest)
             data = self.sign(record)
             self.outbox.seal(epoch, data)
@@ -219,7 +217,7 @@ class AnchorWriter:
         self._give_way()
         began = time.perf_counter()
         self.store.put(keys.part_key(id_), data)
-        self.costs.sent(len(data), time.perf_counter() - began)
+        self.costs.link.sent(len(data), time.perf_counter() - began)
         self.written_bytes += len(data)
 
     def _create(self, record: Manifest, data: bytes) -> None:
@@ -277,62 +275,6 @@ class _UploadsAhead:
         if self._last is not None:
             self._last.result()
         return self._uploaded
-
-
-class AnchorCosts:
-    """How tiles of anchors are written: as `dense`, or as `raw` where the link is faster than packing them.
-
-    It is `raw` where encoding and sending a byte of weights takes less time that way, by what the last uploads took,
-    what it took to pack the last weights, and how fast this machine hashes. Joiners may have slower links than the
-    publisher: pass codec="dense" then.
-    """
-
-    def __init__(self, codec: AnchorCodecChoice = "auto") -> None:
-        self.codec = codec
-        self.reason = "dense: nothing was measured yet" if codec == "auto" else f"{codec}: as asked for"
-        self._sent_bytes, self._sent_s = 0.0, 0.0
-        self._plain_bytes, self._packed_bytes, self._packed_s = 0.0, 0.0, 0.0
-        self._lock = threading.Lock()
-
-    def sent(self, size_bytes: int, took_s: float) -> None:
-        """A part of this size was uploaded."""
-        with self._lock:
-            if self._sent_bytes > MEASURED_BYTES:  # what was long ago counts less and less
-                self._sent_bytes, self._sent_s = self._sent_bytes / 2, self._sent_s / 2
-            self._sent_bytes, self._sent_s = self._sent_bytes + size_bytes, self._sent_s + took_s
-
-    def packed(self, plain_bytes: int, packed_bytes: int, took_s: float) -> None:
-        """Weights were encoded as a part, as `dense`."""
-        with self._lock:
-            self._plain_bytes += plain_bytes
-            self._packed_bytes += packed_bytes
-            self._packed_s += took_s
-
-    def choose(self) -> AnchorCodec:
-        """The codec for the next part."""
-        if self.codec != "auto":
-            return self.codec
-        with self._lock:
-            if min(self._sent_bytes, self._plain_bytes) < MEASURED_BYTES:
-                return "dense"
-            link, ratio = self._sent_bytes / max(self._sent_s, 1e-9), self._packed_bytes / self._plain_bytes
-            packing = self._plain_bytes / max(self._packed_s, 1e-9)
-        hashing = hash_rate()
-        dense_s, raw_s = 1 / packing + ratio / link, 1 / hashing + 1 / link
-        chosen: AnchorCodec = "raw" if raw_s < dense_s else "dense"
-        self.reason = (
-            f"{chosen}: a GB of weights takes {1e9 * dense_s:.2f} s as dense and {1e9 * raw_s:.2f} s as raw, "
-            f"encoded at {packing / 1e9:.2f} and {hashing / 1e9:.2f} GB/s and sent at {link / 1e9:.2f} GB/s"
-        )
-        return chosen
-
-
-@cache
-def hash_rate() -> float:
-    """Bytes a second of SHA-256 on all cores of this process."""
-    data, began = bytes(1 << 22), time.perf_counter()
-    hashlib.sha256(data)
-    return default_threads() * len(data) / max(time.perf_counter() - began, 1e-9)
 
 
 def encode_parts(

@@ -20,6 +20,7 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import Changes, Weights, rebase
 from pulsesync.publish.commit import encode_next
+from pulsesync.publish.costs import StepTrial, try_step
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Shards, ShardWeights, TileShare, local_tensors, shards_of
@@ -34,6 +35,10 @@ class Difference(Protocol):
 
     def after(self, done: AnyTransition) -> "Difference":
         """The same, now that the base has made a transition."""
+        ...
+
+    def try_step(self) -> StepTrial | None:
+        """What the codec `step` takes, tried on a sample; None where it always takes longer than the others."""
         ...
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
@@ -144,7 +149,7 @@ class HostBaseline:
     ) -> "HostDifference":
         diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
-        return HostDifference(state, changes, diffs)
+        return HostDifference(state, changes, diffs, codec)
 
 
 def _memory_of(share: TileShare) -> dict[str, Bits]:
@@ -172,15 +177,19 @@ class HostDifference:
 
     state: AnyState
     changes: Changes
-    diffs: list[Diff] | None  # None once it was rebased: to be found again from the changes
+    diffs: list[Diff] | None = None  # None once it was rebased: to be found again from the changes
+    codec: CodecName = "auto"  # that the diffs are for
 
     def after(self, done: AnyTransition) -> "HostDifference":
         keys = self.changes.keys() | done.changes.keys()
         found = {key: rebase(self.changes.get(key), done.changes.get(key)) for key in keys}
-        return HostDifference(self.state, {key: change for key, change in found.items() if change}, None)
+        return HostDifference(self.state, {key: change for key, change in found.items() if change})
+
+    def try_step(self) -> StepTrial:
+        return try_step(self.state.layout.tiles, self.changes)
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         diffs = self.diffs
-        if diffs is None:
+        if diffs is None or codec != self.codec:
             diffs = patch.diff_of(self.state.layout.tiles, self.state, self.changes, codec)
         return encode_next(self.state, last, diffs, codec)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StateError, StoreError
 from pulsesync.publish.baseline import Difference
+from pulsesync.publish.costs import CodecChoice
 from pulsesync.state.sharding import Shards
 
 Raiser = Literal["publish", "flush", "close"]
@@ -72,6 +73,9 @@ class PublishReport:
     blocked_s: float  # how long publish kept its caller
     encode_s: float  # of this rank
     store_s: float  # of this rank, with the time in which it waited for others
+    codec: str | None = None  # that a patch was coded with; "smallest": each tile with the one that makes it smallest
+    reason: str = ""  # why, with the figures by which it was chosen
+    anchor: CodecChoice | None = None  # the same of the last anchor that this process has encoded
 
     @property
     def density(self) -> float:

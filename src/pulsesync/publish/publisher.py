@@ -34,10 +34,11 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.group.collective import SoloTeam, Team
-from pulsesync.publish.anchors import AnchorCodecChoice, AnchorWriter
+from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
+from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.team import TeamTalk
 from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
@@ -45,6 +46,7 @@ from pulsesync.run.reader import CACHE_BYTES
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
 from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.store.base import is_local
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,12 @@ class Publisher:
 
     Args:
         location: A path or URL of the run, or a store.
-        codec: How patches are coded; "auto" chooses the smallest for each.
+        codec: How patches are coded. "auto": each tile by the codec that makes it smallest, or, on a link so fast that
+            fewer bytes save less time than they cost, all by `step`. The choice is made anew for each epoch, by what
+            the last versions took; reports and the log give it with its reason.
+        link: Bits a second of the slowest link between the run and a worker that matters; None: as uploads over the
+            network show. For a run on a local disk or in memory there is nothing to measure: unless it is given,
+            everything is coded as small as possible.
         cast: The dtype that workers use, for all FP32 tensors or by name pattern.
         grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
             the borders themselves.
@@ -72,7 +79,7 @@ class Publisher:
         max_behind: The most steps that "auto" puts into a version.
         anchor_every: An anchor is written when the patches since the last one have this fraction of its bytes.
         anchor_codec: How anchors are written: "dense", which takes about two thirds of the bytes; "raw", the weights as
-            they are; "auto": "raw" where the store takes it in less time than packing costs, by what was measured.
+            they are; "auto": "raw" where the link takes them in less time than packing costs, by what was measured.
         spool: A folder of this trainer alone, in which bodies are kept for a restart, and anchors until they are
             uploaded; a temporary one if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
@@ -93,6 +100,7 @@ class Publisher:
         location: str | Store,
         *,
         codec: patch.CodecName = "auto",
+        link: float | None = None,
         cast: str | Mapping[str, str] | None = None,
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
@@ -116,7 +124,10 @@ class Publisher:
         if anchor_codec not in get_args(AnchorCodecChoice):
             choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
             raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
+        if link is not None and not link > 0:
+            raise ValueError(f"link must be a number of bits a second above 0, or None; got {link!r}")
         self._anchor_codec: AnchorCodecChoice = anchor_codec
+        self._link = link
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
         self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
@@ -253,7 +264,8 @@ class Publisher:
         finally:
             future.awaited = False  # an interrupted caller does not hear of a failure that comes later
         if wait and version.is_root:
-            report = replace(report, payload_bytes=report.payload_bytes + self._finish_anchor())
+            written = report.payload_bytes + self._finish_anchor()
+            report = replace(report, payload_bytes=written, anchor=self._writer.anchors.choice)
         return report if wait else future
 
     def _compare(self, version: PendingVersion, source: Any, old: Any, keeps_source: bool) -> None:
@@ -326,7 +338,7 @@ class Publisher:
             self._scratch = ScratchFolder("spool")
             self._spool = self._scratch.path
         outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
-        queue = self._queue
+        queue, link = self._queue, LinkSpeed(self._link, is_local(self.store))
         anchors = AnchorWriter(
             self.store,
             outbox,
@@ -334,9 +346,10 @@ class Publisher:
             self._anchor_sender,
             queue.wait_until_quiet,
             ranks=self.team.size,
-            codec=self._anchor_codec,
+            costs=AnchorCosts(self._anchor_codec, link),
         )
-        self._writer = RunWriter(self.store, TeamTalk(self.team), queue, self._cadence, anchors, self._options)
+        costs = PatchCosts(self._options.codec, link)
+        self._writer = RunWriter(self.store, TeamTalk(self.team), queue, self._cadence, anchors, costs, self._options)
         self._process = os.getpid()
 
     def _sign(self, record: Manifest) -> bytes:

@@ -10,6 +10,7 @@ from pulsesync import errors
 from pulsesync.errors import FormatError, GroupError, PulseError, StoreError
 from pulsesync.format.manifest import PartRef
 from pulsesync.group.collective import Team
+from pulsesync.publish.costs import CodecChoice
 from pulsesync.publish.ownership import RankReport, read_parts, write_parts
 
 COORDINATOR = 0
@@ -140,11 +141,13 @@ class Standing:
     busy: bool  # whether it writes its share of an anchor
     share: AnchorShare | None  # of an anchor that is not recorded
     target: int  # steps that the next version should have, as far as this rank knows
+    choice: CodecChoice  # how it would code the version: as the coordinator would, all do
 
     def to_bytes(self) -> bytes:
         share = [self.share.epoch, write_parts(self.share.parts)] if self.share else None
         facts = [self.call, self.calls, self.version, self.unsure, self.awaited, self.waits, self.unread]
-        return json.dumps([*facts, self.busy, share, self.target]).encode()
+        choice = [self.choice.codec, self.choice.reason]
+        return json.dumps([*facts, self.busy, share, self.target, choice]).encode()
 
     @classmethod
     def from_ranks(cls, messages: Sequence[bytes]) -> "list[Standing]":
@@ -152,9 +155,10 @@ class Standing:
         out = []
         for rank, data in enumerate(messages):
             try:
-                call, calls, version, unsure, awaited, waits, unread, busy, share, target = json.loads(data)
+                call, calls, version, unsure, awaited, waits, unread, busy, share, target, choice = json.loads(data)
                 found = AnchorShare(share[0], read_parts(share[1])) if share else None
-                out.append(cls(call, calls, version, unsure, awaited, waits, unread, busy, found, target))
+                facts = (call, calls, version, unsure, awaited, waits, unread, busy)
+                out.append(cls(*facts, found, target, CodecChoice(*choice)))
             except (ValueError, TypeError, IndexError) as e:
                 raise FormatError(f"malformed message from rank {rank}: {e}") from e
         return out

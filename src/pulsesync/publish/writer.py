@@ -39,6 +39,7 @@ from pulsesync.publish.baseline import Baseline
 from pulsesync.publish.cadence import Cadence, SentVersion
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
+from pulsesync.publish.costs import PatchCosts, patch_codec
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
@@ -132,12 +133,14 @@ class RunWriter:
         queue: SendQueue,
         cadence: Cadence,
         anchors: AnchorWriter,
+        costs: PatchCosts,
         options: WriterOptions,
     ) -> None:
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed under the queue's lock alone
         self.last: Manifest | None = None  # the last version committed, also where its base was lost
+        self.costs, self._choice = costs, costs.choice
         self._cadence = cadence
         self._draft: Draft | None = None  # until it is known what became of it
         self._unrecorded: int | None = None  # the epoch of an anchor that all ranks began and whose record is not there
@@ -160,7 +163,7 @@ class RunWriter:
             return
         base.share.check(shards)
         try:
-            version.difference = baseline.compare(base.share, base.state, shards, self.options.codec, base.last, old)
+            version.difference = baseline.compare(base.share, base.state, shards, self._codec, base.last, old)
         except BaseException as e:
             if baseline.hands_over and not isinstance(e, ValueError | StateError):
                 self.base = None  # what was handed over is lost, and no later version follows the last one
@@ -200,7 +203,7 @@ class RunWriter:
         """
         ranks = self._stand(version)
         calls = max(rank.calls for rank in ranks)
-        self._ranks = ranks
+        self._ranks, self._choice = ranks, ranks[COORDINATOR].choice
         all_wait = all(rank.waits for rank in ranks)
         with self.queue.lock:
             if not self.talk.is_alone:
@@ -238,6 +241,7 @@ class RunWriter:
                 raise version.fault  # otherwise when all ranks have made the same call
             if self.base is not None:
                 self.anchors.renew(self.base.last.run)
+                self._choose_codec(self.base.last, version)
             with self.queue.lock:
                 return Standing(
                     call=version.call,
@@ -250,11 +254,22 @@ class RunWriter:
                     busy=self.anchors.busy,
                     share=self.anchors.share,
                     target=self._cadence.target(),
+                    choice=self.costs.choice,
                 )
 
         if self.talk.is_alone:
             return [stand()]
         return Standing.from_ranks(self.talk.together(lambda: (None, stand().to_bytes()))[1])
+
+    def _choose_codec(self, last: Manifest, version: PendingVersion) -> None:
+        """The coordinator chooses for each epoch, at its first patch, how all ranks code its versions."""
+        if self.talk.coordinates and last.next_patch[1] == 1 and version.difference is not None:
+            self.costs.begin_epoch(version.difference.try_step())
+
+    @property
+    def _codec(self) -> CodecName:
+        """The codec of the current version, or of the next one as far as it is known."""
+        return patch_codec(self.options.codec, self._choice)
 
     def _fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
         """The current version as it is when this rank has made the call that it ends with."""
@@ -491,13 +506,16 @@ class RunWriter:
         self.queue.sent()
         self._note_recorded(message.newest)
         report = clock.report(version, base.state.layout, last, message.changed, message.written)
+        report = replace(report, codec=self._choice.codec, reason=self._choice.reason, anchor=self.anchors.choice)
         self._try_anchor(base, message.anchor)
         return report
 
     def _offer(self, base: RankBase, version: PendingVersion, clock: "_Clock") -> RankReport:
         """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
         assert version.difference is not None
-        part, transition = version.difference.encode(base.last, self.options.codec)
+        began = time.perf_counter()
+        part, transition = version.difference.encode(base.last, self._codec)
+        self.costs.coded(self._choice, transition.changed, len(part.data), time.perf_counter() - began)
         version.version = base.last.version + 1
         clock.encoded()
         ref = self._put(part) if part.sums else None
@@ -536,7 +554,11 @@ class RunWriter:
             keep_body(self.store, draft.encoded)
 
     def _put(self, part: EncodedPart) -> PartRef:
-        return put_body(self.store, part, inline_share(self.talk.team.size))
+        began = time.perf_counter()
+        ref = put_body(self.store, part, inline_share(self.talk.team.size))
+        if ref.data is None:
+            self.costs.link.sent(ref.size, time.perf_counter() - began)
+        return ref
 
     # Anchors
 

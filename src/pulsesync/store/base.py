@@ -82,6 +82,17 @@ def is_near(store: Store, key: str, begin: int = 0, end: int | None = None) -> b
     return ask is not None and bool(ask(key, begin, end))
 
 
+def is_local(store: Store) -> bool:
+    """Return whether objects stay on this machine, so that writing them says nothing about a network. No verb.
+
+    A store says so by an attribute of this name; a wrapper without it is as local as what it wraps.
+    """
+    if hasattr(store, "is_local"):
+        return bool(store.is_local)
+    wrapped = getattr(store, "store", None)
+    return wrapped is not None and is_local(wrapped)
+
+
 def size_of(store: Store, key: str) -> int:
     """Return the bytes of an object. No verb: a store without a `size` of its own is read to the object's end.
 

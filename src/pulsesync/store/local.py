@@ -35,6 +35,8 @@ class LocalStore:
         folder: Where the files are; the first write makes it if it does not exist.
     """
 
+    is_local = True
+
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._settled: set[Path] = set()

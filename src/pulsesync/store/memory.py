@@ -16,6 +16,8 @@ class MemoryStore:
         clock: Returns the time in seconds that objects are dated with.
     """
 
+    is_local = True
+
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._objects: dict[str, tuple[bytes, float]] = {}  # content, modified

@@ -24,6 +24,8 @@ class ThrottledStore:
         ValueError: bytes_per_s is not above 0.
     """
 
+    is_local = False  # it stands for a link, whatever it wraps
+
     def __init__(
         self,
         store: Store,
