@@ -24,8 +24,9 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import cuda
-from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges, find_places
+from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges, find_places
 from pulsesync.state.slices import LocalTile, Slices
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
 
 TOGETHER = 32  # blocks of an anchor that are decoded, brought up and counted at a time
@@ -240,21 +241,46 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     # Tiles that come as a whole
 
-    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> list[BlockSums]:
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
         out: list[BlockSums] = []
         with memory.on(self.device):
             for begin in range(0, len(blocks), TOGETHER):
-                out += self._take_some(blocks[begin : begin + TOGETHER], write, count)
+                some = blocks[begin : begin + TOGETHER]
+                _, here = self._bring_up(some)
+                for block, bits in zip(some, here, strict=True):
+                    for flat, where in self._runs_of(block):
+                        flat[where] = bits.to(flat.device)
+                out += self._sums_of(some, here)
         return out
 
-    def _take_some(self, blocks: Sequence[WholeBlock], write: bool, count: bool) -> list[BlockSums]:
-        """Decode blocks on the host, bring each up once, and count and write it from there."""
-        here = [to_stream(bits, self.device) for bits in spread(WholeBlock.decode, blocks)]
-        for block, bits in zip(blocks, here, strict=True) if write else ():
-            for flat in self._memory(block.tile):
-                flat[self._where(flat, block.tile, block.number, block.size)] = bits.to(flat.device)
-        if not count:
-            return [NOT_COUNTED] * len(blocks)
+    def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
+        out: list[BlockSums] = []
+        with memory.on(self.device):
+            for begin in range(0, len(blocks), TOGETHER):
+                some = blocks[begin : begin + TOGETHER]
+                decoded, here = self._bring_up(some)
+                found = self._sums_of(some, here)
+                for block, weights, bits, sums in zip(some, decoded, here, found, strict=True):
+                    if staged is not None and not self._has(block, bits):
+                        staged.add(block, weights, sums.all)
+                out += found
+        return out
+
+    def _bring_up(self, blocks: Sequence[WholeBlock]) -> tuple[list[Bits], list[torch.Tensor]]:
+        """Decode blocks on the host, and bring each up once."""
+        decoded = spread(WholeBlock.decode, blocks)
+        return decoded, [to_stream(bits, self.device) for bits in decoded]
+
+    def _has(self, block: WholeBlock, bits: torch.Tensor) -> bool:
+        """Whether to write a block would change nothing."""
+        return all(torch.equal(flat[where], bits.to(flat.device)) for flat, where in self._runs_of(block))
+
+    def _runs_of(self, block: WholeBlock) -> Iterator[tuple[torch.Tensor, Any]]:
+        """Where a block lies, in all the memory that its tensor has."""
+        for flat in self._memory(block.tile):
+            yield flat, self._where(flat, block.tile, block.number, block.size)
+
+    def _sums_of(self, blocks: Sequence[WholeBlock], here: Sequence[torch.Tensor]) -> list[BlockSums]:
         sums = to_host(count_blocks(blocks, here, self.device))[0].view(np.uint64).reshape(-1, 2)
         return [BlockSums(Sum(*both), Sum(*both)) for both in sums.tolist()]  # no tile is local in part
 

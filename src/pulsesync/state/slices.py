@@ -136,6 +136,10 @@ class TileStorage(Protocol):
     def write(self, memory: Memory, change: BlockChange) -> None: ...
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None: ...
 
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        """Whether `write_block` would change nothing; False also where that would take long to find out."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalTile:
@@ -171,6 +175,10 @@ class LocalTile:
                 self.tile.write_block(flat, number, bits)
         elif kept := self.keep(BlockChange.from_zeros(number, bits)):
             self.write(memory, kept)
+
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        flats = memory[self.tile.tensor.name]
+        return self.whole and all(np.array_equal(self.tile.read_block(flat, number), bits) for flat in flats)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
         for flat in memory[self.tile.tensor.name]:
@@ -238,6 +246,9 @@ class WidenedTile:
 
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
         self.place.write_block(memory, number, _widen(bits))
+
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        return self.place.has(memory, number, _widen(bits))
 
     def _halves(self, memory: Memory, number: int) -> Bits:
         """The lower half of each number and then its upper half, as it is in memory."""
@@ -337,3 +348,7 @@ class BundledTile:
         for place, begin, end in zip(self.places, self.starts.tolist(), self.starts[1:].tolist(), strict=False):
             if place is not None:
                 place.write_block(memory, 0, bits[begin:end])
+
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        borders = zip(self.places, self.starts.tolist(), self.starts[1:].tolist(), strict=False)
+        return all(place is None or place.has(memory, 0, bits[begin:end]) for place, begin, end in borders)
