@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, SigningKey, Slice, Subscriber
+from pulsesync.core.types import Sum
 from pulsesync.errors import (
     ChainError,
     ClosedError,
@@ -796,10 +797,15 @@ def test_weights_that_are_repaired_are_counted_once_before_the_anchor(monkeypatc
     sub, held = Subscriber(store), worker()
     sub.sync(held)
     damage(held)
-    counts, count = [], HostState.count
-    monkeypatch.setattr(HostState, "count", lambda state: counts.append(state) or count(state))
+    counted, count = [], HostState.count
+
+    def watched(state: HostState) -> dict[int, Sum]:
+        counted.append(state)
+        return count(state)
+
+    monkeypatch.setattr(HostState, "count", watched)
     assert sub.sync(held, verify=True).path == ("anchor",)
-    assert len(counts) == 1
+    assert len(counted) == 1
 
 
 def test_weights_that_another_program_set_to_a_published_start_go_on_from_there() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -345,10 +346,19 @@ class BundledTile:
             yield n, slice(begin, end), inside[begin:end]
 
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        for place, begin, end in zip(self.places, self.starts.tolist(), self.starts[1:].tolist(), strict=False):
+        borders = pairwise(self.starts.tolist())
+        if self._runs is not None:
+            for (name, run), (begin, end) in zip(self._runs, borders, strict=True):
+                for flat in memory[name]:
+                    flat[run] = bits[begin:end]
+            return
+        for place, (begin, end) in zip(self.places, borders, strict=True):
             if place is not None:
                 place.write_block(memory, 0, bits[begin:end])
 
     def has(self, memory: Memory, number: int, bits: Bits) -> bool:
-        borders = zip(self.places, self.starts.tolist(), self.starts[1:].tolist(), strict=False)
-        return all(place is None or place.has(memory, 0, bits[begin:end]) for place, begin, end in borders)
+        if self._runs is not None and all(len(memory[name]) == 1 for name, _ in self._runs):
+            return np.array_equal(self.read(memory, number), bits)
+        borders = pairwise(self.starts.tolist())
+        some = zip(self.places, borders, strict=True)
+        return all(place is None or place.has(memory, 0, bits[begin:end]) for place, (begin, end) in some)
