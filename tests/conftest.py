@@ -49,6 +49,12 @@ def device() -> str:
     return "cuda" if GPU else "cpu"
 
 
+@pytest.fixture
+def a_tile_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bundles: the models of tests are small, and most of them would be one tile."""
+    monkeypatch.setattr("pulsesync.format.layout.SMALL", 0)
+
+
 @pytest.fixture(scope="module")
 def parts_as_objects() -> Iterator[None]:
     """Parts are objects of their own, as those of a real model are: nearly all models of the tests fit into records."""

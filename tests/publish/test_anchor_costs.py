@@ -69,7 +69,8 @@ def codecs_of(store: Watched, key: str) -> set[Codec]:
 
 @pytest.mark.parametrize(("asked", "codec"), [("raw", Codec.RAW), ("dense", Codec.DENSE)])
 def test_an_anchor_is_written_as_it_was_asked_for(asked: Any, codec: Codec) -> None:
-    store, weights = Watched(), {"w": np.zeros(5000, np.float32)}
+    weights = {"w": np.random.default_rng(0).standard_normal(5000, np.float32)}  # so many that its part is an object
+    store = Watched()
     with Publisher(store, anchor_codec=asked) as publisher:
         publisher.publish(weights)
     assert codecs_of(store, keys.anchor_key(0)) == {codec}
@@ -89,6 +90,7 @@ def test_the_log_says_how_an_anchor_is_written_and_why(caplog: pytest.LogCapture
     assert "The anchor of epoch 0 is encoded as dense: nothing was measured yet." in caplog.text
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
     store, arrived = Watched(), threading.Event()
@@ -103,8 +105,9 @@ def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monk
         return encode(*args)
 
     monkeypatch.setattr(anchors, "_encode_part", second_waits)
+    rng = np.random.default_rng(0)
     with Publisher(store, spool=tmp_path) as publisher:
-        publisher.publish(Training().weights)
+        publisher.publish({name: rng.standard_normal(5000, np.float32) for name in "abc"})
     assert len(waited) == 3
     uploads = [key for key in store.writes if key.startswith("parts/")]
     assert sorted(uploads) == sorted(parts_of(store, keys.anchor_key(0)))

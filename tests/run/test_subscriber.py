@@ -39,6 +39,7 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
+from pulsesync.format import layout as layouts
 from pulsesync.format import patch, replay
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
@@ -73,7 +74,7 @@ def short_epochs() -> int:
 
 @cache
 def published(
-    steps: int, epoch_patches: int, part_bytes: int, anchor_every: float
+    steps: int, epoch_patches: int, part_bytes: int, anchor_every: float, bundled_below: int
 ) -> tuple[MemoryStore, list[dict[str, Any]]]:
     store = MemoryStore()
     options: dict[str, Any] = {"anchor_every": anchor_every, "epoch_patches": epoch_patches}
@@ -84,7 +85,7 @@ def run_of(
     steps: int, anchor_every: float = 1.0, epoch_patches: int = EPOCH_PATCHES
 ) -> tuple[Watched, list[dict[str, Any]]]:
     """A run in a store of the test's own, and the weights of its versions."""
-    made, states = published(steps, epoch_patches, anchors.PART_BYTES, anchor_every)
+    made, states = published(steps, epoch_patches, anchors.PART_BYTES, anchor_every, layouts.SMALL)
     store = MemoryStore()
     for key in ("head", *(entry.key for kind in KINDS for entry in made.list(f"{kind}/"))):
         store.put(key, made.get(key))
@@ -736,6 +737,7 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
     assert equal(held, states[2])
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("how", ["sync", "watch"])
 def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None, how: str
@@ -874,6 +876,7 @@ def test_a_joiner_reads_each_part_once_and_writes_nothing_to_disk(
     assert equal(held, states[0])
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, many_parts: None) -> None:
     store, states = run_of(1)
     parts = parts_of(store, keys.anchor_key(0))
@@ -1075,6 +1078,7 @@ def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
 # -- damage --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_verify_finds_a_flipped_bit() -> None:
     store, states = run_of(1)
     sub, held = Subscriber(store), worker()
@@ -1101,6 +1105,7 @@ def test_verify_before_the_first_sync_is_refused() -> None:
         Subscriber(MemoryStore()).verify()
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_a_scrub_finds_a_flipped_bit_and_the_next_sync_says_so() -> None:
     store, states = run_of(2)
     sub, held = Subscriber(store), worker()
@@ -1223,6 +1228,7 @@ def test_a_worker_of_a_pipeline_holds_its_layers_and_no_others() -> None:
         sub.verify()
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sharded() as sharded:
         sub = Subscriber(sharded.store, slices={"layer.0.*": ROWS, "layer.1.*": None})
@@ -1241,6 +1247,7 @@ def test_only_the_tiles_that_are_held_are_decoded(monkeypatch: pytest.MonkeyPatc
         assert seen == [("layer.0.weight", 32)] * 2
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_of_large_parts_only_the_sections_with_held_tiles_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "SECTION_BYTES", 1)
     monkeypatch.setattr(bodies, "SMALL_PART", 100)
@@ -1305,6 +1312,7 @@ def test_a_flipped_bit_in_a_slice_is_found() -> None:
             sub.verify(local)
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("how", ["sync(verify=True)", "verify_every", "verify", "scrub"])
 @pytest.mark.parametrize("widen", [False, True])
 def test_what_something_else_writes_to_a_slice_that_is_not_on_the_grid_is_found(how: str, widen: bool) -> None:
@@ -1632,6 +1640,7 @@ def zero_most(held: dict[str, Any]) -> None:
     held["layer.1.weight"][...] = 0
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("new", [True, False], ids=["with a new version", "with nothing new"])
 def test_a_sync_with_verify_finds_weights_that_something_else_wrote_and_repairs_them(
     new: bool, caplog: pytest.LogCaptureFixture
@@ -1649,6 +1658,7 @@ def test_a_sync_with_verify_finds_weights_that_something_else_wrote_and_repairs_
     assert sub.sync(held, verify=True).repaired == ()
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_damage_that_could_not_be_repaired_at_once_is_reported_by_the_sync_that_repairs_it() -> None:
     store, states = run_of(2)
     sub, held = Subscriber(store), worker()
@@ -1675,6 +1685,7 @@ def test_a_sync_with_verify_of_weights_that_nothing_else_wrote_costs_no_anchor()
     assert equal(held, states[2])
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_verify_every_recounts_at_every_nth_sync() -> None:
     store, states = run_of(1)
     sub, held = Subscriber(store, verify_every=3), worker()
@@ -1985,6 +1996,7 @@ def test_fp32_weights_that_are_a_published_start_need_no_anchor() -> None:
     assert again.resume(held, 2, saved(sub))
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_a_recount_finds_what_something_else_wrote_below_bf16() -> None:
     store, states = run_of(2)
     sub, held = Subscriber(store, widen=True), in_fp32()

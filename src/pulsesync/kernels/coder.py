@@ -149,32 +149,6 @@ def _let_in(
     return done, e, kept
 
 
-@inner
-def _carry(
-    old: Any, begin: Any, end: Any, shift: int, cut: int, firsts: Any, last: Any, rank: Any, known: Any, tracked: int,
-    chunk: Any, rows: Any, at: Any, index: int, e: Any, entering_at: Any, entering: Any, remembered: Any, kept: Any,
-) -> Any:  # fmt: skip
-    """Let the history of a block without hot changes go along; return e, kept, and whether it is of these weights."""
-    if not index:
-        return e, kept, True
-    if tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
-        return e, _keep(last, rank, known, remembered, kept), True
-    marks, preceding, places, ages = chunk
-    small, start = old.dtype.type(cut << shift), begin
-    while start < end:
-        stop = min(start + U(_CHUNK), end)
-        count = _find(old, start, stop, small, marks, preceding, places)
-        rank = _look_up(old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, rows, at)
-        if rank == NEVER:
-            return e, kept, False
-        done, e, kept = _let_in(
-            stop, start, marks, preceding, ages, U(0), e, entering_at, entering, index, remembered, kept
-        )
-        kept = _keep(ages, done, count, remembered, kept)
-        start = stop
-    return e, kept, rank == known
-
-
 @compiled
 def count_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
@@ -183,9 +157,8 @@ def count_blocks(
     """See `cpu.count_blocks`; found has room for a row of every weight."""
     magnitude, wide = (ONE << U(8 * old.itemsize - 1)) - ONE, U(row_bits)
     small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
-    chunk = _room_for_chunk()
-    marks, preceding, places, ages = chunk
-    unchanged = np.zeros(counts.size >> row_bits, np.uint32)  # by row, close together
+    marks, preceding, places, ages = _room_for_chunk()
+    unchanged = np.zeros(counts.size >> row_bits, np.int64)  # by row, close together
     remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     decisions, new_ranks = np.zeros(borders.size - 1, np.int64), np.zeros(borders.size, np.int64)
     changed, turned = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint8)
@@ -193,14 +166,11 @@ def count_blocks(
     following = U(positions[0]) if positions.size else NEVER
     for b in range(borders.size - 1):
         start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
-        if following >= end:
-            e, kept, fits = _carry(
-                old, start, end, shift, cut, firsts, last, rank, known, tracked, chunk, found, decided, index, e,
-                entering_at, entering, remembered, kept,
-            )  # fmt: skip
-            if not fits:
-                decisions[b] = -1
-                break
+        counted = following < end
+        if not counted and not index:
+            continue
+        if not counted and tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
+            kept = _keep(last, rank, known, remembered, kept)
             new_ranks[b + 1] = kept
             continue
         decided_before = decided
@@ -212,8 +182,9 @@ def count_blocks(
             )
             if rank == NEVER:
                 break
-            for h in range(count):
-                unchanged[found[decided + U(h)]] += 1
+            if counted:
+                for h in range(count):
+                    unchanged[found[decided + U(h)]] += 1
             done = U(0)
             while following < stop:
                 place = following - start
@@ -240,7 +211,8 @@ def count_blocks(
                     stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
                 )
                 kept = _keep(ages, done, count, remembered, kept)
-            decided += count
+            if counted:
+                decided += count
             start = stop
         if rank != known:
             decisions[b] = -1
@@ -335,7 +307,9 @@ def encode_blocks(
             stream[at] = states[lane] & np.uint32(0xFFFF)
             stream[at + ONE] = states[lane] >> np.uint32(16)
     ends[0] = at
-    return stream[at:].copy(), ends - np.int64(at)
+    for b in range(ends.size):
+        ends[b] -= np.int64(at)
+    return stream[at:].copy(), ends
 
 
 @compiled
@@ -355,13 +329,14 @@ def decode_blocks(
     last_symbol = U(symbol_count - 1)
     sign, longest = magnitude + ONE, width + U(spec.DIRECT - 4)
     small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
-    chunk = _room_for_chunk()
-    marks, preceding, places, ages = chunk
+    marks, preceding, places, ages = _room_for_chunk()
     found = np.empty(_CHUNK, np.uint16)  # rows
     unchanged = np.empty(cumulative.size >> row_bits, np.uint16)  # frequencies by row, close together
     for row in range(unchanged.size):
         unchanged[row] = cumulative[(row << row_bits) + 1]
-    total = changes.sum()
+    total = 0
+    for b in range(changes.size):
+        total += changes[b]
     positions, before, new = np.empty(total, np.uint32), np.empty(total, old.dtype), np.empty(total, old.dtype)
     remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     new_ranks = np.zeros(borders.size, np.int64)
@@ -369,20 +344,20 @@ def decode_blocks(
     e, k, most = U(0), U(0), U(0)
     for b in range(borders.size - 1):
         start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
-        if changes[b] == 0:
-            e, kept, fits = _carry(
-                old, start, end, shift, cut, firsts, last, rank, known, tracked, chunk, found, U(0), index, e,
-                entering_at, entering, remembered, kept,
-            )  # fmt: skip
-            if not fits:
-                return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
+        coded = changes[b] > 0
+        if not coded and not index:
+            continue
+        if not coded and tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
+            kept = _keep(last, rank, known, remembered, kept)
             new_ranks[b + 1] = kept
             continue
         most += U(changes[b])
-        at, end_of_words, lane_mask, j = U(ends[b]), U(ends[b + 1]), U(lanes[b] - 1), U(0)
-        if end_of_words - at < 2 * lanes[b]:
+        at, j = U(ends[b]), U(0)
+        end_of_words, lane_count = (U(ends[b + 1]), U(lanes[b])) if coded else (at, U(0))
+        lane_mask = lane_count - ONE
+        if end_of_words - at < lane_count + lane_count:
             return positions, before, new, remembered, new_ranks, 1
-        for lane in range(lanes[b]):
+        for lane in range(lane_count):
             states[lane] = U(words[at]) | (U(words[at + ONE]) << U(16))
             at += U(2)
         while start < end:
@@ -394,7 +369,7 @@ def decode_blocks(
             if rank == NEVER:
                 return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
             done = U(0)
-            for h in range(count):
+            for h in range(count if coded else U(0)):
                 lane = j & lane_mask
                 j += ONE
                 x = U(states[lane])
@@ -467,7 +442,7 @@ def decode_blocks(
             return positions, before, new, remembered, new_ranks, 3
         if at != end_of_words:
             return positions, before, new, remembered, new_ranks, 4
-        for lane in range(lanes[b]):
+        for lane in range(lane_count):
             if states[lane] != _LOW:
                 return positions, before, new, remembered, new_ranks, 4
         new_ranks[b + 1] = kept

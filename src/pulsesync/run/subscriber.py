@@ -755,8 +755,16 @@ class Subscriber:
             arriving = progress.waited_for(parts)
             if joining:
                 self._forget()  # what was counted of the weights is no longer true
-                with progress.timed("apply"):
-                    state.join_whole(anchor, arriving)
+                try:
+                    with progress.timed("apply"):
+                        state.join_whole(anchor, arriving)
+                except BaseException:
+                    logger.error(
+                        "Joining failed while the anchor of version %d was being written. The weights are at no "
+                        "version: do not use them until a sync succeeds.",
+                        anchor.version,
+                    )
+                    raise
             else:
                 with progress.timed("prepare"):
                     staged = stack.enter_context(StagedBlocks(folder))

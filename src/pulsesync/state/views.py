@@ -111,29 +111,37 @@ class SourceMarks:
 
     def fit(self, source: Any) -> bool:
         """Whether a source has the very memory of the one that these are of."""
-        tensors = mapping_of(source)
-        marks = self._marks
+        tensors, marks = mapping_of(source), self._marks
         if tensors.keys() != marks.keys():
             return False
-        for name, tensor in tensors.items():
-            mark = marks[name]
-            if isinstance(tensor, np.ndarray) and type(mark[0]) is weakref.ref:
-                if mark[0]() is not tensor or tensor.shape != mark[1] or tensor.dtype != mark[2]:
+        plain = _plain_types()
+        try:
+            for name, tensor in tensors.items():
+                first, second, third = marks[name]
+                if type(tensor) in plain:  # an address tells the device as well
+                    fits = tensor.data_ptr() == first and tensor.is_contiguous() and not tensor.is_neg()
+                else:
+                    fits = type(first) is weakref.ref and id(first()) == id(tensor)
+                if not fits or tensor.dtype != second or tensor.shape != third:
                     return False
-            elif _mark(tensor) != mark:
-                return False
+        except RuntimeError:  # a tensor that is not strided any more has no address
+            return False
         return True
+
+
+def _plain_types() -> tuple[type, ...]:
+    """The classes of torch's tensors that are nothing but memory."""
+    torch = sys.modules.get("torch")
+    return (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
 
 
 def _mark(tensor: Any) -> tuple[Any, ...] | None:
     if type(tensor) is np.ndarray:
-        return (weakref.ref(tensor), tensor.shape, tensor.dtype) if tensor.flags.c_contiguous else None
-    torch = sys.modules.get("torch")
-    if torch is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (weakref.ref(tensor), tensor.dtype, tensor.shape) if tensor.flags.c_contiguous else None
+    torch: Any = sys.modules.get("torch")
+    if type(tensor) not in _plain_types() or tensor.layout is not torch.strided:
         return None
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.device, tensor.is_neg()
+    return None if not tensor.is_contiguous() or tensor.is_neg() else (tensor.data_ptr(), tensor.dtype, tensor.shape)
 
 
 def dtype_name(name: str, tensor: Any) -> str:
