@@ -19,6 +19,7 @@ from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.weights import FlatWeights
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.testing import mutate, random_bits
 
 RUN = "0123456789abcdef" * 2
@@ -246,4 +247,5 @@ def load(state: AnyState, anchor: tuple[Manifest, list[bytes]]) -> None:
     """Check an anchor and bring it into a state."""
     record, parts = anchor
     bodies = [Body.of(data, state.layout, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
-    state.load_whole(bodies, state.check_whole(record, bodies))
+    with StagedBlocks() as staged:
+        state.load_whole(staged, state.check_whole(record, bodies, staged))

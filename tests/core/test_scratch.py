@@ -71,18 +71,22 @@ def stall(self, key, *given):
         sys.stdin.read()
     return get(self, key, *given)
 
+weights = {"w": np.zeros(1000, int)}
+worker = Subscriber(store)
+worker.sync(weights)
+weights["w"][0] ^= 1
 MemoryStore.get = stall
-Subscriber(store).sync({"w": np.zeros(1000, int)})
+worker.sync(weights, verify=True)
 """
 
 
-def test_what_a_killed_trainer_and_worker_left_is_removed_by_the_next_process(temporary: Path) -> None:
+def test_what_a_killed_trainer_left_is_removed_by_the_next_process_and_a_worker_leaves_nothing(temporary: Path) -> None:
     # Takes two seconds: a process of its own imports the library, publishes and begins to load an anchor.
     with process(LOAD, temporary) as started:
         before = names(temporary)
-        assert {name.rpartition("-")[0] for name in before} == {"pulse-spool", "pulse-anchor"}
+        assert {name.rpartition("-")[0] for name in before} == {"pulse-spool"}
         with ScratchFolder("spool"):
-            assert before < names(temporary)  # both are in use
+            assert before < names(temporary)  # it is in use
         kill(started)
         assert before == names(temporary)
     with Publisher(MemoryStore()) as pub:

@@ -75,7 +75,8 @@ def test_a_link_that_has_become_slow_is_noticed() -> None:
 
 @pytest.mark.parametrize(("asked", "codec"), [("raw", Codec.RAW), ("dense", Codec.DENSE)])
 def test_an_anchor_is_written_as_it_was_asked_for(asked: Any, codec: Codec) -> None:
-    store, weights = Watched(), {"w": np.zeros(5000, np.float32)}
+    weights = {"w": np.random.default_rng(0).standard_normal(5000, np.float32)}  # so many that its part is an object
+    store = Watched()
     with Publisher(store, anchor_codec=asked) as publisher:
         publisher.publish(weights)
     assert codecs_of(store, keys.anchor_key(0)) == {codec}
@@ -107,6 +108,7 @@ def three_tiles() -> dict[str, Any]:
     return {name: rng.standard_normal(SMALL, np.float32) for name in "abc"}
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
     monkeypatch.setattr(anchors, "MAX_INLINE_BYTES", 0)
@@ -122,6 +124,7 @@ def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monk
         return encode(*args)
 
     monkeypatch.setattr(anchors, "_encode_part", second_waits)
+    rng = np.random.default_rng(0)
     with Publisher(store, spool=tmp_path) as publisher:
         publisher.publish(three_tiles())
     assert len(waited) == 3

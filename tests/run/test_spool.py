@@ -369,19 +369,32 @@ def synced_and_damaged(store: Watched, cache: Path) -> tuple[Subscriber, dict[st
     return sub, held
 
 
-@pytest.mark.parametrize("step", ["check_whole", "load_whole"])
 def test_what_another_process_writes_into_the_folder_does_not_become_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Watched()
     (state,) = publish_steps(store, 1)
     (key,) = parts_of(store, keys.anchor_key(0))
     path = tmp_path / "anchors" / key
     sub, held = synced_and_damaged(store, tmp_path)
-    flip_behind(monkeypatch, step, lambda: path)
+    flip_behind(monkeypatch, "check_whole", lambda: path)
     assert sub.sync(held, verify=True).path == ("anchor",)
     assert equal(held, state)
     assert path.read_bytes() == store.store.get(key)
+    sub.verify()
+
+
+def test_what_another_process_writes_into_the_folder_after_the_check_is_not_read_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Watched()
+    (state,) = publish_steps(store, 1)
+    (key,) = parts_of(store, keys.anchor_key(0))
+    sub, held = synced_and_damaged(store, tmp_path)
+    flip_behind(monkeypatch, "load_whole", lambda: tmp_path / "anchors" / key)
+    store.fail_at("parts/")
+    assert sub.sync(held, verify=True).path == ("anchor",)
+    assert equal(held, state)
     sub.verify()
 
 
@@ -406,7 +419,7 @@ def test_a_folder_that_another_process_spoils_while_the_store_is_away_is_an_erro
     (state,) = publish_steps(store, 1)
     (key,) = parts_of(store, keys.anchor_key(0))
     sub, held = synced_and_damaged(store, tmp_path)
-    flip_behind(monkeypatch, "load_whole", lambda: tmp_path / "anchors" / key)
+    flip_behind(monkeypatch, "check_whole", lambda: tmp_path / "anchors" / key)
     store.fail_at("parts/")
     with pytest.raises(StoreError):
         sub.sync(held, verify=True)

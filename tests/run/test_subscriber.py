@@ -1,5 +1,6 @@
 """The worker's end: which way it takes, what it fetches for that, and what bad objects and interrupts do to it."""
 
+import errno
 import gc
 import os
 import signal
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, SigningKey, Slice, Subscriber
+from pulsesync.core.types import Sum
 from pulsesync.errors import (
     ChainError,
     ClosedError,
@@ -43,6 +45,7 @@ from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, keys, reader, subscriber
 from pulsesync.state.host import HostState
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import random_bits
 from tests.helpers import nudge
@@ -701,7 +704,7 @@ def test_a_worker_that_dies_while_it_loads_goes_on_from_its_spool(
 
     def half(state: HostState, manifest: Any, parts: Any) -> None:
         first, *_ = parts
-        state.take_blocks(state._blocks_of(first), write=True)
+        state.write_blocks(state._blocks_of(first))
         raise MemoryError
 
     monkeypatch.setattr(HostState, "join_whole", half)
@@ -722,7 +725,7 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
     sub, held = Subscriber(store), worker()
 
     def half(state: HostState, manifest: Any, parts: Any) -> None:
-        state.take_blocks(state._blocks_of(next(parts)), write=True)
+        state.write_blocks(state._blocks_of(next(parts)))
         raise MemoryError
 
     monkeypatch.setattr(HostState, "join_whole", half)
@@ -734,26 +737,6 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
     assert equal(held, states[2])
 
 
-def spoil_while_loading(monkeypatch: pytest.MonkeyPatch, store: Watched, cache: Path, part: str) -> None:
-    """Have another process flip a bit of a spooled part after it was checked, while the store does not answer."""
-    load = HostState.load_whole
-
-    def refuse(verb: str, key: str) -> None:
-        if key.startswith("parts/"):
-            raise StoreError("no answer", retryable=True)
-
-    def meddled(state: HostState, *args: Any) -> None:
-        with (cache / "anchors" / part).open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read(1)[0]
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([last ^ 1]))
-        store.before = refuse
-        load(state, *args)
-
-    monkeypatch.setattr(HostState, "load_whole", meddled)
-
-
 @pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("how", ["sync", "watch"])
 def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
@@ -763,7 +746,13 @@ def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     sub, held = Subscriber(store, cache=tmp_path), worker()
     sub.sync(held)
     damage(held)
-    spoil_while_loading(monkeypatch, store, tmp_path, parts_of(store, keys.anchor_key(0))[-1])
+    load = HostState.load_whole
+
+    def cut_short(state: HostState, staged: StagedBlocks, sums: Any) -> None:
+        os.truncate(staged._file.fileno(), 10)
+        load(state, staged, sums)
+
+    monkeypatch.setattr(HostState, "load_whole", cut_short)
     watching = sub.watch(held, verify=True, interval_s=0.001)
     with pytest.raises(VerificationError, match="between two versions") as caught:
         sub.sync(held, verify=True, wait_s=30) if how == "sync" else next(watching)
@@ -771,27 +760,67 @@ def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     assert caught.value.torn
     assert sub.version is None
     monkeypatch.undo()
-    store.fail_at()
     assert sub.sync(held).version == 2
     assert equal(held, states[2])
 
 
-def test_a_load_that_fails_before_it_has_written_leaves_the_weights_and_may_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
-) -> None:
-    store, _ = run_of(1)
-    sub, held = Subscriber(store, cache=tmp_path), worker()
+def test_a_disk_that_is_full_leaves_the_weights_and_the_sync_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(1)
+    sub, held = Subscriber(store), worker()
     sub.sync(held)
     damage(held)
     before = kept(held)
-    spoil_while_loading(monkeypatch, store, tmp_path, parts_of(store, keys.anchor_key(0))[0])
-    with pytest.raises(StoreError, match="no answer") as caught:
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreError, match="No space left"):
         sub.sync(held, verify=True)
-    assert caught.value.retryable
     assert equal(held, before)
+    monkeypatch.undo()
+    assert sub.sync(held).path == ("anchor",)
+    assert equal(held, states[0])
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["through a scratch folder", "through a cache"])
+def test_a_worker_that_was_at_a_version_reads_each_part_of_an_anchor_once(many_parts: None) -> None:
+    store, states = run_of(1)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    damage(held)
+    store.gets.clear()
+    assert sub.sync(held, verify=True).path == ("anchor",)
+    assert store.got("parts/") == parts_of(store, keys.anchor_key(0))
+    assert equal(held, states[0])
+
+
+def test_weights_that_are_repaired_are_counted_once_before_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = run_of(1)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    damage(held)
+    counted, count = [], HostState.count
+
+    def watched(state: HostState) -> dict[int, Sum]:
+        counted.append(state)
+        return count(state)
+
+    monkeypatch.setattr(HostState, "count", watched)
+    assert sub.sync(held, verify=True).path == ("anchor",)
+    assert len(counted) == 1
+
+
+def test_weights_that_another_program_set_to_a_published_start_go_on_from_there() -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    for name, tensor in held.items():
+        np.copyto(tensor, states[0][name])
+    assert sub.sync(held, verify=True).path == ("start", "patch")
+    assert equal(held, states[1])
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["straight from the store", "through a cache"])
 def test_an_anchor_that_does_not_all_arrive_leaves_the_weights_of_a_version(
     tmp_path: Path, many_parts: None, cached: bool
 ) -> None:

@@ -25,6 +25,7 @@ from pulsesync.format.patch import CodecName
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyTransition, Snapshot
 from pulsesync.state.slices import Slice, Slices
+from pulsesync.state.staging import StagedBlocks
 from tests.helpers import (
     Writer,
     apply,
@@ -493,9 +494,10 @@ def test_an_anchor_in_several_parts_takes_any_state_to_its_own(seed: int, pieces
     anchor = writer.anchor(pieces)
     before = remembered(held)
     bodies = opened(layout, anchor)
-    sums = held.check_whole(anchor[0], bodies)
-    assert_untouched(held, before)
-    held.load_whole(bodies, sums)
+    with StagedBlocks() as staged:
+        sums = held.check_whole(anchor[0], bodies, staged)
+        assert_untouched(held, before)
+        held.load_whole(staged, sums)
     assert same(held.flats, writer.state)
     assert held.digest == held.recount() == writer.digest
 

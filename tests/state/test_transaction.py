@@ -1,5 +1,6 @@
 """The rules of a transaction, on each backend: all of a version or nothing of it, in host memory and on a device."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import spec as kernel_spec
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, LiveState, Snapshot
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import MemoryStore
 from pulsesync.testing.backends import host_as_device
 from tests.helpers import Writer, apply, copied, load, near, nudge, same
@@ -269,7 +271,8 @@ def test_an_anchor_that_cannot_be_written_to_the_end_leaves_torn_weights(
     run.write()
     record, parts = run.writer.anchor(pieces=2)
     bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
-    sums, decode, calls = run.live.check_whole(record, bodies), WholeBlock.decode, []
+    staged, decode, calls = StagedBlocks(), WholeBlock.decode, []
+    sums = run.live.check_whole(record, bodies, staged)
 
     def fail(*args: Any) -> Bits:
         calls.append(args)
@@ -280,10 +283,43 @@ def test_an_anchor_that_cannot_be_written_to_the_end_leaves_torn_weights(
     with monkeypatch.context() as patched:
         patched.setattr(WholeBlock, "decode", fail)
         with pytest.raises(MemoryError):
-            run.live.load_whole(bodies, sums)
+            run.live.load_whole(staged, sums)
+    staged.close()
     torn = run.live.torn
     load(run.live, (record, parts))
     assert (torn, run.live.torn) == (True, False)
+    run.assert_at(1)
+
+
+def test_only_blocks_of_an_anchor_that_differ_from_the_weights_are_staged_and_written(backend: HostBackend) -> None:
+    run = Run(backend, tied=True)
+    record, parts = run.writer.anchor(pieces=2)
+    bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
+    for damaged in (run.live.flats["a"], run.live.copies["b"][0]):
+        damaged[7] ^= 1
+    with StagedBlocks() as staged:
+        sums = run.live.check_whole(record, bodies, staged)
+        assert {block.tile.tensor.name for block in staged.blocks} == {"a", "b"}
+        run.live.load_whole(staged, sums)
+    assert run.live.recount() == record.digest
+    run.assert_at(0)
+
+
+def test_weights_that_changed_on_disk_after_they_were_checked_are_not_taken_for_a_version(
+    backend: HostBackend,
+) -> None:
+    run = Run(backend)
+    run.write()
+    record, parts = run.writer.anchor()
+    bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
+    with StagedBlocks() as staged:
+        sums = run.live.check_whole(record, bodies, staged)
+        (byte,) = os.pread(staged._file.fileno(), 1, 0)
+        os.pwrite(staged._file.fileno(), bytes([byte ^ 1]), 0)
+        with pytest.raises(VerificationError, match="staged on disk"):
+            run.live.load_whole(staged, sums)
+    assert run.live.torn
+    load(run.live, (record, parts))
     run.assert_at(1)
 
 

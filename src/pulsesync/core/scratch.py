@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 logger = logging.getLogger(__name__)
-Kind = Literal["spool", "anchor"]
+Kind = Literal["spool", "anchor"]  # the latter is not made any more; processes that were killed may have left some
 _LOCK = ".lock"
 _LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"  # all that a lock contains
 _NAME = re.compile(f"pulse-({'|'.join(get_args(Kind))})-[0-9a-f]{{16}}")

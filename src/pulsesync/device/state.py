@@ -37,8 +37,9 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import cuda
-from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges, find_places
+from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges, find_places
 from pulsesync.state.slices import Slices, TileStorage
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
 
 TOGETHER = 32  # blocks of an anchor that are decoded, brought up and counted at a time
@@ -306,20 +307,49 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     # Tiles that come as a whole
 
-    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> list[BlockSums]:
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
         out: list[BlockSums] = []
         with memory.on(self.device):
             for begin in range(0, len(blocks), TOGETHER):
-                out += self._take_some(blocks[begin : begin + TOGETHER], write, count)
+                some = blocks[begin : begin + TOGETHER]
+                _, here = self._bring_up(some)
+                for block, bits in zip(some, here, strict=True):
+                    self._write_block(block.tile, block.number, bits)
+                out += self._sums_of(some, here)
         return out
 
-    def _take_some(self, blocks: Sequence[WholeBlock], write: bool, count: bool) -> list[BlockSums]:
-        """Decode blocks on the host, bring each up once, and count and write it from there."""
-        here = [to_stream(bits, self.device) for bits in spread(WholeBlock.decode, blocks)]
-        for block, bits in zip(blocks, here, strict=True) if write else ():
-            self._write_block(block.tile, block.number, bits)
-        if not count:
-            return [NOT_COUNTED] * len(blocks)
+    def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
+        out: list[BlockSums] = []
+        with memory.on(self.device):
+            for begin in range(0, len(blocks), TOGETHER):
+                some = blocks[begin : begin + TOGETHER]
+                decoded, here = self._bring_up(some)
+                found = self._sums_of(some, here)
+                for block, weights, bits, sums in zip(some, decoded, here, found, strict=True):
+                    if staged is not None and not self._has(block, bits):
+                        staged.add(block, weights, sums.all)
+                out += found
+        return out
+
+    def _bring_up(self, blocks: Sequence[WholeBlock]) -> tuple[list[Bits], list[torch.Tensor]]:
+        """Decode blocks on the host, and bring each up once."""
+        decoded = spread(WholeBlock.decode, blocks)
+        return decoded, [to_stream(bits, self.device) for bits in decoded]
+
+    def _has(self, block: WholeBlock, bits: torch.Tensor) -> bool:
+        """Whether to write a block would change nothing; of a bundle that is not looked for."""
+        place = self._tiles[block.tile.ordinal]
+        if place.pieces:
+            return False
+        flats = [self._memory(place.tensor.name, n) for n in range(self._copies_of(place))]
+        runs = [flat[self._where(flat, block.tile, block.number, block.size)] for flat in flats]
+        return all(torch.equal(run, bits.to(run.device)) for run in runs)
+
+    def _copies_of(self, place: Tile) -> int:
+        """How many times a tensor of a tile is in memory, at most."""
+        return 1 + max(len(self.copies.get(name, ())) for name in place.names)
+
+    def _sums_of(self, blocks: Sequence[WholeBlock], here: Sequence[torch.Tensor]) -> list[BlockSums]:
         in_part = [n for n, block in enumerate(blocks) if self._tiles[block.tile.ordinal].kept is not None]
         local = [self._kept_of(blocks[n].tile, here[n]) for n in in_part]
         counted = count_blocks([*blocks, *(blocks[n] for n in in_part)], [*here, *local], self.device)
@@ -337,7 +367,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     def _write_block(self, tile: Tile, number: int, bits: torch.Tensor) -> None:
         """Write a block of a tile into all the memory that its tensors have."""
         place = self._tiles[tile.ordinal]
-        for n in range(1 + max(len(self.copies.get(name, ())) for name in place.names)):
+        for n in range(self._copies_of(place)):
             if not place.pieces:
                 flat = self._memory(place.tensor.name, n)
                 flat[self._where(flat, tile, number, bits.numel())] = bits.to(flat.device)

@@ -4,8 +4,9 @@ Encoding reads the old weights once beside the new ones, to find what changed, a
 to count and to code; decoding reads them once. Apart from the result, memory is O(changed) and a buffer per thread.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -25,7 +26,6 @@ from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
 from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
-from pulsesync.format.wire import PackedPlane
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
@@ -475,7 +475,7 @@ class WholeBlock:
 
     tile: Tile
     number: int
-    content: memoryview | Sequence[PackedPlane]  # as `raw`, as `dense`
+    decode_into: Callable[[Bits], None]  # contiguous memory. Raises: FormatError, or StoreError if it is read from disk
 
     @property
     def size(self) -> int:
@@ -483,20 +483,31 @@ class WholeBlock:
         return min(BLOCK, self.tile.size - self.number * BLOCK)
 
     def decode(self, out: Bits | None = None) -> Bits:
-        """Its weights, in memory of their own or in the contiguous memory that is given. Raises: FormatError."""
+        """Its weights, in memory of their own or in the contiguous memory that is given.
+
+        Raises:
+            FormatError; StoreError, if it is read from disk.
+        """
         if out is None:
             out = np.empty(self.size, self.tile.tensor.kind.bits)
-        if isinstance(self.content, memoryview):
-            raw.decode_block(self.content, out)
-        else:
-            dense.decode_block(self.content, out)
+        self.decode_into(out)
         return out
 
 
 def whole_blocks(codec: Codec, tile: Tile, body: memoryview) -> Iterable[WholeBlock]:
     """The blocks of a tile that is stored as `dense` or `raw`. Raises: FormatError, for another length."""
-    opened = (raw if codec == Codec.RAW else dense).open_blocks(body, tile.size, tile.tensor.kind.bits)
-    return (WholeBlock(tile, number, content) for number, content in enumerate(opened))
+    decoders = _raw_blocks(tile, body) if codec == Codec.RAW else _dense_blocks(tile, body)
+    return (WholeBlock(tile, number, decode) for number, decode in enumerate(decoders))
+
+
+def _raw_blocks(tile: Tile, body: memoryview) -> Iterable[Callable[[Bits], None]]:
+    opened = raw.open_blocks(body, tile.size, tile.tensor.kind.bits)
+    return (partial(raw.decode_block, content) for content in opened)
+
+
+def _dense_blocks(tile: Tile, body: memoryview) -> Iterable[Callable[[Bits], None]]:
+    opened = dense.open_blocks(body, tile.size, tile.tensor.kind.bits)
+    return (partial(dense.decode_block, planes) for planes in opened)
 
 
 def anchor_blocks(

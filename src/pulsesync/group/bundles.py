@@ -291,6 +291,9 @@ class Bundle:
                 self._tiles[n].write(flat, a, bits[at : at + b - a])
             at += b - a
 
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        return not any(self._copies) and np.array_equal(self.read(memory, number), bits)
+
     def untied(self) -> bool:
         """Whether a tensor differs from one that it is tied to."""
         return any(

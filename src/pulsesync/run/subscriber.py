@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pulsesync import device
-from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
@@ -57,6 +56,7 @@ from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.slices import Slices
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import CachedStore, Store, open_store
 
 REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
@@ -116,6 +116,7 @@ class _Progress:
     refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
     failed_record: str | None = None  # the key of the record that this attempt failed at, so that the next avoids it
     torn: bool = False  # whether an anchor was written in part, and nothing whole since
+    recounted: AnyState | None = None  # what is attached, if its weights were just counted and are at no known version
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
     inside_s: float = 0.0  # that was counted inside the innermost `timed` so far
 
@@ -446,7 +447,7 @@ class Subscriber:
             self._to_repair = ()
         elif verify:
             with progress.timed("prepare"):
-                self._find_repairs()
+                self._find_repairs(progress)
         try:
             return self._find_and_go(source, version, follow_replaced, progress)
         except Exception as e:
@@ -488,11 +489,12 @@ class Subscriber:
         assert first is not None
         raise first
 
-    def _find_repairs(self) -> None:
+    def _find_repairs(self, progress: _Progress) -> None:
         """Recount the local weights; if something else wrote to some, forget that they were at a version."""
-        damaged = self._state.find_damaged() if self._state is not None and self._position is not None else ()
-        if damaged:
-            assert self._position is not None
+        state = self._state
+        if state is None or self._position is None:
+            return
+        if damaged := state.find_damaged():
             logger.warning(
                 "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
                 "weights are loaded again from an anchor.",
@@ -501,7 +503,7 @@ class Subscriber:
                 damaged[0],
             )
             self._forget()
-            self._to_repair = tuple(damaged)
+            self._to_repair, progress.recounted = tuple(damaged), state
 
     def _damaged(self) -> bool:
         return self._state is not None and self._state.find_damage() is not None
@@ -544,8 +546,11 @@ class Subscriber:
         if self._state is None or self._state.layout.id != goal.layout:
             with progress.timed("fetch"):
                 layout = records.layout(goal.layout)
+            state, progress.recounted = progress.recounted, None
             with progress.timed("prepare"):
-                self._attach(attach(source, layout, self.slices, self.widen), records, progress)
+                if state is None or state.layout.id != layout.id:
+                    state = attach(source, layout, self.slices, self.widen)
+                self._attach(state, records, progress)
         if self._go_back(goal, progress):
             return
         with progress.timed("fetch"):
@@ -733,28 +738,26 @@ class Subscriber:
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
         """Bring an anchor in.
 
-        Weights that this subscriber has brought to a version stay as they are until all of the anchor has arrived on
-        disk and was checked; then nothing can stop it. Weights that never were at a version are written while the parts
-        arrive and are checked: there is nothing to protect, and each part is read once.
+        Weights that this subscriber has brought to a version stay as they are until all of the anchor has arrived and
+        was checked; what differs from them waits on disk, and then nothing can stop it. Weights that never were at a
+        version are written while the parts arrive and are checked: there is nothing to protect. Each part is read once.
         """
         assert self._state is not None
         state, joining = self._state, self._position is None and self.reported is None
-        with self._spool() as spool:
-
-            def arriving() -> Iterator[Body]:
-                if not state.whole:
-                    parts = stream_bodies(self._origin, anchor.parts, state.layout, state.places.keys())
-                elif joining and self._cache is None:
-                    parts = stream_bodies(self._origin, anchor.parts, state.layout)
-                else:
-                    parts = spool.fetch(anchor, self._origin, state.layout)
-                return progress.waited_for(parts)
-
+        folder = self._cache / "anchors" if self._cache is not None else None
+        with ExitStack() as stack:
+            spool = stack.enter_context(closing(AnchorSpool(folder))) if folder is not None else None
+            if spool is not None and state.whole:
+                parts = spool.fetch(anchor, self._origin, state.layout)
+            else:
+                wanted = None if state.whole else state.places.keys()
+                parts = stream_bodies(self._origin, anchor.parts, state.layout, wanted)
+            arriving = progress.waited_for(parts)
             if joining:
                 self._forget()  # what was counted of the weights is no longer true
                 try:
                     with progress.timed("apply"):
-                        state.join_whole(anchor, arriving())
+                        state.join_whole(anchor, arriving)
                 except BaseException:
                     logger.error(
                         "Joining failed while the anchor of version %d was being written. The weights are at no "
@@ -764,30 +767,20 @@ class Subscriber:
                     raise
             else:
                 with progress.timed("prepare"):
-                    # Of slices, only these sections were fetched, and they are on no disk.
-                    bodies = arriving() if state.whole else list(arriving())
-                    sums = state.check_whole(anchor, bodies)
+                    staged = stack.enter_context(StagedBlocks(folder))
+                    sums = state.check_whole(anchor, arriving, staged)
                 with progress.timed("apply"):
-                    self._forget()  # should the process be cut off here, a restart finds the spool
-                    bodies = arriving() if state.whole else bodies
+                    self._forget()
                     try:
-                        finish(lambda: state.load_whole(bodies, sums))
+                        finish(lambda: state.load_whole(staged, sums))
                     finally:
                         progress.torn = state.torn
             self._state = state
             self._move_to(anchor)
             progress.changed += sum(len(flat) for flat in state.flats.values())
-            if self._cache is not None:
+            if spool is not None:
                 spool.keep_only(anchor)
         progress.path.append("anchor")
-
-    @contextmanager
-    def _spool(self) -> Iterator[AnchorSpool]:
-        with ExitStack() as stack:
-            folder = (
-                self._cache / "anchors" if self._cache is not None else stack.enter_context(ScratchFolder("anchor"))
-            )
-            yield stack.enter_context(closing(AnchorSpool(folder)))
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
         """Undo kept syncs down to a version, in one commit, if one of them began there."""

@@ -19,8 +19,9 @@ from pulsesync.format.patch import DecodedPart, WholeBlock
 from pulsesync.format.predict import PREDICTING
 from pulsesync.format.replay import replay
 from pulsesync.format.weights import Changes, compose, inverse
-from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges
+from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges
 from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import view_bits, zeros
 
 BATCH = 1 << 24  # weights that are counted between two commits, by all threads
@@ -181,18 +182,28 @@ class HostState(LiveState[Bits, Changes, History]):
 
     # Tiles that come as a whole
 
-    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> list[BlockSums]:
-        return spread(lambda block: self._take_block(block, write, count), blocks)
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
+        return spread(self._take_block, blocks)
 
-    def _take_block(self, block: WholeBlock, write: bool, count: bool) -> BlockSums:
+    def _take_block(self, block: WholeBlock) -> BlockSums:
         """Decode a block where it belongs, if it lies there as it does in the run; else into memory of this thread."""
         tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
         others = self.memory[tile.tensor.name][1:] if tile.tensor.name in self.memory else ()
-        in_place = write and isinstance(place, LocalTile) and place.whole and place.tile.contiguous and not others
+        in_place = isinstance(place, LocalTile) and place.whole and place.tile.contiguous and not others
         bits = block.decode(place.read(self.memory, number) if in_place else _scratch(tile, block.size))
-        if write and not in_place:
+        if not in_place:
             self.write_block(tile, number, bits)
-        return self._sums_of(block, bits, place) if count else NOT_COUNTED
+        return self._sums_of(block, bits, place)
+
+    def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
+        return spread(lambda block: self._check_block(block, staged), blocks)
+
+    def _check_block(self, block: WholeBlock, staged: StagedBlocks | None) -> BlockSums:
+        place, bits = self.places[block.tile.ordinal], block.decode(_scratch(block.tile, block.size))
+        found = self._sums_of(block, bits, place)
+        if staged is not None and not place.has(self.memory, block.number, bits):
+            staged.add(block, bits, found.all)
+        return found
 
     def _sums_of(self, block: WholeBlock, bits: Bits, place: TileStorage) -> BlockSums:
         total = digest.count_block(block.tile, block.number, bits)

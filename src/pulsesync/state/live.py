@@ -2,8 +2,8 @@
 
 Applying versions is a transaction: everything is read, checked and decoded, and the digest it will give is known,
 before the first weight changes; if writing then fails, what was written is rolled back. Several versions can be
-prepared one over the other and committed at once. An anchor is checked first where it lies, and then written block by
-block; only weights that are no version yet are written while it is checked.
+prepared one over the other and committed at once. The blocks of an anchor that differ from the weights are staged on
+disk until all of it was checked; only weights that are no version yet are written while it is checked.
 
 `LiveState` has the rules and none of the work. A backend does the work in a few verbs: `state.host` in host memory,
 `device.state` on a GPU.
@@ -30,6 +30,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import HistoryLookup, WholeBlock
 from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
+from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import SourceMarks
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
@@ -68,9 +69,6 @@ class BlockSums(NamedTuple):
 
     all: Sum
     local: Sum  # as if what is not local were zeros
-
-
-NOT_COUNTED = BlockSums(Sum(0, 0), Sum(0, 0))
 
 
 class LiveState(ABC, Generic[Flat, Delta, Memory]):
@@ -173,13 +171,21 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Write the new bits of changes everywhere that their tensors are."""
 
     @abstractmethod
-    def take_blocks(self, blocks: Sequence[WholeBlock], *, write: bool, count: bool = True) -> Sequence[BlockSums]:
-        """Decode blocks of an anchor; write them, as far as they are local, everywhere that their tensors are.
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> Sequence[BlockSums]:
+        """Decode blocks of an anchor and write them, as far as they are local, everywhere that their tensors are.
 
-        Returns the digests of each, or nothing that means anything if they are not to be counted.
+        Returns the digests of each.
 
         Raises:
-            FormatError: one is broken.
+            FormatError: one is broken; StoreError: one cannot be read from disk.
+        """
+
+    @abstractmethod
+    def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> Sequence[BlockSums]:
+        """Decode blocks of an anchor and return the digests of each. Those that differ from the weights are staged.
+
+        Raises:
+            FormatError: one is broken; StoreError: the disk is full, or failed.
         """
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -289,13 +295,13 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def find_damaged(self) -> list[str]:
         """Recount all the weights; return the names of the tensors that something other than a commit has changed.
 
-        Of a bundle, those of all its tensors: its digest does not tell them apart.
+        Of a bundle, those of all its tensors: its digest does not tell them apart. What was counted is remembered.
         """
         with self.lock:
-            counted, untied = self.count(), self._find_untied(self.copies)
-            damaged = [self.layout.tiles[n] for n, total in counted.items() if total != self.sums[n]]
+            before, self.sums, self.untied = self.sums, self.count(), self._find_untied(self.copies)
+            damaged = [self.layout.tiles[n] for n, total in self.sums.items() if total != before[n]]
         names = {name for tile in damaged for name in tile.names}
-        return sorted(names | {untied} if untied else names)
+        return sorted(names | {self.untied} if self.untied else names)
 
     def find_damage(self) -> Tile | None:
         """Recount batch by batch, letting commits in between; return a tile whose weights another program changed."""
@@ -502,21 +508,33 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     # Anchors
 
-    def check_whole(self, manifest: Manifest, parts: Iterable[Body]) -> dict[int, Sum]:
-        """Decode the parts of an anchor as they come, and return the digests of its tiles, which agree. Writes nothing.
+    def check_whole(
+        self, manifest: Manifest, parts: Iterable[Body], staged: StagedBlocks | None = None
+    ) -> dict[int, Sum]:
+        """Decode the parts of an anchor as they come, and return the digests of its tiles, which agree.
+
+        No weight is written; what differs from the weights is staged, if it is to be loaded afterwards.
 
         Raises:
-            FormatError: and branches, for bad bytes; VerificationError: it is not the state the record promises.
+            FormatError: and branches, for bad bytes; VerificationError: it is not the state the record promises;
+            StoreError: the disk is full, or failed.
         """
-        return self._take_whole(manifest, parts, write=False)
+        return self._take_whole(manifest, parts, lambda blocks: self.check_blocks(blocks, staged))
 
-    def load_whole(self, parts: Iterable[Body], sums: Mapping[int, Sum]) -> None:
-        """Write an anchor that was checked into the weights. If this fails halfway, `torn` stays True."""
+    def load_whole(self, staged: StagedBlocks, sums: Mapping[int, Sum]) -> None:
+        """Write an anchor that was checked into the weights, which are those that it was compared with.
+
+        If this fails halfway, `torn` stays True.
+
+        Raises:
+            StoreError: the disk failed; VerificationError: it returned other weights than were staged.
+        """
         with self.lock:
             with self.exclusive():
-                for body in parts:
-                    self.torn = True
-                    self.take_blocks(self._blocks_of(body), write=True, count=False)
+                self.torn = bool(staged.blocks)
+                found = self.write_blocks(staged.blocks)
+            if [both.all for both in found] != staged.sums:
+                raise VerificationError("weights that were staged on disk have changed there")
             self._begin_at(sums)
 
     def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
@@ -530,14 +548,16 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         with self.lock:
             with self.exclusive():
                 self.torn = True
-                sums = self._take_whole(manifest, parts, write=True)
+                sums = self._take_whole(manifest, parts, self.write_blocks)
             self._begin_at(sums)
 
     def _begin_at(self, sums: Mapping[int, Sum]) -> None:
         self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
 
-    def _take_whole(self, manifest: Manifest, parts: Iterable[Body], write: bool) -> dict[int, Sum]:
-        """Decode, count and perhaps write the parts of an anchor; return the digests of its tiles."""
+    def _take_whole(
+        self, manifest: Manifest, parts: Iterable[Body], take: Callable[[Sequence[WholeBlock]], Sequence[BlockSums]]
+    ) -> dict[int, Sum]:
+        """Check the parts of an anchor; return the digests of its tiles. take: decodes and counts some blocks."""
         if manifest.layout != self.layout.id:
             raise BaseMismatchError("the anchor has another layout", expected=manifest.layout, actual=self.layout.id)
         sums = self._zero_sums()
@@ -551,7 +571,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             seen |= promised.keys()
             counted = dict.fromkeys(promised, Sum(0, 0))
             blocks = self._blocks_of(body)
-            for block, found in zip(blocks, self.take_blocks(blocks, write=write), strict=True):
+            for block, found in zip(blocks, take(blocks), strict=True):
                 counted[block.tile.ordinal] += found.all
                 sums[block.tile.ordinal] += found.local
             if counted != promised:

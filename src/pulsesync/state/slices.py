@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -136,6 +137,10 @@ class TileStorage(Protocol):
     def write(self, memory: Memory, change: BlockChange) -> None: ...
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None: ...
 
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        """Whether `write_block` would change nothing; False also where that would take long to find out."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalTile:
@@ -171,6 +176,10 @@ class LocalTile:
                 self.tile.write_block(flat, number, bits)
         elif kept := self.keep(BlockChange.from_zeros(number, bits)):
             self.write(memory, kept)
+
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        flats = memory[self.tile.tensor.name]
+        return self.whole and all(np.array_equal(self.tile.read_block(flat, number), bits) for flat in flats)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
         for flat in memory[self.tile.tensor.name]:
@@ -238,6 +247,9 @@ class WidenedTile:
 
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
         self.place.write_block(memory, number, _widen(bits))
+
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        return self.place.has(memory, number, _widen(bits))
 
     def _halves(self, memory: Memory, number: int) -> Bits:
         """The lower half of each number and then its upper half, as it is in memory."""
@@ -363,6 +375,19 @@ class BundledTile:
             yield n, slice(begin, end), inside[begin:end]
 
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        for place, begin, end in zip(self.places, self.starts.tolist(), self.starts[1:].tolist(), strict=False):
+        borders = pairwise(self.starts.tolist())
+        if self._runs is not None:
+            for (name, run), (begin, end) in zip(self._runs, borders, strict=True):
+                for flat in memory[name]:
+                    flat[run] = bits[begin:end]
+            return
+        for place, (begin, end) in zip(self.places, borders, strict=True):
             if place is not None:
                 place.write_block(memory, 0, bits[begin:end])
+
+    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+        if self._runs is not None and all(len(memory[name]) == 1 for name, _ in self._runs):
+            return np.array_equal(self.read(memory, number), bits)
+        borders = pairwise(self.starts.tolist())
+        some = zip(self.places, borders, strict=True)
+        return all(place is None or place.has(memory, 0, bits[begin:end]) for place, (begin, end) in some)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -335,9 +336,15 @@ class _LaterViews(Mapping[str, BitView]):
 
 
 def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
-    dtype = _NUMPY_NAMES.get(array.dtype.name)
+    dtype = _NUMPY_NAMES.get(_name_of(array.dtype))
     if dtype is None or array.dtype.byteorder == ">":
         raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not have", tensor=name)
     shared = bool(array.flags.c_contiguous and array.flags.writeable)
     flat = np.ascontiguousarray(array).reshape(-1).view(DTYPES[dtype].bits)
     return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared, of_torch)
+
+
+@cache
+def _name_of(dtype: "np.dtype[Any]") -> str:
+    """The name of a dtype, which numpy puts together anew each time that it is asked: 20 µs."""
+    return dtype.name

@@ -148,7 +148,7 @@ def _replay(world: World, key: str, record: Manifest) -> History | None:
         state.history = history
         parts = [fetch_body(world.truth, part, layout, None)[0] for part in record.parts]
         if record.base is None:
-            state.load_whole(parts, state.check_whole(record, parts))
+            state.join_whole(record, parts)
         else:
             state.commit(state.prepare(record, parts))
     except PulseError as e:
