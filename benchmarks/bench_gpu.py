@@ -26,7 +26,7 @@ import torch
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import mark, moves
+from pulsesync.device.changes import block_moves, mark, moves
 from pulsesync.device.encode import code_pile
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
@@ -258,7 +258,7 @@ def measure(weights: float, density: float) -> Row:
             state.commit(back)
         row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
         row.ms[f"of it the pause, {codec}"] = statistics.median(applies)
-    row.ms["incremental digest"] = timed(lambda: moves(difference.runs))
+    row.ms["incremental digest"] = timed(lambda: moves(block_moves(difference.runs)))
     row.ms["full digest recount"] = timed(state.count)
     row.hot = hot_share(difference)
     return row
@@ -268,8 +268,8 @@ def hot_share(difference: DeviceDifference) -> float:
     """The share of the weights that `context` codes as decisions."""
     hot = total = 0
     for run in difference.runs:
-        located = run.pile.locate(difference.state.flats)
-        coded = code_pile(run, difference.marks.get(run.pile) or mark(run), located, None, 0)
+        located, moved = run.pile.locate(difference.state.tensors), block_moves([run])[run.pile]
+        coded = code_pile(run, difference.marks.get(run.pile) or mark(run), moved, located, None, 0)
         hot += int(coded.hot.counts.sum())
         total += int(run.pile.host_sizes.sum())
     return hot / max(total, 1)

@@ -157,14 +157,13 @@ class CatchUp:
 
         def decode_in(count: int) -> None:
             for body in bodies:
-                opened = decode.open_part(body.index, body.sections, state.layout, state.history, None)
+                opened = decode.open_part(body.index, body.sections, state.tiles, state.history)
                 for number, coded in opened.coded.items():
                     table = opened.tables[number]
-                    size = -(-len(coded) // count)
+                    pile, size = state.piles[table.dtype], -(-len(coded) // count)
+                    weights = pile.locate(state.tensors)
                     for some in (coded[at : at + size] for at in range(0, len(coded), size)):
-                        pile = state.piles[table.dtype].part([tile.ordinal for tile, _ in some])
-                        begun = [one for _, one in some]
-                        decode.decode_coded(pile, begun, table, pile.locate(state.flats), type(state.history)())
+                        decode.decode_coded(pile, some, table, weights, type(state.history)())
 
         out = {}
         for count in counts:

@@ -16,6 +16,7 @@ from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
+from pulsesync.format.weights import FlatWeights
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.testing import mutate, random_bits
@@ -124,7 +125,13 @@ def same(a: Mapping[str, Bits], b: Mapping[str, Bits]) -> bool:
 
 
 def count_sums(layout: Layout, state: Mapping[str, Bits]) -> dict[int, Sum]:
-    return {tile.ordinal: digest.count_tile(tile, state[tile.tensor.name]) for tile in layout.tiles}
+    weights = FlatWeights(state)
+    return {
+        tile.ordinal: digest.sum_up(
+            digest.count_block(tile, n, weights.block(tile, n)) for n in range(tile.block_count if tile.size else 0)
+        )
+        for tile in layout.tiles
+    }
 
 
 def applied(patches: Iterable[TilePatch], state: Mapping[str, Bits]) -> dict[str, Bits]:

@@ -16,7 +16,8 @@ import torch
 from pulsesync import Publisher, Subscriber
 from pulsesync import device as devices
 from pulsesync.core.types import TensorSpec
-from pulsesync.device.baseline import DeviceBaseline, DeviceSource
+from pulsesync.device.baseline import DeviceBaseline
+from pulsesync.device.memory import Tensors
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
@@ -143,7 +144,7 @@ def test_a_worker_here_finds_and_repairs_what_something_else_wrote(device: str) 
         assert worker.sync(weights, verify=True).repaired == ()
         weights["a"].zero_()
         report = worker.sync(weights, verify=True)
-        assert (report.repaired, report.path[0]) == (("a",), "anchor")
+        assert (report.repaired, report.path[0]) == (("a", "odd", "turned"), "anchor")  # which are one bundle
         assert equal(weights, states[1])
 
 
@@ -178,26 +179,29 @@ def test_masters_are_cast_on_the_way(device: str) -> None:
 def test_masters_are_cast_as_they_are_read_beside_tensors_that_are_not(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No copy of them is made, and the run is that of the host."""
-    stores, copies, cast = (MemoryStore(), MemoryStore()), [], DeviceSource.cast
+    """No copy is made of those with tiles of their own, and the run is that of the host."""
+    stores, copies, published_as = (MemoryStore(), MemoryStore()), [], Tensors.published
 
-    def noted(shown: DeviceSource, name: str) -> torch.Tensor:
+    def noted(tensors: Tensors, name: str) -> torch.Tensor:
         copies.append(name)
-        return cast(shown, name)
+        return published_as(tensors, name)
 
     for store, here in zip(stores, (True, False), strict=True):
         torch.manual_seed(3)
-        weights = {"a": torch.randn(9), "m": torch.randn(5, 4), "n": torch.randn(30).bfloat16(), "z": torch.randn(7)}
+        weights = {"a": torch.randn(9), "m": torch.randn(1 << 16), "z": torch.randn(7)}
+        weights |= {"n": torch.randn(30).bfloat16(), "o": torch.randn(1 << 16).bfloat16()}
         weights = {name: tensor.to(device if here else "cpu") for name, tensor in weights.items()}
         with on(device) if here else nullcontext(), Publisher(store, cast="BF16", codec="gap") as pub:
             pub.publish(weights)
-            weights["m"][1:3] *= 1.01
+            weights["m"][1:9] *= 1.01
             weights["n"].view(torch.int16)[5:9] += 1
+            weights["o"].view(torch.int16)[5:9] += 1
             weights["z"][6] *= 1 + 2**-20  # not seen
+            weights["z"][5] *= 1.01
             with monkeypatch.context() as patched:
-                patched.setattr(DeviceSource, "cast", noted)
-                assert pub.publish(weights, step=1).changed == 12
-    assert copies == ["n"]
+                patched.setattr(Tensors, "published", noted)
+                assert pub.publish(weights, step=1).changed == 17
+    assert copies == []
     assert objects(stores[0]) == objects(stores[1])
 
 

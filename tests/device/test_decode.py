@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync.core.types import DTYPES, Codec, TensorSpec
+from pulsesync.core.types import Codec, TensorSpec, Tile
 from pulsesync.device import decode
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import FormatError, PulseError
@@ -101,7 +101,7 @@ def with_heads(change: Callable[[Heads], dict[str, Any]], end: int | None = None
     """Change what a payload of 60 weights says before its stream, and cut that off somewhere."""
 
     def edit(body: bytes) -> bytes:
-        heads, begin = context.parse_heads(memoryview(body), 60, DTYPES["BF16"])
+        heads, begin = context.parse_heads(memoryview(body), Tile(0, TensorSpec("a", "BF16", (60,)), 0, 0, 60, 1))
         return context.build_heads(heads._replace(**change(heads))) + body[begin:end]
 
     return edit

@@ -6,11 +6,13 @@ import torch
 
 from pulsesync.core.types import Codec, TensorSpec
 from pulsesync.device import encode
+from pulsesync.device.state import DeviceState
+from pulsesync.format import container, index, tables
 from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
 from pulsesync.format.tables import Contexts
 from tests.device.launches import counted
-from tests.device.pairs import Pair, codecs_of, small, to_bits, trained
+from tests.device.pairs import Pair, codecs_of, small, to_bits, to_flats, trained
 from tests.helpers import FLOATS, same
 
 
@@ -73,6 +75,35 @@ def test_long_steps_and_every_float_are_coded_as_on_the_host(device: str, many_l
         new[name][10:13] ^= sign
     _, data = Pair(layout, state, device, "history").advance(new)
     assert codecs_of(data, layout) == {Codec.HISTORY}
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F32"])
+def test_long_steps_that_occur_often_are_listed_as_on_the_host(
+    dtype: str, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that leave zero go as far as each other, in the first patch of an epoch and in one with a history.
+
+    With two contexts by magnitude, in place of 24, a few of them are enough to be worth it.
+    """
+    monkeypatch.setattr(tables, "CLASSES", 2)
+    layout, state = small(5, (TensorSpec("a", dtype, (330,)),))
+    kind = layout.tensors[0].kind
+    sign = kind.bits.type(1 << 8 * kind.itemsize - 1)
+    far = sign // 2 + kind.bits.type(5)
+    state["a"][1::4] = 0
+    pair = Pair(layout, state, device, "history")
+    worker = DeviceState(layout, to_flats(state, device))
+    for first in (1, 5):
+        state = {"a": state["a"].copy()}
+        state["a"][first::8] = far
+        state["a"][first + 8 :: 64] |= sign
+        state["a"][2::40] += kind.bits.type(1)
+        record, data = pair.advance(state)
+        _, sections = container.open_part(data)
+        found, _ = index.parse(sections[0], 1, [len(section) for section in sections])
+        assert int(far) in found[0].sizes
+        worker.commit(worker.prepare(record, [data]))
+        assert same(to_bits(worker.flats), state)
 
 
 def test_a_weight_that_turned_cold_and_hot_again_is_coded_as_on_the_host(device: str, many_lanes: None) -> None:

@@ -6,7 +6,7 @@ import torch
 from pulsesync.core.types import BLOCK, TensorSpec
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import to_device
-from pulsesync.device.pile import CHUNK, Pile, make_piles
+from pulsesync.device.pile import CHUNK, Pile, make_piles, place_of
 from pulsesync.format import layout as layouts
 from pulsesync.kernels.gpu import words
 from pulsesync.state.live import find_places
@@ -89,7 +89,9 @@ def test_addresses_are_kept_while_tensors_stay_and_what_is_copied_is_copied_ever
     flats = {"b": torch.arange(4, dtype=torch.int32, device=device)[:3]}
     assert pile.locate(flats).at is pile.locate(flats).at
     moved = pile.locate({"b": flats["b"].clone()})
-    assert moved.at.tolist() == [moved.memory[-1].data_ptr()]
+    memory = moved.memory[-1]
+    assert isinstance(memory, torch.Tensor)
+    assert moved.at.tolist() == [memory.data_ptr()]
     odd = torch.arange(4, dtype=torch.int32, device=device)[1:]  # not at a multiple of 8 bytes
     one = np.zeros(1, np.int64), np.zeros(1, np.int32)
     assert fetch(pile, pile.locate({"b": odd}), *one).tolist() == [1]
@@ -100,7 +102,7 @@ def test_addresses_are_kept_while_tensors_stay_and_what_is_copied_is_copied_ever
 def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 8), row_cuts=(2, 4)), TensorSpec("b", "BF16", (4,))])
     places = find_places(layout, {"a": Slice(rows=(2, 6)), "b": None})
-    pile = make_piles(layout.tiles, {n: held.tile for n, held in places.items()}, place(device))["BF16"]
+    pile = make_piles(layout.tiles, {n: place_of(held) for n, held in places.items()}, place(device))["BF16"]
     assert [tile.row for tile in pile.tiles] == [2, 4]
     assert [tile.row for tile in pile.places] == [0, 2]
     assert pile.run_geometry[0].tolist() == [16, 32]

@@ -20,6 +20,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from pulsesync.core import digest
 from pulsesync.core.types import Codec, TensorSpec
@@ -504,9 +505,9 @@ def low_cut(changes: np.ndarray, sampled: np.ndarray) -> int:
     return int(np.searchsorted(np.cumsum(changes) * 4, 3 * changes.sum()))
 
 
-def many_lanes(decisions: int) -> int:
+def many_lanes(decisions: NDArray[np.int64]) -> NDArray[np.int64]:
     """More lanes than so few decisions are worth."""
-    return 1 << min(5, decisions // 200)
+    return 1 << np.minimum(5, decisions // 200)
 
 
 class Run:

@@ -2288,7 +2288,7 @@ def a_layout_of_an_unknown_format(v: Version) -> None:
 
 @attack(FormatError, on="anchor")
 def a_layout_without_tensors(v: Version) -> None:
-    forge.new_layout(v, {"format": "pulse-layout/1-draft", "ties": {}})
+    forge.new_layout(v, {"bundles": [], "format": layouts.FORMAT, "ties": {}})
 
 
 @attack(FormatError, on="anchor")
@@ -2431,7 +2431,7 @@ def more_tiles_than_allowed(v: Version) -> None:
 def a_tile_for_each_weight(v: Version) -> None:
     table = {"columns": list(range(1, 16)), "dtype": "BF16", "name": "main", "rows": list(range(1, 1 << 14))}
     tensors = [table | {"shape": [1 << 14, 16]}]
-    forge.new_layout(v, {"format": "pulse-layout/1-draft", "tensors": tensors, "ties": {}})
+    forge.new_layout(v, {"bundles": [], "format": layouts.FORMAT, "tensors": tensors, "ties": {}})
 
 
 @attack(LimitError, on="big.anchor")
@@ -2439,7 +2439,7 @@ def a_grid_of_the_tiles_that_a_hundred_other_tensors_do_not_use(v: Version) -> N
     cuts = list(range(1, 240))  # 57,600 tiles, and 5.8 kB in all
     table: list[dict[str, Any]] = [{"dtype": "U8", "name": f"{i:02x}", "shape": []} for i in range(105)]
     table.append({"columns": cuts, "dtype": "U8", "name": "main", "rows": cuts, "shape": [240, 240]})
-    forge.new_layout(v, {"format": "pulse-layout/1-draft", "tensors": table, "ties": {}})
+    forge.new_layout(v, {"bundles": [], "format": layouts.FORMAT, "tensors": table, "ties": {}})
 
 
 @attack(StateError, on="anchor")
@@ -2606,7 +2606,7 @@ def terabyte(folder: Path, size: int | None = None) -> str:
     """A run of a kilobyte whose layout describes a tensor of a terabyte; size: what its record says of its part."""
     version = forge.sample("big.anchor").version.copy()
     tensor = {"dtype": "U8", "name": "main", "shape": [1 << 40]}
-    forge.new_layout(version, {"format": "pulse-layout/1-draft", "tensors": [tensor], "ties": {}})
+    forge.new_layout(version, {"bundles": [], "format": layouts.FORMAT, "tensors": [tensor], "ties": {}})
     part_of(version).place([(0, 0, bytes(16), Dense([Plane(b"x")]))])
     objects, store = version.objects(), LocalStore(folder)
     if size is not None:

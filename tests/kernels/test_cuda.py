@@ -10,7 +10,7 @@ import torch
 
 from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, Bits, Sum, TensorSpec
-from pulsesync.device.changes import PileChanges, find_changes, moves
+from pulsesync.device.changes import PileChanges, WriteAddresses, block_moves, find_changes, moves
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import starts_of, to_device
 from pulsesync.device.pile import make_piles
@@ -117,9 +117,10 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
         counted = count_pile(pile, flats)
         assert counted == {t.ordinal: digest.count_tile(t, old[t.tensor.name]) for t in pile.tiles}
         run, _ = find_changes(pile, pile.locate(flats), pile.locate(after), cast=False)
-        moved = moves([run])
+        moved = moves(block_moves([run]))
         assert {n: counted[n] + by for n, by in moved.items()} == count_pile(pile, after)
-        run.write(to_device(np.array([flats[t.tensor.name].data_ptr() for t in pile.tiles]), where))
+        tiles = to_device(np.array([flats[t.tensor.name].data_ptr() for t in pile.tiles]), where)
+        run.write(WriteAddresses(tiles, torch.empty(0)))
         for name in names:
             assert torch.equal(flats[name], after[name])
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the GPU kernels are NOT tested: triton can
 
 import torch
 
-from pulsesync.core.types import DTYPES, Bits, Sum
+from pulsesync.core.types import DTYPES, Bits, Remembered, Sum
 from pulsesync.device import encode as encoding
 from pulsesync.device.changes import ChangeMarks, PileChanges, find_changes
 from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, TileMemory, advance, list_hot, mark_hot
@@ -149,7 +149,7 @@ class Case:
 
     @cached_property
     def decisions(self) -> tuple[torch.Tensor, ...]:
-        """Symbols, extra bits, and cold positions and steps."""
+        """Symbols, how far hot changes go, and cold positions and steps."""
         run, marks = self.found
         hot_at, rows = self.listed.begins, self.listed.rows
         hots = sum(split[0].size for split in self.splits)
@@ -195,6 +195,7 @@ class Case:
             to_device(changes, device),
             to_device(np.array(self.lanes, np.int32), device),
             unsigned(to_device(self.cumulative, device)),
+            tables.listed_class(DTYPES[self.dtype]),
             to_device(starts, device),
             unsigned(stream),
             sizes,
@@ -254,13 +255,16 @@ def test_hot_weights_are_listed_as_the_reference_decides(dtype: str, index: int,
 @each
 def test_changes_become_the_symbols_and_steps_of_the_reference(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    symbols, extras, cold_at, steps = (to_host(t)[0] for t in c.decisions)
+    symbols, sizes, cold_at, steps = (to_host(t)[0] for t in c.decisions)
     assert np.array_equal(symbols, np.concatenate([found for _, found in c.decided]))
-    for got, k in ((extras.view(np.uint32), 3), (cold_at, 4), (steps, 5)):
+    for got, k in ((cold_at, 4), (steps, 5)):
         expected = np.concatenate([split[k] for split in c.splits])
         assert expected.size
-        far = np.concatenate([split[2] for split in c.splits]) > 2 * spec.DIRECT if k == 3 else slice(None)
-        assert np.array_equal(got[far], expected[far])
+        assert np.array_equal(got, expected)
+    codes, extras = (np.concatenate([split[k] for split in c.splits]) for k in (2, 3))
+    long, expected = tables.long_steps(codes, extras)
+    assert np.array_equal(sizes.view(np.uint32)[long], expected)
+    assert np.array_equal(np.delete(sizes, long), (np.delete(codes, long) + 1) // 2)
 
 
 @each
@@ -340,6 +344,7 @@ def decode(c: Case, jobs: list[Job]) -> tuple[np.ndarray, list[tuple[np.ndarray,
         unsigned(all_rows),
         unsigned(to_device(table, device)),
         c.contexts.symbols,
+        tables.listed_class(DTYPES[c.dtype]),
         out_starts,
         unsigned(decisions),
         symbols,
@@ -377,6 +382,7 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
         unsigned(decoded[0]),
         decoded[1],
         unsigned(decoded[2]),
+        unsigned(torch.zeros(1, dtype=torch.int32, device=device)),
         unsigned(positions),
         unsigned(old),
         unsigned(new),
@@ -475,6 +481,7 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
         unsigned(torch.zeros(1, dtype=torch.int32, device=where)),
         to_device(np.array([longest + symbol], np.uint8), where),
         unsigned(to_device(np.array([extra], np.uint32), where)),
+        unsigned(torch.zeros(1, dtype=torch.int32, device=where)),
         unsigned(out[0]),
         out[1],
         out[2],
@@ -499,7 +506,7 @@ def test_the_history_afterwards_is_that_of_the_reference(dtype: str, index: int,
     for tile, old, new, last in zip(c.pile.tiles, c.old, c.new, c.last, strict=True):
         where, _, after = reference.changed(old, new)
         bits = reference.advance_history(old, c.shift, c.tracked, c.cut, last, where, after, index)
-        expected[tile.ordinal] = TileHistory(c.cut, (bits,))
+        expected[tile.ordinal] = TileHistory(c.cut, (Remembered.alone(bits),))
         assert np.array_equal(to_host(later.tiles[tile.ordinal].content)[0], bits)
     assert later.digest() == History(index, expected).digest()
     assert later.to_bytes() == History(index, expected).to_bytes()

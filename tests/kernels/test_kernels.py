@@ -566,13 +566,48 @@ def test_digest_rectangle_of_units_that_begin_later_is_that_of_the_whole(
     assert_same(cpu.digest_rectangle(*away), reference.digest_rectangle(*away))
 
 
-@given(seeds, st.sampled_from([np.uint8, np.uint16]), st.integers(0, 300), st.integers(1, 1 << 47))
-def test_digest_change_equals_the_reference(seed: int, dtype: type[Any], count: int, end: int) -> None:
+@given(
+    seeds,
+    st.sampled_from([np.uint8, np.uint16]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 300),
+    st.tuples(st.integers(0, 1 << 44), st.integers(0, 1 << 44), st.integers(1, 9000), st.integers(0, 9000)),
+)
+def test_digest_change_equals_the_reference(
+    seed: int, dtype: type[Any], per: int, count: int, tile: tuple[int, int, int, int]
+) -> None:
     rng = np.random.default_rng(seed)
-    indices = np.unique(rng.integers(0, end, count, dtype=np.uint64))
-    old, new = (random_bits(rng, dtype, (indices.size,)) for _ in range(2))
-    arguments = (indices, old, new, keys())
-    assert_same(cpu.digest_change(*arguments), reference.digest_change(*arguments))
+    positions = np.unique(rng.integers(0, 1 << 20, count, dtype=np.uint32))
+    old, new = (random_bits(rng, dtype, (positions.size * per,)) for _ in range(2))
+    first, start, columns, more = tile
+    runs = np.unique(np.append(0, rng.integers(0, positions.size, 3))) if positions.size else np.empty(0, np.int64)
+    arguments = (positions, first, start, columns, columns + more, per, old, new, keys())
+    for some in (runs, runs[:0]):
+        found, expected = (kernel.digest_change(*arguments, some) for kernel in KERNELS)
+        assert_same(found[:2], expected[:2])
+        assert np.array_equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(seeds, st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(0, 60))
+def test_runs_are_gathered_from_their_addresses_and_written_there(
+    kernel: Any, seed: int, lengths: list[int], count: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    runs = [random_bits(rng, np.uint16, (size + 2,)) for size in lengths]  # with a weight before it and one behind
+    addresses = np.array([run[1:].ctypes.data for run in runs], np.uint64)
+    starts = np.cumsum([0, *lengths])
+    before, after = (np.full(starts[-1], 7, np.uint16) for _ in range(2))
+    kernel.gather_runs(addresses, starts, before)
+    assert np.array_equal(before, np.concatenate([run[1:-1] for run in runs]))
+    edges = [(run[0], run[-1]) for run in runs]
+    positions = np.unique(rng.integers(0, starts[-1], count, dtype=np.uint32))
+    new = random_bits(rng, np.uint16, (positions.size,))
+    kernel.scatter_to_runs(addresses, starts, positions, new)
+    kernel.gather_runs(addresses, starts, after)
+    before[positions] = new
+    assert np.array_equal(after, before)
+    assert [(run[0], run[-1]) for run in runs] == edges
 
 
 @given(seeds, sizes)
@@ -638,7 +673,7 @@ def run_all(case: Case, rng: np.random.Generator) -> None:
         spoil_history(case, more)
         case.decode(cpu, words, ends, changes)
         case.count(cpu)
-    cpu.digest_change(case.changed[0].astype(np.uint64), *case.changed[1:], keys())
+    cpu.digest_change(case.changed[0], 0, 0, 1, 1, 1, *case.changed[1:], keys(), np.empty(0, np.int64))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def test_a_cast_to_what_is_not_known_is_refused() -> None:
 
 
 def test_casting_makes_no_second_copy_of_the_model() -> None:
-    weights = {f"layer.{i}": np.zeros((1 << 20,), np.float32) for i in range(16)}
+    weights = {f"layer.{i}": np.zeros((1 << 20,), np.float32) for i in range(32)}
     full = 2 * sum(w.size for w in weights.values())
     with Publisher(MemoryStore(), cast="BF16") as pub:
         pub.publish(weights)

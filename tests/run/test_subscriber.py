@@ -37,6 +37,7 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
+from pulsesync.format import layout as layouts
 from pulsesync.format import patch, replay
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
@@ -70,7 +71,7 @@ def short_epochs() -> int:
 
 @cache
 def published(
-    steps: int, epoch_patches: int, part_bytes: int, anchor_every: float
+    steps: int, epoch_patches: int, part_bytes: int, anchor_every: float, bundled_below: int
 ) -> tuple[MemoryStore, list[dict[str, Any]]]:
     store = MemoryStore()
     options: dict[str, Any] = {"anchor_every": anchor_every, "epoch_patches": epoch_patches}
@@ -81,7 +82,7 @@ def run_of(
     steps: int, anchor_every: float = 1.0, epoch_patches: int = EPOCH_PATCHES
 ) -> tuple[Watched, list[dict[str, Any]]]:
     """A run in a store of the test's own, and the weights of its versions."""
-    made, states = published(steps, epoch_patches, anchors.PART_BYTES, anchor_every)
+    made, states = published(steps, epoch_patches, anchors.PART_BYTES, anchor_every, layouts.SMALL)
     store = MemoryStore()
     for key in ("head", *(entry.key for kind in KINDS for entry in made.list(f"{kind}/"))):
         store.put(key, made.get(key))

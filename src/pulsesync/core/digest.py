@@ -8,17 +8,19 @@ sequential read. It tells accident, not attack: who knows the keys can make two 
 import hashlib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec, Tile, TilePatch
 from pulsesync.kernels import spec
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _RUN = 1 << 24  # units recounted by one task
+_NO_RUNS = np.empty(0, np.int64)
 
 
 @cache
@@ -64,8 +66,7 @@ def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
 def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
     """Count the digest of one block of a tile, given its weights: blocks add up to their tile."""
     if not tile.contiguous:
-        patch = TilePatch(tile, Codec.DENSE, ())
-        return _moved(patch, BlockChange.from_zeros(number, bits)) if bits.size else Sum(0, 0)
+        return moved_by(tile, BlockChange.from_zeros(number, bits)) if bits.size else Sum(0, 0)
     units = _units(bits)
     per = units.size // bits.size if bits.size else 1
     start = (tile.start + number * BLOCK) * per
@@ -75,35 +76,28 @@ def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
 
 def moved(patch: TilePatch) -> Sum:
     """How a tile's digest moves by a patch: O(changed)."""
-    return sum_up(_moved(patch, block) for block in patch.blocks)
+    return sum_up(moved_by(patch.tile, block) for block in patch.blocks)
 
 
-def _moved(patch: TilePatch, block: BlockChange) -> Sum:
-    old, new = _units(block.old), _units(block.new)
-    indices = patch.flat_indices(block).view(np.uint64)
-    per = old.size // block.old.size
-    if per > 1:
-        indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
-    return Sum(*map(int, kernels.active().digest_change(indices, old, new, keys())))
+def moved_by(tile: Tile, change: BlockChange) -> Sum:
+    """How a tile's digest moves by the changes of one block."""
+    first, second, _ = _weigh(tile, change, _NO_RUNS)
+    return Sum(int(first), int(second))
 
 
 def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> NDArray[np.uint64]:
     """How the first sum of a tile's digest moves by each of several runs of changes, given where each begins."""
+    moved: NDArray[np.uint64] = _weigh(tile, change, first)[2]
+    return moved
+
+
+def _weigh(tile: Tile, change: BlockChange, runs: NDArray[np.int64]) -> Any:
     old, new = _units(change.old), _units(change.new)
-    indices, per = tile.flat_indices(change.tile_positions()).view(np.uint64), old.size // change.old.size
-    indices = np.add.outer(indices * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
-    chunks, each = np.unique(indices >> np.uint64(spec.CHUNK_BITS), return_inverse=True)
-    place = keys()[0][indices & np.uint64((1 << spec.CHUNK_BITS) - 1)].astype(np.uint64)
-    by = (new.astype(np.uint64) - old) * place * _chunk_keys(chunks)[each]
-    return np.add.reduceat(by, first * per) if first.size else by[:0]
-
-
-def _chunk_keys(chunks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The keys of chunks for the first sum."""
-    z = chunks * np.uint64(0x9E3779B97F4A7C15) + np.uint64(spec.DIGEST_SEEDS[0])
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    columns, stride = (1, 1) if tile.contiguous else (tile.columns, tile.tensor.columns)
+    per = old.size // change.old.size if change.old.size else 1
+    first = change.number * BLOCK
+    weigh = kernels.active().digest_change
+    return weigh(change.positions, first, tile.start, columns, stride, per, old, new, keys(), runs)
 
 
 def sum_up(sums: Iterable[Sum]) -> Sum:

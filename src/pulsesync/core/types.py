@@ -128,6 +128,11 @@ class Tile:
         """Where the weights that are coded together begin, and the end of the last: groups of a bundle, else blocks."""
         return np.array(self.groups or (*range(0, self.size, BLOCK), self.size), np.int64)
 
+    @cached_property
+    def stream_sizes(self) -> list[int]:
+        """How many weights each of them has."""
+        return np.diff(self.borders).tolist()
+
     def streams(self, number: int) -> slice:
         """Which of them are in a block."""
         return slice(0, len(self.groups) - 1) if self.groups else slice(number, number + 1)

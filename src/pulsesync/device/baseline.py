@@ -5,7 +5,7 @@ was found, in a stream of its own. So training may continue at once: what it lau
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -15,7 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
-from pulsesync.device.changes import ChangeMarks, PileChanges, compose, find_changes, mark, moves, on_whole
+from pulsesync.device.changes import (
+    ChangeMarks,
+    PileChanges,
+    block_moves,
+    compose,
+    find_changes,
+    mark,
+    moves,
+    on_whole,
+)
 from pulsesync.device.encode import code_pile
 from pulsesync.device.hot import DeviceHistory, HotWeights
 from pulsesync.device.memory import (
@@ -23,6 +32,7 @@ from pulsesync.device.memory import (
     DeviceStream,
     DeviceView,
     StreamPoint,
+    Tensors,
     on,
     on_host,
     pinned,
@@ -31,7 +41,7 @@ from pulsesync.device.memory import (
     to_stream,
     view,
 )
-from pulsesync.device.pile import Pile, rectangle
+from pulsesync.device.pile import Pile, make_piles, place_of, rectangle
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.errors import StateError
 from pulsesync.format import patch
@@ -43,7 +53,7 @@ from pulsesync.format.predict import CodedTile
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Shards, TileShare, shards_of
 from pulsesync.state.slices import Window
-from pulsesync.state.views import CASTS, find_casts
+from pulsesync.state.views import CASTS, SourceMarks, find_casts, mapping_of
 
 FEW = 1 << 13  # changes of a tile up to which they are brought to the host together with those of others
 
@@ -54,6 +64,21 @@ class DeviceSource:
 
     views: Mapping[str, DeviceView]
     dtypes: Mapping[str, str]  # of tensors that are cast
+    place: object | None = None  # as long as it is the same, the tensors are where they were; None: that is not known
+
+    def without_weights(self) -> "DeviceSource":
+        """The same without what keeps the memory of the weights alive."""
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return replace(self, views={name: replace(view, tensor=nothing) for name, view in self.views.items()})
+
+    def again(self, tensors: Mapping[str, Any]) -> "DeviceSource":
+        """The same with the weights of a source that has the marks of the one that this was made of."""
+        return replace(self, views=_LaterDeviceViews(self.views, tensors))
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors as they are, flat; those that are cast are masters."""
+        return Tensors(_Flats(self.views), self.place, self.dtypes)
 
     def spec(self, name: str) -> TensorSpec:
         spec = self.views[name].spec
@@ -61,11 +86,69 @@ class DeviceSource:
 
     def cast(self, name: str) -> torch.Tensor:
         """A tensor, flat, as it is published: a copy where it is cast or not contiguous."""
-        flat = self.views[name].flat
-        if name not in self.dtypes:
-            return flat
-        wanted = getattr(torch, CASTS[self.dtypes[name]])
-        return flat.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
+        return self.tensors.published(name)
+
+
+class _LaterDeviceViews(Mapping[str, DeviceView]):
+    """Views of tensors of which all but the memory is known: made when they are asked for."""
+
+    def __init__(self, known: Mapping[str, DeviceView], tensors: Mapping[str, Any]) -> None:
+        self._known, self._tensors = known, tensors
+
+    def __getitem__(self, name: str) -> DeviceView:
+        tensor = self._tensors[name].detach()
+        return replace(self._known[name], tensor=tensor.view(INTEGERS[tensor.element_size()]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class _Flats(Mapping[str, torch.Tensor]):
+    """The tensors of views, flat: made when they are asked for."""
+
+    def __init__(self, views: Mapping[str, DeviceView]) -> None:
+        self._views = views
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name].flat
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+class SourceReader:
+    """Reads sources on a device; one that has the memory of the last at about 1 µs a tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
+
+    def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
+        tensors = mapping_of(source)
+        if self._last is not None and self._last[1] == cast and self._last[0].fit(tensors):
+            known = self._last[2]
+            return replace(known, published=known.published.again(tensors))
+        shards, marks = shards_of(tensors, cast, self._read), SourceMarks.of(tensors)
+        self._last = None
+        if marks is not None:
+            shards = replace(shards, published=replace(shards.published, place=object()))
+            self._last = marks, cast, replace(shards, published=shards.published.without_weights())
+        return shards
+
+    def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
+        views, ties = view(tensors)
+        if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self._device), None):
+            raise StateError(
+                f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self._device}",
+                tensor=away.spec.name,
+            )
+        return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
 
 class DeviceBaseline:
@@ -76,20 +159,20 @@ class DeviceBaseline:
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep
         self._stream = DeviceStream(device)
+        self._reader = SourceReader(device)
+        self._pairs: tuple[TileShare, DeviceState, Mapping[str, str], Sequence[_PilePair]] | None = None
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
-        return shards_of(source, cast, self._read)
-
-    def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
-        views, ties = view(tensors)
-        if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self.device), None):
-            raise StateError(
-                f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self.device}", tensor=away.spec.name
-            )
-        return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
+        return self._reader.read(source, cast)
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:
-        flats = {name: self._own(_weights_in(window, shards)) for name, window in share.windows.items()}
+        flats = {}
+        for name, window in share.tensors.items():
+            if name in share.windows:
+                flats[name] = self._own(_weights_in(window, shards))
+        there = make_piles(share.tiles, _places_of(share), self.device)
+        for pile in there.values():
+            flats |= {name: self._own(run) for name, run in _bundles(pile, shards.published.tensors).items()}
         return DeviceState(share.layout, flats, places=share.held, device=self.device)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
@@ -106,31 +189,76 @@ class DeviceBaseline:
         return out
 
     def adopt(self, share: TileShare, state: AnyState) -> AnyState:
-        if share.whole and self.keep == "device":
+        if share.whole and self.keep == "device" and not share.layout.bundles:
             return state
-        flats: Mapping[str, Any] = state.flats  # none, and the state the host's, if the share has no tiles
+        flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
+        if isinstance(state, DeviceState):  # the host's, if the share has no tiles
+            for pile in state.piles.values():
+                flats |= _bundles(pile, state.tensors)
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
         kept = DeviceState(share.layout, flats, places=share.held, device=self.device)
-        kept.bring(state.history)
+        kept.history = kept.bring(state.history)
         return kept
 
     def compare(
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
-        places = {ordinal: place.tile for ordinal, place in share.places.items()}
         runs, marks = [], {}
         with on(self.device):
-            for pile in state.piles.values():
-                run, marked = _compare(pile, pile.elsewhere(places), state, shards.published)
+            for pair in self._pairs_of(share, state, shards.published.dtypes):
+                run, marked = _compare(pair, state, shards.published)
                 if run.count:
                     runs.append(run)
-                    marks[pile] = marked
+                    marks[pair.here] = marked
             launched = StreamPoint(self.device)
         state.stream = self._stream
         state.readers.append(launched)
         return DeviceDifference(state, self._stream, runs, marks, launched)
+
+    def _pairs_of(self, share: TileShare, state: DeviceState, dtypes: Mapping[str, str]) -> "Sequence[_PilePair]":
+        """The piles of a base, each with the same tiles in the shards: known as long as these stay."""
+        known = self._pairs
+        if known is None or known[0] is not share or known[1] is not state or known[2] != dtypes:
+            places = _places_of(share)
+            both = [(pile, pile.elsewhere(places)) for pile in state.piles.values()]
+            known = self._pairs = share, state, dtypes, [_PilePair.of(*pair, dtypes) for pair in both]
+        return known[3]
+
+
+@dataclass(frozen=True)
+class _PilePair:
+    """Tiles as they lie in a base and in a source, and which of them are masters there, to be rounded to BF16."""
+
+    here: Pile
+    there: Pile
+    masters: list[int]  # ordinals
+    others: list[int]
+
+    @classmethod
+    def of(cls, here: Pile, there: Pile, dtypes: Mapping[str, str]) -> "_PilePair":
+        masters: list[int] = []
+        others: list[int] = []
+        for place in there.places:
+            alike = bool(dtypes) and all(dtypes.get(name) == "BF16" for name in place.names)
+            (masters if alike else others).append(place.ordinal)
+        return cls(here, there, masters, others)
+
+
+def _places_of(share: TileShare) -> dict[int, Tile]:
+    """Where the tiles of a share lie in its shards."""
+    return {ordinal: place_of(place) for ordinal, place in share.places.items()}
+
+
+def _bundles(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The bundles of a pile whose weights lie in many tensors: each in memory of its own, by name."""
+    if pile.pieces is None:
+        return {}
+    run = pile.pieces.gather(flats, pile.kind.itemsize)
+    tiles = pile.tiles[pile.first_gathered :]
+    begins = pile.pieces.starts.tolist()
+    return {tile.tensor.name: run[at : at + tile.size] for tile, at in zip(tiles, begins, strict=False)}
 
 
 def _weights_in(window: Window, shards: Shards) -> torch.Tensor:
@@ -153,18 +281,17 @@ def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
     return source.views[spec.name].dtype
 
 
-def _compare(pile: Pile, there: Pile, state: DeviceState, source: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
-    """Compare the tiles of a pile with the source, where they lie as in the pile there.
+def _compare(pair: _PilePair, state: DeviceState, source: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
+    """Compare the tiles of a pile with the source.
 
     Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
     """
-    masters = [tile.ordinal for tile in pile.tiles if source.dtypes.get(tile.tensor.name) == "BF16"]
-    others = [tile.ordinal for tile in pile.tiles if source.dtypes.get(tile.tensor.name) != "BF16"]
-    if not masters or not others:
-        return _compare_alike(pile, there, state, source, cast=bool(masters))
+    here, there = pair.here, pair.there
+    if not pair.masters or not pair.others:
+        return _compare_alike(here, there, state, source, cast=bool(pair.masters))
     runs = [
-        on_whole(_compare_alike(pile.part(some), there.part(some), state, source, cast=some is masters)[0], pile)
-        for some in (masters, others)
+        on_whole(_compare_alike(here.part(some), there.part(some), state, source, cast=some is pair.masters)[0], here)
+        for some in (pair.masters, pair.others)
     ]
     run = next(iter(compose(runs, ())), runs[0])
     return run, mark(run)
@@ -173,9 +300,8 @@ def _compare(pile: Pile, there: Pile, state: DeviceState, source: DeviceSource) 
 def _compare_alike(
     pile: Pile, there: Pile, state: DeviceState, source: DeviceSource, cast: bool
 ) -> tuple[PileChanges, ChangeMarks]:
-    names = dict.fromkeys(tile.tensor.name for tile in pile.tiles)
-    flats = {name: source.views[name].flat if cast else source.cast(name) for name in names}
-    return find_changes(pile, pile.locate(state.flats), there.locate(flats, itemsize=4 if cast else None), cast)
+    new = there.locate(source.tensors, itemsize=4 if cast else None)
+    return find_changes(pile, pile.locate(state.tensors), new, cast)
 
 
 @dataclass(frozen=True)
@@ -208,17 +334,19 @@ class DeviceDifference:
         shared: list[FrequencyTable] = []
         coded: dict[int, CodedTile] = {}
         hot: dict[Pile, HotWeights] = {}
+        by_block = block_moves(self.runs)
         for run in self.runs:
             if codec in ("auto", "context", "history") and run.pile.kind.exponent_shift is not None:
                 marks = self.marks.get(run.pile) or mark(run)
-                one = code_pile(run, marks, run.pile.locate(state.flats), known, len(shared))
+                weights = run.pile.locate(state.tensors)
+                one = code_pile(run, marks, by_block[run.pile], weights, known, len(shared))
                 shared.append(one.table)
                 coded.update(one.tiles)
                 if known is not None:
                     hot[run.pile] = one.hot
         found = (diff for run in self.runs for diff in _diffs(run, self.stream))
         diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
-        by = moves(self.runs)
+        by = moves(by_block)
         after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
         allocate = pinned if state.device.type == "cuda" else new_bytes
         done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
@@ -235,11 +363,13 @@ def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
     borders = starts[pile.first_block]
     fetched = _Fetched(run, borders, stream)
     counts, firsts = np.diff(borders).tolist(), pile.first_block.tolist()
-    return [
-        DeviceDiff(tile, count, fetched, i, starts[firsts[i] : firsts[i + 1] + 1])
-        for i, (tile, count) in enumerate(zip(pile.tiles, counts, strict=True))
-        if count
-    ]
+    out = []
+    for i, (tile, count) in enumerate(zip(pile.tiles, counts, strict=True)):
+        if count:
+            blocks = slice(firsts[i], firsts[i + 1])
+            in_blocks = np.diff(starts[blocks.start : blocks.stop + 1])
+            out.append(DeviceDiff(tile, count, fetched, i, pile.host_begins[blocks], in_blocks))
+    return out
 
 
 class _Fetched:
@@ -280,13 +410,11 @@ class DeviceDiff:
     changed: int
     fetched: _Fetched
     number: int  # of the tile in the pile
-    borders: NDArray[np.int64]  # of blocks, in the run
+    begins: NDArray[np.int64]  # of what is coded together, in the tile
+    counts: NDArray[np.int64]  # and its changes
 
     def positions(self) -> NDArray[np.int64]:
-        where = self._fetch()[0]
-        if self.borders.size > 2:
-            where += np.repeat(np.arange(self.tile.block_count) * BLOCK, np.diff(self.borders))
-        return where
+        return self._fetch()[0]
 
     def values(self) -> Bits:
         return self._fetch()[2]
@@ -297,12 +425,15 @@ class DeviceDiff:
     @property
     def blocks(self) -> tuple[BlockChange, ...]:
         where, old, new = self._fetch()
-        cuts = pairwise((self.borders - self.borders[0]).tolist())
+        cuts = pairwise(np.searchsorted(where, np.arange(self.tile.block_count + 1) * BLOCK).tolist())
         return tuple(
-            BlockChange(n, where[a:b].astype(np.uint32), old[a:b], new[a:b]) for n, (a, b) in enumerate(cuts) if a < b
+            BlockChange(n, (where[a:b] - n * BLOCK).astype(np.uint32), old[a:b], new[a:b])
+            for n, (a, b) in enumerate(cuts)
+            if a < b
         )
 
     def _fetch(self) -> tuple[NDArray[np.int64], Bits, Bits]:
+        """Positions in the tile, old and new bits."""
         where, old, new = self.fetched.tile(self.number)
         bits = self.tile.tensor.kind.bits
-        return where.astype(np.int64), old.view(bits), new.view(bits)
+        return where + np.repeat(self.begins, self.counts), old.view(bits), new.view(bits)

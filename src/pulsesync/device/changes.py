@@ -44,17 +44,28 @@ class PileChanges:
     def _grid(self) -> tuple[int, int]:
         return self.pile.blocks, SPREAD if self.count > SPREAD * SPAN * self.pile.blocks // 4 else 1
 
-    def write(self, tile_at: torch.Tensor) -> None:
-        """Write the new weights into tensors, whose addresses are given for each tile."""
-        if self.count:
-            pile = self.pile
-            cuda.apply[self._grid](
-                tile_at, pile.block_tile, pile.begins, *pile.own_geometry, self.starts, unsigned(self.positions),
-                unsigned(self.new), ITEM=pile.kind.itemsize, SPAN=SPAN,
+    def write(self, at: "WriteAddresses") -> None:
+        """Write the new weights into tensors."""
+        if not self.count:
+            return
+        pile = self.pile
+        whole = int(pile.first_block[pile.first_gathered])
+        (_, spread), values = self._grid, (unsigned(self.positions), unsigned(self.new))
+        if whole:
+            cuda.apply[whole, spread](
+                at.tiles, pile.block_tile, pile.begins, *pile.own_geometry, self.starts, *values,
+                ITEM=pile.kind.itemsize, SPAN=SPAN,
+            )  # fmt: skip
+        if pile.pieces is not None:
+            table = pile.pieces.table
+            begins, first_piece, steps = pile.blocks_in_run
+            cuda.apply_pieces[pile.blocks - whole, spread](
+                whole, begins, first_piece, table.begins, at.pieces, table.columns, table.strides, self.starts, *values,
+                steps, ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
 
     def count_moves(self, sums: torch.Tensor) -> None:
-        """Add to the two sums of each tile how they move."""
+        """Add to the two sums of each block how they move."""
         if self.count:
             pile = self.pile
             cuda.digest_change[self._grid](
@@ -62,6 +73,14 @@ class PileChanges:
                 unsigned(self.old), unsigned(self.new), device_keys(pile.device), sums,
                 ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WriteAddresses:
+    """Where the tensors of a pile are: of each tile that is in one tensor, and of each piece of the others."""
+
+    tiles: torch.Tensor
+    pieces: torch.Tensor
 
 
 Changes = Sequence[PileChanges]
@@ -145,22 +164,29 @@ def _compose(runs: Sequence[PileChanges]) -> PileChanges | None:
     return PileChanges(pile, torch.searchsorted(where, borders), (where % BLOCK).to(torch.int32), old, new)
 
 
-def moves(changes: Iterable[PileChanges]) -> dict[int, Sum]:
-    """How the digests of tiles move, by ordinal, of all tiles of the piles that have changes."""
+BlockMoves = Mapping[Pile, NDArray[np.uint64]]  # of each pile: two sums a block
+
+
+def block_moves(changes: Iterable[PileChanges]) -> BlockMoves:
+    """How the digest moves by the changes of each block, in the piles that have any."""
     sums: dict[Pile, torch.Tensor] = {}
     for run in changes:
         if run.pile not in sums:
-            sums[run.pile] = torch.zeros(2 * len(run.pile.tiles), dtype=torch.int64, device=run.pile.device)
+            sums[run.pile] = torch.zeros(2 * run.pile.blocks, dtype=torch.int64, device=run.pile.device)
         run.count_moves(sums[run.pile])
-    if not sums:
-        return {}
+    found = to_host(*sums.values()) if sums else []
+    return {pile: counted.view(np.uint64).reshape(-1, 2) for pile, counted in zip(sums, found, strict=True)}
+
+
+def moves(by_block: BlockMoves) -> dict[int, Sum]:
+    """The same of tiles, by ordinal, of all tiles of those piles."""
     found: dict[int, Sum] = {}
-    for pile, counted in zip(sums, to_host(*sums.values()), strict=True):
-        found.update(as_sums(pile, counted))
+    for pile, counted in by_block.items():
+        found.update(as_sums(pile, np.add.reduceat(counted, pile.first_block[:-1], axis=0)))
     return found
 
 
-def as_sums(pile: Pile, counted: NDArray[np.int64]) -> Mapping[int, Sum]:
+def as_sums(pile: Pile, counted: NDArray[np.integer]) -> Mapping[int, Sum]:
     """Sums by ordinal, from pairs as kernels leave them."""
     pairs = counted.view(np.uint64).reshape(-1, 2).tolist()
     return {tile.ordinal: Sum(*pair) for tile, pair in zip(pile.tiles, pairs, strict=True)}

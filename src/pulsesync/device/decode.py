@@ -1,6 +1,6 @@
 """Decode parts on the device: their streams go up, and what they change stays there."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,26 +8,25 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, Codec, Tile
-from pulsesync.device.changes import SPREAD, PileChanges, find_changes, on_whole
+from pulsesync.core.types import Bits, Codec, Tile
+from pulsesync.device.changes import SPREAD, BlockMoves, PileChanges, find_changes, on_whole
 from pulsesync.device.hot import DeviceHistory, HotList, list_hot, mark_hot
 from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned
-from pulsesync.device.pile import Pile, PileAddresses, rectangle
-from pulsesync.errors import FormatError
+from pulsesync.device.pile import Pile, PileAddresses
+from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
 from pulsesync.format.codecs import gap, step
 from pulsesync.format.codecs.context import move_cold
 from pulsesync.format.codecs.heads import (
     ColdChanges,
     OpenedPayload,
-    PayloadBlocks,
+    PayloadStreams,
     begin,
-    parse_blocks_of,
     parse_cold,
+    parse_streams_of,
     streams_of,
 )
 from pulsesync.format.index import FrequencyTable
-from pulsesync.format.layout import Layout
 from pulsesync.format.patch import OpenedIndex
 from pulsesync.format.predict import PREDICTING
 from pulsesync.kernels import cuda, spec
@@ -52,21 +51,24 @@ class OpenedPayloads:
 def open_part(
     opened: OpenedIndex,
     sections: Mapping[int, memoryview],
-    layout: Layout,
+    tiles: Mapping[int, Tile],
     memories: DeviceHistory | None,
-    wanted: Collection[int] | None,
 ) -> OpenedPayloads:
-    """Begin to read the payloads of a part. Raises: FormatError, and its branches, as `format.patch.decode_tiles`."""
+    """Begin to read the payloads of some tiles of a part, given by ordinal.
+
+    Raises:
+        FormatError: and its branches, as `format.patch.decode_tiles`.
+    """
     coded: dict[int, list[tuple[Tile, OpenedPayload]]] = {}
     plain: dict[str, list[Plain]] = {}
     cuts = {}
-    for entry, body in patch.payloads(opened, sections, wanted):
-        tile = layout.tiles[entry.tile]
+    for entry, body in patch.payloads(opened, sections, tiles):
+        tile = tiles[entry.tile]
         patch.check_tile(entry, tile)
         if entry.codec not in PREDICTING:
             plain.setdefault(tile.tensor.dtype, []).append((tile, entry.codec, body))
             continue
-        begun = begin(body, tile.size, tile.tensor.kind)
+        begun = begin(body, tile)
         patch.check_heads(entry, tile, begun, opened.tables, memories)
         coded.setdefault(begun.table, []).append((tile, begun))
         if entry.codec == Codec.HISTORY:
@@ -74,10 +76,36 @@ def open_part(
     return OpenedPayloads(opened.tables, coded, plain, cuts)
 
 
+@dataclass(frozen=True)
+class GroupChecks:
+    """How a part says that the digest moves by the changes of groups, by block of a pile."""
+
+    pile: Pile
+    blocks: NDArray[np.int64]
+    promised: NDArray[np.uint32]
+
+    def verify(self, by_block: BlockMoves) -> None:
+        """Raises: VerificationError, if a group does not move so."""
+        if not self.blocks.size:
+            return
+        moved = by_block[self.pile][self.blocks, 0] if self.pile in by_block else np.zeros(self.blocks.size, np.uint64)
+        wrong = self.blocks[moved.astype(np.uint32) != self.promised]
+        if wrong.size:
+            tile = self.pile.tiles[self.pile.tile_of[wrong[0]]]
+            raise VerificationError(
+                f"digest mismatch: a group of {tile.tensor.name} does not become what the part says; weights unchanged",
+                tensor=tile.names[0],
+            )
+
+
 def decode_coded(
-    pile: Pile, begun: Sequence[OpenedPayload], table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
-) -> list[PileChanges]:
-    """The changes of a part's tiles that share a table; pile and weights are of these tiles alone.
+    whole: Pile,
+    coded: Sequence[tuple[Tile, OpenedPayload]],
+    table: FrequencyTable,
+    weights: PileAddresses,
+    memories: DeviceHistory,
+) -> tuple[list[PileChanges], GroupChecks]:
+    """The changes of a part's tiles that share a table, and the checks of their groups; weights: of the whole pile.
 
     The device looks for the hot weights and decodes while the host reads on.
 
@@ -85,21 +113,53 @@ def decode_coded(
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
         not those that the history is of.
     """
+    pile = whole.part([tile.ordinal for tile, _ in coded])
+    weights, begun = weights.of(whole, pile), [one for _, one in coded]
     cuts = np.array([one.cut for one in begun], np.int64)
     hot = mark_hot(pile, weights, cuts, memories)
-    blocks = parse_blocks_of(begun)
-    streams = streams_of(begun, blocks)
-    stream = _upload(streams, pile.device)
+    streams = parse_streams_of(begun)
+    contents = streams_of(begun, streams)
+    kept = pile.kept_streams
+    blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
+    stream = _upload(_kept_contents(contents, streams, kept), pile.device)
     everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
     runs = []
     if blocks.changes.any():
         moved, faults = _hot(pile, weights, table, stream, listed, blocks)
         runs.append(moved)
-    runs.append(_cold(pile, cuts, blocks.colds, parse_cold(begun, blocks, streams), weights))
+    cold = parse_cold(begun, streams, contents)
+    runs.append(_cold(pile, cuts, streams.colds, cold, weights))
     if blocks.changes.any() and (found := to_host(faults)[0]).any():
         raise FormatError(spec.FAULTS[int(found[found > 0][0])])
-    return [run for run in runs if run.count]
+    checked = cold.checked[kept]
+    checks = GroupChecks(whole, whole.blocks_of(pile)[checked], cold.checks[kept][checked])
+    return [on_whole(run, whole) for run in runs if run.count], checks
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What payloads say of the blocks of a pile."""
+
+    changes: NDArray[np.int64]
+    lanes: NDArray[np.int64]
+    words: NDArray[np.int64]
+
+
+def _kept_contents(
+    contents: Sequence[memoryview], streams: PayloadStreams, kept: NDArray[np.int64]
+) -> Sequence[memoryview]:
+    """The streams that are decoded, of what all payloads have."""
+    if kept.size == streams.changes.size:
+        return contents
+    ends = 2 * np.r_[0, np.cumsum(streams.words)]
+    payload = np.repeat(np.arange(len(contents)), np.diff(streams.first))
+    begins = ends[streams.first[:-1]]
+    out = []
+    for n in kept.tolist():
+        of = int(payload[n])
+        out.append(contents[of][ends[n] - begins[of] : ends[n + 1] - begins[of]])
+    return out
 
 
 def _hot(
@@ -108,7 +168,7 @@ def _hot(
     table: FrequencyTable,
     stream: torch.Tensor,
     listed: HotList,
-    blocks: PayloadBlocks,
+    blocks: _Blocks,
 ) -> tuple[PileChanges, torch.Tensor]:
     """Have the streams decoded; what is found is right if there turn out to be no faults."""
     device = pile.device
@@ -125,14 +185,14 @@ def _hot(
     cuda.decode[(coded.size,)](
         unsigned(stream), to_stream(starts_of(words[coded]), device), to_stream(lanes[coded].astype(np.int32), device),
         first, end, unsigned(listed.rows), unsigned(to_stream(table.cumulative, device)), table.contexts.symbols,
-        out_starts, unsigned(decisions), symbols, unsigned(extras), faults, BITS=table.contexts.bits,
-        WIDE=pile.kind.itemsize == 4, num_warps=1,
+        tables.listed_class(pile.kind), out_starts, unsigned(decisions), symbols, unsigned(extras), faults,
+        BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
-    positions = empty(total, torch.int32, device)
+    positions, sizes = empty(total, torch.int32, device), to_stream(np.append(table.sizes, np.uint32(0)), device)
     old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
     cuda.land[(coded.size, SPREAD)](
         weights.at[chosen], first, unsigned(listed.places), out_starts, unsigned(decisions), symbols, unsigned(extras),
-        unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
+        unsigned(sizes), unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
     )  # fmt: skip
     return PileChanges(pile, to_stream(starts_of(changes), device), positions, old, new), faults
 
@@ -155,14 +215,17 @@ def _cold(
     pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: ColdChanges, weights: PileAddresses
 ) -> PileChanges:
     """The cold changes: few, so that the host can move them; only their old weights are fetched."""
-    blocks = np.repeat(pile.first_block[:-1], per_tile) + colds.positions // BLOCK
-    positions = (colds.positions % BLOCK).astype(np.int32)
-    starts = np.searchsorted(blocks, np.arange(pile.blocks + 1))
+    tiles = np.repeat(np.arange(len(pile.tiles)), per_tile)
+    inside, blocks, positions = pile.find_blocks(tiles, colds.positions)
     old = fetch(pile, weights, blocks, positions) if blocks.size else np.empty(0, pile.kind.bits)
-    new = move_cold(old, colds.steps, np.repeat(cuts, per_tile), pile.kind.exponent_shift or 0)
-    return PileChanges(
-        pile, *(to_stream(array, pile.device) for array in (starts.astype(np.int64), positions, old, new))
-    )
+    new = move_cold(old, colds.steps[inside], cuts[tiles[inside]], pile.kind.exponent_shift or 0)
+    return _changes(pile, blocks, positions, old, new)
+
+
+def _changes(pile: Pile, blocks: NDArray[np.int64], positions: NDArray[np.int32], old: Bits, new: Bits) -> PileChanges:
+    """Changes of a pile, of blocks in order, from the host."""
+    starts = np.searchsorted(blocks, np.arange(pile.blocks + 1)).astype(np.int64)
+    return PileChanges(pile, *(to_stream(array, pile.device) for array in (starts, positions, old, new)))
 
 
 def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Bits:
@@ -174,30 +237,30 @@ def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positio
     return to_host(out)[0].view(pile.kind.bits)
 
 
-def decode_plain(whole: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> list[PileChanges]:
-    """Tiles of a dtype that are not predicted: what of them differs from the old weights."""
+def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> list[PileChanges]:
+    """Tiles of a dtype that are not predicted: what of them differs from the old weights, which are of the pile."""
     runs = []
     for codecs, decode in (((Codec.GAP, Codec.STEP), _sparse), (patch.WHOLE, _whole)):
         some = [(tile, codec, body) for tile, codec, body in payloads if codec in codecs]
         if some:
             pile = whole.part([tile.ordinal for tile, _, _ in some])
-            runs.append(on_whole(decode(pile, some, flats), whole))
+            runs.append(on_whole(decode(pile, some, weights.of(whole, pile)), whole))
     return [run for run in runs if run.count]
 
 
-def _sparse(pile: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> PileChanges:
+def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> PileChanges:
     """Tiles of `gap` and `step`: the host puts together new weights, for which only the old ones there are fetched."""
     decoded = [_positions_and_moves(*payload) for payload in payloads]
-    firsts = pile.first_block.tolist()
-    where = np.concatenate([at + first * BLOCK for (at, _), first in zip(decoded, firsts, strict=False)])
-    blocks, here = where // BLOCK, (where % BLOCK).astype(np.int32)
-    old = fetch(pile, pile.locate(flats), blocks, here)
-    cuts = np.cumsum([at.size for at, _ in decoded])[:-1]
-    values = np.concatenate([move(before) for (_, move), before in zip(decoded, np.split(old, cuts), strict=True)])
+    tiles = np.repeat(np.arange(len(decoded)), [where.size for where, _ in decoded])
+    inside, blocks, here = pile.find_blocks(tiles, np.concatenate([where for where, _ in decoded]))
+    old = fetch(pile, weights, blocks, here) if blocks.size else np.empty(0, pile.kind.bits)
+    before = np.zeros(tiles.size, pile.kind.bits)  # of weights that are not here nobody looks at what they become
+    before[inside] = old
+    cuts = np.cumsum([where.size for where, _ in decoded])[:-1]
+    moved = [move(some) for (_, move), some in zip(decoded, np.split(before, cuts), strict=True)]
+    values = np.concatenate(moved)[inside]
     differ = old != values
-    starts = np.searchsorted(blocks[differ], np.arange(pile.blocks + 1)).astype(np.int64)
-    arrays = (starts, here[differ], old[differ], values[differ])
-    return PileChanges(pile, *(to_stream(array, pile.device) for array in arrays))
+    return _changes(pile, blocks[differ], here[differ], old[differ], values[differ])
 
 
 def _positions_and_moves(
@@ -211,13 +274,16 @@ def _positions_and_moves(
     return positions, lambda old: tables.apply_steps(old, steps)
 
 
-def _whole(pile: Pile, payloads: Sequence[Plain], flats: Mapping[str, torch.Tensor]) -> PileChanges:
+def _whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> PileChanges:
     """Tiles that are stored whole."""
     tiles = []
-    for (tile, codec, body), place in zip(payloads, pile.places, strict=True):
+    for tile, codec, body in payloads:
         blocks = [to_stream(block.decode(), pile.device) for block in patch.whole_blocks(codec, tile, body)]
         tiles.append(torch.cat(blocks))
-        if codec == Codec.XOR:
-            tiles[-1] ^= rectangle(flats[place.tensor.name], place).reshape(-1).view(tiles[-1].dtype)
-    run, _ = find_changes(pile, pile.locate(flats), pile.located(tiles), cast=False)
+    flipped = [n for n, (_, codec, _) in enumerate(payloads) if codec == Codec.XOR]
+    if flipped:
+        part = pile.part([payloads[n][0].ordinal for n in flipped])
+        for n, old in zip(flipped, part.copy(weights.of(pile, part)), strict=True):
+            tiles[n] ^= old
+    run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
     return run

@@ -3,8 +3,8 @@
 The host sees counts, from which it chooses cuts and makes tables, and at the end the streams.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +17,7 @@ from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, list_hot, m
 from pulsesync.device.memory import empty, scan, starts_of, to_host, to_stream, unsigned
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.format import tables
+from pulsesync.format.codecs.context import is_checked
 from pulsesync.format.codecs.heads import build_cold, build_many
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import CodedTile
@@ -49,9 +50,17 @@ class _BlockCounts:
 
 
 def code_pile(
-    run: PileChanges, marks: ChangeMarks, weights: PileAddresses, memories: DeviceHistory | None, number_of_table: int
+    run: PileChanges,
+    marks: ChangeMarks,
+    moved: NDArray[np.uint64],
+    weights: PileAddresses,
+    memories: DeviceHistory | None,
+    number_of_table: int,
 ) -> CodedPile:
-    """Code the changes of a pile; with memories as `history`, else as `context`."""
+    """Code the changes of a pile; with memories as `history`, else as `context`.
+
+    moved: how the digest moves by each block, two sums each.
+    """
     pile = run.pile
     cuts, changes = _choose_cuts(run, weights, memories)
     hot = mark_hot(pile, weights, cuts, memories or DeviceHistory(), marks.bitmap)
@@ -60,15 +69,20 @@ def code_pile(
     blocks = _BlockCounts(changes, hot_changes, np.where(hot_changes > 0, decisions, 0))
     highest = max(1, int(cuts.max()))
     lo = max(0, highest - tables.CLASSES)
-    ages = memories.index + 1 if memories is not None else 1
-    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * pile.kind.itemsize))
+    ages, width = memories.index + 1 if memories is not None else 1, 8 * pile.kind.itemsize
+    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(width))
     coded = to_stream((hot_changes > 0).astype(np.int32), pile.device)
     listed = list_hot(hot, weights, coded, contexts, places=False)
     rows = listed.rows
     decided = _decide(run, marks, hot, listed, hot_change_at, blocks)
-    table = FrequencyTable(pile.tiles[0].tensor.dtype, lo, tables.normalise(_count(rows, decided.symbols, contexts)))
+    sizes = _choose_sizes(decided.sizes, width, ages)
+    if sizes.size:
+        _list_sizes(decided, sizes, width)
+        contexts = replace(contexts, symbols=contexts.symbols + 2 * sizes.size)
+    counts = _count(rows, decided.symbols, contexts)
+    table = FrequencyTable(pile.tiles[0].tensor.dtype, lo, tables.normalise(counts), sizes)
     codec = Codec.CONTEXT if memories is None else Codec.HISTORY
-    bodies = _write(pile, rows, decided, table, blocks, cuts, number_of_table)
+    bodies = _write(pile, rows, decided, table, blocks, cuts, _checks(pile, blocks, moved), number_of_table)
     coded_tiles = {o: CodedTile(codec, body, cut) for o, cut, body in bodies}
     return CodedPile(table, coded_tiles, hot)
 
@@ -79,25 +93,27 @@ def _choose_cuts(
     """The cuts of tiles, 0 where nothing changed, and the changes of blocks."""
     pile = run.pile
     by_class, sampled = (torch.zeros(256 * len(pile.tiles), dtype=torch.int64, device=pile.device) for _ in range(2))
-    cuda.count_classes[(pile.blocks,)](
-        unsigned(run.old), run.starts, pile.sizes, weights.at, pile.block_tile, by_class, sampled,
+    over = pile.stretches
+    starts = run.starts if over.are_blocks else run.starts[over.blocks]
+    cuda.count_classes[(over.count,)](
+        unsigned(run.old), starts, over.sizes, over.addresses(weights), over.tiles, by_class, sampled,
         ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, PERIOD=spec.SAMPLE_PERIOD, RUN=spec.SAMPLE_RUN,
         SPAN=1024,
     )  # fmt: skip
-    found, seen, starts = to_host(by_class, sampled, run.starts)
+    found, seen, borders = to_host(by_class, sampled, run.starts)
     found, seen = found.reshape(-1, 256), seen.reshape(-1, 256)
     touched = np.flatnonzero(found.any(axis=1))
     cuts = np.zeros(len(pile.tiles), np.int64)
     cuts[touched] = tables.choose_cuts(found[touched], seen[touched])
     if memories is not None:
         cuts[touched] = np.maximum(cuts, memories.cuts(pile))[touched]
-    return cuts, np.diff(starts)
+    return cuts, np.diff(borders)
 
 
 @dataclass(frozen=True)
-class _Decisions:
+class _DecidedPile:
     symbols: torch.Tensor
-    extras: torch.Tensor
+    sizes: torch.Tensor  # of hot changes: how far they go
     cold: NDArray[np.int64]  # positions in the block
     steps: NDArray[np.int64]
 
@@ -109,20 +125,49 @@ def _decide(
     listed: HotList,
     hot_change_at: torch.Tensor,
     blocks: _BlockCounts,
-) -> _Decisions:
+) -> _DecidedPile:
     pile, device, rows = run.pile, run.pile.device, listed.rows
     hot_changes = int(blocks.hot_changes.sum())
     cold = run.count - hot_changes
     symbols = torch.zeros(max(rows.numel(), 1), dtype=torch.uint8, device=device)
-    extras = empty(hot_changes, torch.int32, device)
+    sizes = empty(hot_changes, torch.int32, device)
     cold_at, cold_steps = (empty(cold, torch.int64, device) for _ in range(2))
     cuda.decide[(pile.chunks,)](
         pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), unsigned(marks.bitmap), marks.offsets,
-        unsigned(run.old), unsigned(run.new), listed.begins, hot_change_at, unsigned(rows), symbols, unsigned(extras),
+        unsigned(run.old), unsigned(run.new), listed.begins, hot_change_at, unsigned(rows), symbols, unsigned(sizes),
         cold_at, cold_steps, ITEM=pile.kind.itemsize, HISTORY=hot.remembers,
     )  # fmt: skip
     where, steps = to_host(cold_at, cold_steps)
-    return _Decisions(symbols, extras, where, steps)
+    return _DecidedPile(symbols, sizes, where, steps)
+
+
+def _choose_sizes(sizes: torch.Tensor, width: int, ages: int) -> NDArray[np.uint32]:
+    """`tables.choose_sizes` of long steps among some on the device: the host sees those that are common, and counts."""
+    wide = sizes.to(torch.int64) & 0xFFFFFFFF
+    long = wide[wide > spec.DIRECT]
+    stride = tables.sample_stride(long.numel())
+    long = long[::stride]
+    low = long & 0xFFFF
+    often = torch.bincount(low, minlength=1 << 16) >= tables.least_count(long.numel())
+    common = long[often[low]]
+    if not common.numel():
+        return tables.NO_SIZES
+    found, counts = torch.unique(common, return_counts=True)
+    powers = torch.frexp(long.to(torch.float64))[1].to(torch.int64) - 1
+    by_power = torch.bincount(powers)
+    all_found, how_often, all_powers = to_host(found, counts, by_power)
+    return tables.choose_from(all_found, how_often, all_powers, stride, width, ages)
+
+
+def _list_sizes(decided: _DecidedPile, sizes: NDArray[np.uint32], width: int) -> None:
+    """Give the steps of these sizes symbols of their own, as `tables.list_sizes` does."""
+    device = decided.symbols.device
+    listed, wide = to_stream(sizes.astype(np.int64), device), decided.sizes.to(torch.int64) & 0xFFFFFFFF
+    place = torch.searchsorted(listed, wide).clamp_(max=sizes.size - 1)
+    which = torch.nonzero(listed[place] == wide).view(-1)
+    at = torch.nonzero(decided.symbols).view(-1)[which]  # changes, in order
+    down = (decided.symbols[at].to(torch.int64) - 1) & 1
+    decided.symbols[at] = (tables.symbol_count(width) + 2 * place[which] + down).to(torch.uint8)
 
 
 def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts) -> NDArray[np.int64]:
@@ -146,13 +191,24 @@ def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts)
     return counts.reshape(contexts.classes, contexts.ages, -1)[..., : contexts.symbols]
 
 
+def _checks(pile: Pile, blocks: _BlockCounts, moved: NDArray[np.uint64]) -> dict[int, bytes]:
+    """The checks of bundles that say how the digest of each group moves, by number of the tile."""
+    out = {}
+    for i, tile in enumerate(pile.tiles):
+        if is_checked(tile):
+            mine = slice(pile.first_block[i], pile.first_block[i + 1])
+            out[i] = moved[mine, 0][blocks.changes[mine] > 0].astype("<u4").tobytes()
+    return out
+
+
 def _write(
     pile: Pile,
     rows: torch.Tensor,
-    decided: _Decisions,
+    decided: _DecidedPile,
     table: FrequencyTable,
     blocks: _BlockCounts,
     cuts: NDArray[np.int64],
+    checks: Mapping[int, bytes],
     number: int,
 ) -> list[tuple[int, int, memoryview]]:
     """Ordinal, cut and payload of each tile that changed; the device codes while the cold changes are written here."""
@@ -174,7 +230,7 @@ def _write(
     in_blocks = blocks.hot_changes, tables.lanes_for(blocks.decisions), words
     begun = build_many(number, cuts, pile.first_block, in_blocks, np.diff(first_cold))
     touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
-    bodies = _payloads(pile, touched, [begun[i] + colds[i] for i in touched], words, streams)
+    bodies = _payloads(pile, touched, [begun[i] + colds[i] + checks.get(i, b"") for i in touched], words, streams)
     return [(pile.tiles[i].ordinal, int(cuts[i]), body) for i, body in zip(touched, bodies, strict=True)]
 
 
@@ -210,7 +266,7 @@ class _Streams:
 def _launch(
     pile: Pile,
     rows: torch.Tensor,
-    decided: _Decisions,
+    decided: _DecidedPile,
     table: FrequencyTable,
     decisions: NDArray[np.int64],
     changes: NDArray[np.int64],
@@ -222,10 +278,10 @@ def _launch(
     stream = empty(int(rooms[-1]), torch.int16, device)
     used = empty(lanes.size, torch.int64, device)
     cuda.encode[(lanes.size,)](
-        unsigned(rows), decided.symbols, unsigned(decided.extras), to_stream(starts_of(decisions), device),
+        unsigned(rows), decided.symbols, unsigned(decided.sizes), to_stream(starts_of(decisions), device),
         to_stream(starts_of(changes), device), to_stream(lanes.astype(np.int32), device),
-        unsigned(to_stream(table.cumulative, device)), room_starts, unsigned(stream), used, BITS=table.contexts.bits,
-        WIDE=pile.kind.itemsize == 4, num_warps=1,
+        unsigned(to_stream(table.cumulative, device)), tables.listed_class(pile.kind), room_starts,
+        unsigned(stream), used, BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
     return _Streams(stream, room_starts[1:], used)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from pulsesync.device.baseline import DeviceBaseline
+from pulsesync.device.baseline import DeviceBaseline, SourceReader
 from pulsesync.device.changes import Changes
-from pulsesync.device.memory import to_host
+from pulsesync.device.memory import Tensors, to_host
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import StateError
 from pulsesync.format.manifest import Manifest
@@ -25,6 +25,8 @@ from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition, Snapshot
 from pulsesync.state.sharding import Shards, TileShare
+
+NOTHING = Tensors({})
 
 
 class HookState(DeviceState):
@@ -36,13 +38,13 @@ class HookState(DeviceState):
     def __init__(self, share: TileShare, shards: Shards, device: torch.device) -> None:
         flats = {name: shards.published.cast(name) for name in share.windows}
         super().__init__(share.layout, flats, places=share.places, device=device)
-        self.flats, self.share, self.source = {}, share, shards
+        self.flats, self.tensors, self.share, self.source = {}, NOTHING, share, shards
 
-    def hand_over(self, old: Mapping[str, torch.Tensor]) -> None:
+    def hand_over(self, old: Tensors) -> None:
         """Use weights as those of the last version. Raises: StateError, if they are others."""
-        self.flats = dict(old)
+        self.tensors = old
         if self.count() != self.sums:
-            self.flats = {}
+            self.tensors = NOTHING
             raise StateError(
                 "the old weights are not those of the last version that was published: hand over every step, or keep "
                 "a base (keep='device')"
@@ -68,6 +70,7 @@ class HookBaseline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = DeviceBaseline(device, "device")  # reads and compares
+        self._old = SourceReader(device)
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         return self._device.read(source, cast)
@@ -88,7 +91,7 @@ class HookBaseline:
         assert isinstance(state, HookState)
         if old is None:
             raise ValueError("keep='hook' compares with what is handed over: publish(new, old=...)")
-        before = self.read(old, {})
+        before = self._old.read(old, {})
         for name in share.windows:
             wanted = shards.windows[name]
             if before.windows.get(name) != wanted:
@@ -97,11 +100,11 @@ class HookBaseline:
                     "that is published",
                     tensor=name,
                 )
-        state.hand_over({name: before.published.views[name].flat for name in share.windows})
+        state.hand_over(before.published.tensors)
         try:
             done = self._device.compare(share, state, shards, codec, last).encode(last, codec)
         finally:
-            state.flats, state.source = {}, shards
+            state.tensors, state.source = NOTHING, shards
         return EncodedDifference(done)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.types import Remembered
 from pulsesync.device.changes import SPAN, SPREAD, Changes, as_sums, device_keys
-from pulsesync.device.memory import empty, scan, to_device, to_host, to_stream, unsigned
+from pulsesync.device.memory import empty, scan, starts_of, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
@@ -18,13 +19,14 @@ from pulsesync.kernels import cuda, spec
 
 @dataclass(frozen=True)
 class TileMemory:
-    """What is remembered of a tile (see `format.history`), on the device; sizes in bytes of its blocks."""
+    """What is remembered of a tile (see `format.history`), on the device; sizes in bytes of what is coded together."""
 
     cut: int
     memory: torch.Tensor  # that the tiles of a pile share
     begin: int  # of this one's bytes in it
     sizes: NDArray[np.int64]
     counted: TileHistorySummary
+    bundled: bool = False  # these are the groups of a bundle
 
     @property
     def end(self) -> int:
@@ -62,7 +64,10 @@ class DeviceHistory:
         tiles = {}
         for ordinal, tile in self.tiles.items():
             (content,) = to_host(tile.content)
-            tiles[ordinal] = TileHistory(tile.cut, tuple(np.split(content, np.cumsum(tile.sizes)[:-1])))
+            blocks = [Remembered(content, starts_of(tile.sizes))]
+            if not tile.bundled:
+                blocks = [Remembered.alone(last) for last in np.split(content, np.cumsum(tile.sizes)[:-1])]
+            tiles[ordinal] = TileHistory(tile.cut, tuple(blocks))
         return History(self.index, tiles)
 
     @classmethod
@@ -71,9 +76,9 @@ class DeviceHistory:
         counts = history.counts(history.tiles)
         tiles = {}
         for ordinal, tile in history.tiles.items():
-            content = to_device(np.concatenate(tile.blocks), device)
-            sizes = np.array([block.size for block in tile.blocks], np.int64)
-            tiles[ordinal] = TileMemory(tile.cut, content, 0, sizes, counts[ordinal])
+            content = to_device(np.concatenate([block.last for block in tile.blocks]), device)
+            sizes = np.concatenate([np.diff(block.ranks) for block in tile.blocks])
+            tiles[ordinal] = TileMemory(tile.cut, content, 0, sizes, counts[ordinal], len(tile.blocks) == 1)
         return cls(history.index, tiles)
 
 
@@ -229,5 +234,6 @@ def _by_tile(hot: HotWeights, content: torch.Tensor, starts: torch.Tensor) -> di
     for i in np.flatnonzero(hot.cuts).tolist():
         ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(hot.cuts[i]), of_tiles[i : i + 2]
         counted = TileHistorySummary(cut, end - begin, totals[ordinal])
-        out[ordinal] = TileMemory(cut, content, begin, sizes[firsts[i] : firsts[i + 1]], counted)
+        some, bundled = sizes[firsts[i] : firsts[i + 1]], bool(pile.tiles[i].groups)
+        out[ordinal] = TileMemory(cut, content, begin, some, counted, bundled)
     return out

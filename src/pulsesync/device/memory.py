@@ -1,6 +1,6 @@
 """Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
-from pulsesync.state.views import dtype_name, named
+from pulsesync.state.views import CASTS, dtype_name, named
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PINNED = 1 << 24  # bytes of an array up to which it goes up through pinned memory
@@ -72,6 +72,44 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
         seen[place] = name
         views[name] = DeviceView(spec, bits, tensor.dtype)
     return views, ties
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, flat.
+
+    Args:
+        flats: The tensors.
+        place: As long as this is the same object, the tensors are where they were; None: that is not known.
+        masters: The names of those in FP32 that are published in another dtype, and that dtype.
+    """
+
+    def __init__(
+        self,
+        flats: Mapping[str, torch.Tensor],
+        place: object | None = None,
+        masters: Mapping[str, str] | None = None,
+    ) -> None:
+        self._flats, self.place, self.masters = flats, place, masters or {}
+
+    def published(self, name: str) -> torch.Tensor:
+        """A tensor as it is published: a copy where it is cast."""
+        flat = self._flats[name]
+        return cast(flat, self.masters[name]) if name in self.masters else flat
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._flats[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flats)
+
+    def __len__(self) -> int:
+        return len(self._flats)
+
+
+def cast(masters: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Bits of FP32 weights as those of a dtype that they are cast to."""
+    wanted = getattr(torch, CASTS[dtype])
+    return masters.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
 
 
 def unsigned(tensor: torch.Tensor) -> torch.Tensor:

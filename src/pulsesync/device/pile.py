@@ -1,10 +1,11 @@
 """The blocks of all tiles of a dtype, in one pile: what a launch must know of each.
 
-Many small tensors cost no more launches than one large one.
+Many small tensors cost no more launches than one large one. A block here is what is coded together: 2^20 weights of a
+tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into one run of memory first.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -13,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
-from pulsesync.device.memory import shared, starts_of, to_device, to_stream
+from pulsesync.device.memory import INTEGERS, Tensors, shared, starts_of, to_device, to_stream
+from pulsesync.device.pieces import Pieces, PieceTable
+from pulsesync.state.slices import BundledTile, TileStorage
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk
@@ -26,7 +29,7 @@ KEPT = 8  # parts of a pile, and places where it was found
 class Pile:
     """Tiles of one dtype that have weights, in the order of their ordinals, and their blocks one after the other.
 
-    places: where each lies in the tensors at hand, if that is another place than in the run's.
+    places: where each lies in the tensors at hand; a bundle whose weights lie in many of them has the pieces there.
     """
 
     tiles: Sequence[Tile]
@@ -50,7 +53,7 @@ class Pile:
     @cached_property
     def first_block(self) -> NDArray[np.int64]:
         """Where the blocks of each tile begin, and where those of the last end."""
-        return starts_of(np.array([tile.block_count for tile in self.tiles], np.int64))
+        return starts_of(np.array([begins.size for begins, _ in self._coded], np.int64))
 
     @cached_property
     def tile_of(self) -> NDArray[np.int64]:
@@ -59,14 +62,16 @@ class Pile:
     @cached_property
     def host_begins(self) -> NDArray[np.int64]:
         """Where each block begins in its tile."""
-        begins: NDArray[np.int64] = (np.arange(self.blocks) - self.first_block[self.tile_of]) * BLOCK
-        return begins
+        return np.concatenate([begins for begins, _ in self._coded])
 
     @cached_property
     def host_sizes(self) -> NDArray[np.int64]:
-        sizes = np.array([tile.size for tile in self.tiles], np.int64)
-        left: NDArray[np.int64] = np.minimum(sizes[self.tile_of] - self.host_begins, BLOCK)
-        return left
+        return np.concatenate([sizes for _, sizes in self._coded])
+
+    @cached_property
+    def _coded(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each tile, where what is coded together begins, and how many weights that has."""
+        return [_coded_together(tile) for tile in self.tiles]
 
     @cached_property
     def host_first_chunk(self) -> NDArray[np.int64]:
@@ -76,6 +81,28 @@ class Pile:
     def index(self) -> dict[int, int]:
         """The tile of an ordinal."""
         return {tile.ordinal: i for i, tile in enumerate(self.tiles)}
+
+    def find_blocks(
+        self, tiles: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]]:
+        """From positions in tiles, given by number, to blocks and the positions in them.
+
+        Returns first which of the positions are in a block: of a bundle, those in groups that are kept.
+        """
+        ends = starts_of(np.array([tile.size for tile in self.tiles], np.int64))
+        begins = ends[self.tile_of] + self.host_begins
+        where = ends[tiles] + positions
+        blocks = np.searchsorted(begins, where, "right") - 1
+        inside = np.flatnonzero((blocks >= 0) & (where < (begins + self.host_sizes)[blocks]))
+        blocks = blocks[inside]
+        return inside, blocks, (where[inside] - begins[blocks]).astype(np.int32)
+
+    @cached_property
+    def kept_streams(self) -> NDArray[np.int64]:
+        """Which of the streams of all tiles, one after the other, are blocks here: of bundles, those that are kept."""
+        firsts = starts_of(np.array([tile.borders.size - 1 for tile in self.tiles], np.int64)).tolist()
+        all_ = (np.arange(tile.borders.size - 1) if tile.kept is None else np.array(tile.kept) for tile in self.tiles)
+        return np.concatenate([first + some for first, some in zip(firsts, all_, strict=False)])
 
     # Tables on the device
 
@@ -108,7 +135,13 @@ class Pile:
     @cached_property
     def own_geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same in the tensors at hand."""
-        return self.run_geometry if self.places is self.tiles else _geometry(self.places, self.device)
+        return _geometry(self.places, self.device)
+
+    # Stretches of memory
+
+    @cached_property
+    def stretches(self) -> "Stretches":
+        return Stretches(self)
 
     # For the digest
 
@@ -119,15 +152,6 @@ class Pile:
         odd = [tile.ordinal for tile in self.tiles if not _in_words(tile)]
         return self.part(regular) if regular else None, self.part(odd) if odd else None
 
-    @cached_property
-    def units(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Units of 16 bits of each block, where they begin in the tensor, and the most chunks that a block is in."""
-        per = self.kind.itemsize // 2
-        starts = np.array([tile.start for tile in self.tiles], np.int64)[self.tile_of] + self.host_begins
-        chunks = ((starts + self.host_sizes) * per - 1) // CHUNK - starts * per // CHUNK + 1
-        sizes = to_device(self.host_sizes * per, self.device)
-        return sizes, to_device(starts * per, self.device), int(chunks.max())
-
     # Weights
 
     def part(self, ordinals: Sequence[int]) -> "Pile":
@@ -137,9 +161,7 @@ class Pile:
         key = tuple(ordinals)
         if (found := self._parts.get(key)) is None:
             chosen = [self.index[ordinal] for ordinal in ordinals]
-            tiles = [self.tiles[i] for i in chosen]
-            places = tiles if self.places is self.tiles else [self.places[i] for i in chosen]
-            found = Pile(tiles, places, self.device)
+            found = Pile([self.tiles[i] for i in chosen], [self.places[i] for i in chosen], self.device)
             _keep(self._parts, key, found)
         return found
 
@@ -154,20 +176,68 @@ class Pile:
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
 
     def locate(self, flats: Mapping[str, torch.Tensor], itemsize: int | None = None) -> "PileAddresses":
-        """Find the blocks in tensors; tiles that do not lie in a row, or not at a multiple of 8 bytes, are copied."""
+        """Find the blocks in tensors. Bundles in many tensors are gathered, and cast if some of these are masters.
+
+        Tiles that do not lie in a row, or not at a multiple of 8 bytes, are copied.
+
+        itemsize: of a weight there, if it is another than that of the dtype: masters, which are left as they are.
+        """
         wide = itemsize or self.kind.itemsize
+        plain = self._locate_plain(flats, wide)
+        if self.pieces is None:
+            return plain
+        run = self.pieces.gather(flats, wide)
+        return PileAddresses(torch.cat((plain.at, self.blocks_in_run[0] * wide + run.data_ptr())), (run, *plain.memory))
+
+    @cached_property
+    def first_gathered(self) -> int:
+        """The first tile whose weights lie in many tensors; the later ones do as well, because bundles are the last."""
+        return next((i for i, place in enumerate(self.places) if place.pieces), len(self.places))
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces of these tiles; None if there are no such tiles."""
+        first = self.first_gathered
+        return Pieces(self.tiles[first:], self.places[first:], self.device) if first < len(self.places) else None
+
+    @cached_property
+    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its first piece.
+
+        And how often the pieces of a block can be halved.
+        """
+        assert self.pieces is not None
+        first = int(self.first_block[self.first_gathered])
+        begins = self.pieces.starts[self.tile_of[first:] - self.first_gathered] + self.host_begins[first:]
+        pieces = np.append(np.searchsorted(self.pieces.begins, begins), self.pieces.begins.size)
+        steps = int(np.diff(pieces).max()).bit_length()
+        return to_device(begins, self.device), to_device(pieces, self.device), steps
+
+    def _locate_plain(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
+        """The same of the tiles that are in one tensor each."""
         names, tensor_of, starts, in_a_row = self._lying
-        addresses = np.array([flats[name].data_ptr() for name in names], np.int64)
+        key: tuple[object, ...] | None = None
+        if isinstance(flats, Tensors):
+            if wide == self.kind.itemsize and any(name in flats.masters for name in names):
+                flats = {name: flats.published(name) for name in names}
+            elif flats.place is not None:
+                key = (wide, flats.place)
+                if (known := self._found.get(key)) is not None:
+                    return PileAddresses(shared(known), (flats,))
         memory = tuple(flats[name] for name in names)
-        if (known := self._found.get(key := (wide, addresses.tobytes()))) is not None:
-            return PileAddresses(shared(known), memory)
+        addresses = np.array([flat.data_ptr() for flat in memory], np.int64)
+        if key is None:
+            key = (wide, addresses.tobytes())
+            if (known := self._found.get(key)) is not None:
+                return PileAddresses(shared(known), memory)
         bases = addresses[tensor_of] + starts * wide
         copies = []
         for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
             lying = rectangle(flats[self.places[i].tensor.name], self.places[i])
             copies.append(lying.clone(memory_format=torch.contiguous_format).view(-1).to(self.device))
             bases[i] = copies[-1].data_ptr()
-        at = to_device(bases[self.tile_of] + self.host_begins * wide, self.device)
+        blocks = slice(int(self.first_block[self.first_gathered]))
+        at = to_device(bases[self.tile_of[blocks]] + self.host_begins[blocks] * wide, self.device)
         if not copies:
             _keep(self._found, key, at)
         return PileAddresses(at, (*copies, *memory))
@@ -175,7 +245,8 @@ class Pile:
     def elsewhere(self, places: Mapping[int, Tile]) -> "Pile":
         """The same tiles as they lie in other tensors."""
         others = [places[tile.ordinal] for tile in self.tiles]
-        return self if others == list(self.places) else Pile(self.tiles, others, self.device)
+        same = all(a == b and a.pieces == b.pieces for a, b in zip(others, self.places, strict=True))
+        return self if same else Pile(self.tiles, others, self.device)
 
     def located(self, tiles: Sequence[torch.Tensor]) -> "PileAddresses":
         """The blocks of tiles that are each in memory of its own."""
@@ -183,19 +254,90 @@ class Pile:
         at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
         return PileAddresses(to_stream(at, self.device), tuple(tiles))
 
+    def copy(self, weights: "PileAddresses") -> list[torch.Tensor]:
+        """The weights of each tile, in memory of its own; of groups that are not here, zeros."""
+        sizes = np.array([tile.size for tile in self.tiles], np.int64)
+        starts = starts_of(-(-sizes // 8) * 8)
+        table = PieceTable(
+            starts[self.tile_of] + self.host_begins,
+            (self.host_sizes, self.host_sizes, np.zeros_like(self.host_sizes)),
+            self.device,
+        )
+        run = torch.zeros(int(starts[-1]), dtype=INTEGERS[self.kind.itemsize], device=self.device)
+        table.gather(weights.at, run)
+        return [run[at : at + size] for at, size in zip(starts.tolist(), sizes.tolist(), strict=False)]
+
     @cached_property
-    def _found(self) -> dict[tuple[int, bytes], torch.Tensor]:
-        """Addresses of the blocks, by the size of a weight and the addresses of the tensors: which seldom move."""
+    def _found(self) -> dict[tuple[object, ...], torch.Tensor]:
+        """Addresses of the blocks, by the size of a weight and where the tensors are: which seldom move."""
         return {}
 
     @cached_property
     def _lying(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Names of the tensors; of each tile which of them it is in, where it begins, and whether it lies in a row."""
-        names = list(dict.fromkeys(place.tensor.name for place in self.places))
+        places = self.places[: self.first_gathered]
+        names = list(dict.fromkeys(place.tensor.name for place in places))
         number = {name: i for i, name in enumerate(names)}
-        tensor_of = np.array([number[place.tensor.name] for place in self.places], np.int64)
-        starts = np.array([place.start for place in self.places], np.int64)
-        return names, tensor_of, starts, np.array([place.contiguous for place in self.places])
+        tensor_of = np.array([number[place.tensor.name] for place in places], np.int64)
+        starts = np.array([place.start for place in places], np.int64)
+        return names, tensor_of, starts, np.array([place.contiguous for place in places], np.bool_)
+
+
+class Stretches:
+    """The stretches of memory of a pile, of at most 2^20 weights each: the blocks of its tiles, and whole bundles."""
+
+    def __init__(self, pile: Pile) -> None:
+        self._pile = pile
+        counts = np.array([1 if tile.groups else tile.block_count for tile in pile.tiles], np.int64)
+        self._tile_of = np.repeat(np.arange(counts.size), counts)
+        number = np.arange(self._tile_of.size) - np.repeat(starts_of(counts)[:-1], counts)
+        self._begins = number * BLOCK
+        self._sizes = np.minimum(np.array([tile.size for tile in pile.tiles])[self._tile_of] - self._begins, BLOCK)
+        self._first = pile.first_block[self._tile_of] + number  # block
+        self.are_blocks = not any(tile.groups for tile in pile.tiles)
+
+    @property
+    def count(self) -> int:
+        return self._first.size
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        return to_device(self._sizes, self._pile.device)
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """Where each begins in its tile."""
+        return to_device(self._begins, self._pile.device)
+
+    @cached_property
+    def tiles(self) -> torch.Tensor:
+        """The tile of each."""
+        return to_device(self._tile_of.astype(np.int32), self._pile.device)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """The block that each begins with, and the end of the last."""
+        return to_device(np.append(self._first, self._pile.blocks), self._pile.device)
+
+    def addresses(self, weights: "PileAddresses") -> torch.Tensor:
+        """Where each is, given where the blocks are."""
+        if self.are_blocks:
+            return weights.at
+        return weights.at[self.blocks[:-1]] - self._before
+
+    @cached_property
+    def _before(self) -> torch.Tensor:
+        """How many bytes of each are before its first block: the groups of a bundle that are not here."""
+        before = self._pile.host_begins[self._first] - self._begins
+        return to_device(before * self._pile.kind.itemsize, self._pile.device)
+
+    @cached_property
+    def units(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Units of 16 bits of each, where they begin in the tensor, and the most chunks that one is in."""
+        per, device = self._pile.kind.itemsize // 2, self._pile.device
+        starts = np.array([tile.start for tile in self._pile.tiles], np.int64)[self._tile_of] + self._begins
+        chunks = ((starts + self._sizes) * per - 1) // CHUNK - starts * per // CHUNK + 1
+        return to_device(self._sizes * per, device), to_device(starts * per, device), int(chunks.max())
 
 
 @dataclass(frozen=True)
@@ -203,7 +345,13 @@ class PileAddresses:
     """The addresses of a pile's blocks, and the memory they are in."""
 
     at: torch.Tensor
-    memory: tuple[torch.Tensor, ...]  # held while the addresses are used
+    memory: tuple[object, ...]  # held while the addresses are used
+
+    def of(self, whole: Pile, part: Pile) -> "PileAddresses":
+        """Those of a part of the pile."""
+        if part is whole:
+            return self
+        return PileAddresses(self.at[to_stream(whole.blocks_of(part), whole.device)], self.memory)
 
 
 def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], device: torch.device) -> dict[str, Pile]:
@@ -212,11 +360,24 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], device: torch.
     for tile in tiles:
         if tile.ordinal in places:
             by_dtype.setdefault(tile.tensor.dtype, []).append(tile)
-    out = {}
-    for dtype, some in sorted(by_dtype.items()):
-        own = [places[tile.ordinal] for tile in some]
-        out[dtype] = Pile(some, some if own == some else own, device)
-    return out
+    return {
+        dtype: Pile(some, [places[tile.ordinal] for tile in some], device) for dtype, some in sorted(by_dtype.items())
+    }
+
+
+def place_of(place: TileStorage) -> Tile:
+    """A tile where it lies in tensors here; one that lies in many of them with its pieces there."""
+    assert place.tile is not None
+    return replace(place.tile, pieces=tuple(place.local)) if isinstance(place, BundledTile) else place.tile
+
+
+def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where what is coded together begins in a tile, and its weights: of a bundle, groups that are kept."""
+    begins, sizes = tile.borders[:-1], np.diff(tile.borders)
+    if tile.kept is None:
+        return begins, sizes
+    kept = list(tile.kept)
+    return begins[kept], sizes[kept]
 
 
 def _keep(some: dict[Key, Value], key: Key, value: Value) -> None:

@@ -4,8 +4,10 @@ Patches are committed one by one: the kernels that decode the second one read we
 one changes must be there, and a copy with its changes in it would be a second copy of the weights (gpu.md).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,21 @@ import torch
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
 from pulsesync.device import decode, memory
-from pulsesync.device.changes import Changes, PileChanges, as_sums, compose, device_keys, moves, on_whole
+from pulsesync.device.changes import (
+    Changes,
+    PileChanges,
+    WriteAddresses,
+    as_sums,
+    block_moves,
+    compose,
+    device_keys,
+    moves,
+)
+from pulsesync.device.decode import GroupChecks
 from pulsesync.device.hot import DeviceHistory, HotWeights, advance, mark_hot
-from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, to_host, to_stream
-from pulsesync.device.pile import Pile, make_piles
+from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, Tensors, to_device, to_host, to_stream
+from pulsesync.device.pieces import piece_begins
+from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
 from pulsesync.errors import StateError
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
@@ -25,7 +38,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import cuda
 from pulsesync.state.live import NOT_COUNTED, BlockSums, LiveState, Transition, VersionChanges, find_places
-from pulsesync.state.slices import LocalTile, Slices
+from pulsesync.state.slices import Slices, TileStorage
 from pulsesync.state.views import named
 
 TOGETHER = 32  # blocks of an anchor that are decoded, brought up and counted at a time
@@ -54,20 +67,26 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         flats: Mapping[str, torch.Tensor],
         copies: Mapping[str, Sequence[torch.Tensor]] | None = None,
         slices: Slices | None = None,
-        places: Mapping[int, LocalTile] | None = None,
+        places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.device = device or next(iter(flats.values())).device
         places = find_places(layout, slices or {}) if places is None else places
-        if cut := next((place for place in places.values() if not place.whole), None):
-            name = cut.tile.tensor.name
+        if cut := next((place for place in places.values() if place.apart), None):
+            name = cut.tile.names[0] if cut.tile is not None else ""
             raise StateError(
                 f"the slice of {name!r} that is held cuts through a tile of the run, which a GPU cannot take: publish "
                 "with a grid that has borders there",
                 tensor=name,
             )
-        self._tiles = {ordinal: place.tile for ordinal, place in places.items()}  # in the tensors here
-        self.piles = make_piles(layout.tiles, self._tiles, self.device)
+        self._tiles = {ordinal: place_of(place) for ordinal, place in places.items()}  # in the tensors here
+        tiles = list(layout.tiles)
+        for ordinal, tile in self._tiles.items():
+            if tile.kept is not None:
+                tiles[ordinal] = replace(tiles[ordinal], kept=tile.kept)
+        self.piles = make_piles(tiles, self._tiles, self.device)
+        self.tensors = Tensors(flats, object())  # they stay where they are: see `holds`
+        self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and which of the memories of a tensor
         self.stream: DeviceStream | None = None  # of a publisher's base, which nothing else uses
         self.readers: list[StreamPoint] = []  # launched comparisons with it: nothing is written before they are over
         super().__init__(layout, flats, copies, slices, places)
@@ -100,12 +119,20 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     def block(self, tile: Tile, number: int) -> Bits:
         """Bring one block to the host."""
-        size = min(BLOCK, tile.size - number * BLOCK)
-        flat = self.flats[tile.tensor.name]
         with self.aside():
-            bits = flat[self._where(flat, tile, number, size)]
+            bits = self._read(tile, number)
             copied = bits.clone() if bits.device.type == "cpu" else bits
             return to_host(copied)[0].view(tile.tensor.kind.bits)
+
+    def _read(self, tile: Tile, number: int) -> torch.Tensor:
+        """A block where it lies, or a copy; of groups of a bundle that are not here, zeros."""
+        place = self._tiles[tile.ordinal]
+        if place.pieces:
+            pile = self.piles[tile.tensor.dtype].part([tile.ordinal])
+            assert pile.pieces is not None
+            return pile.pieces.gather(self.tensors, tile.tensor.kind.itemsize)[: tile.size]
+        flat = self.tensors[place.tensor.name]
+        return flat[self._where(flat, tile, number, min(BLOCK, tile.size - number * BLOCK))]
 
     def _where(self, flat: torch.Tensor, tile: Tile, number: int, size: int) -> "slice | torch.Tensor":
         """Where the weights of a block lie in a tensor."""
@@ -117,15 +144,20 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
         bits = self.block(tile, number)
         pile = self.piles[tile.tensor.dtype]
+        i = pile.index[tile.ordinal]
+        first, last = pile.first_block[i : i + 2].tolist()
+        if not tile.groups:
+            first, last = first + number, first + number + 1
         with self.aside():
             for run in changes:
                 if run.pile is pile:
-                    b = int(pile.first_block[pile.index[tile.ordinal]]) + number
-                    begin, end = run.starts[b : b + 2].tolist()
+                    (starts,) = to_host(run.starts[first : last + 1])
+                    begin, end = starts[0], starts[-1]
                     if begin < end:
                         bits = bits.copy()
                         where, new = to_host(run.positions[begin:end], run.new[begin:end])
-                        bits[where] = new.view(bits.dtype)
+                        at = pile.host_begins[first:last] - number * BLOCK
+                        bits[where + np.repeat(at, np.diff(starts))] = new.view(bits.dtype)
         return bits
 
     def aside(self) -> AbstractContextManager[None]:
@@ -138,7 +170,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
         pile = self.piles[tiles[0].tensor.dtype].part([tile.ordinal for tile in tiles])
         with memory.on(self.device):
-            return count_pile(pile, self.flats)
+            return count_pile(pile, self.tensors)
 
     # Decoding
 
@@ -150,31 +182,43 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         runs: list[PileChanges] = []
         cuts: dict[int, int] = {}
         touched = [entry.tile for body in bodies for entry in body.index.entries if entry.tile in self.places]
+        located = cache(lambda pile: pile.locate(self.tensors))  # nothing is written meanwhile
         with memory.on(self.device):
+            checks = []
             for body in bodies:
-                some, of_tiles = self._decode(body, history)
+                some, promised, of_tiles = self._decode(body, history, located)
                 runs += some
+                checks += promised
                 cuts.update(of_tiles)
-            by = moves(runs)
-            later = self.remember(history, cuts, runs, set(touched)) if history is not None else None
+            by_block = block_moves(runs)
+            for one in checks:
+                one.verify(by_block)
+            by = moves(by_block)
+            later = self.remember(history, cuts, runs, set(touched), located=located) if history is not None else None
             counted = later.digest() if later is not None and later.tiles and self.whole else None
         moved = {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}
         return VersionChanges(runs, [moved], later, [counted])
 
-    def _decode(self, body: Body, memories: DeviceHistory | None) -> tuple[list[PileChanges], Mapping[int, int]]:
-        wanted = None if self.whole else self.places.keys()
-        opened = decode.open_part(body.index, body.sections, self.layout, memories, wanted)
-        runs = []
+    @cached_property
+    def _wanted(self) -> Mapping[int, Tile]:
+        """The tiles of a part that are decoded, by ordinal: of a whole state all, so that every entry is checked."""
+        return dict(enumerate(self.layout.tiles)) if self.whole else self.tiles
+
+    def _decode(
+        self, body: Body, memories: DeviceHistory | None, located: Callable[[Pile], PileAddresses]
+    ) -> tuple[list[PileChanges], list[GroupChecks], Mapping[int, int]]:
+        opened = decode.open_part(body.index, body.sections, self._wanted, memories)
+        runs, checks = [], []
         for number, coded in opened.coded.items():
             table = opened.tables[number]
-            whole = self.piles[table.dtype]
-            pile = whole.part([tile.ordinal for tile, _ in coded])
+            pile = self.piles[table.dtype]
             known = memories if memories is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
-            some = decode.decode_coded(pile, [begun for _, begun in coded], table, pile.locate(self.flats), known)
-            runs += [on_whole(run, whole) for run in some]
+            some, promised = decode.decode_coded(pile, coded, table, located(pile), known)
+            runs += some
+            checks.append(promised)
         for dtype, plain in opened.plain.items():
-            runs += decode.decode_plain(self.piles[dtype], plain, self.flats)
-        return runs, opened.cuts
+            runs += decode.decode_plain(self.piles[dtype], plain, located(self.piles[dtype]))
+        return runs, checks, opened.cuts
 
     def remember(
         self,
@@ -183,10 +227,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         runs: Changes,
         touched: set[int],
         hot: Mapping[Pile, HotWeights] | None = None,
+        located: Callable[[Pile], PileAddresses] | None = None,
     ) -> DeviceHistory:
         """The history after changes of the tiles that were touched; cuts: of those coded with a history.
 
-        hot: what was found on the way; it serves where the cuts are these.
+        hot: what was found on the way; it serves where the cuts are these. located: where piles were found.
         """
         marked = []
         for pile in self.piles.values():
@@ -195,7 +240,8 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
             if then.any():
                 one = (hot or {}).get(pile)
                 if one is None or (one.cuts != then).any():
-                    one = mark_hot(pile, pile.locate(self.flats), then, memories)
+                    weights = located(pile) if located else pile.locate(self.tensors)
+                    one = mark_hot(pile, weights, then, memories)
                 marked.append(one)
         return advance(memories, memories.index + 1, marked, runs)
 
@@ -229,14 +275,34 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     def write(self, changes: Changes) -> None:
         for run in changes:
-            most = max(1 + len(self.copies.get(tile.tensor.name, ())) for tile in run.pile.tiles)
-            for n in range(most):
+            for n in range(self._memories_of(run.pile)):
                 run.write(self._addresses_of(run.pile, n))
 
-    def _addresses_of(self, pile: Pile, n: int) -> torch.Tensor:
-        """Of each tile the address of the n-th memory that its tensor has, or of the last."""
-        memories = [self._memory(tile) for tile in pile.tiles]
-        return to_stream(np.array([all_[min(n, len(all_) - 1)].data_ptr() for all_ in memories], np.int64), self.device)
+    def _memories_of(self, pile: Pile) -> int:
+        """The most memories that a tensor of a pile has: those tied to it have their own."""
+        if not self.copies:
+            return 1
+        names = {name for place in pile.places for name in place.names}
+        return max(1 + len(self.copies.get(name, ())) for name in names)
+
+    def _addresses_of(self, pile: Pile, n: int) -> WriteAddresses:
+        """The addresses of the n-th memory that each tensor has, or of the last."""
+        if (known := self._written.get((pile, n))) is None:
+            first = pile.first_gathered
+            flats = [self._memory(place.tensor.name, n) for place in pile.places[:first]]
+            at = np.array([flat.data_ptr() for flat in flats], np.int64)
+            pieces = np.zeros(0, np.int64)
+            if pile.pieces is not None:
+                some = [self._memory(name, n) for name in pile.pieces.names]
+                pieces = pile.pieces.addresses(some, pile.kind.itemsize)
+            known = WriteAddresses(to_device(at, self.device), to_device(pieces, self.device))
+            self._written[pile, n] = known
+        return known
+
+    def _memory(self, name: str, n: int) -> torch.Tensor:
+        """The n-th memory that a tensor has, or the last."""
+        others = self.copies.get(name, ())
+        return others[min(n, len(others)) - 1] if n and others else self.flats[name]
 
     # Tiles that come as a whole
 
@@ -251,37 +317,61 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         """Decode blocks on the host, bring each up once, and count and write it from there."""
         here = [to_stream(bits, self.device) for bits in spread(WholeBlock.decode, blocks)]
         for block, bits in zip(blocks, here, strict=True) if write else ():
-            for flat in self._memory(block.tile):
-                flat[self._where(flat, block.tile, block.number, block.size)] = bits.to(flat.device)
+            self._write_block(block.tile, block.number, bits)
         if not count:
             return [NOT_COUNTED] * len(blocks)
-        sums = to_host(count_blocks(blocks, here, self.device))[0].view(np.uint64).reshape(-1, 2)
-        return [BlockSums(Sum(*both), Sum(*both)) for both in sums.tolist()]  # no tile is local in part
+        in_part = [n for n, block in enumerate(blocks) if self._tiles[block.tile.ordinal].kept is not None]
+        local = [self._kept_of(blocks[n].tile, here[n]) for n in in_part]
+        counted = count_blocks([*blocks, *(blocks[n] for n in in_part)], [*here, *local], self.device)
+        sums = [Sum(*both) for both in to_host(counted)[0].view(np.uint64).reshape(-1, 2).tolist()]
+        of_local = dict(zip(in_part, sums[len(blocks) :], strict=True))
+        return [BlockSums(sums[n], of_local.get(n, sums[n])) for n in range(len(blocks))]
+
+    def _kept_of(self, tile: Tile, bits: torch.Tensor) -> torch.Tensor:
+        """The weights of a bundle, with zeros for those of groups that are not here."""
+        out = torch.zeros_like(bits)
+        for n in self._tiles[tile.ordinal].kept or ():
+            out[tile.groups[n] : tile.groups[n + 1]] = bits[tile.groups[n] : tile.groups[n + 1]]
+        return out
+
+    def _write_block(self, tile: Tile, number: int, bits: torch.Tensor) -> None:
+        """Write a block of a tile into all the memory that its tensors have."""
+        place = self._tiles[tile.ordinal]
+        for n in range(1 + max(len(self.copies.get(name, ())) for name in place.names)):
+            if not place.pieces:
+                flat = self._memory(place.tensor.name, n)
+                flat[self._where(flat, tile, number, bits.numel())] = bits.to(flat.device)
+                continue
+            places = [rectangle(self._memory(piece.tensor.name, n), piece) for piece in place.pieces]
+            begins = piece_begins(replace(tile, kept=place.kept)).tolist()
+            runs = [bits[at : at + to.numel()].view(to.shape) for at, to in zip(begins, places, strict=True)]
+            torch._foreach_copy_(places, runs)
 
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
     """Count the digests of a pile's tiles from all their weights."""
     counted: dict[int, Sum] = {}
+    weights = pile.locate(flats)
     for part, count in zip(pile.regular_and_odd, (_recount, _recount_any), strict=True):
         if part is not None:
             sums = torch.zeros(2 * len(part.tiles), dtype=torch.int64, device=pile.device)
-            weights = part.locate(flats)
-            count(part, weights.at, sums)
+            count(part, part.stretches.addresses(weights.of(pile, part)), sums)
             counted.update(as_sums(part, to_host(sums)[0]))
     return counted
 
 
 def _recount(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
     some = 64  # chunks that a program sums up
-    units, starts, chunks = pile.units
-    cuda.recount[(pile.blocks, -(-chunks // some))](
-        at, units, starts, pile.block_tile, device_keys(pile.device), sums, PER=some, num_warps=8, maxnreg=80
+    units, starts, chunks = pile.stretches.units
+    cuda.recount[(pile.stretches.count, -(-chunks // some))](
+        at, units, starts, pile.stretches.tiles, device_keys(pile.device), sums, PER=some, num_warps=8, maxnreg=80
     )
 
 
 def _recount_any(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
-    cuda.recount_any[(pile.blocks, 16)](
-        at, pile.sizes, pile.block_tile, pile.begins, *pile.run_geometry, device_keys(pile.device), sums,
+    over = pile.stretches
+    cuda.recount_any[(over.count, 16)](
+        at, over.sizes, over.tiles, over.begins, *pile.run_geometry, device_keys(pile.device), sums,
         ITEM=pile.kind.itemsize, SPAN=1024,
     )  # fmt: skip
 

@@ -147,7 +147,7 @@ def finish(
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
-    payloads = [_Payload(choice.codec, [choice.body], choice.size) for choice in chosen]
+    payloads = [_TilePayload(choice.codec, [choice.body], choice.size) for choice in chosen]
     return FinishedPart(*_assemble(layout.id, shared, tiles, payloads, sums, threads, allocate), chosen)
 
 
@@ -173,16 +173,16 @@ def encode_whole(
     return EncodedPart(*_assemble(layout.id, [], written, coded, after, threads), (), after)
 
 
-def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> "_Payload":
+def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> "_TilePayload":
     """A tile of an anchor from its encoded blocks; as `raw` where `dense` is not smaller."""
     plain_size = tile.size * tile.tensor.kind.itemsize
     pieces = [piece for block in blocks for piece in block]
     size = sum(map(len, pieces))
     if codec == "dense" and size < plain_size:
-        return _Payload(Codec.DENSE, pieces, size)
+        return _TilePayload(Codec.DENSE, pieces, size)
     if codec == "dense":
         pieces = [piece for n in range(tile.block_count) for piece in raw.encode_block(weights.block(tile, n))]
-    return _Payload(Codec.RAW, pieces, plain_size)
+    return _TilePayload(Codec.RAW, pieces, plain_size)
 
 
 def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
@@ -192,7 +192,7 @@ def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
     return TilePatch(diff.tile, choice.codec, blocks, choice.cut)
 
 
-class _Payload(NamedTuple):
+class _TilePayload(NamedTuple):
     """The payload of a tile, in pieces."""
 
     codec: Codec
@@ -204,7 +204,7 @@ def _assemble(
     layout: str,
     shared: Sequence[FrequencyTable],
     tiles: Sequence[Tile],
-    coded: Sequence[_Payload],
+    coded: Sequence[_TilePayload],
     sums: Mapping[int, Sum],
     threads: int | None,
     allocate: container.Allocate = container.new_bytes,

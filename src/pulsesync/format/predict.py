@@ -5,7 +5,7 @@ is written: choose each tile's cut; count every decision of the hot weights; wri
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +23,10 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 
 PREDICTING = (Codec.CONTEXT, Codec.HISTORY)  # codecs that read all old weights of a tile; others, those that change
+
+
+KEPT_SHARE = 4  # weights of the tiles that are coded, for each byte of decisions that is kept until they are
+MOST_KEPT = 1 << 28  # bytes of them in all
 
 
 class CodedTile(NamedTuple):
@@ -112,7 +116,11 @@ def _choose_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]
     return tables.choose_sizes(long, 8 * blocks[0].new.itemsize, ages)
 
 
-def _jobs(plans: Sequence[_CodingPlan]) -> list[tuple[_CodingPlan, int]]:
+_Job = tuple[_CodingPlan, int]  # a tile, and which of its blocks
+_Decided = Callable[[], context.Decisions]  # the decisions of a block, kept or counted again
+
+
+def _jobs(plans: Sequence[_CodingPlan]) -> list[_Job]:
     return [(plan, number) for plan in plans for number in sorted(plan.hot)]
 
 
@@ -126,8 +134,12 @@ def _count(
     old: Weights,
     history: History | None,
     threads: int | None,
-) -> tuple[FrequencyTable, list[tuple[context.Decisions, Remembered]]]:
-    """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well."""
+) -> tuple[FrequencyTable, list[tuple[_Decided, Remembered]]]:
+    """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well.
+
+    Decisions are kept for the coder as far as there is room for their rows, two bytes each; the others are counted
+    again when they are coded.
+    """
     dtype, kind = plans[0].diff.tile.tensor.dtype, plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
     lo = max(0, highest - tables.CLASSES)
@@ -136,16 +148,24 @@ def _count(
 
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
+    room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans) // KEPT_SHARE)]  # bytes of rows
 
-    def block(job: tuple[_CodingPlan, int]) -> tuple[context.Decisions, Remembered]:
-        if not hasattr(mine, "counts"):
-            mine.counts = contexts.empty()
-            everyone.append(mine.counts)
+    def count(job: _Job, counts: NDArray[np.int64]) -> tuple[context.Decisions, Remembered]:
         plan, number = job
         tile = plan.diff.tile
         before, memory = old.block(tile, number), memory_of(history, tile, number)
         borders = _borders(tile, number)
-        return context.count(before, borders, kind, plan.cut, memory, plan.hot[number], contexts, mine.counts)
+        return context.count(before, borders, kind, plan.cut, memory, plan.hot[number], contexts, counts)
+
+    def block(job: _Job) -> tuple[_Decided, Remembered]:
+        if not hasattr(mine, "counts"):
+            mine.counts = contexts.empty()
+            everyone.append(mine.counts)
+        decisions, remembered = count(job, mine.counts)
+        room[0] -= decisions.rows.nbytes
+        if room[0] >= 0:
+            return (lambda: decisions), remembered
+        return (lambda: count(job, contexts.empty())[0]), remembered
 
     found = spread(block, _jobs(plans), threads)
     by_context = sum(everyone, contexts.empty()).reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
@@ -156,14 +176,14 @@ def _code(
     plans: Sequence[_CodingPlan],
     table: FrequencyTable,
     number_of_table: int,
-    decisions: Sequence[context.Decisions],
+    decisions: Sequence[_Decided],
     threads: int | None,
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
 
-    def block(job: tuple[tuple[_CodingPlan, int], context.Decisions]) -> context.BlockStreams:
+    def block(job: tuple[_Job, _Decided]) -> context.BlockStreams:
         (plan, number), decided = job
-        return context.encode_block(decided, plan.hot[number].extras, table)
+        return context.encode_block(decided(), plan.hot[number].extras, table)
 
     streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True), threads))
     out = []

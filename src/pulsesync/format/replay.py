@@ -8,7 +8,7 @@ that block after each patch.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pulsesync import kernels
 from pulsesync.core import digest
 from pulsesync.core.threads import default_threads, spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Remembered, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Remembered, Sum, Tile
 from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory
@@ -284,14 +284,14 @@ class _Run:
         histories: list[Remembered | None] = []
         fault = None
         for step in job.steps:
-            memory = replace(memory, index=step.patch_index)
+            memory = BlockMemory(memory.cut, memory.remembered, step.patch_index)
             try:
                 found = self._decode(step.tasks[0], weights, memory, step)
             except PulseError as e:
                 fault = e
                 break
             change = found[0] if found else None
-            moves.append(digest.moved(TilePatch(tile, step.codec, (change,))) if change else Sum(0, 0))
+            moves.append(digest.moved_by(tile, change) if change else Sum(0, 0))
             if step.cut:
                 memory = BlockMemory(step.cut, advance_block(memory, tile, number, change, step.cut, weights))
             histories.append(memory.remembered)
@@ -311,13 +311,13 @@ class _Run:
         histories: list[list[Remembered | None]] = [[] for _ in numbers]
         fault = None
         for step in job.steps:
-            known = [replace(memory, index=step.patch_index) for memory in known]
+            known = [BlockMemory(memory.cut, memory.remembered, step.patch_index) for memory in known]
             try:
                 found = [c for task in step.tasks for c in self._decode(task, weights, known[task.number], step)]
             except PulseError as e:
                 fault = e
                 break
-            moves.append(digest.moved(TilePatch(tile, step.codec, tuple(found))))
+            moves.append(digest.sum_up(digest.moved_by(tile, change) for change in found))
             by_number = {change.number: change for change in found}
             for n, memory in enumerate(known):
                 if step.cut:

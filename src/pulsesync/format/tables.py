@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.core.types import Bits
+from pulsesync.core.types import Bits, Dtype
 from pulsesync.kernels import spec
 
 TOTAL = 1 << spec.PROBABILITY_BITS
@@ -50,27 +50,53 @@ def list_sizes(
     return out
 
 
-def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.uint32]:
-    """Return the sizes, ascending, that a table lists: given all long steps of its tiles, those that are worth it.
+def listed_class(kind: Dtype) -> int:
+    """The size class of the first size that a table lists: those before are short steps, and powers of two."""
+    return spec.DIRECT + 8 * kind.itemsize - 3
 
-    Weights that leave zero go just as far as the learning rate, and in the first step of a run all of one magnitude go
-    about as far as each other. A size is worth its place if the raw bits that it saves, less what its symbol costs more
-    than that of its power of two, are more than 20 for each context and direction that may have to list it. Of very
-    many steps a part is looked at: every second from 2^17 on, every third from 2^18 on, and so on.
-    """
-    stride = 1 + (sizes.size >> 17)
+
+def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.uint32]:
+    """Return the sizes, ascending, that a table lists: given all long steps of its tiles, those that are worth it."""
+    stride = sample_stride(sizes.size)
     sizes = sizes[::stride]
-    least = max(8, -(-sizes.size // 256))
     low = sizes & 0xFFFF  # sorting those whose lower bits are common takes a fraction of what sorting all would
-    common = (np.bincount(low, minlength=1 << 16) >= least)[low]
+    common = (np.bincount(low, minlength=1 << 16) >= least_count(sizes.size))[low]
     if not common.any():
         return NO_SIZES
     found, counts = np.unique(sizes[common], return_counts=True)
+    return choose_from(found, counts, np.bincount(_bit_length(sizes) - 1), stride, width, ages)
+
+
+def sample_stride(steps: int) -> int:
+    """Of so many long steps, every how-many-th is looked at: every second from 2^17 on, every third from 2^18 on."""
+    return 1 + (steps >> 17)
+
+
+def least_count(steps: int) -> int:
+    """How often a size must occur among so many long steps to be listed."""
+    return max(8, -(-steps // 256))
+
+
+def choose_from(
+    found: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    by_power: NDArray[np.int64],
+    stride: int,
+    width: int,
+    ages: int,
+) -> NDArray[np.uint32]:
+    """The same, given the sizes that may occur often enough, ascending, and how often; and all long steps by power.
+
+    Weights that leave zero go just as far as the learning rate, and in the first step of a run all of one magnitude go
+    about as far as each other. A size is worth its place if the raw bits that it saves, less what its symbol costs more
+    than that of its power of two, are more than 20 for each context and direction that may have to list it.
+
+    stride: each that is counted stands for so many.
+    """
     powers = _bit_length(found) - 1
-    alike = np.bincount(_bit_length(sizes) - 1)[powers]
-    gains = stride * counts * (powers - _bit_length(alike // counts))
+    gains = stride * counts * (powers - _bit_length(by_power[powers] // counts))
     costs = 20 * np.minimum(stride * counts, 2 * CLASSES * ages)
-    worth = (counts >= least) & (gains > costs) & (powers < width - 1)
+    worth = (counts >= least_count(int(by_power.sum()))) & (gains > costs) & (powers < width - 1)
     best = np.lexsort((found[worth], -gains[worth]))[: most_sizes(width)]
     return np.sort(found[worth][best]).astype(np.uint32)
 

@@ -275,6 +275,18 @@ def encode_blocks(
         while d > begin:
             here = p > 0 and U(changed[p - ONE]) >= begin
             stop = U(changed[p - ONE]) + ONE if here else begin
+            if lane_mask == 0:  # in a register: each decision waits for the state that the last one leaves
+                x = U(states[0])
+                while d > stop:
+                    d -= ONE
+                    entry = unchanged[rows[d]]
+                    frequency = entry & U(0xFFFF)
+                    if x >= frequency << U(32 - _P):
+                        at -= ONE
+                        stream[at] = x & U(0xFFFF)
+                        x >>= U(16)
+                    x = _advance(x, U(0), frequency, entry >> U(32))
+                states[0] = x
             while d > stop:
                 d -= ONE
                 lane, entry = (d - begin) & lane_mask, unchanged[rows[d]]

@@ -15,7 +15,19 @@ import numpy as np
 
 from pulsesync.kernels import coder, reference, spec
 from pulsesync.kernels.coder import decode_blocks, encode_blocks
-from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, mark_changed, prefetch, store_word, trailing_zeros
+from pulsesync.kernels.jit import (
+    NEVER,
+    ONE,
+    U,
+    compiled,
+    copy_from,
+    inner,
+    mark_changed,
+    prefetch,
+    store_at,
+    store_word,
+    trailing_zeros,
+)
 
 __all__ = [
     "advance_history",
@@ -25,11 +37,13 @@ __all__ = [
     "digest_change",
     "digest_rectangle",
     "encode_blocks",
+    "gather_runs",
     "huffman_streams",
     "join_planes",
     "pick",
     "sample_classes",
     "scatter",
+    "scatter_to_runs",
     "split",
     "split_planes",
     "steps",
@@ -106,6 +120,24 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
     for k in range(positions.size):
         bits[positions[k]] = new[k]
+
+
+@compiled
+def gather_runs(addresses: Any, starts: Any, out: Any) -> None:
+    """Copy runs of weights, which begin at these addresses, one after the other to where each starts in out."""
+    for n in range(addresses.size):
+        copy_from(out, starts[n], addresses[n], starts[n + 1] - starts[n])
+
+
+@compiled
+def scatter_to_runs(addresses: Any, starts: Any, positions: Any, new: Any) -> None:
+    """Write weights at ascending positions, all of which must be inside, of such runs laid end to end."""
+    n = 0
+    for k in range(positions.size):
+        at = np.int64(positions[k])
+        while at >= starts[n + 1]:
+            n += 1
+        store_at(addresses[n], at - starts[n], new[k])
 
 
 def count_blocks(
@@ -309,17 +341,36 @@ def digest_rectangle(units: Any, start: int, rows: int, columns: int, stride: in
 
 
 @compiled
-def digest_change(indices: Any, old: Any, new: Any, keys: Any) -> Any:
-    """How the two sums move when the units at these indices of the tensor go from old to new."""
-    first, second = U(0), U(0)
+def digest_change(
+    positions: Any, first: int, start: int, columns: int, stride: int, per: int, old: Any, new: Any, keys: Any,
+    runs: Any,
+) -> Any:  # fmt: skip
+    """How the two sums move when weights of a tile go from old to new, and how the first moves by each run of changes.
+
+    The tile has these columns, its rows are stride weights apart, and its first weight is weight `start` of the tensor.
+    Positions count from its weight `first`. Weights have `per` units each. runs: where each run begins in
+    positions, the first at 0.
+    """
+    total, second = U(0), U(0)
     chunk, left, right = NEVER, U(0), U(0)
-    for k in range(indices.size):
-        i = U(indices[k])
-        if i >> U(_CHUNK_BITS) != chunk:
-            chunk = i >> U(_CHUNK_BITS)
-            left, right = _chunk_key(chunk, 0), _chunk_key(chunk, 1)
-        place = i & U(_CHUNK - 1)
-        moved = U(new[k]) - U(old[k])
-        first += moved * U(keys[0, place]) * left
-        second += moved * U(keys[1, place]) * right
-    return first, second
+    moved = np.zeros(runs.size, np.uint64)
+    for r in range(max(runs.size, 1)):
+        begin = 0 if r == 0 else runs[r]
+        end = runs[r + 1] if r + 1 < runs.size else positions.size
+        before = total
+        for k in range(begin, end):
+            i = first + np.int64(positions[k])
+            if columns != stride:
+                i += i // columns * (stride - columns)
+            for unit in range(per):
+                at = U((start + i) * per + unit)
+                if at >> U(_CHUNK_BITS) != chunk:
+                    chunk = at >> U(_CHUNK_BITS)
+                    left, right = _chunk_key(chunk, 0), _chunk_key(chunk, 1)
+                place = at & U(_CHUNK - 1)
+                by = U(new[k * per + unit]) - U(old[k * per + unit])
+                total += by * U(keys[0, place]) * left
+                second += by * U(keys[1, place]) * right
+        if r < runs.size:
+            moved[r] = total - before
+    return total, second, moved

@@ -1,9 +1,10 @@
 """The hot loops for GPUs, in Triton: one launch for all blocks of a dtype.
 
-Weights are met where they lie: a launch is given the address of every block, a multiple of 8. A block is cut into
-chunks of 4,096 weights, one program each. What holds of few weights of a chunk (they changed, they are hot) is first
-written as a bitmap, reading words of eight bytes at memory speed; a second launch walks the bits that are set, one
-thread for 32 weights. Where a chunk's results begin, a prefix sum over counts tells, and inside it the bits before.
+Weights are read where they lie: a launch is given the address of every block. Bundles whose weights lie in many tensors
+are gathered first, by one launch for all of them. A block is cut into chunks of 4,096 weights, one program each. What
+holds of few weights of a chunk (they changed, they are hot) is first written as a bitmap, reading words of eight bytes
+at memory speed; a second launch walks the bits that are set, one thread for 32 weights. Where a chunk's results begin,
+a prefix sum over counts tells, and inside it the bits before.
 The entropy coder gives each block a warp, whose threads are the coder's lanes. Results are those of `reference`.
 
 ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of weights travel as unsigned integers.
@@ -11,7 +12,16 @@ ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of 
 
 from pulsesync.kernels.gpu.coder import decode, encode, pack
 from pulsesync.kernels.gpu.decisions import count_rows, count_symbols, decide, land
-from pulsesync.kernels.gpu.digest import apply, digest_bytes, digest_change, gather, recount, recount_any
+from pulsesync.kernels.gpu.digest import (
+    apply,
+    apply_pieces,
+    digest_bytes,
+    digest_change,
+    gather,
+    gather_pieces,
+    recount,
+    recount_any,
+)
 from pulsesync.kernels.gpu.marks import (
     collect,
     compare,
@@ -25,6 +35,7 @@ from pulsesync.kernels.gpu.marks import (
 
 __all__ = [
     "apply",
+    "apply_pieces",
     "collect",
     "compare",
     "count_classes",
@@ -37,6 +48,7 @@ __all__ = [
     "digest_change",
     "encode",
     "gather",
+    "gather_pieces",
     "land",
     "list_hot",
     "mark_hot",

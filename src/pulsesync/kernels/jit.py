@@ -52,6 +52,31 @@ def store_word(typing_context: Any, array: Any, at: Any, word: Any) -> Any:
 
 
 @intrinsic
+def copy_from(typing_context: Any, array: Any, at: Any, address: Any, count: Any) -> Any:
+    """Copy this many elements, which lie at an address, into an array, from its place `at` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        source = builder.inttoptr(args[2], data.type)
+        cgutils.raw_memcpy(builder, builder.gep(data, [args[1]]), source, args[3], array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.uint64, types.int64), generate
+
+
+@intrinsic
+def store_at(typing_context: Any, address: Any, at: Any, value: Any) -> Any:
+    """Write an element at its place in the run of memory that begins at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        run = builder.inttoptr(args[0], ir.IntType(value.bitwidth).as_pointer())
+        builder.store(args[2], builder.gep(run, [args[1]]), align=value.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.int64, value), generate
+
+
+@intrinsic
 def popcount(typing_context: Any, x: Any) -> Any:
     """The number of set bits of a uint64."""
     return types.uint64(types.uint64), lambda _, builder, __, args: builder.ctpop(args[0])

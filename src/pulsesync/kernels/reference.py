@@ -3,6 +3,7 @@
 A machine without numba runs on these: it reads and writes everything, some hundred times slower.
 """
 
+import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,6 +44,27 @@ def pick(bits: Bits, positions: NDArray[np.uint32]) -> Bits:
 
 def scatter(bits: Bits, positions: NDArray[np.uint32], new: Bits) -> None:
     bits[positions] = new
+
+
+def gather_runs(addresses: NDArray[np.uint64], starts: NDArray[np.int64], out: Bits) -> None:
+    for address, (begin, end) in zip(addresses.tolist(), pairwise(starts.tolist()), strict=True):
+        out[begin:end] = _run_at(address, end - begin, out.dtype)
+
+
+def scatter_to_runs(
+    addresses: NDArray[np.uint64], starts: NDArray[np.int64], positions: NDArray[np.uint32], new: Bits
+) -> None:
+    borders = np.searchsorted(positions, starts)
+    for n in np.flatnonzero(np.diff(borders)).tolist():
+        some = slice(borders[n], borders[n + 1])
+        run = _run_at(int(addresses[n]), int(starts[n + 1] - starts[n]), new.dtype)
+        run[positions[some] - starts[n]] = new[some]
+
+
+def _run_at(address: int, size: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
+    """The weights at an address, where they are."""
+    memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memoryview(memory).cast("B"), dtype)
 
 
 def split_planes(weights: Bits, low: NDArray[np.uint8], high: NDArray[np.uint8]) -> None:
@@ -533,5 +555,22 @@ def digest_rectangle(
     return first & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
 
 
-def digest_change(indices: NDArray[np.uint64], old: Bits, new: Bits, keys: NDArray[np.uint32]) -> tuple[int, int]:
-    return _weigh(indices, new.astype(np.uint64) - old.astype(np.uint64), keys)
+def digest_change(
+    positions: NDArray[np.uint32],
+    first: int,
+    start: int,
+    columns: int,
+    stride: int,
+    per: int,
+    old: Bits,
+    new: Bits,
+    keys: NDArray[np.uint32],
+    runs: NDArray[np.int64],
+) -> tuple[int, int, NDArray[np.uint64]]:
+    rows, along = np.divmod(positions.astype(np.int64) + first, columns)
+    weights = (rows * stride + along + start).astype(np.uint64)
+    indices = np.add.outer(weights * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
+    by = new.astype(np.uint64) - old.astype(np.uint64)
+    borders = (np.append(runs, positions.size) * per).tolist()
+    moved = [_weigh(indices[a:b], by[a:b], keys)[0] for a, b in pairwise(borders)]
+    return *_weigh(indices, by, keys), np.array(moved, np.uint64)

@@ -757,8 +757,8 @@ class Subscriber:
                         state.join_whole(anchor, arriving())
                 except BaseException:
                     logger.error(
-                        "Joining failed while the anchor of version %d was being written. The weights are at no version: "
-                        "do not use them until a sync succeeds.",
+                        "Joining failed while the anchor of version %d was being written. The weights are at no "
+                        "version: do not use them until a sync succeeds.",
                         anchor.version,
                     )
                     raise

@@ -9,7 +9,7 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile, TilePatch
 from pulsesync.errors import StateError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
@@ -199,7 +199,7 @@ class HostState(LiveState[Bits, Changes, History]):
         if place.whole:
             return BlockSums(total, total)
         kept = place.keep(BlockChange.from_zeros(block.number, bits))
-        return BlockSums(total, digest.moved(TilePatch(block.tile, Codec.DENSE, (kept,))) if kept else Sum(0, 0))
+        return BlockSums(total, digest.moved_by(block.tile, kept) if kept else Sum(0, 0))
 
     def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles that were checked into the weights. If this fails, they are between two versions."""

@@ -116,7 +116,7 @@ class ShardWeights:
     def block(self, tile: Tile, number: int) -> Bits:
         place = self.places[tile.ordinal]
         if isinstance(place, BundledTile):
-            return self.published.bundle(place.local)
+            return self.published.bundle(place.local, place.whole_tensors)
         assert place.tile is not None
         return self.published.block(place.tile, number)
 

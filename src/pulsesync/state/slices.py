@@ -258,6 +258,7 @@ class BundledTile:
 
     def __init__(self, tile: Tile, places: Sequence[LocalTile | WidenedTile | None]) -> None:
         self.places = places
+        self._found: tuple[Memory, NDArray[np.uint64] | None] | None = None
         self.starts: NDArray[np.int64] = np.cumsum([0, *(piece.size for piece in tile.pieces)])
         self.whole = all(place is not None and place.whole for place in places)
         kept = None if self.whole else tuple(np.flatnonzero(self._whole_groups(tile)).tolist())
@@ -283,11 +284,22 @@ class BundledTile:
         """The pieces that are local, where they lie."""
         return [place.tile for place in self.places if place is not None]
 
+    @cached_property
+    def whole_tensors(self) -> list[str] | None:
+        """The names of their tensors, if each is all of its tensor."""
+        if any(tile.size < tile.tensor.size for tile in self.local):
+            return None
+        return [tile.tensor.name for tile in self.local]
+
     def read(self, memory: Memory, number: int) -> Bits:
         """The weights of the bundle; those that are not local read as zero."""
+        kind = self.tile.tensor.kind.bits
+        if (addresses := self._addresses(memory)) is not None:
+            out: Bits = np.empty(self.tile.size, kind)
+            kernels.active().gather_runs(addresses, self.starts, out)
+            return out
         if self._runs is not None:
             return np.concatenate([memory[name][0][run] for name, run in self._runs])
-        kind = self.tile.tensor.kind.bits
         sizes = np.diff(self.starts).tolist()
         runs = (
             place.read(memory, 0) if place else np.zeros(n, kind) for place, n in zip(self.places, sizes, strict=True)
@@ -301,6 +313,20 @@ class BundledTile:
         if not plain or not all(tile.contiguous for tile in self.local):
             return None
         return [(tile.tensor.name, slice(tile.start, tile.start + tile.size)) for tile in self.local]
+
+    def _addresses(self, memory: Memory) -> NDArray[np.uint64] | None:
+        """Where the pieces are, if each lies in one run, as it is, and in one tensor; None: read and write views.
+
+        To slice every tensor takes longer than to copy what is in it. Addresses are of the memory that they are kept
+        with, which they keep alive. Weights of other sizes would need kernels of their own.
+        """
+        if self._runs is None or self.tile.tensor.kind.itemsize != 2:
+            return None
+        if self._found is None or self._found[0] is not memory:
+            alone = all(len(memory[name]) == 1 for name, _ in self._runs)
+            begins = [memory[name][0].ctypes.data + 2 * run.start for name, run in self._runs] if alone else None
+            self._found = memory, None if begins is None else np.array(begins, np.uint64)
+        return self._found[1]
 
     def exact(self, memory: Memory, number: int) -> bool:
         """Whether all numbers that are wider here than in the run are ones that the run's dtype has."""
@@ -316,6 +342,9 @@ class BundledTile:
         return kept_of(change, held)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
+        if (addresses := self._addresses(memory)) is not None:
+            kernels.active().scatter_to_runs(addresses, self.starts, change.positions, change.new)
+            return
         for n, some, positions in self._parts(change.positions):
             if self._runs is not None:
                 name, run = self._runs[n]

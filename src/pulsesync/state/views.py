@@ -110,29 +110,37 @@ class SourceMarks:
 
     def fit(self, source: Any) -> bool:
         """Whether a source has the very memory of the one that these are of."""
-        tensors = mapping_of(source)
-        marks = self._marks
+        tensors, marks = mapping_of(source), self._marks
         if tensors.keys() != marks.keys():
             return False
-        for name, tensor in tensors.items():
-            mark = marks[name]
-            if isinstance(tensor, np.ndarray) and type(mark[0]) is weakref.ref:
-                if mark[0]() is not tensor or tensor.shape != mark[1] or tensor.dtype != mark[2]:
+        plain = _plain_types()
+        try:
+            for name, tensor in tensors.items():
+                first, second, third = marks[name]
+                if type(tensor) in plain:  # an address tells the device as well
+                    fits = tensor.data_ptr() == first and tensor.is_contiguous() and not tensor.is_neg()
+                else:
+                    fits = type(first) is weakref.ref and id(first()) == id(tensor)
+                if not fits or tensor.dtype != second or tensor.shape != third:
                     return False
-            elif _mark(tensor) != mark:
-                return False
+        except RuntimeError:  # a tensor that is not strided any more has no address
+            return False
         return True
+
+
+def _plain_types() -> tuple[type, ...]:
+    """The classes of torch's tensors that are nothing but memory."""
+    torch = sys.modules.get("torch")
+    return (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
 
 
 def _mark(tensor: Any) -> tuple[Any, ...] | None:
     if type(tensor) is np.ndarray:
-        return (weakref.ref(tensor), tensor.shape, tensor.dtype) if tensor.flags.c_contiguous else None
-    torch = sys.modules.get("torch")
-    if torch is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (weakref.ref(tensor), tensor.dtype, tensor.shape) if tensor.flags.c_contiguous else None
+    torch: Any = sys.modules.get("torch")
+    if type(tensor) not in _plain_types() or tensor.layout is not torch.strided:
         return None
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.device, tensor.is_neg()
+    return None if not tensor.is_contiguous() or tensor.is_neg() else (tensor.data_ptr(), tensor.dtype, tensor.shape)
 
 
 def dtype_name(name: str, tensor: Any) -> str:
@@ -173,18 +181,20 @@ class HostSource:
     def block(self, tile: Tile, number: int) -> Bits:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
 
-    def bundle(self, pieces: Sequence[Tile]) -> Bits:
-        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike."""
-        names = [piece.tensor.name for piece in pieces]
-        casts = {self.dtypes.get(name) for name in names} if self.dtypes else {None}
-        if len(casts) > 1 or not self.tensors or any(piece.size < piece.tensor.size for piece in pieces):
+    def bundle(self, pieces: Sequence[Tile], whole: Sequence[str] | None) -> Bits:
+        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike.
+
+        whole: the names of their tensors, where each is all of its tensor.
+        """
+        casts = {self.dtypes.get(name) for name in whole or ()} if self.dtypes else {None}
+        if whole is None or len(casts) > 1 or not self.tensors:
             return np.concatenate([self.block(piece, 0) for piece in pieces])
-        of_torch = not isinstance(self.tensors[names[0]], np.ndarray)
-        if any(isinstance(self.tensors[name], np.ndarray) is of_torch for name in names):
+        tensors = [self.tensors[name] for name in whole]
+        of_torch = {not issubclass(kind, np.ndarray) for kind in set(map(type, tensors))}
+        if len(of_torch) > 1:
             return np.concatenate([self.block(piece, 0) for piece in pieces])
-        dtype = casts.pop()
-        bits = _joined([self.tensors[name] for name in names], of_torch)
-        return bits if dtype is None else _cast(bits, dtype, of_torch)
+        bits, dtype = _joined(tensors, True in of_torch), casts.pop()
+        return bits if dtype is None else _cast(bits, dtype, True in of_torch)
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
         """Weights begin..end of a tile of the tensors as they lie here."""
@@ -293,7 +303,8 @@ def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
         import torch
 
         return _plain_bits(torch.cat([tensor.detach().view(-1) for tensor in tensors]), of_torch)
-    return _plain_bits(np.concatenate([tensor.reshape(-1) for tensor in tensors]), of_torch)
+    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
+    return _plain_bits(np.concatenate(flat), of_torch)
 
 
 def _plain_bits(tensor: Any, of_torch: bool) -> Bits:

@@ -7,22 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.core.types import BLOCK, DTYPES, Dtype
+from pulsesync.core.types import BLOCK, TensorSpec, Tile
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
 from pulsesync.format.codecs import context, heads
 from pulsesync.format.codecs.context import Heads
 from tests.helpers import many, seeds
 
-BF16 = DTYPES["BF16"]
 SIZES = [1, 5, 300, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 4 * BLOCK + 77, 9 * BLOCK - 2]
-Tile = tuple[Heads, int, Dtype]  # with its weights and dtype
+Headed = tuple[Heads, Tile]
 
 
-def random_tile(rng: np.random.Generator, dtype: str, table: int = 0) -> Tile:
-    """Heads of a tile: blocks with and without changes, no cold changes, few or many."""
-    kind, size = DTYPES[dtype], int(rng.choice(SIZES))
-    weights = np.minimum(size - np.arange(0, size, BLOCK), BLOCK)
+def tile_of(size: int, dtype: str = "BF16", groups: tuple[int, ...] = ()) -> Tile:
+    """A tile that is a whole tensor; groups: a bundle of them."""
+    return Tile(0, TensorSpec("a", dtype, (size,)), 0, 0, size, 1, groups=groups)
+
+
+def random_tile(rng: np.random.Generator, dtype: str, table: int = 0) -> Headed:
+    """Heads of a tile: streams with and without changes, no cold changes, few or many."""
+    tile = tile_of(int(rng.choice(SIZES)), dtype)
+    if rng.random() < 0.4:  # a bundle
+        borders = np.cumsum([0, *rng.integers(1, 400, int(rng.integers(1, 9)))])
+        tile = tile_of(int(borders[-1]), dtype, tuple(borders.tolist()))
+    kind, size, weights = tile.tensor.kind, tile.size, np.diff(tile.borders)
     coded = rng.random(weights.size) < rng.choice([0.0, 0.5, 1.0])
     changes = np.where(coded, rng.integers(1, weights, endpoint=True), 0)
     lanes = np.where(coded, 1 << rng.integers(0, 6, weights.size), 1)
@@ -31,10 +38,13 @@ def random_tile(rng: np.random.Generator, dtype: str, table: int = 0) -> Tile:
     most = 1 << int(rng.integers(1, 8 * kind.itemsize))  # half the circle at most
     steps = rng.integers(1, most, cold.size, endpoint=True) * rng.choice([-1, 1], cold.size)
     cut = int(rng.integers(0, 1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)), endpoint=True))
-    return Heads(table, cut, changes, lanes, words, cold, steps), size, kind
+    checks = np.empty(0, np.uint32)
+    if context.is_checked(tile):
+        checks = rng.integers(0, 1 << 32, int(context.changing(tile, changes, cold).sum()), dtype=np.uint32)
+    return Heads(table, cut, changes, lanes, words, cold, steps, checks), tile
 
 
-def random_tiles(seed: int, dtypes: tuple[str, ...]) -> list[Tile]:
+def random_tiles(seed: int, dtypes: tuple[str, ...]) -> list[Headed]:
     rng = np.random.default_rng(seed)
     table = int(rng.integers(0, 256))
     return [random_tile(rng, str(rng.choice(dtypes)), table) for _ in range(int(rng.integers(1, 12)))]
@@ -51,7 +61,8 @@ def built(some: list[Heads]) -> list[bytes]:
     blocks = joined("changes"), joined("lanes"), joined("words")
     cuts = np.array([one.cut for one in some])
     begins = heads.build_many(some[0].table, cuts, first_block, blocks, np.diff(first_cold))
-    return [a + b for a, b in zip(begins, heads.build_cold(first_cold, joined("cold"), joined("steps")), strict=True)]
+    colds = heads.build_cold(first_cold, joined("cold"), joined("steps"))
+    return [a + b + one.checks.tobytes() for a, b, one in zip(begins, colds, some, strict=True)]
 
 
 def payload(one: Heads) -> bytes:
@@ -59,31 +70,37 @@ def payload(one: Heads) -> bytes:
     return context.build_heads(one) + b"\x81\x92" * int(one.words.sum())
 
 
-def parsed(payloads: list[tuple[bytes, int, Dtype]]) -> list[tuple[Heads, memoryview]]:
-    begun = [heads.begin(memoryview(data), size, kind) for data, size, kind in payloads]
-    blocks = heads.parse_blocks_of(begun)
+def parsed(payloads: list[tuple[bytes, Tile]]) -> list[tuple[Heads, memoryview]]:
+    begun = [heads.begin(memoryview(data), tile) for data, tile in payloads]
+    blocks = heads.parse_streams_of(begun)
     streams = heads.streams_of(begun, blocks)
     colds = heads.parse_cold(begun, blocks, streams)
     at, cuts = blocks.first[1:-1], np.cumsum(blocks.colds)[:-1]
     parts = [np.split(array, at) for array in (blocks.changes, blocks.lanes, blocks.words)]
     parts += [np.split(array, cuts) for array in (colds.positions, colds.steps)]
-    fields = zip(*parts, strict=True)
+    checks = []
+    for one, of_hot, cold, check in zip(begun, parts[0], parts[3], np.split(colds.checks, at), strict=True):
+        changes = context.changing(one.tile, of_hot, cold)
+        assert not check[~changes].any()
+        checks.append(check[changes] if context.is_checked(one.tile) else check[:0])
+    fields = zip(*parts, checks, strict=True)
     found = [Heads(one.table, one.cut, *some) for one, some in zip(begun, fields, strict=True)]
     return list(zip(found, streams, strict=True))
 
 
-def assert_as_context(payloads: list[tuple[bytes, int, Dtype]]) -> bool:
+def assert_as_context(payloads: list[tuple[bytes, Tile]]) -> bool:
     """Hold what is read at once against what is read one by one; False if a payload is refused, by both."""
     try:
-        expected = [context.parse_heads(memoryview(data), size, kind) for data, size, kind in payloads]
+        expected = [context.parse_heads(memoryview(data), tile) for data, tile in payloads]
     except FormatError:
         with pytest.raises(FormatError):
             parsed(payloads)
         return False
-    for (data, _, _), (one, begin), (found, streams) in zip(payloads, expected, parsed(payloads), strict=True):
+    for (data, _), (one, begin), (found, streams) in zip(payloads, expected, parsed(payloads), strict=True):
         assert (found.table, found.cut) == (one.table, one.cut)
-        for a, b in zip(found[2:], one[2:], strict=True):
-            assert a.dtype == b.dtype == np.int64
+        columns: Any = zip(found[2:], one[2:], strict=True)
+        for a, b in columns:
+            assert a.dtype == b.dtype
             assert a.tolist() == b.tolist()
         assert streams == memoryview(data)[begin:]
     return True
@@ -95,7 +112,7 @@ def assert_as_context(payloads: list[tuple[bytes, int, Dtype]]) -> bool:
 @many
 @given(seeds, st.sampled_from(["BF16", "F8_E4M3", "F32"]))
 def test_heads_made_at_once_are_those_made_one_by_one(seed: int, dtype: str) -> None:
-    some = [one for one, _, _ in random_tiles(seed, (dtype,))]
+    some = [one for one, _ in random_tiles(seed, (dtype,))]
     assert built(some) == [context.build_heads(one) for one in some]
 
 
@@ -103,7 +120,7 @@ def test_heads_made_at_once_are_those_made_one_by_one(seed: int, dtype: str) -> 
 @given(seeds)
 def test_payloads_read_at_once_are_those_read_one_by_one(seed: int) -> None:
     tiles = random_tiles(seed, ("BF16", "F8_E5M2", "F32", "F16"))
-    assert assert_as_context([(payload(one), size, kind) for one, size, kind in tiles])
+    assert assert_as_context([(payload(one), tile) for one, tile in tiles])
 
 
 def test_a_tile_of_more_weights_than_four_bytes_can_count_is_read() -> None:
@@ -113,16 +130,16 @@ def test_a_tile_of_more_weights_than_four_bytes_can_count_is_read() -> None:
     cold = np.arange(3) * (1 << 28)
     one = Heads(0, 9, filled, filled, filled, cold, np.array([1, -2, 3]))
     assert built([one, one]) == [context.build_heads(one)] * 2
-    assert assert_as_context([(payload(one), size, BF16)] * 2)
+    assert assert_as_context([(payload(one), tile_of(size))] * 2)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32"])
 def test_the_longest_steps_and_gaps_are_read(dtype: str) -> None:
-    kind, size = DTYPES[dtype], 5 * BLOCK
+    kind, size = tile_of(1, dtype).tensor.kind, 5 * BLOCK
     half, empty = 1 << (8 * kind.itemsize - 1), np.zeros(5, np.int64)
     one = Heads(255, 0, empty, empty + 1, empty, np.array([0, size - 1]), np.array([half, -half]))
     assert built([one, one]) == [context.build_heads(one)] * 2
-    assert assert_as_context([(payload(one), size, kind)] * 2)
+    assert assert_as_context([(payload(one), tile_of(size, dtype))] * 2)
 
 
 # What is wrong
@@ -135,14 +152,14 @@ WEIGHTS = 2 * BLOCK + 40
 KINDS = pytest.mark.parametrize(
     "one", [SMALL, DENSE, MANY_COLD], ids=["a block without changes", "every block", "many cold"]
 )
-FINE = (payload(DENSE), WEIGHTS, BF16)
+FINE = (payload(DENSE), tile_of(WEIGHTS))
 
 
 def refused_and_read(some: list[bytes], size: int = WEIGHTS) -> tuple[int, int]:
     """Payloads that are refused and that are read, each alone, and each between others that are right."""
     read = 0
     for data in some:
-        bad = data, size, BF16
+        bad = data, tile_of(size)
         verdicts = {assert_as_context(them) for them in ([bad], [FINE, bad], [bad, FINE], [FINE, bad, FINE])}
         assert len(verdicts) == 1
         read += verdicts.pop()
@@ -176,12 +193,12 @@ def test_every_byte_changed_is_read_or_refused_as_one_by_one(one: Heads) -> None
 @given(seeds)
 def test_bytes_changed_at_random_are_read_or_refused_as_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    tiles = [(payload(one), size, kind) for one, size, kind in random_tiles(seed, ("BF16", "F8_E4M3", "F32"))]
+    tiles = [(payload(one), tile) for one, tile in random_tiles(seed, ("BF16", "F8_E4M3", "F32"))]
     i = int(rng.integers(0, len(tiles)))
     data = bytearray(tiles[i][0])
     for at in rng.integers(0, min(len(data), 40), 2):
         data[at] = rng.integers(0, 256)
-    assert_as_context([*tiles[:i], (bytes(data), *tiles[i][1:]), *tiles[i + 1 :]])
+    assert_as_context([*tiles[:i], (bytes(data), tiles[i][1]), *tiles[i + 1 :]])
 
 
 def written(*numbers: int | bytes) -> bytes:
@@ -203,7 +220,7 @@ def test_numbers_written_longer_than_needed_are_refused(place: int, long: str) -
     """The cut, a block's head, its words, the count of cold changes, a gap, a step."""
     right: list[int | bytes] = [5, 1 << 3, 1, 1, 1, 1]
     streams = b"\0\0"
-    assert assert_as_context([(written(*right, streams), 9, BF16)])
+    assert assert_as_context([(written(*right, streams), tile_of(9))])
     wrong = [*right[:place], LONG[long], *right[place + 1 :], streams]
     assert refused_and_read([written(*wrong)], size=9) == (1, 0)
 
@@ -236,21 +253,21 @@ RIGHT = [5, 9 << 3 | 5, 0, 2, 0, 1 << 16, 7, 1]
 
 @pytest.mark.parametrize("why", WRONG)
 def test_what_no_writer_makes_is_refused(why: str) -> None:
-    assert assert_as_context([(written(*RIGHT), 9, BF16)])
+    assert assert_as_context([(written(*RIGHT), tile_of(9))])
     assert refused_and_read([written(*WRONG[why])], size=9) == (1, 0)
 
 
 def test_what_is_beyond_a_limit_is_named_so() -> None:
     for why in ("a gap beyond the limit", "a cold change by nothing", "a step beyond the circle"):
         with pytest.raises(LimitError):
-            parsed([(written(*RIGHT), 9, BF16), (written(*WRONG[why]), 9, BF16)])
+            parsed([(written(*RIGHT), tile_of(9)), (written(*WRONG[why]), tile_of(9))])
 
 
 def test_bytes_of_one_payload_are_not_taken_for_those_of_the_next() -> None:
     """The first ends inside a number, or lacks one, which the second's first bytes would complete."""
     for first in ([5, 0, b"\x81"], [5, 0, 1, 0, b"\x81"], [5, 0, 1, 0], [5, 1 << 3, b"\x81"], [5, 1 << 3]):
         for second in (written(*RIGHT), written(5, 0, 0), b"\1" * 9):
-            assert not assert_as_context([(written(*first), 9, BF16), (second, 9, BF16)])
+            assert not assert_as_context([(written(*first), tile_of(9)), (second, tile_of(9))])
 
 
 # Runs of numbers

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pulsesync.errors import FormatError, LimitError, MissingLinkError, NotFoundError, StateError
+from pulsesync.format import layout as layouts
 from pulsesync.lab.study.recording import Recording, RecordingHeader, WatchedTensor
 from pulsesync.lab.study.report.findings import full_bytes
 from pulsesync.lab.study.sources import MeasureSettings, kind_of, open_recording, open_recordings
@@ -62,7 +63,7 @@ def test_replaying_a_run_counts_what_changed(store: MemoryStore) -> None:
 def test_a_run_whose_anchor_cannot_hold_its_weights_takes_no_memory_for_them(store: MemoryStore) -> None:
     version = forge.sample("big.anchor").version.copy()
     tensor = {"dtype": "BF16", "name": "main", "shape": [1 << 27]}
-    forge.new_layout(version, {"format": "pulse-layout/1-draft", "tensors": [tensor], "ties": {}})
+    forge.new_layout(version, {"bundles": [], "format": layouts.FORMAT, "tensors": [tensor], "ties": {}})
     (part,) = version.parts
     assert isinstance(part, forge.Part)
     part.place([(0, 0, bytes(16), forge.Dense([forge.Plane(b"x")]))])

@@ -214,8 +214,7 @@ def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
     table = reader.byte()
     kind = tile.tensor.kind
     cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    sizes = (tile.borders[1:] - tile.borders[:-1]).tolist()
-    by_stream = np.array(parse_streams(reader, sizes), np.int64).reshape(-1, 3)
+    by_stream = np.array(parse_streams(reader, tile.stream_sizes), np.int64).reshape(-1, 3)
     changes, lanes, words = by_stream.T.copy()  # each contiguous: a kernel is compiled once more for what is not
     cold, steps = parse_cold(reader, reader.number(tile.size), tile.size, kind.itemsize)
     checks = NO_CHECKS

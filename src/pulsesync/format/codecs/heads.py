@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.core.types import BLOCK, Dtype
+from pulsesync.core.types import Tile
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
 from pulsesync.format.codecs import context
@@ -64,23 +64,22 @@ class OpenedPayload:
     table: int
     cut: int
     reader: wire.ByteReader
-    size: int  # weights
-    kind: Dtype
+    tile: Tile
 
 
-def begin(data: memoryview, size: int, kind: Dtype) -> OpenedPayload:
-    """Begin to read a payload. Raises: FormatError, LimitError."""
+def begin(data: memoryview, tile: Tile) -> OpenedPayload:
+    """Begin to read the payload of a tile. Raises: FormatError, LimitError."""
     reader = wire.ByteReader(data, "a context payload")
-    table = reader.byte()
+    table, kind = reader.byte(), tile.tensor.kind
     cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    return OpenedPayload(table, cut, reader, size, kind)
+    return OpenedPayload(table, cut, reader, tile)
 
 
 @dataclass(frozen=True)
-class PayloadBlocks:
-    """What payloads say of their blocks, those of all of them one after the other."""
+class PayloadStreams:
+    """What payloads say of their streams, those of all of them one after the other: of blocks, or groups of bundles."""
 
-    first: NDArray[np.int64]  # where the blocks of each payload begin, and where those of the last end
+    first: NDArray[np.int64]  # where the streams of each payload begin, and where those of the last end
     changes: NDArray[np.int64]
     lanes: NDArray[np.int64]
     words: NDArray[np.int64]
@@ -93,28 +92,30 @@ class ColdChanges:
 
     positions: NDArray[np.int64]  # in the tile
     steps: NDArray[np.int64]
+    checked: NDArray[np.bool_]  # of all streams, whether the payload says how its digest moves
+    checks: NDArray[np.uint32]  # and how: 0 where nothing changes
 
 
-def parse_blocks_of(payloads: Sequence[OpenedPayload]) -> PayloadBlocks:
-    """Read what payloads say of their blocks. Raises: FormatError, LimitError.
+def parse_streams_of(payloads: Sequence[OpenedPayload]) -> PayloadStreams:
+    """Read what payloads say of their streams. Raises: FormatError, LimitError.
 
-    Those whose blocks all have changes are read at once; the others, and those that are wrong, one by one.
+    Those whose streams all have changes are read at once; the others, and those that are wrong, one by one.
     """
-    sizes = np.array([one.size for one in payloads], np.int64)
-    counts = -(-sizes // BLOCK)
+    sizes = [np.diff(one.tile.borders) for one in payloads]
+    counts = np.array([some.size for some in sizes], np.int64)
     first = np.r_[0, np.cumsum(counts)]
-    heads, words, colds, good, lengths = _at_once(payloads, sizes, counts)
+    heads, words, colds, good, lengths = _at_once(payloads, np.concatenate(sizes), counts)
     changes, lanes = heads >> 3, 1 << (heads & 7)
     for one, fine, used in zip(payloads, good.tolist(), lengths, strict=True):
         one.reader.at += used if fine else 0
     for i in np.flatnonzero(~good).tolist():
-        some = np.array(context.parse_streams(payloads[i].reader, _sizes(payloads[i].size)), np.int64).reshape(-1, 3)
+        some = np.array(context.parse_streams(payloads[i].reader, sizes[i].tolist()), np.int64).reshape(-1, 3)
         changes[first[i] : first[i + 1]], lanes[first[i] : first[i + 1]], words[first[i] : first[i + 1]] = some.T
-        colds[i] = payloads[i].reader.number(payloads[i].size)
-    return PayloadBlocks(first, changes, lanes, words, colds)
+        colds[i] = payloads[i].reader.number(payloads[i].tile.size)
+    return PayloadStreams(first, changes, lanes, words, colds)
 
 
-def streams_of(payloads: Sequence[OpenedPayload], blocks: PayloadBlocks) -> list[memoryview]:
+def streams_of(payloads: Sequence[OpenedPayload], blocks: PayloadStreams) -> list[memoryview]:
     """The streams of each payload, which are its end. Raises: FormatError."""
     streams = 2 * np.diff(np.r_[0, np.cumsum(blocks.words)][blocks.first])
     ends = (np.array([len(one.reader.data) for one in payloads], np.int64) - streams).tolist()
@@ -123,32 +124,63 @@ def streams_of(payloads: Sequence[OpenedPayload], blocks: PayloadBlocks) -> list
     return [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
 
 
-def parse_cold(payloads: Sequence[OpenedPayload], blocks: PayloadBlocks, streams: Sequence[memoryview]) -> ColdChanges:
+def parse_cold(payloads: Sequence[OpenedPayload], blocks: PayloadStreams, streams: Sequence[memoryview]) -> ColdChanges:
     """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
     both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams, strict=True)]
     written = [reader.data[reader.at : len(reader.data) - end] for reader, end in both]
     counts = blocks.colds
     first = np.r_[0, np.cumsum(counts)]
     positions, steps = np.empty(first[-1], np.int64), np.empty(first[-1], np.int64)
-    many = np.flatnonzero(counts > context.FEW_COLD).tolist()
-    for i in many:
-        reader, place = wire.ByteReader(written[i], "a context payload"), slice(first[i], first[i + 1])
-        found = context.parse_cold(reader, int(counts[i]), payloads[i].size, payloads[i].kind.itemsize)
-        positions[place], steps[place] = found
-        reader.end()
-        written[i] = written[i][:0]
+    for i in np.flatnonzero(counts > context.FEW_COLD).tolist():
+        tile, mine = payloads[i].tile, slice(first[i], first[i + 1])
+        reader = wire.ByteReader(written[i], "a context payload")
+        positions[mine], steps[mine] = context.parse_cold(reader, int(counts[i]), tile.size, tile.tensor.kind.itemsize)
+        written[i] = written[i][reader.at :]
     few = np.where(counts > context.FEW_COLD, 0, counts)
+    checks: list[memoryview] = []
+    for i, one in enumerate(payloads):
+        end = _end_of(written[i], 2 * int(few[i])) if context.is_checked(one.tile) else len(written[i])
+        checks.append(written[i][end:])
+        written[i] = written[i][:end]
     short = np.repeat(few > 0, counts)
-    sizes = np.array([one.size for one in payloads], np.int64)
-    circles = np.array([1 << 8 * one.kind.itemsize for one in payloads], np.int64)
-    positions[short], steps[short] = _few_cold(written, few, sizes, circles)
-    return ColdChanges(positions, steps)
+    positions[short], steps[short] = _few_cold(written, few, payloads)
+    return ColdChanges(positions, steps, *_checks(payloads, blocks, np.split(positions, first[1:-1]), checks))
+
+
+def _end_of(data: memoryview, count: int) -> int:
+    """The byte after so many LEB128 numbers. Raises: FormatError, if there are fewer."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) < 0x80)
+    if ends.size < count:
+        raise FormatError("a context payload has more or fewer cold changes than it says")
+    return int(ends[count - 1]) + 1 if count else 0
+
+
+def _checks(
+    payloads: Sequence[OpenedPayload],
+    blocks: PayloadStreams,
+    cold: Sequence[NDArray[np.int64]],
+    written: Sequence[memoryview],
+) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
+    """Of all streams, whether the payload says how its digest moves, and how; cold: where those of each payload are."""
+    checked, checks = np.zeros(blocks.changes.size, np.bool_), np.zeros(blocks.changes.size, np.uint32)
+    for i, one in enumerate(payloads):
+        if context.is_checked(one.tile):
+            mine = slice(blocks.first[i], blocks.first[i + 1])
+            moved = context.changing(one.tile, blocks.changes[mine], cold[i])
+            if len(written[i]) != 4 * moved.sum():
+                raise FormatError("a context payload has more or fewer checks than groups that change")
+            checked[mine] = True
+            checks[mine][moved] = np.frombuffer(written[i], "<u4")
+    return checked, checks
 
 
 def _at_once(
     payloads: Sequence[OpenedPayload], sizes: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], list[int]]:
-    """Two numbers a block and one more of each payload, which payloads are right so, and the bytes that this takes."""
+    """Two numbers a stream and one more of each payload, which payloads are right so, and the bytes that this takes.
+
+    sizes: of all streams, the weights that each is of.
+    """
     wanted = 2 * counts + 1
     windows = [one.reader.data[one.reader.at :][: 4 * n] for one, n in zip(payloads, wanted.tolist(), strict=True)]
     begins = np.cumsum([len(window) for window in windows]) - [len(window) for window in windows]
@@ -164,9 +196,10 @@ def _at_once(
     values = np.zeros(of.size, np.int64)
     for k in range(4):
         values |= np.where(k <= long, data[np.minimum(at + k, data.size - 1)] & 0x7F, 0).astype(np.int64) << (7 * k)
-    weights = np.minimum(sizes[of] - place // 2 * BLOCK, BLOCK)
     heads, cold = place % 2 == 0, place == wanted[of] - 1
-    most = np.where(cold, sizes[of], np.where(heads, weights << 3 | 7, 64 + 3 * weights))
+    before = np.cumsum(counts) - counts  # streams
+    weights = sizes[np.minimum(before[of] + place // 2, sizes.size - 1)]
+    most = np.where(cold, np.add.reduceat(sizes, before)[of], np.where(heads, weights << 3 | 7, 64 + 3 * weights))
     wrong = (long > 3) | ((long > 0) & (data[ends[taken]] == 0)) | (values > most)
     wrong |= heads & ~cold & ((values < 8) | (values & 7 > spec.MAX_LANES_LOG2))
     good &= ~np.logical_or.reduceat(wrong, np.cumsum(wanted) - wanted)
@@ -176,9 +209,11 @@ def _at_once(
 
 
 def _few_cold(
-    runs: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], circles: NDArray[np.int64]
+    runs: Sequence[memoryview], counts: NDArray[np.int64], payloads: Sequence[OpenedPayload]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions and steps of cold changes that are pairs of numbers: so many each, in bytes that they fill."""
+    sizes = np.array([one.tile.size for one in payloads], np.int64)
+    circles = np.array([1 << 8 * one.tile.tensor.kind.itemsize for one in payloads], np.int64)
     values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
     first = np.cumsum(counts) - counts
@@ -217,8 +252,3 @@ def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[n
     if values.size and values.max() > 1 << 47:
         raise LimitError("a context payload holds a gap or step beyond what is allowed", value=int(values.max()))
     return values
-
-
-def _sizes(size: int) -> list[int]:
-    """The weights of each block of a tile of so many."""
-    return [min(BLOCK, size - begin) for begin in range(0, size, BLOCK)]

@@ -8,18 +8,19 @@ from pulsesync.kernels.gpu.words import DIRECT, LOW, ROW, TOTAL, P, ballot, popc
 
 @triton.jit
 def _encode_round(
-    x, at, change, take, symbol, begin, stop, extras, low, stream, bit, lower, WIDE: tl.constexpr
+    x, at, change, take, symbol, begin, stop, steps, listed, low, stream, bit, lower, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Code one decision of each lane that takes one; words go before `at`, and extra bits are those before `change`."""
+    """Code one decision of each lane that takes one; words go before `at`, and the steps are those before `change`."""
     frequency = stop - begin
     changed = ballot(symbol > 0, bit)
     change -= popcount(changed)
     y = x
     t = (symbol - 1) >> 1
-    raw = tl.where((symbol > 0) & (t >= DIRECT), t - (DIRECT - 3), 0).to(tl.uint32)
+    raw = tl.where((symbol > 0) & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
     if tl.max(raw.to(tl.int32)) > 0:
-        extra = tl.load(extras + change + popcount(changed & lower), mask=raw > 0, other=0)
         one = tl.full([32], 1, tl.uint64)
+        extra = tl.load(steps + change + popcount(changed & lower), mask=raw > 0, other=0)
+        extra &= ((one << raw.to(tl.uint64)) - 1).to(tl.uint32)  # without the highest bit, which the symbol says
         if WIDE:
             high = tl.where(raw > 16, raw - 16, 0).to(tl.uint32)
             full = (high > 0) & (y.to(tl.uint64) >= (one << (32 - high).to(tl.uint64)))
@@ -58,15 +59,16 @@ def _encode_round(
     return x, at, change
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["listed"])
 def encode(
-    rows, symbols, extras, hot_starts, change_starts, lanes, table, out_starts, stream, sizes,
+    rows, symbols, steps, hot_starts, change_starts, lanes, table, listed, out_starts, stream, sizes,
     BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Code each block from its end, a round of lanes at a time; its words end where the next block's room begins.
 
-    What the next four rounds need is under way while four are coded. sizes: how many words it has; where that is more
-    than there is room for, nothing outside is written.
+    What the next four rounds need is under way while four are coded. steps: how far each change goes; those whose size
+    class is `listed` or higher have no raw bits. sizes: how many words a block has; where that is more than there is
+    room for, nothing outside is written.
     """
     b = tl.program_id(0)
     n = tl.load(lanes + b)
@@ -98,10 +100,10 @@ def encode(
         n1, m1 = _decision(symbols, rows, later - n, total)
         n2, m2 = _decision(symbols, rows, later - 2 * n, total)
         n3, m3 = _decision(symbols, rows, later - 3 * n, total)
-        x, at, change = _encode_round(x, at, change, t0, s0, b0, e0, extras, low, stream, bit, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t1, s1, b1, e1, extras, low, stream, bit, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t2, s2, b2, e2, extras, low, stream, bit, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t3, s3, b3, e3, extras, low, stream, bit, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t0, s0, b0, e0, steps, listed, low, stream, bit, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t1, s1, b1, e1, steps, listed, low, stream, bit, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t2, s2, b2, e2, steps, listed, low, stream, bit, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t3, s3, b3, e3, steps, listed, low, stream, bit, lower, WIDE)
         j = tl.where(lane < n, later, -1)
         s0, r0, s1, r1, s2, r2, s3, r3 = n0, m0, n1, m1, n2, m2, n3, m3
     at -= 2 * n
@@ -142,8 +144,8 @@ def pack(stream, room_ends, sizes, out_starts, out, SPAN: tl.constexpr):
 
 @triton.jit
 def _decode_round(
-    x, at, out, fault, take, j, decision, stop, stream, end, table, symbol_count, out_end, out_decisions, out_symbols,
-    out_extras, bit, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
+    x, at, out, fault, take, j, decision, stop, stream, end, table, symbol_count, listed, out_end, out_decisions,
+    out_symbols, out_extras, bit, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Take one decision of each lane that takes one; nothing after a fault. stop: of the share of no change."""
     take = take & (fault == 0)
@@ -172,7 +174,7 @@ def _decode_round(
         lost = tl.max((take & (slot >= stop)).to(tl.int32))
         y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
         t = (symbol - 1) >> 1
-        raw = tl.where(change & (t >= DIRECT), t - (DIRECT - 3), 0).to(tl.uint32)
+        raw = tl.where(change & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
         low = tl.minimum(raw, 16)
         has0 = take & (y < LOW)
         # how many words each lane needs is known before any is read
@@ -211,15 +213,16 @@ def _decode_round(
     return x, at, out, tl.where(fault == 0, found, fault)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["symbol_count", "listed"])
 def decode(
-    stream, starts, lanes, hot_starts, hot_ends, rows, table, symbol_count, out_starts, out_decisions, out_symbols,
-    out_extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
+    stream, starts, lanes, hot_starts, hot_ends, rows, table, symbol_count, listed, out_starts, out_decisions,
+    out_symbols, out_extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Decode the blocks, a round of lanes at a time: of each change its decision, symbol and extra bits.
 
-    What the next four rounds need is under way while four are decoded. Never reads or writes out of bounds, whatever
-    the stream holds. faults: 0, or what was met (see `spec.FAULTS`).
+    Symbols whose size class is `listed` or higher have no extra bits. What the next four rounds need is under way while
+    four are decoded. Never reads or writes out of bounds, whatever the stream holds. faults: 0, or what was met (see
+    `spec.FAULTS`).
     """
     b = tl.program_id(0)
     n = tl.load(lanes + b)
@@ -248,19 +251,19 @@ def decode(
         n0, n1 = _row(rows, later, total), _row(rows, later + n, total)
         n2, n3 = _row(rows, later + 2 * n, total), _row(rows, later + 3 * n, total)
         x, at, out, fault = _decode_round(
-            x, at, out, fault, t0, j, d0, s0, stream, end, table, symbol_count, out_end, out_decisions, out_symbols,
-            out_extras, bit, lower, BITS, WIDE,
-        )  # fmt: skip
-        x, at, out, fault = _decode_round(
-            x, at, out, fault, t1, j + n, d1, s1, stream, end, table, symbol_count, out_end, out_decisions, out_symbols,
-            out_extras, bit, lower, BITS, WIDE,
-        )  # fmt: skip
-        x, at, out, fault = _decode_round(
-            x, at, out, fault, t2, j + 2 * n, d2, s2, stream, end, table, symbol_count, out_end, out_decisions,
+            x, at, out, fault, t0, j, d0, s0, stream, end, table, symbol_count, listed, out_end, out_decisions,
             out_symbols, out_extras, bit, lower, BITS, WIDE,
         )  # fmt: skip
         x, at, out, fault = _decode_round(
-            x, at, out, fault, t3, j + 3 * n, d3, s3, stream, end, table, symbol_count, out_end, out_decisions,
+            x, at, out, fault, t1, j + n, d1, s1, stream, end, table, symbol_count, listed, out_end, out_decisions,
+            out_symbols, out_extras, bit, lower, BITS, WIDE,
+        )  # fmt: skip
+        x, at, out, fault = _decode_round(
+            x, at, out, fault, t2, j + 2 * n, d2, s2, stream, end, table, symbol_count, listed, out_end, out_decisions,
+            out_symbols, out_extras, bit, lower, BITS, WIDE,
+        )  # fmt: skip
+        x, at, out, fault = _decode_round(
+            x, at, out, fault, t3, j + 3 * n, d3, s3, stream, end, table, symbol_count, listed, out_end, out_decisions,
             out_symbols, out_extras, bit, lower, BITS, WIDE,
         )  # fmt: skip
         d0, d1, d2, d3 = n0, n1, n2, n3

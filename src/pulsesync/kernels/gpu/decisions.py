@@ -9,9 +9,9 @@ from pulsesync.kernels.gpu.words import CHUNK, DIRECT, ROW, ROWS, load_bits, low
 @triton.jit
 def decide(
     chunk_block, first_chunk, hot_map, bitmap, offsets, before, after, hot_at, hot_change_at, rows,
-    symbols, extras, cold_positions, cold_steps, ITEM: tl.constexpr, HISTORY: tl.constexpr,
+    symbols, sizes, cold_positions, cold_steps, ITEM: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """Write the changes of hot weights among the decisions, as symbols, and their extra bits; cold ones as steps."""
+    """Write the changes of hot weights among the decisions, as symbols, and how far they go; cold ones as steps."""
     c = tl.program_id(0).to(tl.int64)
     begin = (c - tl.load(first_chunk + tl.load(chunk_block + c))) * CHUNK
     row = tl.arange(0, ROWS)
@@ -28,14 +28,14 @@ def decide(
         low = lowest_bit(words)
         old = tl.load(before + change, mask=some, other=0).to(tl.uint32)
         new = tl.load(after + change, mask=some, other=1).to(tl.uint32)
-        symbol, extra, size, falls = step_of(old, new, ITEM)
+        symbol, _, size, falls = step_of(old, new, ITEM)
         is_hot = some & ((hot & low) != 0)
         is_cold = some & ((hot & low) == 0)
         j = decision + popcount(hot & (low - 1))
         if HISTORY:
             symbol = ((symbol - 1) ^ (tl.load(rows + j, mask=is_hot, other=0) >> 15).to(tl.int32)) + 1
         tl.store(symbols + j, symbol.to(tl.uint8), mask=is_hot)
-        tl.store(extras + hot_change, extra, mask=is_hot)
+        tl.store(sizes + hot_change, size.to(tl.uint32), mask=is_hot)
         tl.store(cold_positions + cold, begin + 32 * row + popcount(low - 1), mask=is_cold)
         tl.store(cold_steps + cold, tl.where(falls, -size, size), mask=is_cold)
         words &= words - 1
@@ -73,7 +73,10 @@ def count_symbols(
 
 @triton.jit
 def _moved(old, symbol, extra, ITEM: tl.constexpr):
-    """A weight after the step that a symbol and its extra bits name, and whether there is no such step."""
+    """A weight after the step that a symbol and its extra bits name, and whether there is no such step.
+
+    The extra bits of a symbol whose size the table lists are that size.
+    """
     sign: tl.constexpr = 1 << (8 * ITEM - 1)
     full: tl.constexpr = 2 * sign - 1
     longest: tl.constexpr = DIRECT + 8 * ITEM - 4
@@ -81,7 +84,9 @@ def _moved(old, symbol, extra, ITEM: tl.constexpr):
     one = tl.full(t.shape, 1, tl.int64)
     direct = t < DIRECT
     size = tl.where(direct, t.to(tl.int64) + 1, 0)
-    size = tl.where(direct, size, extra.to(tl.int64) + (one << tl.where(direct, 0, t - (DIRECT - 3)).to(tl.int64)))
+    power = tl.where(direct | (t > longest), 0, t - (DIRECT - 3)).to(tl.int64)
+    size = tl.where(direct, size, extra.to(tl.int64) + (one << power))
+    size = tl.where(t > longest, extra.to(tl.int64), size)
     down = ((symbol - 1) & 1) != 0
     wrong = (t == longest) & ((extra != 0) | (down == ((old & sign) != 0)))
     wide = old.to(tl.int64)
@@ -91,10 +96,14 @@ def _moved(old, symbol, extra, ITEM: tl.constexpr):
 
 @triton.jit
 def land(
-    old_at, hot_starts, places, out_starts, decisions, symbols, extras, positions, before, after, faults,
+    old_at, hot_starts, places, out_starts, decisions, symbols, extras, sizes, positions, before, after, faults,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """From what was decoded to changes: position in the block, old bits, new bits. Blocks with a fault are left out."""
+    """From what was decoded to changes: position in the block, old bits, new bits. Blocks with a fault are left out.
+
+    sizes: of steps, those that the table lists.
+    """
+    listed: tl.constexpr = DIRECT + 8 * ITEM - 3  # the size class of the first of them
     b = tl.program_id(0)
     at, hot = tl.load(old_at + b), tl.load(hot_starts + b)
     begin, end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
@@ -105,8 +114,10 @@ def land(
         i = tl.load(places + hot + tl.load(decisions + j, mask=some, other=0).to(tl.int64), mask=some, other=0)
         old = load_bits(at, i.to(tl.int64), some, ITEM)
         symbol = tl.load(symbols + j, mask=some, other=1).to(tl.int32)
-        far = some & (((symbol - 1) >> 1) >= DIRECT)
-        new, wrong = _moved(old, symbol, tl.load(extras + j, mask=far, other=0), ITEM)
+        t = (symbol - 1) >> 1
+        extra = tl.load(extras + j, mask=some & (t >= DIRECT) & (t < listed), other=0)
+        extra += tl.load(sizes + t - listed, mask=some & (t >= listed), other=0)
+        new, wrong = _moved(old, symbol, extra, ITEM)
         tl.store(positions + j, i, mask=some)
         tl.store(before + j, old, mask=some)
         tl.store(after + j, new, mask=some)

@@ -35,6 +35,52 @@ def apply(
         store_bits(at, i, tl.load(values + j, mask=some, other=0), some, ITEM)
 
 
+@triton.jit
+def gather_pieces(
+    piece_at, sizes, piece_columns, piece_strides, begins, chunk_piece, first_chunk, run, ITEM: tl.constexpr
+):  # fmt: skip
+    """Copy pieces of tensors to their places in one run: program c takes one of the chunks of a piece."""
+    c = tl.program_id(0).to(tl.int64)
+    piece = tl.load(chunk_piece + c)
+    at, size, to = tl.load(piece_at + piece), tl.load(sizes + piece), tl.load(begins + piece)
+    columns, stride = tl.load(piece_columns + piece), tl.load(piece_strides + piece)
+    j = (c - tl.load(first_chunk + piece)) * CHUNK + tl.arange(0, CHUNK)
+    bits = load_bits(at, _flat(0, j, 0, columns, stride), j < size, ITEM)
+    tl.store(run + to + j, bits, mask=j < size)
+
+
+@triton.jit(do_not_specialize=["first", "steps"])
+def apply_pieces(
+    first, block_begins, first_piece, piece_begins, piece_at, piece_columns, piece_strides, change_starts, positions,
+    values, steps, ITEM: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Write changed weights of bundles where they belong in their tensors: the blocks from `first` on.
+
+    The piece that a weight is in is looked for by halves, in so many steps.
+    """
+    b = tl.program_id(0)
+    begin = tl.load(block_begins + b)
+    low, high = tl.load(first_piece + b), tl.load(first_piece + b + 1)
+    from_, end = tl.load(change_starts + first + b), tl.load(change_starts + first + b + 1)
+    for k in range(from_ + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        i = begin + tl.load(positions + j, mask=some, other=0).to(tl.int64)
+        piece = tl.zeros([SPAN], tl.int64) + low
+        stop = tl.zeros([SPAN], tl.int64) + high
+        for _ in range(steps):
+            middle = (piece + stop) // 2
+            after = tl.load(piece_begins + middle, mask=some, other=0) <= i
+            piece = tl.where(after, middle, piece)
+            stop = tl.where(after, stop, middle)
+        inside = i - tl.load(piece_begins + piece, mask=some, other=0)
+        columns = tl.load(piece_columns + piece, mask=some, other=1)
+        stride = tl.load(piece_strides + piece, mask=some, other=0)
+        inside = tl.where(stride == 0, inside, (inside // columns) * stride + inside % columns)
+        at = tl.load(piece_at + piece, mask=some, other=0)
+        store_bits(at, inside, tl.load(values + j, mask=some, other=0), some, ITEM)
+
+
 @triton.jit(do_not_specialize=["total"])
 def gather(addresses, total: tl.int64, out, ITEM: tl.constexpr, SPAN: tl.constexpr):
     """Read single weights."""
@@ -61,7 +107,7 @@ def digest_change(
     block_tile, begins, tile_start, tile_columns, tile_stride, change_starts, positions, before, after, keys, sums,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """How the sums of tiles move: of each change, every 16-bit unit times the key of its place in the tensor."""
+    """How the digest moves by the changes of each block: every 16-bit unit times the key of its place in the tensor."""
     b = tl.program_id(0)
     tile = tl.load(block_tile + b)
     begin = tl.load(begins + b)
@@ -82,8 +128,8 @@ def digest_change(
             place = (i + unit) & (CHUNK - 1)
             first += moved * tl.load(keys + place, mask=some, other=0).to(tl.uint64) * left
             second += moved * tl.load(keys + CHUNK + place, mask=some, other=0).to(tl.uint64) * right
-    tl.atomic_add(sums + 2 * tile, tl.sum(first.to(tl.int64)))
-    tl.atomic_add(sums + 2 * tile + 1, tl.sum(second.to(tl.int64)))
+    tl.atomic_add(sums + 2 * b, tl.sum(first.to(tl.int64)))
+    tl.atomic_add(sums + 2 * b + 1, tl.sum(second.to(tl.int64)))
 
 
 @triton.jit

@@ -73,11 +73,18 @@ def chunk_words(at, begin, count, ITEM: tl.constexpr):
     """A chunk as words of eight bytes: (ROWS, 4 * ITEM), 32 weights to a row; those outside are zero."""
     per: tl.constexpr = 4 * ITEM
     i = tl.arange(0, ROWS)[:, None] * per + tl.arange(0, per)[None, :]
-    words = at.to(tl.pointer_type(tl.uint64)) + begin // (8 // ITEM)
-    if count == CHUNK:
-        x = tl.load(words + i)
-    else:
-        x = tl.load(words + i, mask=i * (8 // ITEM) < count, other=0)
+    within = (8 * (at & 7)).to(tl.uint64)  # bits of the first word that are before the block
+    words = (at - (at & 7)).to(tl.pointer_type(tl.uint64)) + begin // (8 // ITEM)
+    if within == 0:
+        if count == CHUNK:
+            x = tl.load(words + i)
+        else:
+            x = tl.load(words + i, mask=i * (8 // ITEM) < count, other=0)
+    else:  # groups of bundles begin anywhere: each word is made of two, and none without a weight of the block is read
+        size = count * (8 * ITEM)
+        x = tl.load(words + i, mask=64 * i < size, other=0) >> within
+        after = tl.load(words + i + 1, mask=64 * (i + 1) < size + within.to(tl.int32), other=0)
+        x |= after << (64 - within)
     return x
 
 

@@ -1,0 +1,159 @@
+"""Bundles whose weights lie in many tensors: gathered into one run of memory by one launch, and written by another.
+
+What a launch must know of each piece is a table on the device. Its addresses are made again only when a tensor has
+moved, so that thousands of small tensors cost the host nothing while they stay.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.core.types import Tile
+from pulsesync.device.memory import INTEGERS, Tensors, cast, shared, starts_of, to_device, unsigned
+from pulsesync.kernels import cuda
+
+CHUNK = 4096  # weights that a program copies; as kernels/cuda.py has it
+KEPT = 8  # tables of addresses
+
+
+class PieceTable:
+    """What a launch must know of some pieces beside their addresses.
+
+    Args:
+        begins: Where each begins in the run.
+        geometry: Of each, its weights, columns, and weights from row to row; 0 for these: it lies in a row.
+        device: Where the tables are.
+    """
+
+    def __init__(
+        self,
+        begins: NDArray[np.int64],
+        geometry: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        device: torch.device,
+    ) -> None:
+        sizes, columns, strides = geometry
+        chunks = -(-sizes // CHUNK)
+        self.begins, self.sizes = to_device(begins, device), to_device(sizes, device)
+        self.columns, self.strides = to_device(columns, device), to_device(strides, device)
+        self._chunk_piece = to_device(np.repeat(np.arange(chunks.size, dtype=np.int32), chunks), device)
+        self._first_chunk = to_device(starts_of(chunks), device)
+
+    def gather(self, at: torch.Tensor, run: torch.Tensor, in_a_row: bool = False) -> None:
+        """Copy the pieces at some addresses to their places in a run; in_a_row: all of them lie in a row there."""
+        cuda.gather_pieces[(self._chunk_piece.numel(),)](
+            shared(at), shared(self.sizes), shared(self.columns),
+            torch.zeros_like(self.strides) if in_a_row else shared(self.strides), shared(self.begins),
+            shared(self._chunk_piece), shared(self._first_chunk), unsigned(run), ITEM=run.element_size(),
+        )  # fmt: skip
+
+
+class Pieces:
+    """The pieces of bundles, in the tensors of a process.
+
+    Args:
+        tiles: The bundles.
+        places: The same, with the pieces in the tensors here, of those groups that are kept.
+        device: Where the work is done.
+    """
+
+    def __init__(self, tiles: Sequence[Tile], places: Sequence[Tile], device: torch.device) -> None:
+        self.device, spec = device, tiles[0].tensor
+        self._itemsize, self._dtype = spec.kind.itemsize, spec.dtype
+        self.starts = starts_of(np.array([-(-tile.size // 8) * 8 for tile in tiles], np.int64))  # of tiles in the run
+        self._partial = any(tile.kept is not None for tile in tiles)
+        some = [piece for place in places for piece in place.pieces]
+        self.names = [piece.tensor.name for piece in some]
+        self.begins = np.concatenate([at + piece_begins(tile) for tile, at in zip(tiles, self.starts, strict=False)])
+        self._starts = np.array([piece.start for piece in some], np.int64)
+        self._geometry = (
+            np.array([piece.size for piece in some], np.int64),
+            np.array([piece.columns for piece in some], np.int64),
+            np.array([0 if piece.contiguous else piece.tensor.columns for piece in some], np.int64),
+        )
+        self._found: dict[tuple[object, int], _Found] = {}
+
+    @cached_property
+    def table(self) -> PieceTable:
+        """All of them."""
+        return self._table(np.arange(len(self.names)))
+
+    def _table(self, numbers: NDArray[np.int64]) -> PieceTable:
+        sizes, columns, strides = (column[numbers] for column in self._geometry)
+        return PieceTable(self.begins[numbers], (sizes, columns, strides), self.device)
+
+    def gather(self, flats: Mapping[str, torch.Tensor], itemsize: int) -> torch.Tensor:
+        """The weights of all bundles, one after the other, each from a multiple of 8 weights on.
+
+        Masters are cast, unless itemsize is theirs. Of groups that are not kept the weights are zeros.
+        """
+        plain, masters, _memory = self._locate(flats, itemsize)  # of copies, held until they are read
+        new = torch.zeros if self._partial else torch.empty
+        run = new(int(self.starts[-1]), dtype=INTEGERS[itemsize], device=self.device)
+        if plain is not None:
+            plain.table.gather(plain.at, run)
+        if masters is None:
+            return run
+        wide = torch.empty(run.numel(), dtype=torch.int32, device=self.device)
+        masters.table.gather(masters.at, wide)
+        narrow = cast(wide, self._dtype)
+        if plain is None:
+            return narrow
+        masters.table.gather(masters.table.begins * itemsize + narrow.data_ptr(), run, in_a_row=True)
+        return run
+
+    def _locate(self, flats: Mapping[str, torch.Tensor], itemsize: int) -> "_Found":
+        """Where the pieces are that are gathered as they are, and those that are cast."""
+        place, masters = (flats.place, flats.masters) if isinstance(flats, Tensors) else (None, {})
+        key = (place, itemsize)
+        if place is not None and (known := self._found.get(key)) is not None:
+            return known
+        memory = [flats[name] for name in self.names]
+        at = self.addresses(memory, itemsize)
+        wide = np.array([itemsize == self._itemsize and name in masters for name in self.names], np.bool_)
+        at[wide] += (4 - itemsize) * self._starts[wide]
+        found = _Found(self._at(at, ~wide), self._at(at, wide))
+        if place is None:
+            return found._replace(memory=memory)
+        for old in list(self._found)[: len(self._found) - KEPT + 1]:
+            self._found.pop(old, None)
+        self._found[key] = found
+        return found
+
+    def addresses(self, flats: Sequence[torch.Tensor], itemsize: int) -> NDArray[np.int64]:
+        """Where each piece begins, given the tensor that it is in."""
+        at: NDArray[np.int64] = np.array([flat.data_ptr() for flat in flats], np.int64) + self._starts * itemsize
+        return at
+
+    def _at(self, at: NDArray[np.int64], some: NDArray[np.bool_]) -> "_Located | None":
+        numbers = np.flatnonzero(some)
+        if not numbers.size:
+            return None
+        return _Located(self.table if some.all() else self._table(numbers), to_device(at[numbers], self.device))
+
+
+class _Located(NamedTuple):
+    """Some pieces, and where they are."""
+
+    table: PieceTable
+    at: torch.Tensor
+
+
+class _Found(NamedTuple):
+    """Where pieces were found: those that are as they are published, those of masters, and the memory they are in."""
+
+    plain: _Located | None
+    masters: _Located | None
+    memory: Sequence[torch.Tensor] = ()  # not where the place of the tensors is known: those hold it who have them
+
+
+def piece_begins(tile: Tile) -> NDArray[np.int64]:
+    """Where the pieces of a bundle begin in it: of those groups that are kept."""
+    begins = starts_of(np.array([piece.size for piece in tile.pieces], np.int64))[:-1]
+    if tile.kept is None:
+        return begins
+    groups = np.searchsorted(tile.borders, begins, "right") - 1
+    return begins[np.isin(groups, tile.kept)]
