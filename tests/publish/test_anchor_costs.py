@@ -111,7 +111,6 @@ def three_tiles() -> dict[str, Any]:
 @pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "PART_BYTES", 1)
-    monkeypatch.setattr(anchors, "MAX_INLINE_BYTES", 0)
     store, arrived = Watched(), threading.Event()
     waited: list[Any] = []
     store.after = lambda verb, key: arrived.set() if verb == "put" and key.startswith("parts/") else None
