@@ -123,7 +123,6 @@ def test_parts_are_uploaded_while_the_next_ones_are_encoded(tmp_path: Path, monk
         return encode(*args)
 
     monkeypatch.setattr(anchors, "_encode_part", second_waits)
-    rng = np.random.default_rng(0)
     with Publisher(store, spool=tmp_path) as publisher:
         publisher.publish(three_tiles())
     assert len(waited) == 3
