@@ -110,6 +110,7 @@ def test_a_run_is_byte_for_byte_that_of_the_host(
     assert equal(read(store, versions - 1, states[-1]), states[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", ["BF16", "F16", "F8_E4M3"])
 @pytest.mark.parametrize("alone", [True, False], ids=["masters alone", "beside others"])
 def test_masters_in_a_bundle_are_cast_as_on_the_host(cast: str, alone: bool, device: str, many_lanes: None) -> None:
@@ -137,6 +138,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["device", "host"])
 def test_a_publisher_that_begins_again_takes_up_the_run_with_its_history(
     keep: Keep, device: str, many_lanes: None
@@ -165,6 +167,7 @@ def worker_of(device: str) -> Model:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["history", "context", "gap", "dense"])
 def test_a_worker_follows_goes_back_and_verifies(codec: CodecName, device: str, many_lanes: None) -> None:
     store, states = published("host", 4, codec=codec)
@@ -180,6 +183,7 @@ def test_a_worker_follows_goes_back_and_verifies(codec: CodecName, device: str, 
         worker.verify(weights)
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_some_experts_follows_their_groups_alone(device: str, many_lanes: None) -> None:
     store, states = published("host", 4, codec="history")
     slices: dict[str, Slice | None] = {"layers.1.*": Slice(), "*": None}
@@ -280,6 +284,7 @@ def train_plain_(weights: Model, step: int) -> None:
     train_({**weights, "turned": torch.zeros(5, 4, dtype=torch.bfloat16).t()}, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["device", "host", "hook"])
 def test_a_source_that_stays_costs_a_publisher_no_views_and_no_tables(
     keep: Keep, device: str, work: list[str], many_lanes: None
@@ -312,6 +317,7 @@ def test_a_source_that_stays_costs_a_worker_no_views_and_no_tables(
     assert counts[3:] == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["device", "hook"])
 def test_a_source_that_moves_is_found_where_it_is(keep: Keep, device: str, many_lanes: None) -> None:
     stores = MemoryStore(), MemoryStore()
@@ -332,6 +338,7 @@ def test_a_source_that_moves_is_found_where_it_is(keep: Keep, device: str, many_
     assert objects(stores[0]) == objects(stores[1])
 
 
+@pytest.mark.slow
 def test_a_worker_whose_tensors_moved_is_synced_where_they_are(device: str) -> None:
     store, states = published("host", 3, codec="gap")
     weights = worker_of(device)
@@ -345,6 +352,7 @@ def test_a_worker_whose_tensors_moved_is_synced_where_they_are(device: str) -> N
         assert equal({"x": left}, {"x": states[1]["layers.1.up"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["device", "host"])
 def test_nothing_keeps_the_weights_of_a_source_alive(keep: Keep, device: str) -> None:
     weights = plain(device)
@@ -375,6 +383,7 @@ def launches_for(layers: int, device: str, launches: list[str]) -> list[str]:
     return list(launches)
 
 
+@pytest.mark.slow
 def test_more_tensors_take_no_more_launches(device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = count_launches(monkeypatch)
     with on(device):

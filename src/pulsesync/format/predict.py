@@ -25,8 +25,7 @@ from pulsesync.format.weights import Weights
 PREDICTING = (Codec.CONTEXT, Codec.HISTORY)  # codecs that read all old weights of a tile; others, those that change
 
 
-KEPT_SHARE = 4  # weights of the tiles that are coded, for each byte of decisions that is kept until they are
-MOST_KEPT = 1 << 28  # bytes of them in all
+MOST_KEPT = 1 << 28  # bytes of decisions that are kept until they are coded; and no more than one for each weight
 
 
 class CodedTile(NamedTuple):
@@ -148,7 +147,8 @@ def _count(
 
     mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
     everyone: list[NDArray[np.int64]] = []
-    room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans) // KEPT_SHARE)]  # bytes of rows
+    room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans))]  # bytes of rows
+    lock = threading.Lock()
 
     def count(job: _Job, counts: NDArray[np.int64]) -> tuple[context.Decisions, Remembered]:
         plan, number = job
@@ -162,8 +162,10 @@ def _count(
             mine.counts = contexts.empty()
             everyone.append(mine.counts)
         decisions, remembered = count(job, mine.counts)
-        room[0] -= decisions.rows.nbytes
-        if room[0] >= 0:
+        with lock:
+            room[0] -= decisions.rows.nbytes
+            kept = room[0] >= 0
+        if kept:
             return (lambda: decisions), remembered
         return (lambda: count(job, contexts.empty())[0]), remembered
 

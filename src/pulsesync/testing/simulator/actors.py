@@ -31,7 +31,7 @@ class TensorSet:
 
     arrays: dict[str, tuple[Any, tuple[int, ...]]]  # dtype and shape
     alias: str | None  # a second name of the first tensor
-    layout: Layout  # uncut: digests are the same for every grid
+    layout: Layout  # uncut
 
     @classmethod
     def draw(cls, rng: random.Random) -> "TensorSet":
@@ -70,8 +70,9 @@ class TensorSet:
     def content(self, arrays: Arrays) -> Content:
         return {name: arrays[name].tobytes() for name in self.arrays}
 
-    def digest(self, arrays: Arrays) -> str:
-        return HostState.attach({name: arrays[name] for name in self.arrays}, self.layout).digest
+    def digest(self, content: Content, layout: Layout) -> str:
+        """The digest of weights in a layout: bundles count, cuts do not."""
+        return HostState.attach(self.new(content, "absent"), layout).digest
 
 
 def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

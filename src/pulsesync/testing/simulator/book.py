@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
+from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import Manifest, RecordKind
+from pulsesync.run import keys
 from pulsesync.store import Store
-from pulsesync.testing.simulator.actors import Content
+from pulsesync.testing.simulator.actors import Content, TensorSet
 from pulsesync.testing.simulator.invariants import Fail, Invariant
 from pulsesync.testing.simulator.line import RECORDS
 
@@ -19,21 +21,27 @@ class PublishLog:
     """
 
     def __init__(
-        self, store: Store, trust: str | None, epoch_patches: int, note: Callable[[str], None], fail: Fail
+        self,
+        store: Store,
+        model: TensorSet,
+        trust: str | None,
+        epoch_patches: int,
+        note: Callable[[str], None],
+        fail: Fail,
     ) -> None:
         self.records: list[Manifest] = []  # every version that ever was
         self.contents: list[Content] = []  # of each version
         self.ordinals: list[int] = []  # of each version: the last call that can have led to it
-        self._store, self._trust, self._note, self._fail = store, trust, note, fail
+        self._store, self._model, self._trust, self._note, self._fail = store, model, trust, note, fail
         self._epoch_patches = epoch_patches
-        self._published: dict[str, list[tuple[int, int, Content]]] = {}  # digest -> number of the call, step, weights
+        self._published: dict[int, list[tuple[int, Content]]] = {}  # step -> number of the call, weights
         self._calls = 0
         self._parsed: dict[bytes, Manifest] = {}
 
-    def add_call(self, digest: str, step: int, content: Content) -> int:
-        """Remember what is published, by its digest: that is how a version is known for what it is."""
+    def add_call(self, step: int, content: Content) -> int:
+        """Remember what is published."""
         self._calls += 1
-        self._published.setdefault(digest, []).append((self._calls, step, content))
+        self._published.setdefault(step, []).append((self._calls, content))
         return self._calls
 
     def add_version(self, data: bytes) -> None:
@@ -42,11 +50,16 @@ class PublishLog:
         version, last = record.version, self.records[-1] if self.records else None
         if reason := self._out_of_order(record, last):
             self._fail(Invariant.VERSION_ORDER, f"version {version} {reason}")
-        calls = [call for call in self._published.get(record.digest, []) if call[1] == record.step]
+        layout = layouts.parse(self._store.get(keys.layout_key(record.layout)), record.layout)
+        calls = [
+            (number, content)
+            for number, content in self._published.get(record.step, ())
+            if self._model.digest(content, layout) == record.digest
+        ]
         if not calls:
             self._fail(Invariant.PUBLISHED_STATE, f"version {version} was not published at step {record.step}")
         self.records.append(record)
-        self.contents.append(calls[-1][2])
+        self.contents.append(calls[-1][1])
         self.ordinals.append(calls[-1][0])
         self._note(f"version {version}: epoch {record.epoch}, index {record.index}")
 

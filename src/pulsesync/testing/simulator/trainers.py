@@ -128,7 +128,7 @@ def _go_on(world: World, trainer: SimulatedTrainer) -> None:
 
 def _note_call(world: World, trainer: SimulatedTrainer) -> tuple[Content, int]:
     content = world.model.content(trainer.weights)
-    return content, world.book.add_call(world.model.digest(trainer.weights), trainer.step, content)
+    return content, world.book.add_call(trainer.step, content)
 
 
 def on_train(world: World) -> str:

@@ -76,7 +76,7 @@ class World:
         self.base = self.model.content(self.model.arbitrary(self.noise))
         self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
         self.epoch_patches = self.rng.choice([2, 3, 4])
-        self.book = PublishLog(self.truth, self.trust, self.epoch_patches, self.note, self.fail)
+        self.book = PublishLog(self.truth, self.model, self.trust, self.epoch_patches, self.note, self.fail)
         self.ledger = Ledger(self.truth, self.book.add_version, self.fail)
         self.replayed: dict[str, History | None] = {}  # records that were checked, and the history after each
         self.trainers: list[SimulatedTrainer] = []
