@@ -14,8 +14,8 @@ class Invariant(StrEnum):
 
     # Workers
     WORKER_WEIGHTS = (
-        "a worker has the weights of the version it reports; if it reports none any more, whole ones of any version; one "
-        "that never reported one is still joining, and nothing is claimed of its weights"
+        "a worker has the weights of the version it reports; if it reports none any more, whole ones of any version; "
+        "one that never reported any is still joining, and nothing is claimed of its weights"
     )
     TIED_TENSORS = "tensors that are tied in the run are equal in a worker"
     SYNC_REPORT = "sync and resume report what the worker then has, which is what was asked for and no older version"
