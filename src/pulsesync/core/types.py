@@ -131,7 +131,8 @@ class Tile:
     @cached_property
     def stream_sizes(self) -> list[int]:
         """How many weights each of them has."""
-        return np.diff(self.borders).tolist()
+        sizes: list[int] = np.diff(self.borders).tolist()
+        return sizes
 
     def streams(self, number: int) -> slice:
         """Which of them are in a block."""
