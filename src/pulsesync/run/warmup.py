@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from pulsesync.core.types import TensorSpec
+from pulsesync.core.types import BlockChange, TensorSpec
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.state.host import HostState
@@ -33,4 +33,13 @@ def warm_up(dtype: str = "BF16") -> float:
     smooth = (np.arange(spec.size) % 29 << 7).astype(spec.kind.bits)  # exponents that are packed, as those of weights
     whole = patch.encode_whole(state.layout, state.layout.tiles, {"w": smooth}, state.sums)
     patch.decode(whole.data, state.layout, {"w": old})
+    _warm_up_bundles(dtype)
     return time.perf_counter() - began
+
+
+def _warm_up_bundles(dtype: str) -> None:
+    """Gather two small tensors and write to them, as a worker does."""
+    pair = layout.bundle(layout.make([TensorSpec(name, dtype, (40,)) for name in "ab"]))
+    held, (tile,) = HostState(pair, {spec.name: np.zeros(40, spec.kind.bits) for spec in pair.tensors}), pair.tiles
+    old = held.block(tile, 0)[30:50]
+    held.write_change(tile.ordinal, BlockChange(0, np.arange(30, 50, dtype=np.uint32), old, old))

@@ -85,6 +85,7 @@ def test_real_bytes_are_those_of_the_parts(store: MemoryStore) -> None:
     assert real == [record.size_bytes for record in versions.records if record.base]
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 @pytest.mark.parametrize("codec", ["gap", "context", "auto"])
 def test_headers_alone_give_the_same_counts(store: MemoryStore, codec: str) -> None:
     counts = train(store, codec=codec)
@@ -121,6 +122,7 @@ def test_of_a_run_in_several_dtypes_it_is_told_what_is_cast(store: MemoryStore) 
     assert [full_bytes(one) for one in (replayed, counted)] == [18_000, 18_024]
 
 
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
 def test_headers_need_no_anchor(store: MemoryStore) -> None:
     counts = train(store)
     for entry in list(store.list("anchors/")):
