@@ -93,7 +93,7 @@ def test_neither_end_compiles_after_the_third_version(
     device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "COPIES", 1 << 15)  # so that the number of copies falls from the first patch on
-    trainer = Trainer(device, [(torch.bfloat16, 600), (torch.bfloat16, 400)])
+    trainer = Trainer(device, [(torch.bfloat16, 600), (torch.bfloat16, 400), (torch.float16, 500)])
     assert follow(trainer, 2, compiled, epoch_patches=4) == []
     assert {one.kernel for one in compiled} == set(cuda.__all__)
 
