@@ -98,8 +98,9 @@ def one_tensor_remembered(times: Any, index: int) -> Any:
     rng = np.random.default_rng(SEED)
 
     def older(block: Any) -> Any:
-        some = rng.integers(1, index - 1, block.size, np.uint8, endpoint=True)
-        return np.where(block & 0x7F, some | block & 0x80, 0).astype(np.uint8)
+        last = block.last
+        some = rng.integers(1, index - 1, last.size, np.uint8, endpoint=True)
+        return block._replace(last=np.where(last & 0x7F, some | last & 0x80, 0).astype(np.uint8))
 
     return replace(tile, blocks=tuple(map(older, tile.blocks)))
 
@@ -125,7 +126,7 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
 
     history = History(point.index - 1)
     if tile:  # all tensors are alike, and so is what is remembered of them
-        tiles = {n: replace(tile, blocks=tuple(b.copy() for b in tile.blocks)) for n in range(len(names))}
+        tiles = {n: replace(tile, blocks=tuple(b._replace(last=b.last.copy()) for b in tile.blocks)) for n in range(len(names))}
         history = History(point.index - 1, tiles)
     worker.history = history
     out = encode(point, worker, new, folder) if what == "encode" else decode(worker, folder)
