@@ -126,7 +126,10 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
 
     history = History(point.index - 1)
     if tile:  # all tensors are alike, and so is what is remembered of them
-        tiles = {n: replace(tile, blocks=tuple(b._replace(last=b.last.copy()) for b in tile.blocks)) for n in range(len(names))}
+        tiles = {
+            n: replace(tile, blocks=tuple(b._replace(last=b.last.copy()) for b in tile.blocks))
+            for n in range(len(names))
+        }
         history = History(point.index - 1, tiles)
     worker.history = history
     out = encode(point, worker, new, folder) if what == "encode" else decode(worker, folder)
