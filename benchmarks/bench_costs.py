@@ -94,7 +94,7 @@ def experts(layers: int = 48, count: int = 128, rows: int = 50, columns: int = 1
 
 
 def sized(millions: int) -> dict[str, tuple[int, ...]]:
-    """Matrices of four million weights, and so many of them."""
+    """As many matrices of four million weights as make this many millions."""
     return {f"layers.{n}.w": (2000, 2000) for n in range(millions // 4)}
 
 

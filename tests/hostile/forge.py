@@ -745,7 +745,6 @@ class Victim:
         self.store.forged = {}
         self.held = self._memory_with(self.target.before)
         self.subscriber = Subscriber(self.store, trust=self.target.trust)
-        self.subscriber.reported = ("", 0, 0)  # it was at a version once: an anchor is checked before it is written
         self.state, self.kept, self.remembered = None, None, None
 
     def take_back(self) -> None:

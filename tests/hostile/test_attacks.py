@@ -2715,31 +2715,3 @@ except PulseError:
 def test_weights_that_somebody_else_wrote_are_noticed_and_not_a_crash() -> None:
     done = subprocess.run([sys.executable, "-c", DRIFT], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
-
-
-# -- joiners -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [case for case in ATTACKS if case.on == "anchor"], ids=lambda case: case.name)
-def test_a_joiner_has_no_version_after_an_attack_and_joins_afterwards(case: Attack) -> None:
-    """Its weights are written while the anchor is checked, and mean nothing until all of it was."""
-    target = victim(case.on)
-    version = target.target.version.copy()
-    objects = case.spoil(version)
-    if objects is None:
-        for part in version.parts:
-            if case.fit and isinstance(part, Part):
-                part.fit()
-        objects = version.objects()
-    target.subscriber.reported = None
-    try:
-        error = target.feed(objects)
-        if case.end == RIGHT:
-            assert target.accepted_the_right_state()
-        else:
-            assert type(error) is case.end, f"{type(error).__name__}: {error}"
-            assert target.subscriber.version is None
-        assert target.feed(target.target.version.objects()) is None
-        assert target.accepted_the_right_state()
-    finally:
-        target.reset()

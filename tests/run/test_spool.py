@@ -237,10 +237,12 @@ FEW_DESCRIPTORS = """
 import resource, sys
 import numpy as np
 from pulsesync import Publisher, Subscriber
+from pulsesync.format import layout
 from pulsesync.publish import anchors
+from pulsesync.run import bodies
 from pulsesync.store import MemoryStore
 
-anchors.PART_BYTES = 1
+layout.SMALL, bodies.INLINE_BYTES, anchors.PART_BYTES = 0, 0, 1
 weights = {f"t{n}": np.full(4, n, np.float32) for n in range(200)}
 store = MemoryStore()
 with Publisher(store) as publisher:

@@ -702,12 +702,11 @@ def test_a_worker_that_dies_while_it_loads_goes_on_from_its_spool(
 ) -> None:
     store, states = run_of(3)
 
-    def half(state: HostState, manifest: Any, parts: Any) -> None:
-        first, *_ = parts
-        state.write_blocks(state._blocks_of(first))
+    def half(state: HostState, staged: StagedBlocks, sums: Any) -> None:
+        state.write_blocks(staged.blocks[:1])
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "join_whole", half)
+    monkeypatch.setattr(HostState, "load_whole", half)
     held = worker()
     with pytest.raises(MemoryError):
         Subscriber(store, cache=tmp_path).sync(held)
@@ -724,11 +723,11 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
     store, states = run_of(3)
     sub, held = Subscriber(store), worker()
 
-    def half(state: HostState, manifest: Any, parts: Any) -> None:
-        state.write_blocks(state._blocks_of(next(parts)))
+    def half(state: HostState, staged: StagedBlocks, sums: Any) -> None:
+        state.write_blocks(staged.blocks[:1])
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "join_whole", half)
+    monkeypatch.setattr(HostState, "load_whole", half)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -840,7 +839,8 @@ def test_an_anchor_that_does_not_all_arrive_leaves_the_weights_of_a_version(
     assert equal(held, states[0])
 
 
-def test_a_joiner_whose_download_fails_has_no_version_and_is_told_why(many_parts: None) -> None:
+@pytest.mark.usefixtures("a_tile_for_each_tensor")
+def test_a_joiner_whose_download_fails_keeps_its_weights_and_is_told_why(many_parts: None) -> None:
     store, states = run_of(1)
     *_, last = parts_of(store, keys.anchor_key(0))
     store.fail_at(last)
@@ -848,6 +848,7 @@ def test_a_joiner_whose_download_fails_has_no_version_and_is_told_why(many_parts
     with pytest.raises(StoreError):
         sub.sync(held)
     assert sub.version is None
+    assert equal(held, worker())
     with pytest.raises(VerificationError, match="nothing has been synced"):
         sub.verify()
     store.fail_at()
@@ -855,7 +856,7 @@ def test_a_joiner_whose_download_fails_has_no_version_and_is_told_why(many_parts
     assert equal(held, states[0])
 
 
-def test_a_joiner_reads_each_part_once_and_writes_nothing_to_disk(
+def test_a_joiner_reads_each_part_once_and_keeps_none_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

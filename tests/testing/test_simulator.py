@@ -27,7 +27,6 @@ from pulsesync.errors import (
     StoreError,
 )
 from pulsesync.format import signature
-from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
@@ -190,7 +189,7 @@ def test_ranks_that_never_stop_meeting_end_the_schedule() -> None:
 
 @pytest.mark.slow
 def test_teams_publish_in_parts_die_and_miss_gathers_and_resume_the_run() -> None:
-    simulators = [RunSimulator(seed, teams=1.0) for seed in range(5)]
+    simulators = [RunSimulator(seed, teams=1.0) for seed in range(8)]
     faults = sum((simulator.run().faults for simulator in simulators), Counter[str]())
     assert min(faults["crash"], faults["missed"]) > 3
     patches = [record for simulator in simulators for record in simulator.records if record.base]
@@ -379,7 +378,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 
 SUBSCRIBER_COMMIT, RESUME, GOAL = Subscriber._commit, Subscriber.resume, Subscriber._goal
-STATE_COMMIT, PREPARE, SPAN_THEN = HostState.commit, HostState.prepare, _Span.then
+STATE_COMMIT, PREPARE, SPAN_THEN = HostState.commit, HostState._prepare, _Span.then
 WRITE, CREATE, ADVANCE, PUT = RunWriter.write, RunWriter._create, RunWriter._advance, RunWriter._put
 NEXT_RECORD = commit.next_record
 CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
@@ -466,12 +465,12 @@ def take_a_pruned_run_for_another(
 
 
 def write_before_the_path_was_checked(
-    self: HostState, manifest: Manifest, parts: Sequence[bytes | memoryview | Body], after: AnyTransition | None = None
-) -> AnyTransition:
-    transition = PREPARE(self, manifest, parts, after)
-    for (ordinal, _), change in transition.changes.items():
+    self: HostState, versions: Any, changes: Any, sums: Any, history: Any, checking: Any
+) -> Any:
+    changes, *rest = PREPARE(self, versions, changes, sums, history, checking)
+    for (ordinal, _), change in changes.items():
         self.write_change(ordinal, change)
-    return transition
+    return changes, *rest
 
 
 def commit_without_rollback(self: HostState, transition: AnyTransition) -> AnyTransition:
@@ -646,7 +645,7 @@ FAULTS = [
     PlantedFault(Subscriber, "_goal", go_to_the_newest_version_instead, Invariant.SYNC_REPORT),
     PlantedFault(RunReader, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN),
     PlantedFault(RunReader, "newest", believe_the_head, Invariant.PROGRESS),
-    PlantedFault(LiveState, "prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
+    PlantedFault(LiveState, "_prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS),
     PlantedFault(LiveState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS),
     PlantedFault(LiveState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE),
     PlantedFault(HostState, "write_change", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS),

@@ -5,8 +5,7 @@
     for report in sub.watch(model): ...           # to each version as it comes
 
 Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
-deep. The pause, in which the weights are not to be used, is the commit at the end alone. Only the first anchor of a
-joiner, whose weights are at no version yet, is written while it arrives.
+deep. The pause, in which the weights are not to be used, is the commit at the end alone.
 """
 
 import logging
@@ -340,10 +339,8 @@ class Subscriber:
                 followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
                 FormatError, ChainError, StoreError, VerificationError.
                 The weights are then at the version they had, or at the last one that was wholly committed, and the same
-                call can be repeated. There are two exceptions. Before the first sync has succeeded, the weights are at
-                no version, and an anchor is written into them as it arrives: after an error they may be partly written.
-                And a VerificationError with `torn=True` means that loading an anchor failed halfway, and the weights
-                are between two versions. Do not use them until a sync succeeds.
+                call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
+                halfway, and the weights are between two versions. Do not use them until a sync succeeds.
         """
         with self._working():
             self._syncs += 1
@@ -738,12 +735,11 @@ class Subscriber:
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
         """Bring an anchor in.
 
-        Weights that this subscriber has brought to a version stay as they are until all of the anchor has arrived and
-        was checked; what differs from them waits on disk, and then nothing can stop it. Weights that never were at a
-        version are written while the parts arrive and are checked: there is nothing to protect. Each part is read once.
+        The weights stay as they are until all of the anchor has arrived and was checked; what differs from them waits
+        on disk, and then nothing can stop it. Each part is fetched, hashed and decoded once.
         """
         assert self._state is not None
-        state, joining = self._state, self._position is None and self.reported is None
+        state = self._state
         folder = self._cache / "anchors" if self._cache is not None else None
         with ExitStack() as stack:
             spool = stack.enter_context(closing(AnchorSpool(folder))) if folder is not None else None
@@ -752,29 +748,15 @@ class Subscriber:
             else:
                 wanted = None if state.whole else state.places.keys()
                 parts = stream_bodies(self._origin, anchor.parts, state.layout, wanted)
-            arriving = progress.waited_for(parts)
-            if joining:
-                self._forget()  # what was counted of the weights is no longer true
+            with progress.timed("prepare"):
+                staged = stack.enter_context(StagedBlocks(folder))
+                sums = state.check_whole(anchor, progress.waited_for(parts), staged)
+            with progress.timed("apply"):
+                self._forget()
                 try:
-                    with progress.timed("apply"):
-                        state.join_whole(anchor, arriving)
-                except BaseException:
-                    logger.error(
-                        "Joining failed while the anchor of version %d was being written. The weights are at no "
-                        "version: do not use them until a sync succeeds.",
-                        anchor.version,
-                    )
-                    raise
-            else:
-                with progress.timed("prepare"):
-                    staged = stack.enter_context(StagedBlocks(folder))
-                    sums = state.check_whole(anchor, arriving, staged)
-                with progress.timed("apply"):
-                    self._forget()
-                    try:
-                        finish(lambda: state.load_whole(staged, sums))
-                    finally:
-                        progress.torn = state.torn
+                    finish(lambda: state.load_whole(staged, sums))
+                finally:
+                    progress.torn = state.torn
             self._state = state
             self._move_to(anchor)
             progress.changed += sum(len(flat) for flat in state.flats.values())

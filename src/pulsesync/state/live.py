@@ -540,7 +540,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
         """Write the parts of an anchor into the weights as they come, and check them on the way: one pass in all.
 
-        For weights that are no version yet: if this fails halfway, `torn` stays True, and they are nothing at all.
+        For memory that nobody reads meanwhile: if this fails halfway, `torn` stays True, and the weights are of no use.
 
         Raises:
             as `check_whole`.

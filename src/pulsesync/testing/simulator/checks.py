@@ -78,7 +78,7 @@ def check_worker(world: World, worker: SimulatedWorker) -> None:
         alias = worker.weights.get(world.model.alias or "")
         if alias is not None and alias.tobytes() != now["embed"]:
             world.fail(Invariant.TIED_TENSORS, f"{world.model.alias!r} of {worker.name} differs from 'embed'")
-    elif worker.subscriber and worker.subscriber.reported and now != worker.last and now not in world.book.contents:
+    elif now != worker.last and now not in world.book.contents:
         world.fail(Invariant.WORKER_WEIGHTS, f"{worker.name} reports no version, and its weights are of none")
     worker.last = now
 

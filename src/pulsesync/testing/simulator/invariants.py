@@ -13,10 +13,7 @@ class Invariant(StrEnum):
     """What is checked after every event, and at the end of a schedule."""
 
     # Workers
-    WORKER_WEIGHTS = (
-        "a worker has the weights of the version it reports; if it reports none any more, whole ones of any version; "
-        "one that never reported any is still joining, and nothing is claimed of its weights"
-    )
+    WORKER_WEIGHTS = "a worker has the weights of the version it reports; if it reports none, whole ones of any version"
     TIED_TENSORS = "tensors that are tied in the run are equal in a worker"
     SYNC_REPORT = "sync and resume report what the worker then has, which is what was asked for and no older version"
     VERIFIED_WEIGHTS = "verify succeeds only if the weights are those of the version"
