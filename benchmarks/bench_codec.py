@@ -143,7 +143,7 @@ class Ours:
             history=history if self.remembers else None,
         )
         sums = {**self._sums, **part.sums}
-        state = digest.state_digest(self.layout.tiles, sums)
+        state = digest.state_digest(self.layout.tables, sums.values())
         later = history.after(part.patches, before)
         manifest = Manifest(
             run="0" * 32,

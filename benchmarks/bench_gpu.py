@@ -216,7 +216,7 @@ class Bench:
         part, transition = difference.encode(self.last, codec)
         self.data = part.data
         history = transition.history.digest() if transition.history.tiles else None
-        state = digest.state_digest(self.state.layout.tiles, transition.sums)
+        state = digest.state_digest(self.state.layout.tables, transition.sums.values())
         manifest = next_record(self.last, 1, (PartRef(part.id, len(part.data)),), state, history, None, ())
         return manifest, Body.of(self.data, self.state.layout), difference
 

@@ -155,7 +155,7 @@ def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict
         codec=point.codec,
         history=before if before.tiles else None,
     )
-    after = digest.state_digest(layout.tiles, {**worker.sums, **part.sums})
+    after = digest.state_digest(layout.tables, {**worker.sums, **part.sums}.values())
     later = before.after(part.patches, worker.flats)
     manifest = Manifest(
         run="0" * 32,

@@ -176,7 +176,7 @@ class Writer:
 
     @property
     def digest(self) -> str:
-        return digest.state_digest(self.layout.tiles, self.sums)
+        return digest.state_digest(self.layout.tables, self.sums.values())
 
     def root(self) -> Manifest:
         """The state as it is, as a version that nothing leads to: it begins an epoch."""

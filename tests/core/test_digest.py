@@ -1,4 +1,6 @@
 import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -11,6 +13,7 @@ from pulsesync.core.types import DTYPES, Bits, Sum, TensorSpec
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
+from pulsesync.format.layout import Layout
 from pulsesync.testing import mutate, random_bits
 from pulsesync.testing.backends import use_kernels
 from tests.helpers import FLOATS, changed_state, count_sums, densities, encode, random_layout, random_state, seeds
@@ -25,22 +28,37 @@ def mix(z: int) -> int:
     return z ^ z >> 31
 
 
-def key(index: int, word: int) -> int:
-    """The key of a unit's place, straight from format.md."""
-    golden, chunk, place = 0x9E3779B97F4A7C15, index // 4096, index % 4096
+def table_of(spec: TensorSpec) -> bytes:
+    """Name, dtype and shape of a tensor, straight from format.md."""
+    head = len(spec.name).to_bytes(4, "little") + spec.name.encode() + bytes([spec.kind.code, len(spec.shape)])
+    return head + b"".join(n.to_bytes(8, "little") for n in spec.shape)
+
+
+def key(offset: int, index: int, word: int) -> int:
+    """The key of a unit by its tensor's offset and its index there, straight from format.md."""
+    golden, chunk, place = 0x9E3779B97F4A7C15, offset + index // 4096, index % 4096
     a = mix(0x706C616365000000 + word + (place + 1) * golden) >> 32 | 1
     b = mix(0x70756C7365000000 + word + chunk * golden) | 1
     return a * b
 
 
-def by_hand(bits: Bits) -> Sum:
+def by_hand(spec: TensorSpec, bits: Bits) -> Sum:
+    offset = int.from_bytes(hashlib.sha256(table_of(spec)).digest()[:8], "little")
     units = (bits if bits.itemsize == 1 else bits.view(np.uint16)).tolist()
-    return Sum(*(sum(u * key(i, word) for i, u in enumerate(units)) & MASK for word in (1, 2)))
+    return Sum(*(sum(u * key(offset, i, word) for i, u in enumerate(units)) & MASK for word in (1, 2)))
+
+
+def count(spec: TensorSpec, bits: Bits) -> Sum:
+    (tile,) = layouts.make([TensorSpec(spec.name, spec.dtype, spec.shape)]).tiles
+    return digest.count_tile(tile, bits)
 
 
 def whole(bits: Bits, dtype: str = "BF16") -> Sum:
-    (tile,) = layouts.make([TensorSpec("w", dtype, (bits.size,))]).tiles
-    return digest.count_tile(tile, bits)
+    return count(TensorSpec("w", dtype, (bits.size,)), bits)
+
+
+def digest_of(layout: Layout, state: Mapping[str, Bits]) -> str:
+    return digest.state_digest(layout.tables, count_sums(layout, state).values())
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
@@ -48,13 +66,16 @@ def whole(bits: Bits, dtype: str = "BF16") -> Sum:
 def test_a_tensor_is_counted_as_the_format_says(dtype: str, kernel: str) -> None:
     bits = random_bits(np.random.default_rng(0), DTYPES[dtype].bits.type, (9000,))
     with use_kernels(kernel):
-        assert whole(bits, dtype) == by_hand(bits)
+        assert whole(bits, dtype) == by_hand(TensorSpec("w", dtype, (9000,)), bits)
 
 
 @pytest.mark.parametrize("codec", ["gap", "context", "dense"])
-@given(seed=seeds, density=densities)
-def test_moving_along_with_a_patch_is_counting_anew(codec: patch.CodecName, seed: int, density: float) -> None:
+@given(seed=seeds, density=densities, bundled=st.booleans())
+def test_moving_along_with_a_patch_is_counting_anew(
+    codec: patch.CodecName, seed: int, density: float, bundled: bool
+) -> None:
     rng, layout = np.random.default_rng(seed), random_layout(seed)
+    layout = layouts.bundle(layout) if bundled else layout
     old = random_state(rng, layout)
     new = changed_state(rng, old, density, small=False)
     before, after = count_sums(layout, old), count_sums(layout, new)
@@ -99,17 +120,28 @@ def test_the_sums_of_a_grid_add_up_to_those_of_the_tensor(seed: int) -> None:
     sums = count_sums(layout, state)
     for spec in layout.tensors:
         parts = [sums[tile.ordinal] for tile in layout.tiles if tile.tensor == spec]
-        assert digest.sum_up(parts) == whole(state[spec.name], spec.dtype)
+        assert digest.sum_up(parts) == count(spec, state[spec.name])
 
 
-@given(seeds)
-def test_a_grid_does_not_change_the_state_digest(seed: int) -> None:
-    rng, layout = np.random.default_rng(seed), random_layout(seed)
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@given(seed=seeds)
+def test_neither_grid_nor_bundles_nor_owners_change_the_state_digest(kernel: str, seed: int) -> None:
+    rng, layout = np.random.default_rng(seed), random_layout(seed, dtypes=["BF16", "F8_E4M3", "F32", "I64"])
     state = random_state(rng, layout)
     plain = layouts.make(TensorSpec(spec.name, spec.dtype, spec.shape) for spec in layout.tensors)
-    assert digest.state_digest(layout.tiles, count_sums(layout, state)) == digest.state_digest(
-        plain.tiles, count_sums(plain, state)
-    )
+    owners = {piece.ordinal: int(rng.integers(3)) for piece in layout.pieces}
+    others = [layout, layouts.bundle(plain), layouts.bundle(layout), layouts.bundle(layout, owners)]
+    with use_kernels(kernel):
+        assert {digest_of(one, state) for one in others} == {digest_of(plain, state)}
+
+
+def test_the_weights_of_a_bundle_are_counted_as_the_format_says() -> None:
+    specs = [TensorSpec(name, "BF16", shape) for name, shape in (("a", (4099,)), ("b", (3, 5)), ("c", (8200,)))]
+    layout = layouts.bundle(layouts.make([replace(spec, row_cuts=(1,)) for spec in specs]))
+    assert [len(tile.pieces) for tile in layout.tiles] == [3, 3]
+    state = random_state(np.random.default_rng(0), layout)
+    expected = digest.sum_up(by_hand(spec, state[spec.name]) for spec in specs)
+    assert digest.sum_up(count_sums(layout, state).values()) == expected
 
 
 def test_a_long_tensor_is_counted_the_same_by_one_thread_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +195,28 @@ def test_every_swap_of_two_weights_changes_both_sums(seed: int, dtype: str) -> N
         assert a.second != b.second
 
 
+@pytest.mark.parametrize("size", [6, 70_000])  # in a bundle, and as tiles of their own
+def test_two_tensors_that_are_swapped_change_both_sums(size: int) -> None:
+    layout = layouts.bundle(layouts.make([TensorSpec(name, "BF16", (size,)) for name in "ab"]))
+    state = random_state(np.random.default_rng(0), layout)
+    swapped = {"a": state["b"], "b": state["a"]}
+    before, after = (digest.sum_up(count_sums(layout, one).values()) for one in (state, swapped))
+    assert before.first != after.first
+    assert before.second != after.second
+
+
+def test_a_tensor_of_zeros_counts() -> None:
+    specs = [TensorSpec(name, "BF16", (4,)) for name in "ab"]
+    one, two = (layouts.bundle(layouts.make(some)) for some in (specs[:1], specs))
+    state: dict[str, Bits] = {"a": np.arange(4, dtype=np.uint16), "b": np.zeros(4, np.uint16)}
+    assert digest_of(one, {"a": state["a"]}) != digest_of(two, state)
+
+
 def test_zeros_behind_the_end_count() -> None:
     found = []
     for size in (4, 5):
         layout = layouts.make([TensorSpec("w", "BF16", (size,))])
-        found.append(digest.state_digest(layout.tiles, count_sums(layout, {"w": np.zeros(size, np.uint16)})))
+        found.append(digest_of(layout, {"w": np.zeros(size, np.uint16)}))
     assert found[0] != found[1]
 
 
@@ -176,8 +225,8 @@ def test_zeros_behind_the_end_count() -> None:
 )
 def test_name_dtype_and_shape_count(spec: tuple[str, str, tuple[int, ...]]) -> None:
     def state_digest(*fields: object) -> str:
-        tiles = layouts.make([TensorSpec(*fields)]).tiles  # type: ignore[arg-type]
-        return digest.state_digest(tiles, {0: Sum(1, 2)})
+        layout = layouts.make([TensorSpec(*fields)])  # type: ignore[arg-type]
+        return digest.state_digest(layout.tables, [Sum(1, 2)])
 
     assert state_digest(*spec) != state_digest("w", "BF16", (6,))
 
@@ -204,14 +253,12 @@ def test_a_known_state_has_a_known_digest() -> None:
         "b": np.array([0x3F800000], np.uint32),
         "c": np.empty(0, np.uint8),
     }
-    sums = count_sums(layout, state)
-    assert digest.state_digest(layout.tiles, sums) == "0ca429c0c74a8816f84a5ebebb3527d35476bbc0183788101b531876fa621377"
-    hashed = b"pulse state 1\n"
-    for spec in specs:
-        hashed += len(spec.name).to_bytes(4, "little") + spec.name.encode() + bytes([spec.kind.code, len(spec.shape)])
-        hashed += b"".join(n.to_bytes(8, "little") for n in spec.shape)
-        hashed += b"".join(n.to_bytes(8, "little") for n in by_hand(state[spec.name]))
-    assert hashlib.sha256(hashed).hexdigest() == "0ca429c0c74a8816f84a5ebebb3527d35476bbc0183788101b531876fa621377"
+    known = "0fad6a889791f5fa828fb9f3f6e4c64203354efb4647c7ebed9e1a38d84d008a"
+    assert digest_of(layout, state) == known
+    tables = hashlib.sha256(b"".join(table_of(spec) for spec in specs)).digest()
+    sums = [sum(both) & MASK for both in zip(*(by_hand(spec, state[spec.name]) for spec in specs), strict=True)]
+    hashed = b"pulse state 2\n" + tables + b"".join(n.to_bytes(8, "little") for n in sums)
+    assert hashlib.sha256(hashed).hexdigest() == known
 
 
 def test_sums_wrap_and_survive_their_bytes() -> None:

@@ -35,6 +35,7 @@ from tests.device.pairs import place, to_bits, to_flats
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.device.test_large import count_launches
 from tests.helpers import Writer, random_state
+from tests.runs import version as version_of
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 EXPERTS = 3
@@ -87,6 +88,32 @@ def published(device: str, versions: int, **options: Any) -> tuple[MemoryStore, 
 
 
 # The trainer's end
+
+
+def test_a_grid_does_not_change_the_digests_of_a_run(device: str, many_lanes: None) -> None:
+    grid = {"a": ([2, 5], [3]), "layers.*": ([1], []), "turned": ([], [2, 3])}
+    stores = [published("host", 3)[0], published(device, 3, grid=grid)[0]]
+    assert version_of(stores[0], 0).layout != version_of(stores[1], 0).layout
+    digests = [[version_of(store, n).digest for n in range(3)] for store in stores]
+    assert digests[0] == digests[1]
+
+
+def test_a_state_has_one_digest_however_it_is_cut_and_bundled(device: str) -> None:
+    rng, specs = np.random.default_rng(0), []
+    for dtype in ("BF16", "F8_E4M3", "F32", "I64"):
+        specs += [TensorSpec(f"{dtype}.{n}", dtype, shape) for n, shape in enumerate([(5, 7), (4100,), (0,), (9, 8)])]
+    specs.append(TensorSpec("large", "BF16", (300, 250)))
+    plain = layouts.make(specs)
+    cut = layouts.make(
+        replace(spec, row_cuts=(2,) if spec.rows > 2 else (), column_cuts=(3, 4) if spec.columns > 4 else ())
+        for spec in specs
+    )
+    state = random_state(rng, plain)
+    owners = {piece.ordinal: piece.ordinal % 3 for piece in cut.pieces}
+    expected = HostState(plain, state).digest
+    for layout in (plain, layouts.bundle(plain), cut, layouts.bundle(cut), layouts.bundle(cut, owners)):
+        assert HostState(layout, state).digest == expected
+        assert DeviceState(layout, to_flats(state, device)).digest == expected
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def record_of(layout: Layout, base: str | None, part: EncodedPart | None, after:
         base=BaseRef(0, base) if base else None,
         layout=layout.id,
         parts=refs,
-        digest=digest.state_digest(layout.tiles, after.sums),
+        digest=digest.state_digest(layout.tables, after.sums.values()),
         created=0,
         history=after.history.digest() if after.history.tiles else None,
     )

@@ -46,10 +46,21 @@ def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None
 
 
 def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
-    starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].run_geometry)
+    starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].geometry)
     assert starts == [0, 4, 0, 0, 3, 12]
     assert columns == [4, 4, BLOCK + CHUNK + 5, 3, 9, 9]
     assert strides == [8, 8, 0, 0, 0, 0]
+
+
+def test_the_digest_reads_in_words_what_begins_at_one_in_memory_and_in_its_tensor(device: str) -> None:
+    sizes = {"a": 8, "b": 6, "c": 5, "d": 4, "e": 1, "f": 7, "g": 9, "h": 10}
+    specs = [TensorSpec(name, "BF16", (size,)) for name, size in sizes.items()]
+    layout = layouts.bundle(layouts.make([*specs, TensorSpec("z", "BF16", (1 << 16, 6), (2,))]))
+    assert [tile.names for tile in layout.tiles] == [["z"], ["z"], [*sizes]]
+    pile = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, place(device))["BF16"]
+    words, others = pile.indices.runs
+    assert words.rows[:, 1].tolist() == [12, (1 << 16) * 6 - 12, 8, 6, 7, 10]  # a, b, f and h, of the bundle
+    assert others.rows[:, 1].tolist() == [5, 4, 1, 9]
 
 
 def test_a_part_of_a_pile_knows_its_blocks_in_the_whole(device: str) -> None:
@@ -105,5 +116,5 @@ def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
     pile = make_piles(layout.tiles, {n: place_of(held) for n, held in places.items()}, place(device))["BF16"]
     assert [tile.row for tile in pile.tiles] == [2, 4]
     assert [tile.row for tile in pile.places] == [0, 2]
-    assert pile.run_geometry[0].tolist() == [16, 32]
-    assert pile.own_geometry[0].tolist() == [0, 16]
+    assert pile.indices.table[:, 1].tolist() == [16, 32]
+    assert pile.geometry[0].tolist() == [0, 16]

@@ -56,7 +56,8 @@ class Joined:
                 made.append(bucket)
                 got.append(messages.read(arrived, self.wire.layout, receiver, before, clock))
         sums = {**before, **{ordinal: sum_ for bucket in got for ordinal, sum_ in bucket.sums.items()}}
-        point = RankVersion((base.version if base else 0) + 1, digest.state_digest(self.wire.layout.tiles, sums), sums)
+        after = digest.state_digest(self.wire.layout.tables, sums.values())
+        point = RankVersion((base.version if base else 0) + 1, after, sums)
         self.source.commit(made, point)
         self.receiver.commit(got, point)
         return planned[1]

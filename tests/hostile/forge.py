@@ -559,7 +559,7 @@ class Run:
             version=last.version + 1,
             index=last.index + 1,
             base=BaseRef(last.version, last.digest),
-            digest=digest.state_digest(self.layout.tiles, sums),
+            digest=digest.state_digest(self.layout.tables, sums.values()),
         )
         found = [patch.decode(p.write(), self.layout, self.state.flats, history=self.state.history) for p in parts]
         history = self.state.history.after([one for part in found for one in part.patches], self.state.flats)

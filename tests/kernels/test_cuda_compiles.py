@@ -29,13 +29,13 @@ ARGUMENTS = {
     "count_marks": "*u32 *i32",
     "remember": "*u32 *u32 *u32 *u32 *i64 *i64 *u8 i32 *u8",
     "apply": "*i64 *i32 *i64 *i64 *i64 *i64 *i64 *u32 bits",
-    "apply_pieces": "i32 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *u32 bits i32",
+    "apply_pieces": "i32 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *u32 bits",
     "gather": "*i64 i64 bits",
     "gather_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
-    "digest_change": "*i32 *i64 *i64 *i64 *i64 *i64 *u32 bits bits *u32 *i64",
+    "digest_change": "*i64 *i64 *i64 *i64 *u32 bits bits *u32 *i64",
     "digest_bytes": "*u8 *i64 *i64 *i32 *u32 *i64",
-    "recount": "*i64 *i64 *i64 *i32 *u32 *i64",
-    "recount_any": "*i64 *i64 *i32 *i64 *i64 *i64 *i64 *u32 *i64",
+    "recount": "*i64 *i64 *u32 *i64",
+    "recount_any": "*i64 *i64 *u32 *i64",
 }
 CONSTANTS = {
     "PERIOD": 1021,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pulsesync.core.digest import keys
 from pulsesync.core.types import DTYPES, Bits
@@ -538,32 +539,43 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     assert read[5] == fault
 
 
-rectangles = st.tuples(st.integers(1, 6), st.integers(0, 3000), st.integers(0, 500), st.integers(0, 9000))
+def piece_table(rng: np.random.Generator, sizes: list[int], far: int) -> NDArray[np.int64]:
+    """A table of pieces of these sizes, in any places of tensors with any offsets; some do not lie in a row."""
+    rows = []
+    for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+        columns = int(rng.integers(1, size, endpoint=True))
+        stride = columns + int(rng.integers(0, 9000)) if rng.random() < 0.5 else 0
+        offset = int(rng.integers(0, 1 << 64, dtype=np.uint64))
+        rows.append((begin, int(rng.integers(0, far)), columns, stride, offset - (1 << 63)))
+    return np.array(rows, np.int64)
 
 
-@given(seeds, st.sampled_from([np.uint8, np.uint16]), rectangles)
-def test_digest_rectangle_equals_the_reference(seed: int, dtype: type[Any], shape: tuple[int, int, int, int]) -> None:
-    rows, columns, more, start = shape
-    stride = columns + more
-    units = random_bits(np.random.default_rng(seed), dtype, (start + rows * stride,))
-    arguments = (units, start, rows, columns, stride, keys())
-    assert_same(cpu.digest_rectangle(*arguments), reference.digest_rectangle(*arguments))
+piece_sizes = st.lists(st.integers(1, 9000), min_size=1, max_size=5)
 
 
-@given(seeds, st.sampled_from([np.uint8, np.uint16]), rectangles, st.integers(0, 1 << 44))
-def test_digest_rectangle_of_units_that_begin_later_is_that_of_the_whole(
-    seed: int, dtype: type[Any], shape: tuple[int, int, int, int], far: int
+@given(seeds, st.sampled_from([(np.uint8, 1), (np.uint16, 1), (np.uint16, 2), (np.uint16, 4)]), piece_sizes)
+def test_digest_weights_equals_the_reference(seed: int, kind: tuple[type[Any], int], sizes: list[int]) -> None:
+    (dtype, per), rng = kind, np.random.default_rng(seed)
+    first, end = sorted(rng.integers(0, sum(sizes), 2, endpoint=True).tolist())
+    units = random_bits(rng, dtype, ((end - first) * per,))
+    arguments = (units, first, end - first, piece_table(rng, sizes, 1 << 44), per, keys(), False)
+    assert_same(cpu.digest_weights(*arguments), reference.digest_weights(*arguments))
+
+
+@given(seeds, st.sampled_from([(np.uint8, 1), (np.uint16, 2)]), st.integers(1, 9000))
+def test_digest_weights_counts_in_place_what_it_counts_of_weights_that_are_given(
+    seed: int, kind: tuple[type[Any], int], size: int
 ) -> None:
-    rows, columns, more, start = shape
-    stride = columns + more
-    units = random_bits(np.random.default_rng(seed), dtype, (rows * stride,))
-    whole = np.concatenate([np.zeros(start, dtype), units])
-    here = (units, start, rows, columns, stride, keys(), start)
-    expected = reference.digest_rectangle(whole, start, rows, columns, stride, keys())
-    assert_same(reference.digest_rectangle(*here), expected)
-    assert_same(cpu.digest_rectangle(*here), expected)
-    away = (units, start + far, rows, columns, stride, keys(), start + far)  # as in a tensor too large to make
-    assert_same(cpu.digest_rectangle(*away), reference.digest_rectangle(*away))
+    (dtype, per), rng = kind, np.random.default_rng(seed)
+    table = piece_table(rng, [size], 500)
+    ((_, start, columns, stride, _),) = table.tolist()
+    at = np.arange(size) if not stride else np.arange(size) // columns * stride + np.arange(size) % columns
+    tensor = random_bits(rng, dtype, (start + int(at[-1]) + 1, per))
+    first = int(rng.integers(0, size))
+    given = np.ascontiguousarray(tensor[start + at[first:]]).reshape(-1)
+    for kernel in KERNELS:
+        in_place = kernel.digest_weights(tensor.reshape(-1), first, size - first, table, per, keys(), True)
+        assert_same(in_place, kernel.digest_weights(given, first, size - first, table, per, keys(), False))
 
 
 @given(
@@ -571,19 +583,21 @@ def test_digest_rectangle_of_units_that_begin_later_is_that_of_the_whole(
     st.sampled_from([np.uint8, np.uint16]),
     st.sampled_from([1, 2, 4]),
     st.integers(0, 300),
-    st.tuples(st.integers(0, 1 << 44), st.integers(0, 1 << 44), st.integers(1, 9000), st.integers(0, 9000)),
+    piece_sizes,
+    st.integers(0, 1 << 44),
 )
 def test_digest_change_equals_the_reference(
-    seed: int, dtype: type[Any], per: int, count: int, tile: tuple[int, int, int, int]
+    seed: int, dtype: type[Any], per: int, count: int, sizes: list[int], first: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    positions = np.unique(rng.integers(0, 1 << 20, count, dtype=np.uint32))
+    table = piece_table(rng, sizes, 1 << 44)
+    if len(sizes) > 1:
+        first = 0  # a bundle is one block
+    positions = np.unique(rng.integers(0, 1 << 20 if first else sum(sizes), count, dtype=np.uint32))
     old, new = (random_bits(rng, dtype, (positions.size * per,)) for _ in range(2))
-    first, start, columns, more = tile
     runs = np.unique(np.append(0, rng.integers(0, positions.size, 3))) if positions.size else np.empty(0, np.int64)
-    arguments = (positions, first, start, columns, columns + more, per, old, new, keys())
     for some in (runs, runs[:0]):
-        found, expected = (kernel.digest_change(*arguments, some) for kernel in KERNELS)
+        found, expected = (k.digest_change(positions, first, table, per, old, new, keys(), some) for k in KERNELS)
         assert_same(found[:2], expected[:2])
         assert np.array_equal(found[2], expected[2])
 
@@ -667,13 +681,14 @@ def run_all(case: Case, rng: np.random.Generator) -> None:
         damaged: Bits = words.copy()
         damaged[rng.integers(0, max(words.size, 1), 2 * (words.size > 0))] = rng.integers(0, 1 << 16)
         case.decode(cpu, damaged, ends, changes)
-    cpu.digest_rectangle(case.old, 0, 1, case.size, case.size, keys())
-    cpu.digest_rectangle(case.old, 5000, 1, case.size, case.size, keys(), 5000)
+    pieces = piece_table(rng, [case.size // 2 + 1, case.size], 5000)
+    cpu.digest_weights(case.old, 0, case.size, pieces, 1, keys(), False)
+    cpu.digest_weights(case.old, 0, case.size, np.zeros((1, 5), np.int64), 1, keys(), True)
     for more in (-case.last.size, -1, 1, 5000):
         spoil_history(case, more)
         case.decode(cpu, words, ends, changes)
         case.count(cpu)
-    cpu.digest_change(case.changed[0], 0, 0, 1, 1, 1, *case.changed[1:], keys(), np.empty(0, np.int64))
+    cpu.digest_change(case.changed[0], 0, pieces, 1, *case.changed[1:], keys(), np.empty(0, np.int64))
 
 
 if __name__ == "__main__":

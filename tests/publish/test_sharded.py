@@ -236,9 +236,38 @@ def test_every_version_is_what_the_ranks_hold(how: str, codec: CodecName) -> Non
             changed = whole.publish(training.weights, step=step).changed
             assert report.changed == changed
             sub.sync(held)
-            assert sub.verify() == group.pubs[0].digest
+            assert sub.verify() == group.pubs[0].digest == whole.digest
             assert equal(held, training.weights)
     assert equal(synced(store), training.weights)
+
+
+def test_plain_gridded_and_sharded_runs_of_a_state_have_one_digest() -> None:
+    rng = np.random.default_rng(0)
+    weights: dict[str, Any] = {
+        f"layers.{n}.{name}": random_bits(rng, UNSIGNED[np.dtype(dtype).itemsize], (7, 6)).view(dtype)
+        for n in range(3)
+        for name, dtype in (("up", BF16), ("eight", ml_dtypes.float8_e4m3fn), ("scale", np.float32))
+    }
+    weights["embed"] = random_bits(rng, np.uint16, (1000, 70)).view(BF16)  # large enough for a tile of its own
+    weights["layers.0.head"] = weights["embed"]  # on the same rank, where a rank has tensors as a whole
+    grids: list[dict[str, Any]] = [{}, {"embed": ([10], [])}, {"*": ([2], [1, 4])}]
+    plain = [Publisher(MemoryStore(), grid=grid) for grid in grids]
+    stores = [MemoryStore() for _ in SPLITS]
+    groups = [Group(store, size, split) for store, (split, size) in zip(stores, SPLITS.values(), strict=True)]
+    for step in range(3):
+        digests = set()
+        for pub in plain:
+            pub.publish(weights, step=step)
+            digests.add(pub.digest)
+        for group in groups:
+            group.publish(weights, step=step)
+            digests.add(group.pubs[0].digest)
+        assert len(digests) == 1
+        for array in weights.values():
+            array.view(UNSIGNED[array.dtype.itemsize])[step, :3] += 1
+    assert len({version(store, 0).layout for store in stores}) == len(stores)
+    for pub in plain:
+        pub.close()
 
 
 def test_what_two_ranks_own_is_in_no_bundle_together() -> None:

@@ -1,12 +1,13 @@
 """The positional digest of a state: is this, bit for bit, the state that was published?
 
-A tensor's digest is two sums, modulo 2^64, over its 16-bit units (its bytes, for one-byte dtypes) of unit times a key
-that belongs to the unit's place. So it is the sum of its tiles', changes with O(changed) work, and is recounted by one
-sequential read. It tells accident, not attack: who knows the keys can make two states agree; signatures are for that.
+The digest of some weights is two sums, modulo 2^64, over their 16-bit units (bytes, for one-byte dtypes) of unit times
+a key that belongs to the tensor and to the unit's index in it. So that of a state is the sum of its tiles', however the
+tensors are cut and bundled; it changes with O(changed) work, and is recounted by one sequential read. It guards against
+accident, not attack: anyone who knows the keys can make two states agree. Signatures are for that.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from pulsesync.kernels import spec
 _MASK = 0xFFFFFFFFFFFFFFFF
 _RUN = 1 << 24  # units recounted by one task
 _NO_RUNS = np.empty(0, np.int64)
+_BYTES = np.zeros((1, 5), np.int64)  # the table of pieces of a tensor of bytes
 
 
 @cache
@@ -41,37 +43,34 @@ def _units(bits: Bits) -> Bits:
     return bits.view(np.uint16) if bits.itemsize > 1 else bits
 
 
+def _units_each(bits: Bits) -> int:
+    return max(bits.itemsize // 2, 1)
+
+
 def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
-    """Count the digest of a tile from all its weights; flat is the whole tensor."""
-    units = _units(flat)
-    per = units.size // flat.size if flat.size else 1
-    start, stride, columns = tile.start * per, tile.tensor.columns * per, tile.columns * per
-    rows = tile.rows
-    if tile.contiguous:
-        rows, columns = 1, tile.size * per
-    loop = kernels.active().digest_rectangle
+    """Count the digest of a tile that is no bundle from all its weights; flat is the whole tensor."""
+    assert not tile.pieces
+    some = max(_RUN // _units_each(flat), 1)
 
-    def part(piece: tuple[int, int, int]) -> Sum:
-        begin, some_rows, some_columns = piece
-        return Sum(*map(int, loop(units, begin, some_rows, some_columns, stride, keys())))
+    def part(first: int) -> Sum:
+        return _count(flat, first, min(some, tile.size - first), tile.piece_table, in_place=True)
 
-    if rows == 1:
-        pieces = [(start + i, 1, min(_RUN, columns - i)) for i in range(0, columns, _RUN)]
-    else:
-        some = max(1, _RUN // max(columns, 1))
-        pieces = [(start + i * stride, min(some, rows - i), columns) for i in range(0, rows, some)]
-    return sum_up(spread(part, pieces, threads))
+    return sum_up(spread(part, range(0, tile.size, some), threads))
 
 
 def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
     """Count the digest of one block of a tile, given its weights: blocks add up to their tile."""
-    if not tile.contiguous:
-        return moved_by(tile, BlockChange.from_zeros(number, bits)) if bits.size else Sum(0, 0)
-    units = _units(bits)
-    per = units.size // bits.size if bits.size else 1
-    start = (tile.start + number * BLOCK) * per
-    counted = kernels.active().digest_rectangle(units, start, 1, units.size, units.size, keys(), start)
-    return Sum(*map(int, counted))
+    return _count(bits, number * BLOCK, bits.size, tile.piece_table)
+
+
+def count_bytes(data: NDArray[np.uint8], first: int) -> Sum:
+    """Count the digest of some bytes of a tensor of bytes whose offset is 0, from the one numbered first on."""
+    return _count(data, first, data.size, _BYTES)
+
+
+def _count(bits: Bits, first: int, count: int, pieces: NDArray[np.int64], in_place: bool = False) -> Sum:
+    count_weights = kernels.active().digest_weights
+    return Sum(*map(int, count_weights(_units(bits), first, count, pieces, _units_each(bits), keys(), in_place)))
 
 
 def moved(patch: TilePatch) -> Sum:
@@ -92,33 +91,24 @@ def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> 
 
 
 def _weigh(tile: Tile, change: BlockChange, runs: NDArray[np.int64]) -> Any:
-    old, new = _units(change.old), _units(change.new)
-    columns, stride = (1, 1) if tile.contiguous else (tile.columns, tile.tensor.columns)
-    per = old.size // change.old.size if change.old.size else 1
-    first = change.number * BLOCK
+    first, per = change.number * BLOCK, _units_each(change.old)
     weigh = kernels.active().digest_change
-    return weigh(change.positions, first, tile.start, columns, stride, per, old, new, keys(), runs)
+    return weigh(change.positions, first, tile.piece_table, per, _units(change.old), _units(change.new), keys(), runs)
 
 
 def sum_up(sums: Iterable[Sum]) -> Sum:
-    total = Sum(0, 0)
+    first = second = 0
     for one in sums:
-        total += one
-    return total
+        first += one.first
+        second += one.second
+    return Sum(first & _MASK, second & _MASK)
 
 
-def state_digest(tiles: Iterable[Tile], sums: Mapping[int, Sum]) -> str:
-    """Hash name, dtype, shape and sum of every tensor, in name order, and then pieces and sum of every bundle.
+def hash_tables(tensors: Iterable[TensorSpec]) -> bytes:
+    """What a state digest has of the tensors beside their weights: a hash of all names, dtypes and shapes, in order."""
+    return hashlib.sha256(b"".join(spec.hashed for spec in tensors)).digest()
 
-    Returns 64 hexadecimal digits. A tensor of which all is in bundles has no sum of its own.
-    """
-    by_name: dict[str, tuple[TensorSpec, Sum]] = {}
-    bundles = []
-    for tile in tiles:
-        name, total = tile.tensor.name, sums[tile.ordinal]
-        if tile.pieces:
-            bundles.append(tile.hashed + total.to_bytes())
-        else:
-            by_name[name] = tile.tensor, by_name[name][1] + total if name in by_name else total
-    named = sorted((name.encode(), tensor.hashed + total.to_bytes()) for name, (tensor, total) in by_name.items())
-    return hashlib.sha256(b"".join((b"pulse state 1\n", *(part for _, part in named), *bundles))).hexdigest()
+
+def state_digest(tables: bytes, sums: Iterable[Sum]) -> str:
+    """The digest of a state, from the hash of its tables and the sums of all its tiles: 64 hexadecimal digits."""
+    return hashlib.sha256(b"pulse state 2\n" + tables + sum_up(sums).to_bytes()).hexdigest()

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,11 @@ class TensorSpec:
         shape = b"".join(n.to_bytes(8, "little") for n in self.shape)
         return len(name).to_bytes(4, "little") + name + bytes([self.kind.code, len(self.shape)]) + shape
 
+    @cached_property
+    def digest_offset(self) -> int:
+        """Where the numbers of the tensor's chunks begin in the digest, below 2^64."""
+        return int.from_bytes(hashlib.sha256(self.hashed).digest()[:8], "little")
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -114,14 +120,20 @@ class Tile:
         return list(dict.fromkeys(piece.tensor.name for piece in self.pieces)) if self.pieces else [self.tensor.name]
 
     @cached_property
-    def hashed(self) -> bytes:
-        """The pieces of a bundle, as digests hash them; no tensor has a name of no bytes."""
-        table = hashlib.sha256()
-        for piece in self.pieces:
-            table.update(piece.tensor.hashed)
-            for value in (piece.row, piece.column, piece.rows, piece.columns):
-                table.update(value.to_bytes(8, "little"))
-        return bytes(4) + table.digest()
+    def piece_table(self) -> NDArray[np.int64]:  # (pieces, 5); one row if it is no bundle
+        """What the digest must know of each piece to find the index that a weight of the tile has in its own tensor.
+
+        Where the piece begins in the tile, the index of its first weight in the tensor, its columns, how many weights
+        its rows are apart there (0 if it lies in a row), and the digest offset of the tensor.
+        """
+        pieces = self.pieces or (self,)
+        table = np.empty((len(pieces), 5), np.int64)
+        table[:, 0] = list(accumulate((piece.size for piece in pieces[:-1]), initial=0))
+        table[:, 1] = [piece.start for piece in pieces]
+        table[:, 2] = [piece.columns for piece in pieces]
+        table[:, 3] = [0 if piece.contiguous else piece.tensor.columns for piece in pieces]
+        table.view(np.uint64)[:, 4] = [piece.tensor.digest_offset for piece in pieces]
+        return table
 
     @cached_property
     def borders(self) -> NDArray[np.int64]:

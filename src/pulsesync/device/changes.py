@@ -53,15 +53,15 @@ class PileChanges:
         (_, spread), values = self._grid, (unsigned(self.positions), unsigned(self.new))
         if whole:
             cuda.apply[whole, spread](
-                at.tiles, pile.block_tile, pile.begins, *pile.own_geometry, self.starts, *values,
+                at.tiles, pile.block_tile, pile.begins, *pile.geometry, self.starts, *values,
                 ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
         if pile.pieces is not None:
             table = pile.pieces.table
-            begins, first_piece, steps = pile.blocks_in_run
+            begins, first_piece = pile.blocks_in_run
             cuda.apply_pieces[pile.blocks - whole, spread](
                 whole, begins, first_piece, table.begins, at.pieces, table.columns, table.strides, self.starts, *values,
-                steps, ITEM=pile.kind.itemsize, SPAN=SPAN,
+                ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
 
     def count_moves(self, sums: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class PileChanges:
         if self.count:
             pile = self.pile
             cuda.digest_change[self._grid](
-                pile.block_tile, pile.begins, *pile.run_geometry, self.starts, unsigned(self.positions),
+                pile.begins, pile.indices.blocks, pile.indices.table, self.starts, unsigned(self.positions),
                 unsigned(self.old), unsigned(self.new), device_keys(pile.device), sums,
                 ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
+from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import INTEGERS, Tensors, shared, starts_of, to_device, to_stream
 from pulsesync.device.pieces import Pieces, PieceTable
 from pulsesync.state.slices import BundledTile, TileStorage
@@ -128,29 +129,23 @@ class Pile:
         return to_device(blocks, self.device)
 
     @cached_property
-    def run_geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each tile, in the tensor of the run: its first weight, columns, and weights from row to row."""
-        return _geometry(self.tiles, self.device)
+    def geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each tile, in the tensors at hand: its first weight, columns, and weights from row to row."""
+        starts = np.array([place.start for place in self.places], np.int64)
+        columns = np.array([place.size if place.contiguous else place.columns for place in self.places], np.int64)
+        strides = np.array([0 if place.contiguous else place.tensor.columns for place in self.places], np.int64)
+        return to_device(starts, self.device), to_device(columns, self.device), to_device(strides, self.device)
 
     @cached_property
-    def own_geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same in the tensors at hand."""
-        return _geometry(self.places, self.device)
+    def indices(self) -> BlockIndices:
+        """Of its blocks, in the tensors of the run."""
+        return BlockIndices(self.tiles, self.tile_of, self.host_begins, self.host_sizes, self.device)
 
     # Stretches of memory
 
     @cached_property
     def stretches(self) -> "Stretches":
         return Stretches(self)
-
-    # For the digest
-
-    @cached_property
-    def regular_and_odd(self) -> "tuple[Pile | None, Pile | None]":
-        """Its tiles of which the digest can be counted in words of eight bytes, and the others."""
-        regular = [tile.ordinal for tile in self.tiles if _in_words(tile)]
-        odd = [tile.ordinal for tile in self.tiles if not _in_words(tile)]
-        return self.part(regular) if regular else None, self.part(odd) if odd else None
 
     # Weights
 
@@ -201,17 +196,13 @@ class Pile:
         return Pieces(self.tiles[first:], self.places[first:], self.device) if first < len(self.places) else None
 
     @cached_property
-    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its first piece.
-
-        And how often the pieces of a block can be halved.
-        """
+    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its first piece."""
         assert self.pieces is not None
         first = int(self.first_block[self.first_gathered])
         begins = self.pieces.starts[self.tile_of[first:] - self.first_gathered] + self.host_begins[first:]
         pieces = np.append(np.searchsorted(self.pieces.begins, begins), self.pieces.begins.size)
-        steps = int(np.diff(pieces).max()).bit_length()
-        return to_device(begins, self.device), to_device(pieces, self.device), steps
+        return to_device(begins, self.device), to_device(pieces, self.device)
 
     def _locate_plain(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
         """The same of the tiles that are in one tensor each."""
@@ -305,11 +296,6 @@ class Stretches:
         return to_device(self._sizes, self._pile.device)
 
     @cached_property
-    def begins(self) -> torch.Tensor:
-        """Where each begins in its tile."""
-        return to_device(self._begins, self._pile.device)
-
-    @cached_property
     def tiles(self) -> torch.Tensor:
         """The tile of each."""
         return to_device(self._tile_of.astype(np.int32), self._pile.device)
@@ -330,14 +316,6 @@ class Stretches:
         """How many bytes of each are before its first block: the groups of a bundle that are not here."""
         before = self._pile.host_begins[self._first] - self._begins
         return to_device(before * self._pile.kind.itemsize, self._pile.device)
-
-    @cached_property
-    def units(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Units of 16 bits of each, where they begin in the tensor, and the most chunks that one is in."""
-        per, device = self._pile.kind.itemsize // 2, self._pile.device
-        starts = np.array([tile.start for tile in self._pile.tiles], np.int64)[self._tile_of] + self._begins
-        chunks = ((starts + self._sizes) * per - 1) // CHUNK - starts * per // CHUNK + 1
-        return to_device(self._sizes * per, device), to_device(starts * per, device), int(chunks.max())
 
 
 @dataclass(frozen=True)
@@ -387,22 +365,9 @@ def _keep(some: dict[Key, Value], key: Key, value: Value) -> None:
     some[key] = value
 
 
-def _in_words(tile: Tile) -> bool:
-    """Whether a tile begins in its tensor at a multiple of eight bytes, lies in a row, and is not of single bytes."""
-    wide = tile.tensor.kind.itemsize
-    return wide > 1 and tile.contiguous and tile.start * wide % 8 == 0
-
-
 def rectangle(flat: torch.Tensor, place: Tile) -> torch.Tensor:
     """The weights of a tile, in its tensor."""
     if place.contiguous:
         return flat[place.start : place.start + place.size]
     rows = flat.view(place.tensor.rows, place.tensor.columns)[place.row : place.row + place.rows]
     return rows[:, place.column : place.column + place.columns]
-
-
-def _geometry(tiles: Sequence[Tile], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    starts = np.array([tile.start for tile in tiles], np.int64)
-    columns = np.array([tile.size if tile.contiguous else tile.columns for tile in tiles], np.int64)
-    strides = np.array([0 if tile.contiguous else tile.tensor.columns for tile in tiles], np.int64)
-    return to_device(starts, device), to_device(columns, device), to_device(strides, device)

@@ -28,6 +28,7 @@ from pulsesync.device.changes import (
 )
 from pulsesync.device.decode import GroupChecks
 from pulsesync.device.hot import DeviceHistory, HotWeights, advance, mark_hot
+from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, Tensors, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
@@ -380,48 +381,38 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
     """Count the digests of a pile's tiles from all their weights."""
-    counted: dict[int, Sum] = {}
     weights = pile.locate(flats)
-    for part, count in zip(pile.regular_and_odd, (_recount, _recount_any), strict=True):
-        if part is not None:
-            sums = torch.zeros(2 * len(part.tiles), dtype=torch.int64, device=pile.device)
-            count(part, part.stretches.addresses(weights.of(pile, part)), sums)
-            counted.update(as_sums(part, to_host(sums)[0]))
-    return counted
-
-
-def _recount(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
-    some = 64  # chunks that a program sums up
-    units, starts, chunks = pile.stretches.units
-    cuda.recount[(pile.stretches.count, -(-chunks // some))](
-        at, units, starts, pile.stretches.tiles, device_keys(pile.device), sums, PER=some, num_warps=8, maxnreg=80
-    )
-
-
-def _recount_any(pile: Pile, at: torch.Tensor, sums: torch.Tensor) -> None:
-    over = pile.stretches
-    cuda.recount_any[(over.count, 16)](
-        at, over.sizes, over.tiles, over.begins, *pile.run_geometry, device_keys(pile.device), sums,
-        ITEM=pile.kind.itemsize, SPAN=1024,
-    )  # fmt: skip
+    sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
+    _count(pile.indices, weights.at, sums)
+    return dict(as_sums(pile, to_host(sums)[0]))
 
 
 def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Count the digests of blocks of tiles, given their weights on the device: two sums of each."""
-    sums = torch.zeros(2 * len(blocks), dtype=torch.int64, device=device)
-    facts = [
-        (bits.data_ptr(), block.size, n, block.number * BLOCK)
-        for n, (block, bits) in enumerate(zip(blocks, weights, strict=True))
-    ]
-    geometry = to_stream(np.array([_geometry(block.tile) for block in blocks], np.int64).T, device)
+    sums = torch.zeros((len(blocks), 2), dtype=torch.int64, device=device)
     widths = np.array([block.tile.tensor.kind.itemsize for block in blocks])
     for wide in np.unique(widths).tolist():
-        some = np.array(facts, np.int64)[widths == wide]
-        at, *rest = to_stream(some.T, device)
-        cuda.recount_any[(len(some), 64)](at, *rest, *geometry, device_keys(device), sums, ITEM=wide, SPAN=1024)
-    return sums
+        chosen = np.flatnonzero(widths == wide)
+        some = [blocks[n] for n in chosen.tolist()]
+        begins = np.array([block.number * BLOCK for block in some], np.int64)
+        sizes = np.array([block.size for block in some], np.int64)
+        indices = BlockIndices([block.tile for block in some], np.arange(len(some)), begins, sizes, device)
+        at = to_stream(np.array([weights[n].data_ptr() for n in chosen.tolist()], np.int64), device)
+        counted = torch.zeros((len(some), 2), dtype=torch.int64, device=device)
+        _count(indices, at, counted)
+        sums[to_stream(chosen, device)] = counted
+    return sums.view(-1)
 
 
-def _geometry(tile: Tile) -> tuple[int, int, int]:
-    """Where a tile begins in its tensor, how long its rows are there, and how far apart."""
-    return (tile.start, tile.size, 0) if tile.contiguous else (tile.start, tile.columns, tile.tensor.columns)
+def _count(indices: BlockIndices, at: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add to the two sums of each tile those of the weights of its blocks, given where these are."""
+    (words, others), keys = indices.runs, device_keys(indices.device)
+    each = 64  # chunks that a program sums up
+    if count := words.block.numel():
+        cuda.recount[(count, -(-words.chunks // each))](
+            words.addresses(at), words.rows, keys, sums, PER=each, num_warps=8, maxnreg=80
+        )
+    if count := others.block.numel():
+        cuda.recount_any[(count, min(others.chunks, 64))](
+            others.addresses(at), others.rows, keys, sums, ITEM=indices.itemsize, SPAN=1024
+        )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
-from pulsesync.core.digest import keys
+from pulsesync.core.digest import count_bytes
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, BlockChange, Codec, Remembered, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError
@@ -183,12 +183,6 @@ def count_tile(tile: TileHistory) -> TileHistorySummary:
         total += count_bytes(block.last, size)
         size += block.last.size
     return TileHistorySummary(tile.cut, size, total)
-
-
-def count_bytes(block: NDArray[np.uint8], offset: int) -> Sum:
-    """The sum of a block's bytes in the digest of its tile, given how many bytes the blocks before it have."""
-    counted = kernels.active().digest_rectangle(block, offset, 1, block.size, block.size, keys(), offset)
-    return Sum(*map(int, counted))
 
 
 def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:

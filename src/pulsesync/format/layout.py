@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec, Tile
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 
@@ -136,6 +137,11 @@ class Layout:
             tensors.append(entry)
         table = {"bundles": self.bundles, "format": FORMAT, "tensors": tensors, "ties": dict(self.ties)}
         return json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+    @cached_property
+    def tables(self) -> bytes:
+        """What the digests of its states have of the tensors; cuts and bundles are not in it."""
+        return digest.hash_tables(self.tensors)
 
     @cached_property
     def id(self) -> str:

@@ -21,14 +21,7 @@ from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Remembered, Su
 from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory
-from pulsesync.format.history import (
-    History,
-    TileHistory,
-    TileHistorySummary,
-    advance_block,
-    count_bytes,
-    digest_of,
-)
+from pulsesync.format.history import History, TileHistory, TileHistorySummary, advance_block, digest_of
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodeTask, open_tile, payloads, run_task
@@ -112,7 +105,7 @@ class _HistoryTally:
                 while (some := self._done.pop(len(self.blocks), None)) is not None:
                     for n, one in enumerate(some):
                         if one is not None:
-                            self.sums[n] += count_bytes(one.last, self.sizes[n])
+                            self.sums[n] += digest.count_bytes(one.last, self.sizes[n])
                             self.sizes[n] += one.last.size
                     self.blocks.append((some[-1] if some else None) or Remembered.alone(NO_HISTORY))
             finally:

@@ -180,10 +180,10 @@ class SyncSession:
 
     def _digest(self, sums: Mapping[int, Sum]) -> str:
         """The digest of these sums, if there is one of every bundle. Raises: FormatError."""
-        tiles = self.end.wire.layout.tiles
-        if missing := next((tile for tile in tiles if tile.ordinal not in sums), None):
+        layout = self.end.wire.layout
+        if missing := next((tile for tile in layout.tiles if tile.ordinal not in sums), None):
             raise FormatError(f"no source sent bundle {missing.tensor.name}")
-        return digest.state_digest(tiles, sums)
+        return digest.state_digest(layout.tables, (sums[tile.ordinal] for tile in layout.tiles))
 
     def conclude(self, version: int) -> RankVersion:
         """The version that this sync leads to; if this rank does not know it, the reason is among the faults."""

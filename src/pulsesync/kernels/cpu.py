@@ -35,7 +35,7 @@ __all__ = [
     "count_blocks",
     "decode_blocks",
     "digest_change",
-    "digest_rectangle",
+    "digest_weights",
     "encode_blocks",
     "gather_runs",
     "huffman_streams",
@@ -52,6 +52,7 @@ __all__ = [
 _scratch = threading.local()
 _CHUNK_BITS = spec.CHUNK_BITS
 _CHUNK = 1 << spec.CHUNK_BITS
+_BEYOND = (1 << 63) - 1  # a position that no weight has
 
 # Needed where the coder has not met a block's hot weights itself, which is rare: not worth a second of compiling.
 advance_history = reference.advance_history
@@ -313,59 +314,92 @@ def _chunk_key(chunk: Any, word: int) -> Any:
     return (z ^ (z >> U(31))) | ONE
 
 
-@compiled
-def digest_rectangle(units: Any, start: int, rows: int, columns: int, stride: int, keys: Any, origin: int = 0) -> Any:
-    """Sum unit i * key(i) over a rectangle of a flat tensor: rows runs of columns units, stride apart.
-
-    units[0] is unit `origin` of the tensor.
-    """
+@inner
+def _weigh_run(units: Any, at: int, index: int, count: int, offset: Any, keys: Any) -> Any:
+    """Sum unit * key over `count` units from units[at] on, the first of which has this index in its tensor."""
     first, second = U(0), U(0)
-    for row in range(rows):
-        i = start + row * stride
-        end = i + columns
-        while i < end:
-            chunk = i >> _CHUNK_BITS
-            stop = min(end, (chunk + 1) << _CHUNK_BITS)
-            run = units[i - origin : stop - origin]
-            base = i & (_CHUNK - 1)
-            left, right = keys[0, base : base + run.size], keys[1, base : base + run.size]
-            a, b = U(0), U(0)
-            for j in range(run.size):
-                u = np.uint32(run[j])
-                a += U(u) * U(left[j])
-                b += U(u) * U(right[j])
-            first += a * _chunk_key(U(chunk), 0)
-            second += b * _chunk_key(U(chunk), 1)
-            i = stop
+    i, end = index, index + count
+    while i < end:
+        chunk = i >> _CHUNK_BITS
+        stop = min(end, (chunk + 1) << _CHUNK_BITS)
+        run = units[at + i - index : at + stop - index]
+        base = i & (_CHUNK - 1)
+        left, right = keys[0, base : base + run.size], keys[1, base : base + run.size]
+        a, b = U(0), U(0)
+        for j in range(run.size):
+            u = np.uint32(run[j])
+            a += U(u) * U(left[j])
+            b += U(u) * U(right[j])
+        first += a * _chunk_key(offset + U(chunk), 0)
+        second += b * _chunk_key(offset + U(chunk), 1)
+        i = stop
     return first, second
 
 
 @compiled
+def digest_weights(units: Any, first: int, count: int, pieces: Any, per: int, keys: Any, in_place: bool) -> Any:
+    """Sum unit * key over `count` weights of a tile, from weight `first` on; weights have `per` units each.
+
+    pieces: the tile's table of them (see `Tile.piece_table`). units: those of these weights, in the order of the tile;
+    or, in_place, those of the whole tensor that the tile is in.
+    """
+    total, second = U(0), U(0)
+    position, end = first, first + count
+    piece, last = 0, pieces.shape[0] - 1
+    while position < end:
+        while piece < last and pieces[piece + 1, 0] <= position:
+            piece += 1
+        stop = min(end, pieces[piece + 1, 0]) if piece < last else end
+        begin, columns, stride = pieces[piece, 0], pieces[piece, 2], pieces[piece, 3]
+        i = position - begin
+        if stride:  # only to the end of the row
+            row = i // columns
+            stop = min(stop, begin + (row + 1) * columns)
+            i += row * (stride - columns)
+        i += pieces[piece, 1]
+        at = i if in_place else position - first
+        a, b = _weigh_run(units, at * per, i * per, (stop - position) * per, U(pieces[piece, 4]), keys)
+        total += a
+        second += b
+        position = stop
+    return total, second
+
+
+@compiled
 def digest_change(
-    positions: Any, first: int, start: int, columns: int, stride: int, per: int, old: Any, new: Any, keys: Any,
-    runs: Any,
+    positions: Any, first: int, pieces: Any, per: int, old: Any, new: Any, keys: Any, runs: Any,
 ) -> Any:  # fmt: skip
     """How the two sums move when weights of a tile go from old to new, and how the first moves by each run of changes.
 
-    The tile has these columns, its rows are stride weights apart, and its first weight is weight `start` of the tensor.
-    Positions count from its weight `first`. Weights have `per` units each. runs: where each run begins in
-    positions, the first at 0.
+    Positions ascend and count from weight `first` of the tile. pieces: the tile's table of them (see
+    `Tile.piece_table`). Weights have `per` units each. runs: where each run begins in positions, the first at 0.
     """
     total, second = U(0), U(0)
-    chunk, left, right = NEVER, U(0), U(0)
+    chunk, left, right = NEVER, _chunk_key(NEVER, 0), _chunk_key(NEVER, 1)
     moved = np.zeros(runs.size, np.uint64)
+    piece, last = -1, pieces.shape[0] - 1
+    begin = start = columns = stride = next_begin = 0
+    offset = U(0)
     for r in range(max(runs.size, 1)):
-        begin = 0 if r == 0 else runs[r]
+        from_ = 0 if r == 0 else runs[r]
         end = runs[r + 1] if r + 1 < runs.size else positions.size
         before = total
-        for k in range(begin, end):
-            i = first + np.int64(positions[k])
-            if columns != stride:
+        for k in range(from_, end):
+            position = first + np.int64(positions[k])
+            if position >= next_begin:
+                piece += 1
+                while piece < last and pieces[piece + 1, 0] <= position:
+                    piece += 1
+                begin, start = pieces[piece, 0], pieces[piece, 1]
+                columns, stride, offset = pieces[piece, 2], pieces[piece, 3], U(pieces[piece, 4])
+                next_begin = pieces[piece + 1, 0] if piece < last else _BEYOND
+            i = position - begin
+            if stride:
                 i += i // columns * (stride - columns)
             for unit in range(per):
                 at = U((start + i) * per + unit)
-                if at >> U(_CHUNK_BITS) != chunk:
-                    chunk = at >> U(_CHUNK_BITS)
+                if offset + (at >> U(_CHUNK_BITS)) != chunk:
+                    chunk = offset + (at >> U(_CHUNK_BITS))
                     left, right = _chunk_key(chunk, 0), _chunk_key(chunk, 1)
                 place = at & U(_CHUNK - 1)
                 by = U(new[k * per + unit]) - U(old[k * per + unit])

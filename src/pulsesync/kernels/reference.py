@@ -532,45 +532,61 @@ def _chunk_keys(chunks: NDArray[np.uint64], word: int) -> NDArray[np.uint64]:
     return (z ^ (z >> u(31))) | u(1)
 
 
-def _weigh(indices: NDArray[np.uint64], values: NDArray[np.uint64], keys: NDArray[np.uint32]) -> tuple[int, int]:
-    """Sum values * key(index), modulo 2^64, under both keys."""
+def _weigh(
+    indices: NDArray[np.uint64], offsets: NDArray[np.uint64], values: NDArray[np.uint64], keys: NDArray[np.uint32]
+) -> tuple[int, int]:
+    """Sum values * key(index, offset), modulo 2^64, under both keys."""
     place = indices & np.uint64((1 << spec.CHUNK_BITS) - 1)
-    chunks = indices >> np.uint64(spec.CHUNK_BITS)
+    chunks = offsets + (indices >> np.uint64(spec.CHUNK_BITS))
     first, second = (
         int(np.sum(values * keys[word, place].astype(np.uint64) * _chunk_keys(chunks, word))) for word in (0, 1)
     )
     return first, second
 
 
-def digest_rectangle(
-    units: Bits, start: int, rows: int, columns: int, stride: int, keys: NDArray[np.uint32], origin: int = 0
+def _indices(
+    positions: NDArray[np.int64], pieces: NDArray[np.int64], per: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Of each unit of the weights at some positions of a tile: its index in its tensor, and the tensor's offset."""
+    begin, start, columns, stride, offset = pieces[np.searchsorted(pieces[:, 0], positions, "right") - 1].T
+    inside = positions - begin
+    rows, along = np.divmod(inside, np.maximum(columns, 1))
+    weights = (start + np.where(stride == 0, inside, rows * stride + along)).astype(np.uint64)
+    indices = np.add.outer(weights * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
+    return indices, np.repeat(offset.astype(np.uint64), per)
+
+
+def digest_weights(
+    units: Bits,
+    first: int,
+    count: int,
+    pieces: NDArray[np.int64],
+    per: int,
+    keys: NDArray[np.uint32],
+    in_place: bool,
 ) -> tuple[int, int]:
-    first = second = 0
-    for row in range(rows):
-        for begin in range(start + row * stride, start + row * stride + columns, 1 << 20):
-            end = min(begin + (1 << 20), start + row * stride + columns)
-            run = units[begin - origin : end - origin].astype(np.uint64)
-            a, b = _weigh(np.arange(begin, end, dtype=np.uint64), run, keys)
-            first, second = first + a, second + b
-    return first & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
+    total = second = 0
+    for begin in range(first, first + count, 1 << 20):
+        positions = np.arange(begin, min(begin + (1 << 20), first + count))
+        indices, offsets = _indices(positions, pieces, per)
+        at = indices if in_place else np.arange(positions.size * per) + (begin - first) * per
+        a, b = _weigh(indices, offsets, units[at].astype(np.uint64), keys)
+        total, second = total + a, second + b
+    return total & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
 
 
 def digest_change(
     positions: NDArray[np.uint32],
     first: int,
-    start: int,
-    columns: int,
-    stride: int,
+    pieces: NDArray[np.int64],
     per: int,
     old: Bits,
     new: Bits,
     keys: NDArray[np.uint32],
     runs: NDArray[np.int64],
 ) -> tuple[int, int, NDArray[np.uint64]]:
-    rows, along = np.divmod(positions.astype(np.int64) + first, columns)
-    weights = (rows * stride + along + start).astype(np.uint64)
-    indices = np.add.outer(weights * np.uint64(per), np.arange(per, dtype=np.uint64)).reshape(-1)
+    indices, offsets = _indices(positions.astype(np.int64) + first, pieces, per)
     by = new.astype(np.uint64) - old.astype(np.uint64)
     borders = (np.append(runs, positions.size) * per).tolist()
-    moved = [_weigh(indices[a:b], by[a:b], keys)[0] for a, b in pairwise(borders)]
-    return *_weigh(indices, by, keys), np.array(moved, np.uint64)
+    moved = [_weigh(indices[a:b], offsets[a:b], by[a:b], keys)[0] for a, b in pairwise(borders)]
+    return *_weigh(indices, offsets, by, keys), np.array(moved, np.uint64)

@@ -119,8 +119,7 @@ class VersionTables:
         return VersionTables(sums, remembered)
 
     def digest(self, layout: Layout) -> str:
-        empty = {tile.ordinal: Sum(0, 0) for tile in layout.tiles if not tile.size}
-        return digest.state_digest(layout.tiles, {**empty, **self.sums})
+        return digest.state_digest(layout.tables, (self.sums[tile.ordinal] for tile in layout.tiles if tile.size))
 
     def history(self, index: int) -> str | None:
         return digest_of(index, self.remembered) if self.remembered else None

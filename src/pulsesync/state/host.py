@@ -99,7 +99,7 @@ class HostState(LiveState[Bits, Changes, History]):
 
     def _count_tile(self, tile: Tile) -> Sum:
         place = self.places[tile.ordinal]
-        if place.tile == tile and isinstance(place, LocalTile):
+        if not tile.pieces and place.tile == tile and isinstance(place, LocalTile):
             return digest.count_tile(tile, self.flats[tile.tensor.name])
         total = digest.sum_up(
             spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))

@@ -276,8 +276,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     def _digest(self, sums: Mapping[int, Sum]) -> str:
         if self._digested is None or self._digested[0] is not sums:  # sums are replaced, never changed
-            held = self.layout.tiles if self.whole else [self.layout.tiles[ordinal] for ordinal in sorted(self.places)]
-            self._digested = sums, digest.state_digest(held, sums)
+            local = (sums[ordinal] for ordinal in self.places)  # the other tiles of a whole state have no weights
+            self._digested = sums, digest.state_digest(self.layout.tables, local)
         return self._digested[1]
 
     def recount(self) -> str:

@@ -49,15 +49,26 @@ def gather_pieces(
     tl.store(run + to + j, bits, mask=j < size)
 
 
-@triton.jit(do_not_specialize=["first", "steps"])
+@triton.jit
+def _find_piece(begins, first, count, i, STRIDE: tl.constexpr):
+    """The piece that weight i is in, of `count` from the one numbered first on, looked for by halves.
+
+    begins: where each begins, STRIDE numbers from one to the next.
+    """
+    piece = tl.zeros_like(i) + first
+    while count > 1:
+        half = count // 2
+        piece = tl.where(tl.load(begins + (piece + half) * STRIDE) <= i, piece + half, piece)
+        count -= half
+    return piece
+
+
+@triton.jit(do_not_specialize=["first"])
 def apply_pieces(
     first, block_begins, first_piece, piece_begins, piece_at, piece_columns, piece_strides, change_starts, positions,
-    values, steps, ITEM: tl.constexpr, SPAN: tl.constexpr,
+    values, ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write changed weights of bundles where they belong in their tensors: the blocks from `first` on.
-
-    The piece that a weight is in is looked for by halves, in so many steps.
-    """
+    """Write changed weights of bundles where they belong in their tensors: the blocks from `first` on."""
     b = tl.program_id(0)
     begin = tl.load(block_begins + b)
     low, high = tl.load(first_piece + b), tl.load(first_piece + b + 1)
@@ -66,13 +77,7 @@ def apply_pieces(
         j = k + tl.arange(0, SPAN)
         some = j < end
         i = begin + tl.load(positions + j, mask=some, other=0).to(tl.int64)
-        piece = tl.zeros([SPAN], tl.int64) + low
-        stop = tl.zeros([SPAN], tl.int64) + high
-        for _ in range(steps):
-            middle = (piece + stop) // 2
-            after = tl.load(piece_begins + middle, mask=some, other=0) <= i
-            piece = tl.where(after, middle, piece)
-            stop = tl.where(after, stop, middle)
+        piece = _find_piece(piece_begins, low, high - low, i, 1)
         inside = i - tl.load(piece_begins + piece, mask=some, other=0)
         columns = tl.load(piece_columns + piece, mask=some, other=1)
         stride = tl.load(piece_strides + piece, mask=some, other=0)
@@ -104,14 +109,19 @@ def _chunk_keys(chunk):
 
 @triton.jit
 def digest_change(
-    block_tile, begins, tile_start, tile_columns, tile_stride, change_starts, positions, before, after, keys, sums,
+    begins, block_pieces, pieces, change_starts, positions, before, after, keys, sums,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """How the digest moves by the changes of each block: every 16-bit unit times the key of its place in the tensor."""
+    """How the digest moves by the changes of each block: every 16-bit unit times the key of its index in its tensor.
+
+    pieces: rows of `Tile.piece_table`. block_pieces: of each block its first row, how many it has, and whether a piece
+    of it does not lie in a row.
+    """
     b = tl.program_id(0)
-    tile = tl.load(block_tile + b)
     begin = tl.load(begins + b)
-    start, columns, stride = tl.load(tile_start + tile), tl.load(tile_columns + tile), tl.load(tile_stride + tile)
+    first_piece, count, apart = (
+        tl.load(block_pieces + 3 * b), tl.load(block_pieces + 3 * b + 1), tl.load(block_pieces + 3 * b + 2),
+    )  # fmt: skip
     from_, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
     per: tl.constexpr = (ITEM + 1) // 2
     first = tl.zeros([SPAN], tl.uint64)
@@ -119,12 +129,19 @@ def digest_change(
     for k in range(from_ + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
         j = k + tl.arange(0, SPAN)
         some = j < end
-        i = _flat(begin, tl.load(positions + j, mask=some, other=0), start, columns, stride) * per
+        p = begin + tl.load(positions + j, mask=some, other=0).to(tl.int64)
+        row = pieces + 5 * _find_piece(pieces, first_piece, count, p, 5)
+        i = p - tl.load(row)
+        if apart != 0:
+            columns, stride = tl.load(row + 2), tl.load(row + 3)
+            i = tl.where(stride == 0, i, (i // columns) * stride + i % columns)
+        i = (tl.load(row + 1) + i) * per
+        offset = tl.load(row + 4)
         old = tl.load(before + j, mask=some, other=0).to(tl.uint64)
         new = tl.load(after + j, mask=some, other=0).to(tl.uint64)
         for unit in tl.static_range(per):
             moved = ((new >> (16 * unit)) & 0xFFFF) - ((old >> (16 * unit)) & 0xFFFF)
-            left, right = _chunk_keys((i + unit) >> CHUNK_BITS)
+            left, right = _chunk_keys(offset + ((i + unit) >> CHUNK_BITS))
             place = (i + unit) & (CHUNK - 1)
             first += moved * tl.load(keys + place, mask=some, other=0).to(tl.uint64) * left
             second += moved * tl.load(keys + CHUNK + place, mask=some, other=0).to(tl.uint64) * right
@@ -176,14 +193,15 @@ def _weighed(x, k0, k1, k2, k3):
 
 
 @triton.jit
-def recount(block_at, units, starts, block_tile, keys, sums, PER: tl.constexpr):
-    """Sum the 16-bit units of blocks times their keys: program (b, q) takes the q-th run of PER (even) chunks of units.
+def recount(run_at, rows, keys, sums, PER: tl.constexpr):
+    """Sum the 16-bit units of runs of weights times their keys: program (r, q) takes the q-th PER (even) chunks.
 
-    A block begins at unit starts[b] of its tensor, a multiple of 4.
+    rows: of each run its tile, units, the index of the first in its tensor, a multiple of 4, and the tensor's offset.
     """
-    b = tl.program_id(0)
-    at = tl.load(block_at + b).to(tl.pointer_type(tl.uint64))
-    begin, size = tl.load(starts + b), tl.load(units + b)
+    r = tl.program_id(0)
+    at = tl.load(run_at + r).to(tl.pointer_type(tl.uint64))
+    row = rows + 4 * r
+    size, begin, offset = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     word = tl.arange(0, 4)[:, None] * 256 + tl.arange(0, 256)[None, :]  # of a chunk; a thread has a column
     k = keys + 4 * word
     k0, k1, k2, k3 = tl.load(k), tl.load(k + 1), tl.load(k + 2), tl.load(k + 3)
@@ -201,28 +219,29 @@ def recount(block_at, units, starts, block_tile, keys, sums, PER: tl.constexpr):
             x, y = tl.load(at + i), tl.load(at + i + CHUNK // 4)
         else:
             x, y = _units(at, i, size), _units(at, i + CHUNK // 4, size)
-        one, two = _chunk_keys(chunk)
+        one, two = _chunk_keys(offset + chunk)
         first += _weighed(x, k0, k1, k2, k3) * one
         second += _weighed(x, q0, q1, q2, q3) * two
-        one, two = _chunk_keys(chunk + 1)
+        one, two = _chunk_keys(offset + chunk + 1)
         first += _weighed(y, k0, k1, k2, k3) * one
         second += _weighed(y, q0, q1, q2, q3) * two
         chunk += 2
-    tile = tl.load(block_tile + b)
+    tile = tl.load(row)
     tl.atomic_add(sums + 2 * tile, tl.sum(first.to(tl.int64)))
     tl.atomic_add(sums + 2 * tile + 1, tl.sum(second.to(tl.int64)))
 
 
 @triton.jit
-def recount_any(
-    block_at, sizes, block_tile, begins, tile_start, tile_columns, tile_stride, keys, sums,
-    ITEM: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """The same of any tile: single bytes, columns of a tensor, or beginning between words."""
-    b = tl.program_id(0)
-    tile = tl.load(block_tile + b)
-    at, begin, size = tl.load(block_at + b), tl.load(begins + b), tl.load(sizes + b)
-    start, columns, stride = tl.load(tile_start + tile), tl.load(tile_columns + tile), tl.load(tile_stride + tile)
+def recount_any(run_at, rows, keys, sums, ITEM: tl.constexpr, SPAN: tl.constexpr):
+    """The same of any run: of single bytes, of columns of a tensor, or beginning between words.
+
+    rows: of each run its tile and weights, how many weights of its piece are before it, the index in its tensor of the
+    first weight of the piece, the piece's columns, weights from row to row (0: it lies in a row), and the offset.
+    """
+    r = tl.program_id(0)
+    at, row = tl.load(run_at + r), rows + 7 * r
+    size, begin, start = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    columns, stride, offset = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
     per: tl.constexpr = (ITEM + 1) // 2
     first = tl.zeros([SPAN], tl.uint64)
     second = tl.zeros([SPAN], tl.uint64)
@@ -232,9 +251,10 @@ def recount_any(
         x = load_bits(at, j, j < size, ITEM).to(tl.uint64)
         for unit in tl.static_range(per):
             u = (x >> (16 * unit)) & 0xFFFF
-            left, right = _chunk_keys((i + unit) >> CHUNK_BITS)
+            left, right = _chunk_keys(offset + ((i + unit) >> CHUNK_BITS))
             place = (i + unit) & (CHUNK - 1)
             first += u * tl.load(keys + place).to(tl.uint64) * left
             second += u * tl.load(keys + CHUNK + place).to(tl.uint64) * right
+    tile = tl.load(row)
     tl.atomic_add(sums + 2 * tile, tl.sum(first.to(tl.int64)))
     tl.atomic_add(sums + 2 * tile + 1, tl.sum(second.to(tl.int64)))

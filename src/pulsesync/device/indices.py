@@ -1,0 +1,94 @@
+"""Which indices in their tensors the weights of blocks have: what the kernels of the digest must know."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.core.types import Tile
+from pulsesync.device.memory import starts_of, to_device
+
+CHUNK = 4096  # units; as kernels/cuda.py has it
+
+
+class IndexRuns(NamedTuple):
+    """Runs of weights, each of which is in one block and in one piece of a tensor."""
+
+    block: torch.Tensor  # of each run
+    before: torch.Tensor  # how many bytes of the block are before it
+    rows: torch.Tensor  # (runs, 4 or 7): see `recount` and `recount_any`
+    chunks: int  # the most chunks of units that a run can be in
+
+    def addresses(self, at: torch.Tensor) -> torch.Tensor:
+        """Where the runs are, given where the blocks are."""
+        return at[self.block] + self.before
+
+
+class BlockIndices:
+    """The pieces of tensors that blocks of tiles are made of.
+
+    Args:
+        tiles: The tiles; their weights have one size.
+        tile_of: The tile of each block.
+        begins: Where each block begins in its tile.
+        sizes: How many weights each block has.
+        device: Where the tables are.
+    """
+
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        tile_of: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        device: torch.device,
+    ) -> None:
+        self.device, self.itemsize = device, tiles[0].tensor.kind.itemsize
+        self._tile_of, self._begins, self._ends = tile_of, begins, begins + sizes
+        tables = [tile.piece_table for tile in tiles]
+        self._table = np.concatenate(tables)
+        tile_begins = starts_of(np.array([tile.size for tile in tiles], np.int64))  # if they lay one after the other
+        piece_begins = np.repeat(tile_begins[:-1], [len(table) for table in tables]) + self._table[:, 0]
+        self._first = np.searchsorted(piece_begins, tile_begins[tile_of] + begins, "right") - 1
+        self._count = np.searchsorted(piece_begins, tile_begins[tile_of] + self._ends) - self._first
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """The rows of `Tile.piece_table` of all tiles."""
+        return to_device(self._table, self.device)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """Of each block: its first row in the table, how many it has, and whether a piece does not lie in a row."""
+        apart = starts_of(self._table[:, 3] != 0)
+        some = apart[self._first + self._count] > apart[self._first]
+        return to_device(np.stack([self._first, self._count, some], axis=1), self.device)
+
+    @cached_property
+    def runs(self) -> tuple[IndexRuns, IndexRuns]:
+        """All the weights: first the runs that can be read in words of eight bytes, then the others.
+
+        Tiles begin at a multiple of eight bytes in memory.
+        """
+        block = np.repeat(np.arange(self._count.size), self._count)
+        number = np.arange(block.size) - np.repeat(starts_of(self._count)[:-1], self._count)
+        piece = self._first[block] + number
+        piece_begins, starts, columns, strides, offsets = self._table[piece].T
+        begins = np.maximum(self._begins[block], piece_begins)
+        following = self._table[np.minimum(piece + 1, len(self._table) - 1), 0]
+        ends = np.where(number == self._count[block] - 1, self._ends[block], following)
+        sizes, inside, tiles, per = ends - begins, begins - piece_begins, self._tile_of[block], self.itemsize // 2
+        in_words = (strides == 0) & ((starts + inside) * per % 4 == 0) & (begins * per % 4 == 0) & (per > 0)
+
+        def runs(some: NDArray[np.bool_], *columns: NDArray[np.int64]) -> IndexRuns:
+            before = (begins - self._begins[block])[some] * self.itemsize
+            rows = np.stack([column[some] for column in columns], axis=1)
+            chunks = -(-int(sizes[some].max(initial=0)) * max(per, 1) // CHUNK) + 1
+            number, at, table = (to_device(one, self.device) for one in (block[some], before, rows))
+            return IndexRuns(number, at, table, chunks)
+
+        words = runs(in_words, tiles, sizes * per, (starts + inside) * per, offsets)
+        return words, runs(~in_words, tiles, sizes, inside, starts, columns, strides, offsets)
