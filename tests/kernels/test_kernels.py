@@ -145,7 +145,7 @@ class Case:
         return words, ends
 
     def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
-        tail = (self.listed, self.lanes, words, ends, changes, self.index, *self.cold)
+        tail = (self.listed, self.lanes, words, np.diff(ends), changes, self.index, *self.cold)
         read: tuple[Any, ...] = kernel.decode_blocks(*self.span, self.cumulative, self.contexts.symbols, *tail)
         return read
 
@@ -534,8 +534,10 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
     table = cumulative, tables.reciprocals(frequencies)
-    coded = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
-    read = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, one[1:], *coded, one[1:], 1, NO_COLD, NO_COLD)
+    words, ends = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
+    read = kernel.decode_blocks(
+        *span, cumulative, 41, tables.NO_SIZES, one[1:], words, np.diff(ends), one[1:], 1, NO_COLD, NO_COLD
+    )
     assert read[5] == fault
 
 
@@ -558,7 +560,7 @@ def test_a_cold_change_of_a_hot_weight_or_half_the_circle_the_wrong_way_is_a_fau
     nothing, ends = np.zeros(1, np.int64), np.array([0, 0])
     span = (np.array([old], np.uint16), np.array([0, 1]), 7, 24, contexts.rows, contexts.bits, NO_BYTES, ends, 0)
     cumulative = tables.cumulative(np.zeros((24, 1, 41), np.int64))
-    stream = np.ones(1, np.int64), np.empty(0, np.uint16), ends, nothing
+    stream = np.ones(1, np.int64), np.empty(0, np.uint16), nothing, nothing
     found = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, *stream, 0, nothing, np.array([step]))
     assert found[5] == fault
     if not fault:

@@ -354,15 +354,15 @@ def _move_cold(old: Any, shift: int, cut: int, cold_at: Any, cold_steps: Any) ->
 @compiled
 def decode_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, ends: Any, changes: Any, index: int,
+    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, lengths: Any, changes: Any, index: int,
     cold_at: Any, cold_steps: Any,
 ) -> Any:  # fmt: skip
     """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
 
-    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. The words of block b
-    are those from ends[b] to ends[b + 1]. cold_at and cold_steps: where cold weights of the span change (int64,
-    ascending, inside it), and by how much; they are among what is returned. Never reads or writes out of bounds,
-    whatever the words are; stops at the first fault (see `spec.FAULTS`).
+    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. lengths: how many
+    of the words each block has. cold_at and cold_steps: where cold weights of the span change (int64, ascending, inside
+    it), and by how much; they are among what is returned. Never reads or writes out of bounds, whatever the words are;
+    stops at the first fault (see `spec.FAULTS`).
     """
     width = U(8 * old.itemsize)
     magnitude, wide = (ONE << (width - ONE)) - ONE, U(row_bits)
@@ -384,11 +384,12 @@ def decode_blocks(
     if fault:
         return positions, before, new, remembered, new_ranks, fault
     states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
-    e, k, most, c = U(0), U(0), U(0), U(0)  # k: hot changes so far; c: cold ones
+    e, k, most, c, end_of_words = U(0), U(0), U(0), U(0), U(0)  # k: hot changes so far; c: cold ones
     next_cold = U(cold_at[0]) if cold_at.size else NEVER
     for b in range(borders.size - 1):
         start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
-        coded = changes[b] > 0
+        at, j, coded = end_of_words, U(0), changes[b] > 0
+        end_of_words = min(at + U(lengths[b]), U(words.size))
         if not coded and not index:
             continue
         if not coded and tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
@@ -396,8 +397,7 @@ def decode_blocks(
             new_ranks[b + 1] = kept
             continue
         most += U(changes[b])
-        at, j = U(ends[b]), U(0)
-        end_of_words, lane_count = (U(ends[b + 1]), U(lanes[b])) if coded else (at, U(0))
+        lane_count = U(lanes[b]) if coded else U(0)
         lane_mask = lane_count - ONE
         if end_of_words - at < lane_count + lane_count:
             return positions, before, new, remembered, new_ranks, 1
@@ -514,7 +514,7 @@ def decode_blocks(
             return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
         if k != most:
             return positions, before, new, remembered, new_ranks, 3
-        if at != end_of_words:
+        if coded and at != end_of_words:
             return positions, before, new, remembered, new_ranks, 4
         for lane in range(lane_count):
             if states[lane] != _LOW:

@@ -444,7 +444,7 @@ def decode_blocks(
     sizes: NDArray[np.uint32],
     lanes: NDArray[np.int64],
     words: NDArray[np.uint16],
-    ends: NDArray[np.int64],
+    lengths: NDArray[np.int64],
     changes: NDArray[np.int64],
     index: int,
     cold_at: NDArray[np.int64],
@@ -452,10 +452,9 @@ def decode_blocks(
 ) -> tuple[NDArray[np.uint32], Bits, Bits, NDArray[np.uint8], NDArray[np.int64], int]:
     cold, fault = _move_cold(old, shift, cut, cold_at, cold_steps)
     enters = _magnitudes(cold) < cut << shift
-    entering_at, entering = (
-        cold_at[enters].astype(np.uint32),
-        np.where(cold_steps[enters] < 0, 0x80, 0).astype(np.uint8),
-    )
+    entering_at = cold_at[enters].astype(np.uint32)
+    entering = np.where(cold_steps[enters] < 0, 0x80, 0).astype(np.uint8)
+    ends = np.cumsum([0, *lengths])
     found, moved = [cold_at.astype(np.uint32)], [cold]
     histories: list[NDArray[np.uint8]] = []
     for b, block in enumerate(_blocks(borders, last, ranks) if not fault else []):

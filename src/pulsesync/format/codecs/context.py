@@ -8,7 +8,7 @@ direction turns the sign. The few changes of cold weights are written as gaps an
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +124,8 @@ def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: Freque
         decisions.counts,
         lanes,
     )
+    if lanes.size == 1:  # nearly all are, and each step of numpy between two kernels costs as much as 10,000 weights
+        return BlockStreams(np.array([decisions.changed.size]), lanes, ends[1:], words)
     changes = np.searchsorted(decisions.changed, _borders_of(decisions.counts))
     return BlockStreams(changes[1:] - changes[:-1], lanes, ends[1:] - ends[:-1], words)
 
@@ -214,14 +216,14 @@ def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
     table = reader.byte()
     kind = tile.tensor.kind
     cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    by_stream = np.array(parse_streams(reader, tile.stream_sizes), np.int64).reshape(-1, 3)
-    changes, lanes, words = by_stream.T.copy()  # each contiguous: a kernel is compiled once more for what is not
+    by_stream = parse_streams(reader, tile.stream_sizes)
+    changes, lanes, words = (np.array(by_stream[k::3], np.int64) for k in range(3))
     cold, steps = parse_cold(reader, reader.number(tile.size), tile.size, kind.itemsize)
     checks = NO_CHECKS
     if is_checked(tile):
         checks = np.frombuffer(reader.take(4 * int(changing(tile, changes, cold).sum())), "<u4")
     begin = reader.at
-    reader.take(2 * int(words.sum()))
+    reader.take(2 * sum(by_stream[2::3]))
     reader.end()
     return Heads(table, cut, changes, lanes, words, cold, steps, checks), begin
 
@@ -303,7 +305,7 @@ def decode_block(
         table.sizes,
         view.streams.lanes,
         view.streams.words,
-        _borders_of(view.streams.sizes),
+        view.streams.sizes,
         view.streams.changes,
         memory.index,
         view.cold,
