@@ -535,9 +535,8 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
     table = cumulative, tables.reciprocals(frequencies)
     words, ends = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
-    read = kernel.decode_blocks(
-        *span, cumulative, 41, tables.NO_SIZES, one[1:], words, np.diff(ends), one[1:], 1, NO_COLD, NO_COLD
-    )
+    stream = one[1:], words, np.diff(ends), one[1:]
+    read = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, *stream, 1, NO_COLD, NO_COLD)
     assert read[5] == fault
 
 

@@ -57,7 +57,8 @@ def _choose_cuts(diffs: Sequence[Diff], history: History | None) -> list[int]:
     sampled = [diff.sampled for diff in diffs if diff.sampled is not None]
     if not sampled:
         return []
-    cuts = tables.choose_cuts(np.stack([diff.changed_by_class() for diff in diffs]), np.stack(sampled)).tolist()
+    changed = np.stack([diff.changed_by_class() for diff in diffs])
+    cuts: list[int] = tables.choose_cuts(changed, np.stack(sampled)).tolist()
     if history is None:
         return cuts
     return [max(cut, history.cut(diff.tile.ordinal)) for cut, diff in zip(cuts, diffs, strict=True)]

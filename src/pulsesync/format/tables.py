@@ -16,9 +16,7 @@ from pulsesync.kernels import spec
 
 TOTAL = 1 << spec.PROBABILITY_BITS
 NO_SIZES = np.empty(0, np.uint32)
-_MORE_LANES = 2 << np.arange(
-    spec.MAX_LANES_LOG2
-)  # from that many times the least decisions of a lane on, twice as many
+_MORE_LANES = 2 << np.arange(spec.MAX_LANES_LOG2)  # multiples of `spec.LANE_DECISIONS` that double the lanes
 CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
 
 

@@ -115,7 +115,11 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 
 @compiled
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
-    for k in range(positions.size):
+    ahead = max(0, positions.size - 16)
+    for k in range(ahead):
+        prefetch(bits, positions[k + 16])  # else each write waits for memory
+        bits[positions[k]] = new[k]
+    for k in range(ahead, positions.size):
         bits[positions[k]] = new[k]
 
 

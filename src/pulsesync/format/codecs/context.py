@@ -42,8 +42,7 @@ class BlockMemory:
         return self.remembered or Remembered(NO_HISTORY, np.zeros(streams + 1, np.int64))
 
 
-@dataclass(frozen=True)
-class HotChanges:
+class HotChanges(NamedTuple):
     """The changes of a block's hot weights, as symbols, and the cold weights that turn hot."""
 
     positions: NDArray[np.uint32]
