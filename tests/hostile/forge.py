@@ -505,6 +505,11 @@ def low_cut(changes: np.ndarray, sampled: np.ndarray) -> int:
     return int(np.searchsorted(np.cumsum(changes) * 4, 3 * changes.sum()))
 
 
+def low_cuts(changes: np.ndarray, sampled: np.ndarray) -> NDArray[np.int64]:
+    """Such cuts of several tiles."""
+    return np.array([low_cut(*one) for one in zip(changes, sampled, strict=True)])
+
+
 def many_lanes(decisions: NDArray[np.int64]) -> NDArray[np.int64]:
     """More lanes than so few decisions are worth."""
     return 1 << np.minimum(5, decisions // 200)
@@ -542,7 +547,7 @@ class Run:
 
     def encode(self, new: Flats, codec: Any) -> Part:
         state, kept = self.state, self.state.history if codec == "history" else None
-        with mock.patch.object(tables, "choose_cut", low_cut), mock.patch.object(tables, "lanes_for", many_lanes):
+        with mock.patch.object(tables, "choose_cuts", low_cuts), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, state.flats, new, state.sums, codec=codec, history=kept)
         return read_part(made.data, self.layout)
 
@@ -572,7 +577,7 @@ class Run:
     def squash(self, base: Manifest, flats: Flats) -> Version:
         """One patch from an epoch's start to the version published last, by whoever was allowed to write it."""
         old = HostState(self.layout, flats, {})
-        with mock.patch.object(tables, "choose_cut", low_cut), mock.patch.object(tables, "lanes_for", many_lanes):
+        with mock.patch.object(tables, "choose_cuts", low_cuts), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
         record = replace(self.manifest, kind=RecordKind.SQUASH, base=BaseRef(base.version, base.digest), history=None)
         out = self._version("squashes/00/0000000000000000", record, [read_part(made.data, self.layout)])

@@ -26,7 +26,7 @@ from pulsesync.testing import mutate, random_bits
 from tests.helpers import FLOATS, classes, densities, many, near, nudge, orders, seeds, step
 
 KERNELS = (reference, cpu)
-NO_BYTES, NO_POSITIONS = np.empty(0, np.uint8), np.empty(0, np.uint32)
+NO_BYTES, NO_POSITIONS, NO_COLD = np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.int64)
 SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 1021, 1022, 1037, 4095, 4096, 4097, 4160, 12289]
 
 sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 5000))
@@ -106,6 +106,10 @@ class Case:
         return at, new, symbols, extras
 
     @property
+    def cold(self) -> tuple[Any, ...]:
+        return self.split[4:6]
+
+    @property
     def entering(self) -> tuple[Any, ...]:
         return self.split[6:]
 
@@ -142,7 +146,7 @@ class Case:
         return words, ends
 
     def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
-        tail = (self.listed, self.lanes, words, ends, changes, self.index, *self.entering)
+        tail = (self.listed, self.lanes, words, np.diff(ends), changes, self.index, *self.cold)
         read: tuple[Any, ...] = kernel.decode_blocks(*self.span, self.cumulative, self.contexts.symbols, *tail)
         return read
 
@@ -195,8 +199,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def assert_decodes(case: Case, found: tuple[Any, ...]) -> None:
     positions, old, new, _, _, fault = found
     assert fault == 0
-    assert_same((positions, new), case.hot[:2])
-    assert_same([old], [case.old[positions]])
+    assert_same((positions, old, new), case.changed)
 
 
 @given(seeds, st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), sizes, densities)
@@ -323,7 +326,7 @@ def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: Modu
     words, ends = case.encode(kernel)
     positions, old, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
     assert fault == 0
-    first, counted = 0, np.zeros_like(counts)
+    first, coded, counted = 0, 0, np.zeros_like(counts)
     for b in range(case.blocks):
         alone = case.alone(b)
         own_decisions, own_after, _, own_rows, own_changed, own_symbols, own_counts = alone.count(kernel)
@@ -331,7 +334,7 @@ def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: Modu
         assert_same([own_after], [after[ranks[b] : ranks[b + 1]]])
         decided = int(decisions[:b].sum())
         assert_same([own_rows], [rows[decided : decided + decisions[b]]])
-        own = slice(first, first + own_changed.size)
+        own = slice(coded, coded := coded + own_changed.size)
         assert_same((own_changed + np.uint32(decided), own_symbols), (changed[own], symbols[own]))
         counted += own_counts
         own_words, own_ends = alone.encode(kernel)
@@ -343,7 +346,7 @@ def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(kernel: Modu
         assert_same(here, (positions[found], old[found], new[found]))
         assert_same([own_history], [read_after[read_ranks[b] : read_ranks[b + 1]]])
     assert np.array_equal(counted, counts)
-    assert first == positions.size
+    assert (first, coded) == (positions.size, changed.size)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
@@ -532,11 +535,37 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
     change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
     table = cumulative, tables.reciprocals(frequencies)
-    coded = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
-    read = kernel.decode_blocks(
-        *span, cumulative, 41, tables.NO_SIZES, one[1:], *coded, one[1:], 1, NO_POSITIONS, NO_BYTES
-    )
+    words, ends = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
+    stream = one[1:], words, np.diff(ends), one[1:]
+    read = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, *stream, 1, NO_COLD, NO_COLD)
     assert read[5] == fault
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("old", "step", "fault"),
+    [
+        (0x3F80, 1, 0),
+        (0x0080, 1, spec.HOT_AMONG_COLD),
+        (0x3F80, -0x8000, 0),
+        (0x3F80, 0x8000, spec.COLD_HALF_CIRCLE),
+        (0xBF80, 0x8000, 0),
+        (0xBF80, -0x8000, spec.COLD_HALF_CIRCLE),
+    ],
+)
+def test_a_cold_change_of_a_hot_weight_or_half_the_circle_the_wrong_way_is_a_fault(
+    kernel: ModuleType, old: int, step: int, fault: int
+) -> None:
+    contexts = tables.Contexts(0, 24, 1, 41)
+    nothing, ends = np.zeros(1, np.int64), np.array([0, 0])
+    span = (np.array([old], np.uint16), np.array([0, 1]), 7, 24, contexts.rows, contexts.bits, NO_BYTES, ends, 0)
+    cumulative = tables.cumulative(np.zeros((24, 1, 41), np.int64))
+    stream = np.ones(1, np.int64), np.empty(0, np.uint16), nothing, nothing
+    found = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, *stream, 0, nothing, np.array([step]))
+    assert found[5] == fault
+    if not fault:
+        assert_same(found[:2], (np.zeros(1, np.uint32), span[0]))
+        assert_same([found[2]], [tables.apply_steps(span[0], np.array([step]))])
 
 
 def piece_table(rng: np.random.Generator, sizes: list[int], far: int) -> NDArray[np.int64]:
@@ -681,7 +710,7 @@ def run_all(case: Case, rng: np.random.Generator) -> None:
         damaged: Bits = words.copy()
         damaged[rng.integers(0, max(words.size, 1), 2 * (words.size > 0))] = rng.integers(0, 1 << 16)
         case.decode(cpu, damaged, ends, changes)
-    pieces = piece_table(rng, [case.size // 2 + 1, case.size], 5000)
+    pieces = piece_table(rng, [case.size // 2 + 1, case.size + 1], 5000)
     cpu.digest_weights(case.old, 0, case.size, pieces, 1, keys(), False)
     cpu.digest_weights(case.old, 0, case.size, np.zeros((1, 5), np.int64), 1, keys(), True)
     for more in (-case.last.size, -1, 1, 5000):

@@ -16,7 +16,7 @@ from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
 from pulsesync.format.codecs import gap, step
-from pulsesync.format.codecs.context import move_cold
+from pulsesync.format.codecs.context import magnitudes
 from pulsesync.format.codecs.heads import (
     ColdChanges,
     OpenedPayload,
@@ -218,8 +218,21 @@ def _cold(
     tiles = np.repeat(np.arange(len(pile.tiles)), per_tile)
     inside, blocks, positions = pile.find_blocks(tiles, colds.positions)
     old = fetch(pile, weights, blocks, positions) if blocks.size else np.empty(0, pile.kind.bits)
-    new = move_cold(old, colds.steps[inside], cuts[tiles[inside]], pile.kind.exponent_shift or 0)
+    new = _move_cold(old, colds.steps[inside], cuts[tiles[inside]], pile.kind.exponent_shift or 0)
     return _changes(pile, blocks, positions, old, new)
+
+
+def _move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64], shift: int) -> Bits:
+    """Move cold weights by their steps. Raises: FormatError, if one is hot, or goes half the circle the wrong way."""
+    if not old.size:
+        return old
+    if (magnitudes(old, shift) < cut).any():
+        raise FormatError(spec.FAULTS[spec.HOT_AMONG_COLD])
+    half = 1 << (8 * old.itemsize - 1)
+    longest = max(-int(steps.min()), int(steps.max()))
+    if longest == half and ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
+        raise FormatError(spec.FAULTS[spec.COLD_HALF_CIRCLE])
+    return tables.apply_steps(old, steps)
 
 
 def _changes(pile: Pile, blocks: NDArray[np.int64], positions: NDArray[np.int32], old: Bits, new: Bits) -> PileChanges:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -53,9 +54,13 @@ class Diff:
     steps: tuple[BlockSteps, ...] = ()
     sampled: NDArray[np.int64] | None = None
 
-    @property
+    @cached_property
     def changed(self) -> int:
         return sum(block.positions.size for block in self.blocks)
+
+    def changed_by_class(self) -> NDArray[np.int64]:
+        """How many changed, by the magnitude class of the old weight."""
+        return _total([steps.by_class for steps in self.steps])
 
     def positions(self) -> NDArray[np.int64]:
         return np.concatenate([block.tile_positions() for block in self.blocks])
@@ -119,5 +124,11 @@ def _collect(
         some = tuple(steps for _, steps, _ in found if steps is not None)
         samples = [sampled for _, _, sampled in found if sampled is not None]
         if blocks:
-            out.append(Diff(tile, blocks, some, np.sum(samples, axis=0) if some else None))
+            out.append(Diff(tile, blocks, some, _total(samples) if some else None))
     return out
+
+
+def _total(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The sum of at least one array; what is alone is not copied."""
+    total: NDArray[np.int64] = counts[0] if len(counts) == 1 else np.sum(counts, axis=0)
+    return total

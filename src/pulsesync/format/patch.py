@@ -5,7 +5,7 @@ to count and to code; decoding reads them once. Apart from the result, memory is
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
@@ -186,9 +186,9 @@ def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, wei
 
 
 def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
-    blocks = diff.blocks
-    if choice.remembered:
-        blocks = tuple(replace(b, remembered=choice.remembered.get(b.number)) for b in blocks)
+    blocks, after = diff.blocks, choice.remembered
+    if after:
+        blocks = tuple(BlockChange(b.number, b.positions, b.old, b.new, after.get(b.number)) for b in blocks)
     return TilePatch(diff.tile, choice.codec, blocks, choice.cut)
 
 
@@ -320,8 +320,7 @@ def payloads(
             yield entry, section[begin : begin + entry.size]
 
 
-@dataclass(frozen=True)
-class DecodeTask:
+class DecodeTask(NamedTuple):
     """One block of a tile coded against old weights, or one whole tile of another codec; a tile has at least one."""
 
     codec: Codec

@@ -6,7 +6,7 @@ is written: choose each tile's cut; count every decision of the hot weights; wri
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -51,21 +51,20 @@ class _CodingPlan:
     cold: NDArray[np.int64]
     steps: NDArray[np.int64]
 
-    def list_sizes(self, sizes: NDArray[np.uint32]) -> "_CodingPlan":
-        """The same, with the symbols of their own that steps of these sizes have."""
-        width = 8 * self.diff.tile.tensor.kind.itemsize
-        listed = {
-            number: replace(hot, symbols=tables.list_sizes(hot.symbols, hot.extras, sizes, width))
-            for number, hot in self.hot.items()
-        }
-        return replace(self, hot=listed)
+
+def _choose_cuts(diffs: Sequence[Diff], history: History | None) -> list[int]:
+    """The cut of each tile."""
+    sampled = [diff.sampled for diff in diffs if diff.sampled is not None]
+    if not sampled:
+        return []
+    changed = np.stack([diff.changed_by_class() for diff in diffs])
+    cuts: list[int] = tables.choose_cuts(changed, np.stack(sampled)).tolist()
+    if history is None:
+        return cuts
+    return [max(cut, history.cut(diff.tile.ordinal)) for cut, diff in zip(cuts, diffs, strict=True)]
 
 
-def _plan(diff: Diff, history: History | None) -> _CodingPlan:
-    assert diff.sampled is not None
-    cut = tables.choose_cut(sum((s.by_class for s in diff.steps), np.zeros(256, np.int64)), diff.sampled)
-    if history:
-        cut = max(cut, history.cut(diff.tile.ordinal))
+def _plan(diff: Diff, cut: int) -> _CodingPlan:
     shift = diff.tile.tensor.kind.exponent_shift
     hot, cold, cold_steps = {}, [], []
     for block, steps in zip(diff.blocks, diff.steps, strict=True):
@@ -84,16 +83,16 @@ def code_against_old(
     diffs: Sequence[Diff], old: Weights, history: History | None, threads: int | None
 ) -> tuple[list[FrequencyTable], dict[int, CodedTile]]:
     """Code all tiles of float dtypes against their old weights; tables are shared by the tiles of a dtype."""
-    plans = [_plan(d, history) for d in diffs if d.steps]  # short steps of Python: threads would only slow them down
+    floats = [diff for diff in diffs if diff.steps]
+    # short steps of Python: threads would only slow them down
+    plans = [_plan(diff, cut) for diff, cut in zip(floats, _choose_cuts(floats, history), strict=True)]
     codec = Codec.CONTEXT if history is None else Codec.HISTORY
     shared: list[FrequencyTable] = []
     out: dict[int, CodedTile] = {}
     for dtype in sorted({p.diff.tile.tensor.dtype for p in plans}):
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
         ages = history.index + 1 if history is not None else 1
-        sizes = _choose_sizes(same, ages)
-        if sizes.size:
-            same = [plan.list_sizes(sizes) for plan in same]
+        sizes = _list_sizes(same, ages)
         table, counted = _count(same, sizes, old, history, threads)
         payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], threads)
         remembered: dict[_CodingPlan, dict[int, Remembered]] = {plan: {} for plan in same}
@@ -106,13 +105,20 @@ def code_against_old(
     return shared, out
 
 
-def _choose_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
-    """The sizes that the table of these tiles lists."""
+def _list_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
+    """The sizes that the table of these tiles lists; steps of these sizes are given symbols of their own."""
     blocks = [hot for plan in plans for hot in plan.hot.values()]
     if not blocks:
         return tables.NO_SIZES
-    _, long = tables.long_steps(np.concatenate([b.symbols for b in blocks]), np.concatenate([b.extras for b in blocks]))
-    return tables.choose_sizes(long, 8 * blocks[0].new.itemsize, ages)
+    symbols, extras = np.concatenate([b.symbols for b in blocks]), np.concatenate([b.extras for b in blocks])
+    width = 8 * blocks[0].new.itemsize
+    sizes = tables.choose_sizes(tables.long_steps(symbols, extras)[1], width, ages)
+    if sizes.size:
+        listed, at = tables.list_sizes(symbols, extras, sizes, width), 0
+        for hot in blocks:  # in place: each is an array of its own, which the plan has just made
+            hot.symbols[:] = listed[at : at + hot.symbols.size]
+            at += hot.symbols.size
+    return sizes
 
 
 _Job = tuple[_CodingPlan, int]  # a tile, and which of its blocks
@@ -210,5 +216,7 @@ def _payload(plan: _CodingPlan, table: int, streams: context.BlockStreams) -> by
 
 def _borders(tile: Tile, number: int) -> NDArray[np.int64]:
     """Where the streams of a block begin in it, and its end."""
+    if tile.block_count == 1:
+        return tile.borders
     streams = tile.streams(number)
     return tile.borders[streams.start : streams.stop + 1] - number * BLOCK

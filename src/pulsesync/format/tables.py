@@ -16,6 +16,7 @@ from pulsesync.kernels import spec
 
 TOTAL = 1 << spec.PROBABILITY_BITS
 NO_SIZES = np.empty(0, np.uint32)
+_MORE_LANES = 2 << np.arange(spec.MAX_LANES_LOG2)  # multiples of `spec.LANE_DECISIONS` that double the lanes
 CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; lower ones share the first
 
 
@@ -131,7 +132,7 @@ def lanes_for(decisions: Any) -> Any:
 
     Of one block, or of many at once.
     """
-    return 1 << sum(decisions >= spec.LANE_DECISIONS << k for k in range(1, spec.MAX_LANES_LOG2 + 1))
+    return 1 << np.searchsorted(_MORE_LANES, decisions // spec.LANE_DECISIONS, "right")
 
 
 @dataclass(frozen=True)

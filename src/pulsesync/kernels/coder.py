@@ -58,7 +58,8 @@ def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, 
     count = U(0)
     for g in range(groups):
         preceding[g] = count
-        count += list_marked(marks[g], U(g) << U(6), _SET_BITS, places, count)
+        if marks[g]:
+            count += list_marked(marks[g], U(g) << U(6), _SET_BITS, places, count)
     return count
 
 
@@ -329,17 +330,39 @@ def encode_blocks(
     return stream[at:].copy(), ends
 
 
+@inner
+def _move_cold(old: Any, shift: int, cut: int, cold_at: Any, cold_steps: Any) -> Any:
+    """Return cold weights after their steps, those that turn hot (position, and 0x80 if down), and 0 or the fault."""
+    width = U(8 * old.itemsize)
+    full, sign, hot_cut = (ONE << width) - ONE, ONE << (width - ONE), U(cut) << U(shift)
+    out = np.empty(cold_at.size, old.dtype)
+    entering_at, entering, e = np.empty(cold_at.size, np.uint32), np.empty(cold_at.size, np.uint8), 0
+    for c in range(cold_at.size):
+        bits, step = U(old[cold_at[c]]), cold_steps[c]
+        if (bits & (sign - ONE)) < hot_cut:
+            return out, entering_at[:e], entering[:e], spec.HOT_AMONG_COLD
+        if (U(step) if step > 0 else U(-step)) == sign and (step < 0) == (bits >= sign):
+            return out, entering_at[:e], entering[:e], spec.COLD_HALF_CIRCLE
+        a = ((bits ^ (full if bits & sign else sign)) + U(step)) & full
+        out[c] = a ^ (sign if a & sign else full)
+        if (U(out[c]) & (sign - ONE)) < hot_cut:
+            entering_at[e], entering[e] = cold_at[c], 0x80 if step < 0 else 0
+            e += 1
+    return out, entering_at[:e], entering[:e], 0
+
+
 @compiled
 def decode_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, ends: Any, changes: Any, index: int,
-    entering_at: Any, entering: Any,
+    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, lengths: Any, changes: Any, index: int,
+    cold_at: Any, cold_steps: Any,
 ) -> Any:  # fmt: skip
     """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
 
-    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. The words of block b
-    are those from ends[b] to ends[b + 1]. Never reads or writes out of bounds, whatever they are; stops at the first
-    fault (see `spec.FAULTS`).
+    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. lengths: how many
+    of the words each block has. cold_at and cold_steps: where cold weights of the span change (int64, ascending, inside
+    it), and by how much; they are among what is returned. Never reads or writes out of bounds, whatever the words are;
+    stops at the first fault (see `spec.FAULTS`).
     """
     width = U(8 * old.itemsize)
     magnitude, wide = (ONE << (width - ONE)) - ONE, U(row_bits)
@@ -351,17 +374,22 @@ def decode_blocks(
     unchanged = np.empty(cumulative.size >> row_bits, np.uint16)  # frequencies by row, close together
     for row in range(unchanged.size):
         unchanged[row] = cumulative[(row << row_bits) + 1]
-    total = 0
+    total = cold_at.size
     for b in range(changes.size):
         total += changes[b]
     positions, before, new = np.empty(total, np.uint32), np.empty(total, old.dtype), np.empty(total, old.dtype)
+    cold, entering_at, entering, fault = _move_cold(old, shift, cut, cold_at, cold_steps)
     remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
     new_ranks = np.zeros(borders.size, np.int64)
+    if fault:
+        return positions, before, new, remembered, new_ranks, fault
     states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
-    e, k, most = U(0), U(0), U(0)
+    e, k, most, c, end_of_words = U(0), U(0), U(0), U(0), U(0)  # k: hot changes so far; c: cold ones
+    next_cold = U(cold_at[0]) if cold_at.size else NEVER
     for b in range(borders.size - 1):
         start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
-        coded = changes[b] > 0
+        at, j, coded = end_of_words, U(0), changes[b] > 0
+        end_of_words = min(at + U(lengths[b]), U(words.size))
         if not coded and not index:
             continue
         if not coded and tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
@@ -369,8 +397,7 @@ def decode_blocks(
             new_ranks[b + 1] = kept
             continue
         most += U(changes[b])
-        at, j = U(ends[b]), U(0)
-        end_of_words, lane_count = (U(ends[b + 1]), U(lanes[b])) if coded else (at, U(0))
+        lane_count = U(lanes[b]) if coded else U(0)
         lane_mask = lane_count - ONE
         if end_of_words - at < lane_count + lane_count:
             return positions, before, new, remembered, new_ranks, 1
@@ -386,22 +413,46 @@ def decode_blocks(
             if rank == NEVER:
                 return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
             done = U(0)
-            for h in range(count if coded else U(0)):
-                lane = j & lane_mask
-                j += ONE
+            h, decided = U(0), count if coded else U(0)
+            while True:
+                if lane_mask == 0:  # in a register: each decision waits for the state that the last one leaves
+                    x = U(states[0])
+                    while h < decided:
+                        slot, frequency = x & _SLOT, U(unchanged[found[h]])
+                        if slot >= frequency:
+                            break
+                        x = frequency * (x >> U(_P)) + slot
+                        if x < _LOW:
+                            if at >= end_of_words:
+                                return positions, before, new, remembered, new_ranks, 1
+                            x = (x << U(16)) | U(words[at])
+                            at += ONE
+                        h += ONE
+                    states[0] = x
+                else:
+                    while h < decided:
+                        lane = (j + h) & lane_mask
+                        x = U(states[lane])
+                        slot, frequency = x & _SLOT, U(unchanged[found[h]])
+                        if slot >= frequency:
+                            break
+                        x = frequency * (x >> U(_P)) + slot
+                        if x < _LOW:
+                            if at >= end_of_words:
+                                return positions, before, new, remembered, new_ranks, 1
+                            x = (x << U(16)) | U(words[at])
+                            at += ONE
+                        states[lane] = x
+                        h += ONE
+                if h == decided:
+                    break
+                lane = (j + h) & lane_mask
                 x = U(states[lane])
-                slot, frequency = x & _SLOT, U(unchanged[found[h]])
-                if slot < frequency:
-                    x = frequency * (x >> U(_P)) + slot
-                    if x < _LOW:
-                        if at >= end_of_words:
-                            return positions, before, new, remembered, new_ranks, 1
-                        x = (x << U(16)) | U(words[at])
-                        at += ONE
-                    states[lane] = x
-                    continue
+                slot = x & _SLOT
                 row, symbol = U(found[h]) << wide, ONE
-                while symbol < last_symbol and U(cumulative[row + symbol + ONE]) <= slot:
+                for step in range(2, 10):
+                    symbol += U(U(cumulative[row + U(step)]) <= slot)
+                while U(9) <= symbol < last_symbol and U(cumulative[row + symbol + ONE]) <= slot:
                     symbol += ONE
                 first, behind = U(cumulative[row + symbol]), U(cumulative[row + symbol + ONE])
                 if slot >= behind or k >= most:
@@ -436,7 +487,11 @@ def decode_blocks(
                 if t == longest and (extra or (up_or_down & ONE) != U((bits & sign) == 0)):
                     return positions, before, new, remembered, new_ranks, 6
                 moved = _step(bits, up_or_down + ONE, extra, width)
-                positions[k], before[k], new[k] = i, bits, moved
+                while next_cold < i:
+                    positions[k + c], before[k + c], new[k + c] = next_cold, old[next_cold], cold[c]
+                    c += ONE
+                    next_cold = U(cold_at[c]) if c < U(cold_at.size) else NEVER
+                positions[k + c], before[k + c], new[k + c] = i, bits, moved
                 k += ONE
                 if index:
                     if (moved & magnitude) < hot_cut:
@@ -445,8 +500,10 @@ def decode_blocks(
                         done, e, kept = _let_in(
                             i, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
                         )
-                        kept = _keep(ages, done, U(h), remembered, kept)
-                        done = U(h) + ONE
+                        kept = _keep(ages, done, h, remembered, kept)
+                        done = h + ONE
+                h += ONE
+            j += decided
             if index:
                 done, e, kept = _let_in(
                     stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
@@ -457,10 +514,14 @@ def decode_blocks(
             return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
         if k != most:
             return positions, before, new, remembered, new_ranks, 3
-        if at != end_of_words:
+        if coded and at != end_of_words:
             return positions, before, new, remembered, new_ranks, 4
         for lane in range(lane_count):
             if states[lane] != _LOW:
                 return positions, before, new, remembered, new_ranks, 4
         new_ranks[b + 1] = kept
+    while c < U(cold_at.size):
+        i = U(cold_at[c])
+        positions[k + c], before[k + c], new[k + c] = i, old[i], cold[c]
+        c += ONE
     return positions, before, new, remembered[:kept], new_ranks, 0

@@ -68,11 +68,7 @@ def changed(old: Any, new: Any) -> Any:
         _scratch.before, _scratch.after = np.empty(old.size, old.dtype), np.empty(old.size, old.dtype)
     found = _scratch.positions, _scratch.before, _scratch.after
     count = _differ(old, new, *found)
-    positions, before, after = (array[:count].copy() for array in found)
-    differ = before != after
-    if not differ.all():  # another process wrote the weights between the two looks: what is equal now is no change
-        return positions[differ], before[differ], after[differ]
-    return positions, before, after
+    return found[0][:count].copy(), found[1][:count].copy(), found[2][:count].copy()
 
 
 @compiled
@@ -92,8 +88,9 @@ def _differ(old: Any, new: Any, positions: Any, before: Any, after: Any) -> Any:
                 mark |= U(old[first + U(i)] != new[first + U(i)]) << U(i)
         while mark != 0:
             i = first + trailing_zeros(mark)
-            positions[k], before[k], after[k] = i, old[i], new[i]
-            k += ONE
+            a, b = old[i], new[i]
+            positions[k], before[k], after[k] = i, a, b
+            k += U(a != b)  # they are equal if another process wrote them between the two looks
             mark &= mark - ONE
         first += U(64)
     return k
@@ -119,7 +116,11 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 
 @compiled
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
-    for k in range(positions.size):
+    ahead = max(0, positions.size - 16)
+    for k in range(ahead):
+        prefetch(bits, positions[k + 16])  # else each write waits for memory
+        bits[positions[k]] = new[k]
+    for k in range(ahead, positions.size):
         bits[positions[k]] = new[k]
 
 

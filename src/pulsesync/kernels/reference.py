@@ -444,16 +444,20 @@ def decode_blocks(
     sizes: NDArray[np.uint32],
     lanes: NDArray[np.int64],
     words: NDArray[np.uint16],
-    ends: NDArray[np.int64],
+    lengths: NDArray[np.int64],
     changes: NDArray[np.int64],
     index: int,
-    entering_at: NDArray[np.uint32],
-    entering: NDArray[np.uint8],
+    cold_at: NDArray[np.int64],
+    cold_steps: NDArray[np.int64],
 ) -> tuple[NDArray[np.uint32], Bits, Bits, NDArray[np.uint8], NDArray[np.int64], int]:
-    found, moved = [np.empty(0, np.uint32)], [np.empty(0, old.dtype)]
+    cold, fault = _move_cold(old, shift, cut, cold_at, cold_steps)
+    enters = _magnitudes(cold) < cut << shift
+    entering_at = cold_at[enters].astype(np.uint32)
+    entering = np.where(cold_steps[enters] < 0, 0x80, 0).astype(np.uint8)
+    ends = np.cumsum([0, *lengths])
+    found, moved = [cold_at.astype(np.uint32)], [cold]
     histories: list[NDArray[np.uint8]] = []
-    fault = 0
-    for b, block in enumerate(_blocks(borders, last, ranks)):
+    for b, block in enumerate(_blocks(borders, last, ranks) if not fault else []):
         weights, context = old[block.begin : block.end], (shift, cut, rows, row_bits, block.last, tracked)
         entries = index, block.local(entering_at), entering[block.share(entering_at)]
         if changes[b] == 0:
@@ -471,7 +475,22 @@ def decode_blocks(
         moved.append(new)
         histories.append(after)
     positions = np.concatenate(found)
-    return positions, old[positions], np.concatenate(moved), *_joined(histories, changes.size), fault
+    ascending = np.argsort(positions)
+    positions, new = positions[ascending], np.concatenate(moved)[ascending]
+    return positions, old[positions], new, *_joined(histories, changes.size), fault
+
+
+def _move_cold(
+    old: Bits, shift: int, cut: int, cold_at: NDArray[np.int64], cold_steps: NDArray[np.int64]
+) -> tuple[Bits, int]:
+    """Cold weights after their steps, and 0 or the fault of the first that has one."""
+    bits, sign = old[cold_at], 1 << (8 * old.itemsize - 1)
+    half_circle = (np.abs(cold_steps) == sign) & ((cold_steps < 0) == (bits >= sign))
+    wrong = np.where(half_circle, spec.COLD_HALF_CIRCLE, 0)
+    wrong[_magnitudes(bits) < cut << shift] = spec.HOT_AMONG_COLD
+    ordered = _ordered(bits) + cold_steps & 2 * sign - 1
+    moved = np.where(ordered & sign, ordered ^ sign, ordered ^ 2 * sign - 1).astype(old.dtype)
+    return moved, next((fault for fault in wrong.tolist() if fault), 0)
 
 
 def _remembered(

@@ -21,12 +21,16 @@ CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk 
 DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
 
 FOREIGN_WRITE: Final = 5
+HOT_AMONG_COLD: Final = 7
+COLD_HALF_CIRCLE: Final = 8
 FAULTS: Final = {  # what decode_blocks reports
     1: "the stream of a block ends too early",
     2: "a block uses a context for which the part has no table",
     3: "a block holds another number of changes than it says",
     4: "the stream of a block does not end where it should",
     6: "a step is longer than half the circle, or half of it by the wrong way",
+    HOT_AMONG_COLD: "a context payload names a hot weight among the cold changes",
+    COLD_HALF_CIRCLE: "a cold change goes half the circle by the wrong way",
     FOREIGN_WRITE: "the history is not of these weights: somebody else wrote them",
 }
 PLACE_SEEDS: Final = (0x706C616365000001, 0x706C616365000002)  # "place", word 1 and word 2

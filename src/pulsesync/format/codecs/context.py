@@ -8,7 +8,7 @@ direction turns the sign. The few changes of cold weights are written as gaps an
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,7 @@ class BlockMemory:
         return self.remembered or Remembered(NO_HISTORY, np.zeros(streams + 1, np.int64))
 
 
-@dataclass(frozen=True)
-class HotChanges:
+class HotChanges(NamedTuple):
     """The changes of a block's hot weights, as symbols, and the cold weights that turn hot."""
 
     positions: NDArray[np.uint32]
@@ -124,6 +123,8 @@ def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: Freque
         decisions.counts,
         lanes,
     )
+    if lanes.size == 1:  # nearly all are, and each step of numpy between two kernels costs as much as 10,000 weights
+        return BlockStreams(np.array([decisions.changed.size]), lanes, ends[1:], words)
     changes = np.searchsorted(decisions.changed, _borders_of(decisions.counts))
     return BlockStreams(changes[1:] - changes[:-1], lanes, ends[1:] - ends[:-1], words)
 
@@ -214,14 +215,14 @@ def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
     table = reader.byte()
     kind = tile.tensor.kind
     cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    by_stream = np.array(parse_streams(reader, tile.stream_sizes), np.int64).reshape(-1, 3)
-    changes, lanes, words = by_stream.T.copy()  # each contiguous: a kernel is compiled once more for what is not
+    by_stream = parse_streams(reader, tile.stream_sizes)
+    changes, lanes, words = (np.array(by_stream[k::3], np.int64) for k in range(3))
     cold, steps = parse_cold(reader, reader.number(tile.size), tile.size, kind.itemsize)
     checks = NO_CHECKS
     if is_checked(tile):
         checks = np.frombuffer(reader.take(4 * int(changing(tile, changes, cold).sum())), "<u4")
     begin = reader.at
-    reader.take(2 * int(words.sum()))
+    reader.take(2 * sum(by_stream[2::3]))
     reader.end()
     return Heads(table, cut, changes, lanes, words, cold, steps, checks), begin
 
@@ -270,50 +271,11 @@ def parse_cold(
 
 
 def has_changes(heads: Heads, tile: Tile, number: int) -> bool:
-    """Whether a block has any: one that has none need not be read."""
-    if heads.changes[tile.streams(number)].any():
+    """Whether a block may have any: one that has none need not be read."""
+    if tile.block_count == 1 or heads.changes[tile.streams(number)].any():
         return True
     first, last = np.searchsorted(heads.cold, (number * BLOCK, (number + 1) * BLOCK))
     return bool(first < last)
-
-
-def move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64], shift: int) -> Bits:
-    """Move cold weights by their steps. Raises: FormatError, if one is hot, or goes half the circle the wrong way."""
-    if not old.size:
-        return old
-    if (magnitudes(old, shift) < cut).any():
-        raise FormatError("a context payload names a hot weight among the cold changes")
-    half = 1 << (8 * old.itemsize - 1)
-    longest = max(-int(steps.min()), int(steps.max()))
-    if longest == half and ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
-        raise FormatError("a cold change goes half the circle by the wrong way")
-    return tables.apply_steps(old, steps)
-
-
-def _entering(
-    cold: NDArray[np.uint32], moved: Bits, steps: NDArray[np.int64], cut: int, shift: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """Of cold changes those that turn hot: where they are, and 0x80 where they go down."""
-    if not cold.size:
-        return cold, NO_HISTORY
-    enters = magnitudes(moved, shift) < cut
-    if not enters.any():
-        return cold[:0], NO_HISTORY
-    return cold[enters], np.where(steps[enters] < 0, 0x80, 0).astype(np.uint8)
-
-
-def _merged(many: Sequence[NDArray[Any]], few: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Put few rows of a table among many, both given by their columns, in the order of the first column."""
-    if not few[0].size:
-        return list(many)
-    at = np.searchsorted(many[0], few[0]) + np.arange(few[0].size)
-    others = np.ones(many[0].size + few[0].size, np.bool_)
-    others[at] = False
-    out = [np.empty(others.size, column.dtype) for column in many]
-    for column, of_many, of_few in zip(out, many, few, strict=True):
-        column[others] = of_many
-        column[at] = of_few
-    return out
 
 
 def decode_block(
@@ -326,43 +288,37 @@ def decode_block(
         not those that the history is of, or a group does not become what its check says.
     """
     view = _block_view(payload, tile, number, old)
-    heads, shift, bits = payload.heads, tile.tensor.kind.exponent_shift or 0, view.old
-    cold, remembered = bits[view.cold], None
-    moved = move_cold(cold, view.steps, heads.cut, shift)
-    positions, before, new = view.cold.astype(np.uint32), cold, moved
-    if view.streams.changes.any():
-        known = memory.bytes_of(view.borders.size - 1)
-        *hot, last, ranks, fault = kernels.active().decode_blocks(
-            bits,
-            view.borders,
-            shift,
-            heads.cut,
-            table.contexts.rows,
-            table.contexts.bits,
-            known.last,
-            known.ranks,
-            memory.cut,
-            table.cumulative,
-            table.contexts.symbols,
-            table.sizes,
-            view.streams.lanes,
-            view.streams.words,
-            _borders_of(view.streams.sizes),
-            view.streams.changes,
-            memory.index,
-            *_entering(positions, moved, view.steps, heads.cut, shift),
-        )
-        if fault:
-            raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
-        remembered = Remembered(last, ranks)
-        positions, before, new = _merged(hot, [positions, cold, moved])
+    known = memory.bytes_of(view.borders.size - 1)
+    positions, before, new, last, ranks, fault = kernels.active().decode_blocks(
+        view.old,
+        view.borders,
+        tile.tensor.kind.exponent_shift or 0,
+        payload.heads.cut,
+        table.contexts.rows,
+        table.contexts.bits,
+        known.last,
+        known.ranks,
+        memory.cut,
+        table.cumulative,
+        table.contexts.symbols,
+        table.sizes,
+        view.streams.lanes,
+        view.streams.words,
+        view.streams.sizes,
+        view.streams.changes,
+        memory.index,
+        view.cold,
+        view.steps,
+    )
+    if fault:
+        raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
     if positions.size == 0:
         return None
     if view.kept is not None:
         positions = view.kept.expand(positions)
-    change = BlockChange(number, positions, before, new, remembered if memory.index else None)
+    change = BlockChange(number, positions, before, new, Remembered(last, ranks) if memory.index else None)
     if is_checked(tile):
-        _check_groups(tile, heads, change)
+        _check_groups(tile, payload.heads, change)
     return change
 
 
