@@ -16,7 +16,6 @@ import numpy as np
 from pulsesync.kernels import coder, reference, spec
 from pulsesync.kernels.coder import decode_blocks, encode_blocks
 from pulsesync.kernels.jit import (
-    NEVER,
     ONE,
     U,
     compiled,
@@ -52,7 +51,6 @@ __all__ = [
 _scratch = threading.local()
 _CHUNK_BITS = spec.CHUNK_BITS
 _CHUNK = 1 << spec.CHUNK_BITS
-_BEYOND = (1 << 63) - 1  # a position that no weight has
 
 # Needed where the coder has not met a block's hot weights itself, which is rare: not worth a second of compiling.
 advance_history = reference.advance_history
@@ -366,6 +364,35 @@ def digest_weights(units: Any, first: int, count: int, pieces: Any, per: int, ke
     return total, second
 
 
+@inner
+def _weigh_changes(
+    positions: Any, k: Any, end: Any, shift: int, start: int, columns: int, stride: int, offset: Any, per: int,
+    old: Any, new: Any, keys: Any,
+) -> Any:  # fmt: skip
+    """How the two sums move by changes k to end, all of one piece, in which they are at position + shift.
+
+    What the changes of a chunk sum up to is multiplied by its key once.
+    """
+    total, second = U(0), U(0)
+    chunk, next_chunk, a, b = U(0), U(0), U(0), U(0)
+    left, right = keys[0], keys[1]
+    for j in range(k, end):
+        i = shift + np.int64(positions[j])
+        if stride:
+            i += i // columns * (stride - columns)
+        for unit in range(per):
+            at = U((start + i) * per + unit)
+            if at >= next_chunk:
+                total += a * _chunk_key(offset + chunk, 0)
+                second += b * _chunk_key(offset + chunk, 1)
+                chunk, a, b = at >> U(_CHUNK_BITS), U(0), U(0)
+                next_chunk = (chunk + ONE) << U(_CHUNK_BITS)
+            by = U(new[j * per + unit]) - U(old[j * per + unit])
+            a += by * U(left[at & U(_CHUNK - 1)])
+            b += by * U(right[at & U(_CHUNK - 1)])
+    return total + a * _chunk_key(offset + chunk, 0), second + b * _chunk_key(offset + chunk, 1)
+
+
 @compiled
 def digest_change(
     positions: Any, first: int, pieces: Any, per: int, old: Any, new: Any, keys: Any, runs: Any,
@@ -376,36 +403,30 @@ def digest_change(
     `Tile.piece_table`). Weights have `per` units each. runs: where each run begins in positions, the first at 0.
     """
     total, second = U(0), U(0)
-    chunk, left, right = NEVER, _chunk_key(NEVER, 0), _chunk_key(NEVER, 1)
     moved = np.zeros(runs.size, np.uint64)
-    piece, last = -1, pieces.shape[0] - 1
-    begin = start = columns = stride = next_begin = 0
-    offset = U(0)
+    piece, last, k = 0, pieces.shape[0] - 1, 0
     for r in range(max(runs.size, 1)):
-        from_ = 0 if r == 0 else runs[r]
         end = runs[r + 1] if r + 1 < runs.size else positions.size
         before = total
-        for k in range(from_, end):
-            position = first + np.int64(positions[k])
-            if position >= next_begin:
+        while k < end:
+            while piece < last and pieces[piece + 1, 0] <= first + np.int64(positions[k]):
                 piece += 1
-                while piece < last and pieces[piece + 1, 0] <= position:
-                    piece += 1
-                begin, start = pieces[piece, 0], pieces[piece, 1]
-                columns, stride, offset = pieces[piece, 2], pieces[piece, 3], U(pieces[piece, 4])
-                next_begin = pieces[piece + 1, 0] if piece < last else _BEYOND
-            i = position - begin
-            if stride:
-                i += i // columns * (stride - columns)
-            for unit in range(per):
-                at = U((start + i) * per + unit)
-                if offset + (at >> U(_CHUNK_BITS)) != chunk:
-                    chunk = offset + (at >> U(_CHUNK_BITS))
-                    left, right = _chunk_key(chunk, 0), _chunk_key(chunk, 1)
-                place = at & U(_CHUNK - 1)
-                by = U(new[k * per + unit]) - U(old[k * per + unit])
-                total += by * U(keys[0, place]) * left
-                second += by * U(keys[1, place]) * right
+            stop = end
+            if piece < last:
+                stop = k + 1
+                while stop < end and first + np.int64(positions[stop]) < pieces[piece + 1, 0]:
+                    stop += 1
+            begin, start, offset = pieces[piece, 0], pieces[piece, 1], U(pieces[piece, 4])
+            columns, stride = pieces[piece, 2], pieces[piece, 3]
+            if per == 1 and stride == 0:  # nearly always: the loop is compiled for these two
+                a, b = _weigh_changes(positions, k, stop, first - begin, start, 1, 0, offset, 1, old, new, keys)
+            else:
+                a, b = _weigh_changes(
+                    positions, k, stop, first - begin, start, columns, stride, offset, per, old, new, keys
+                )
+            total += a
+            second += b
+            k = stop
         if r < runs.size:
             moved[r] = total - before
     return total, second, moved
