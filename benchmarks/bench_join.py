@@ -139,13 +139,17 @@ def hashing_s(size: int) -> tuple[float, float]:
 
 def choices() -> list[str]:
     """How anchors can be written here."""
-    return ["dense", "raw"] if "codec" in inspect.signature(AnchorWriter).parameters else ["dense"]
+    return ["dense", "raw"] if "anchor_codec" in inspect.signature(Publisher).parameters else ["dense"]
 
 
 def write_once(state: HostState, store: Store, codec: str) -> dict[str, float]:
     """Write an anchor of a state, from a snapshot to the store."""
     record = Manifest("0" * 32, 0, 0, 0, 0, None, state.layout.id, (), state.digest, None, 0)
-    options: dict[str, Any] = {"codec": codec} if len(choices()) > 1 else {}
+    options: dict[str, Any] = {}
+    if len(choices()) > 1:
+        from pulsesync.publish.costs import AnchorCosts  # an earlier commit does not have it
+
+        options["costs"] = AnchorCosts(codec)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
         writer = AnchorWriter(store, Outbox(Path(folder)), lambda _: b"", executor, lambda: None, **options)
 

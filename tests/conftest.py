@@ -55,6 +55,12 @@ def a_tile_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulsesync.format.layout.SMALL", 0)
 
 
+@pytest.fixture
+def no_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is staged goes to disk, as it does where the machine has no memory to spare."""
+    monkeypatch.setattr("pulsesync.core.headroom.can_take", lambda _: False)
+
+
 @pytest.fixture(scope="module")
 def parts_as_objects() -> Iterator[None]:
     """Parts are objects of their own, as those of a real model are: nearly all models of the tests fit into records."""

@@ -20,7 +20,7 @@ from pulsesync.core.scratch import ScratchFolder
 from pulsesync.store import MemoryStore
 
 LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"
-OURS, OTHER = "pulse-spool-0123456789abcdef", "pulse-anchor-fedcba9876543210"
+OURS, OTHER = "pulse-spool-0123456789abcdef", "pulse-spool-fedcba9876543210"
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_a_killed_trainer_left_is_removed_by_the_next_process_and_a_worker_
     with process(LOAD, temporary) as started:
         before = names(temporary)
         assert {name.rpartition("-")[0] for name in before} == {"pulse-spool"}
-        with ScratchFolder("spool"):
+        with ScratchFolder():
             assert before < names(temporary)  # it is in use
         kill(started)
         assert before == names(temporary)
@@ -106,7 +106,7 @@ def test_a_publisher_makes_its_folder_in_the_process_that_publishes_first(tempor
 HOLD = """
 import sys
 from pulsesync.core.scratch import ScratchFolder
-folder = ScratchFolder("spool")
+folder = ScratchFolder()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -117,7 +117,7 @@ def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFix
         (left,) = temporary.glob("pulse-spool-*[!k]")
         (left / "file").write_bytes(b"x")
         kill(started)
-    with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder("spool"):
+    with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder():
         assert [record.getMessage() for record in caplog.records] == [
             f"Removed {left}, which a process that has ended left behind."
         ]
@@ -126,7 +126,7 @@ def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFix
 FORK = """
 import os, sys
 from pulsesync.core.scratch import ScratchFolder
-folder = ScratchFolder("spool")
+folder = ScratchFolder()
 if os.fork() == 0:
     sys.exit()
 os.wait()
@@ -151,7 +151,7 @@ def test_a_process_that_ends_removes_its_folder(temporary: Path) -> None:
 
 
 def test_a_folder_is_removed_when_its_object_is(temporary: Path) -> None:
-    folder = ScratchFolder("spool")
+    folder = ScratchFolder()
     (folder.path / "file").write_bytes(b"x")
     assert folder.path.stat().st_mode & 0o777 == 0o700
     del folder
@@ -160,7 +160,7 @@ def test_a_folder_is_removed_when_its_object_is(temporary: Path) -> None:
 
 def test_a_folder_without_a_lock_is_left_alone(temporary: Path) -> None:
     (temporary / "pulse-spool-abcdefgh").mkdir()
-    with ScratchFolder("spool"):
+    with ScratchFolder():
         pass
     assert names(temporary) == {"pulse-spool-abcdefgh"}
 
@@ -179,7 +179,7 @@ def test_a_lock_that_another_process_removes_before_it_is_held_is_made_anew(
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", interrupted)
-    folder = ScratchFolder("spool")
+    folder = ScratchFolder()
     assert names(temporary) == {folder.path.name, f"{folder.path.name}.lock"}
     assert met[0].name not in names(temporary)
     folder.close()
@@ -198,7 +198,7 @@ def test_a_lock_that_a_sweeping_process_has_first_is_made_anew(
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", quicker)
-    with ScratchFolder("spool") as folder:
+    with ScratchFolder() as folder:
         os.close(met[0])
         assert names(temporary) == {folder.name, f"{folder.name}.lock"}
 
@@ -213,7 +213,7 @@ def left_behind(temporary: Path, name: str, line: bytes = LINE) -> Path:
 
 def test_what_a_process_left_behind_is_known_by_its_name_and_the_line_in_its_lock(temporary: Path) -> None:
     left = left_behind(temporary, OURS)
-    with ScratchFolder("spool"):
+    with ScratchFolder():
         assert not left.exists()
     assert names(temporary) == set()
 
@@ -231,7 +231,7 @@ def test_what_a_process_left_behind_is_known_by_its_name_and_the_line_in_its_loc
 )
 def test_a_folder_that_this_library_did_not_make_is_left_alone(temporary: Path, name: str, line: bytes) -> None:
     folder = left_behind(temporary, name, line)
-    with ScratchFolder("spool"):
+    with ScratchFolder():
         pass
     assert names(folder) == {"file"}
     assert names(temporary) == {name, f"{name}.lock"}
@@ -240,7 +240,7 @@ def test_a_folder_that_this_library_did_not_make_is_left_alone(temporary: Path, 
 def test_what_another_user_owns_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_behind(temporary, OURS)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with ScratchFolder("spool"):
+    with ScratchFolder():
         pass
     assert names(temporary) == {OURS, f"{OURS}.lock"}
 
@@ -252,6 +252,6 @@ def test_a_lock_that_is_a_link_is_not_followed(temporary: Path, tmp_path_factory
     (temporary / f"{OURS}.lock").symlink_to(elsewhere / "file")
     (temporary / OTHER).symlink_to(elsewhere)
     (temporary / f"{OTHER}.lock").write_bytes(LINE)
-    with ScratchFolder("spool"):
+    with ScratchFolder():
         pass
     assert names(elsewhere) == {"file"}

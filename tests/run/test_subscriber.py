@@ -736,7 +736,7 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
     assert equal(held, states[2])
 
 
-@pytest.mark.usefixtures("a_tile_for_each_tensor")
+@pytest.mark.usefixtures("a_tile_for_each_tensor", "no_spare_memory")
 @pytest.mark.parametrize("how", ["sync", "watch"])
 def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None, how: str
@@ -748,6 +748,7 @@ def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     load = HostState.load_whole
 
     def cut_short(state: HostState, staged: StagedBlocks, sums: Any) -> None:
+        assert staged._file is not None
         os.truncate(staged._file.fileno(), 10)
         load(state, staged, sums)
 
@@ -763,6 +764,7 @@ def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     assert equal(held, states[2])
 
 
+@pytest.mark.usefixtures("no_spare_memory")
 def test_a_disk_that_is_full_leaves_the_weights_and_the_sync_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     store, states = run_of(1)
     sub, held = Subscriber(store), worker()

@@ -305,6 +305,7 @@ def test_only_blocks_of_an_anchor_that_differ_from_the_weights_are_staged_and_wr
     run.assert_at(0)
 
 
+@pytest.mark.usefixtures("no_spare_memory")
 def test_weights_that_changed_on_disk_after_they_were_checked_are_not_taken_for_a_version(
     backend: HostBackend,
 ) -> None:
@@ -314,6 +315,7 @@ def test_weights_that_changed_on_disk_after_they_were_checked_are_not_taken_for_
     bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
     with StagedBlocks() as staged:
         sums = run.live.check_whole(record, bodies, staged)
+        assert staged._file is not None
         (byte,) = os.pread(staged._file.fileno(), 1, 0)
         os.pwrite(staged._file.fileno(), bytes([byte ^ 1]), 0)
         with pytest.raises(VerificationError, match="staged on disk"):

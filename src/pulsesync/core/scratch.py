@@ -17,13 +17,11 @@ import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, get_args
 
 logger = logging.getLogger(__name__)
-Kind = Literal["spool", "anchor"]  # the latter is not made any more; processes that were killed may have left some
 _LOCK = ".lock"
 _LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"  # all that a lock contains
-_NAME = re.compile(f"pulse-({'|'.join(get_args(Kind))})-[0-9a-f]{{16}}")
+_NAME = re.compile("pulse-spool-[0-9a-f]{16}")
 
 
 class ScratchFolder:
@@ -33,17 +31,14 @@ class ScratchFolder:
     the process is killed, by the next process that makes one. A forked child never removes its parent's folder, but
     keeps it in use for as long as the child runs.
 
-    Args:
-        kind: What the folder is for; its name is `pulse-<kind>-<token>`.
-
     Raises:
         OSError: the temporary folder cannot be written.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self) -> None:
         where = Path(tempfile.gettempdir())
         sweep(where)
-        self.path, lock = _make(where, kind)
+        self.path, lock = _make(where)
         self._end = weakref.finalize(self, _remove_own, os.getpid(), self.path, lock)
 
     def close(self) -> None:
@@ -66,10 +61,10 @@ def sweep(where: Path) -> None:
             _remove_abandoned(lock)
 
 
-def _make(where: Path, kind: Kind) -> tuple[Path, int | None]:
+def _make(where: Path) -> tuple[Path, int | None]:
     """Make a folder; return it with the open lock, None where the file system has no locks. Raises: OSError."""
     while True:
-        path = where / f"pulse-{kind}-{secrets.token_hex(8)}"
+        path = where / f"pulse-spool-{secrets.token_hex(8)}"
         lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(lock, _LINE)

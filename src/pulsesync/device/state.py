@@ -308,16 +308,24 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     # Tiles that come as a whole
 
-    def write_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
-        out: list[BlockSums] = []
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
+        for _ in self._write_decoded(blocks):
+            pass
+
+    def take_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
+        return [found for some, here in self._write_decoded(blocks) for found in self._sums_of(some, here)]
+
+    def _write_decoded(
+        self, blocks: Sequence[WholeBlock]
+    ) -> Iterator[tuple[Sequence[WholeBlock], Sequence[torch.Tensor]]]:
+        """Decode and write some blocks at a time; yield them, with their weights on the device."""
         with memory.on(self.device):
             for begin in range(0, len(blocks), TOGETHER):
                 some = blocks[begin : begin + TOGETHER]
                 _, here = self._bring_up(some)
                 for block, bits in zip(some, here, strict=True):
                     self._write_block(block.tile, block.number, bits)
-                out += self._sums_of(some, here)
-        return out
+                yield some, here
 
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
         out: list[BlockSums] = []

@@ -5,7 +5,8 @@ bytes, no longer than needed.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -132,6 +133,18 @@ class PackedPlane(NamedTuple):
         """The bytes of the plane. Raises: FormatError, if its frame is broken or of another size."""
         return self.data if self.kind == RAW else memoryview(_unzstd(self.data, self.size, self.what))
 
+    def unpack_into(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The same, in memory that is given, unless the bytes stand in the payload as they are.
+
+        New memory for a plane of a megabyte costs half as long again as to unpack it.
+        """
+        if self.kind == RAW:
+            return np.frombuffer(self.data, np.uint8)
+        out = room[: self.size]
+        _unzstd_into(self.data, out, self.what)
+        out.flags.writeable = False  # as the other kind is: kernels are compiled for each anew
+        return out
+
 
 class _Zstd:
     """For each thread: these may not be shared, and making one takes as long as a small plane."""
@@ -150,18 +163,46 @@ def _zstd() -> _Zstd:
 
 
 def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
-    data: bytes
+    with _checked_frame(frame, size, what):
+        data: bytes = _zstd().decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+    if len(data) != size:
+        raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
+    return data
+
+
+def _unzstd_into(frame: memoryview, out: NDArray[np.uint8], what: str) -> None:
+    with _checked_frame(frame, out.size, what):
+        if _frame_end(frame) != len(frame):  # a stream reader does not look at what follows a frame
+            raise FormatError(f"{what} holds a zstd frame that ends too early or too late")
+        with _zstd().decompressor.stream_reader(frame) as reader:
+            if reader.readinto(out.data) != out.size:
+                raise FormatError(f"{what} holds a zstd frame of another size than {out.size} bytes")
+
+
+@contextmanager
+def _checked_frame(frame: memoryview, size: int, what: str) -> Iterator[None]:
+    """Unpack a frame inside, which promises as many bytes. Raises: FormatError, LimitError."""
     try:
         if zstandard.frame_content_size(frame) != size:
             raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
         if zstandard.get_frame_parameters(frame).window_size > max(size, 1 << 10):
             raise LimitError(f"{what} holds a zstd frame that asks for more memory than its content has")
-        data = _zstd().decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+        yield
     except zstandard.ZstdError as e:
         raise FormatError(f"{what} holds a broken zstd frame: {e}") from e
-    if len(data) != size:
-        raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
-    return data
+
+
+def _frame_end(frame: memoryview) -> int:
+    """Where the last block of a frame ends, and its checksum if it has one; it may be after the end of the bytes."""
+    at, last = zstandard.frame_header_size(frame), False
+    while not last and at + 3 <= len(frame):
+        head = int.from_bytes(frame[at : at + 3], "little")
+        last = bool(head & 1)
+        repeats_a_byte = head >> 1 & 3 == 1
+        at += 3 + (1 if repeats_a_byte else head >> 3)
+    if not last:
+        return len(frame) + 1
+    return at + 4 * zstandard.get_frame_parameters(frame).has_checksum
 
 
 def number(value: int) -> bytes:

@@ -335,7 +335,7 @@ class Publisher:
         if self._process is not None:
             return
         if self._spool is None:
-            self._scratch = ScratchFolder("spool")
+            self._scratch = ScratchFolder()
             self._spool = self._scratch.path
         outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
         queue, link = self._queue, LinkSpeed(self._link, is_local(self.store))

@@ -735,8 +735,8 @@ class Subscriber:
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
         """Bring an anchor in.
 
-        The weights stay as they are until all of the anchor has arrived and was checked; what differs from them waits
-        on disk, and then nothing can stop it. Each part is fetched, hashed and decoded once.
+        The weights stay as they are until all of the anchor has arrived and was checked; what differs from them is
+        staged, and then written without interruption. Each part is fetched, hashed and decoded once.
         """
         assert self._state is not None
         state = self._state

@@ -182,10 +182,13 @@ class HostState(LiveState[Bits, Changes, History]):
 
     # Tiles that come as a whole
 
-    def write_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
-        return spread(self._take_block, blocks)
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
+        spread(self._write_decoded, blocks)
 
-    def _take_block(self, block: WholeBlock) -> BlockSums:
+    def take_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
+        return spread(lambda block: self._sums_of(block, self._write_decoded(block)), blocks)
+
+    def _write_decoded(self, block: WholeBlock) -> Bits:
         """Decode a block where it belongs, if it lies there as it does in the run; else into memory of this thread."""
         tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
         others = self.memory[tile.tensor.name][1:] if tile.tensor.name in self.memory else ()
@@ -193,19 +196,21 @@ class HostState(LiveState[Bits, Changes, History]):
         bits = block.decode(place.read(self.memory, number) if in_place else _scratch(tile, block.size))
         if not in_place:
             self.write_block(tile, number, bits)
-        return self._sums_of(block, bits, place)
+        return bits
 
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
         return spread(lambda block: self._check_block(block, staged), blocks)
 
     def _check_block(self, block: WholeBlock, staged: StagedBlocks | None) -> BlockSums:
-        place, bits = self.places[block.tile.ordinal], block.decode(_scratch(block.tile, block.size))
-        found = self._sums_of(block, bits, place)
-        if staged is not None and not place.has(self.memory, block.number, bits):
+        room = staged.room_for(block) if staged is not None else None
+        bits = block.decode(_scratch(block.tile, block.size) if room is None else room)
+        found = self._sums_of(block, bits)
+        if staged is not None and not self.places[block.tile.ordinal].has(self.memory, block.number, bits):
             staged.add(block, bits, found.all)
         return found
 
-    def _sums_of(self, block: WholeBlock, bits: Bits, place: TileStorage) -> BlockSums:
+    def _sums_of(self, block: WholeBlock, bits: Bits) -> BlockSums:
+        place = self.places[block.tile.ordinal]
         total = digest.count_block(block.tile, block.number, bits)
         if place.whole:
             return BlockSums(total, total)

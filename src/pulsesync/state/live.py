@@ -2,8 +2,8 @@
 
 Applying versions is a transaction: everything is read, checked and decoded, and the digest it will give is known,
 before the first weight changes; if writing then fails, what was written is rolled back. Several versions can be
-prepared one over the other and committed at once. The blocks of an anchor that differ from the weights are staged on
-disk until all of it was checked; only weights that are no version yet are written while it is checked.
+prepared one over the other and committed at once. The blocks of an anchor that differ from the weights are staged until
+all of it was checked.
 
 `LiveState` has the rules and none of the work. A backend does the work in a few verbs: `state.host` in host memory,
 `device.state` on a GPU.
@@ -171,14 +171,16 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Write the new bits of changes everywhere that their tensors are."""
 
     @abstractmethod
-    def write_blocks(self, blocks: Sequence[WholeBlock]) -> Sequence[BlockSums]:
+    def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         """Decode blocks of an anchor and write them, as far as they are local, everywhere that their tensors are.
 
-        Returns the digests of each.
-
         Raises:
-            FormatError: one is broken; StoreError: one cannot be read from disk.
+            FormatError: one is broken; StoreError, VerificationError: one cannot be read from disk, or has changed.
         """
+
+    @abstractmethod
+    def take_blocks(self, blocks: Sequence[WholeBlock]) -> Sequence[BlockSums]:
+        """The same, and return the digests of each."""
 
     @abstractmethod
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> Sequence[BlockSums]:
@@ -532,9 +534,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         with self.lock:
             with self.exclusive():
                 self.torn = bool(staged.blocks)
-                found = self.write_blocks(staged.blocks)
-            if [both.all for both in found] != staged.sums:
-                raise VerificationError("weights that were staged on disk have changed there")
+                self.write_blocks(staged.blocks)
             self._begin_at(sums)
 
     def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
@@ -548,7 +548,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         with self.lock:
             with self.exclusive():
                 self.torn = True
-                sums = self._take_whole(manifest, parts, self.write_blocks)
+                sums = self._take_whole(manifest, parts, self.take_blocks)
             self._begin_at(sums)
 
     def _begin_at(self, sums: Mapping[int, Sum]) -> None:

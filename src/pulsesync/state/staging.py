@@ -1,61 +1,104 @@
-"""Blocks of an anchor that were decoded and checked, on disk until the last part of it was."""
+"""Blocks of an anchor that were decoded and checked, in memory or on disk until the last part of it was."""
 
+import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pulsesync.core.types import Bits, Sum
-from pulsesync.errors import StoreError
+from pulsesync.core import digest, headroom
+from pulsesync.core.types import Bits, Sum, Tile
+from pulsesync.errors import StoreError, VerificationError
 from pulsesync.format.patch import WholeBlock
+
+GRANT = 1 << 28  # bytes for which the machine is asked at a time whether it can spare them: that takes a millisecond
+SLAB = 1 << 26  # bytes of these that a thread takes at a time
+LINE = 64  # bytes to which blocks are aligned there
+_NOTHING = np.empty(0, np.uint8)
 
 
 class StagedBlocks:
-    """Decoded blocks in a file that has no name: no other process can open it, and it is gone when this one ends.
+    """Decoded blocks in memory, as far as the machine can spare it, and the others in a file that has no name.
 
-    So the blocks are not hashed and decoded again when they are read. Their digests are kept here: what a disk returns
-    is counted, as every weight is that is written.
+    The file is for this process alone: no other can open it, and it is gone when this one ends. So blocks are not
+    hashed and decoded again when they are read. What a disk returns is counted all the same, as every weight is that
+    comes from outside.
 
     Args:
         folder: Where the file takes its room; None: in the system's temporary folder.
-
-    Raises:
-        StoreError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.blocks: list[WholeBlock] = []
-        self.sums: list[Sum] = []
         self._folder = folder or Path(tempfile.gettempdir())
+        self._mine = _ThreadMemory()
+        self._granted = 0  # bytes that may still be taken
+        self._in_memory = True  # until the machine can spare no more
+        self._file: IO[bytes] | None = None
         self._end = 0
         self._lock = threading.Lock()
-        with self._translated():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(buffering=0, dir=self._folder)  # noqa: SIM115 - closed by `close`
+
+    def room_for(self, block: WholeBlock) -> Bits | None:
+        """Memory to decode a block into, which need not be copied if it is added next; None: there is none to spare.
+
+        It is of this thread, until it asks for the next.
+        """
+        mine, kind = self._mine, block.tile.tensor.kind
+        size = block.size * kind.itemsize
+        if size > mine.slab.size:
+            mine.slab = self._new_slab(max(SLAB, size))
+        mine.room = mine.slab[:size].view(kind.bits) if size <= mine.slab.size else None
+        return mine.room
 
     def add(self, block: WholeBlock, bits: Bits, total: Sum) -> None:
-        """Put a block, of which these are the weights and their digest, into the file. Any thread may call this.
+        """Keep a block, of which these are the weights and their digest. Any thread may call this.
 
         Raises:
-            StoreError: the disk is full, or failed.
+            StoreError: the folder cannot be written, or the disk is full, or failed.
         """
-        data = np.ascontiguousarray(bits).view(np.uint8)
+        if (room := self._mine.room) is not bits and (room := self.room_for(block)) is not None:
+            room[:] = bits
+        if room is None:
+            data = np.ascontiguousarray(bits).view(np.uint8)
+            decode: Callable[[Bits], None] = partial(self._read, block.tile, block.number, total, self._write(data))
+        else:
+            self._mine.slab = self._mine.slab[-(-room.nbytes // LINE) * LINE :]
+            self._mine.room, decode = None, partial(_copy, room)
         with self._lock:
-            begin, self._end = self._end, self._end + data.size
+            self.blocks.append(WholeBlock(block.tile, block.number, decode))
+
+    def _new_slab(self, size: int) -> NDArray[np.uint8]:
+        """New memory; none if there is none to spare."""
+        with self._lock:
+            if self._in_memory and self._granted < size:
+                self._in_memory = headroom.can_take(grant := max(GRANT, size))
+                self._granted += grant
+            self._granted -= size
+            return _map_memory(size) if self._in_memory else _NOTHING
+
+    def _write(self, data: NDArray[np.uint8]) -> int:
+        """Put bytes at the end of the file; return where they begin."""
         with self._translated():
+            with self._lock:
+                begin, self._end = self._end, self._end + data.size
+                if self._file is None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._file = tempfile.TemporaryFile(buffering=0, dir=self._folder)  # noqa: SIM115 - see `close`
             written = 0
             while written < data.size:
                 written += os.pwrite(self._file.fileno(), data[written:].data, begin + written)
-        with self._lock:
-            self.blocks.append(WholeBlock(block.tile, block.number, lambda out: self._read(out, begin)))
-            self.sums.append(total)
+        return begin
 
-    def _read(self, out: Bits, begin: int) -> None:
+    def _read(self, tile: Tile, number: int, total: Sum, begin: int, out: Bits) -> None:
         """Read the weights of a block into contiguous memory."""
+        assert self._file is not None
         data = out.view(np.uint8)
         with self._translated():
             read = 0
@@ -64,6 +107,8 @@ class StagedBlocks:
                 if not some:
                     raise StoreError(f"a file in {self._folder} ends before the anchor that was written to it")
                 read += some
+        if digest.count_block(tile, number, out) != total:
+            raise VerificationError(f"weights that were staged on disk in {self._folder} have changed there")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -74,11 +119,40 @@ class StagedBlocks:
             raise StoreError(f"cannot spool an anchor in {self._folder}: {e.strerror}", key=str(self._folder)) from e
 
     def close(self) -> None:
-        """Give the room on disk back. The blocks cannot be read any more."""
-        self._file.close()
+        """Give memory and disk back. The blocks cannot be read any more."""
+        self.blocks.clear()
+        self._mine = _ThreadMemory()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> "StagedBlocks":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _ThreadMemory(threading.local):
+    """What is left of the memory that a thread has taken, and what of it was given out last."""
+
+    slab: NDArray[np.uint8] = _NOTHING
+    room: Bits | None = None
+
+
+def _map_memory(size: int) -> NDArray[np.uint8]:
+    """Memory in huge pages, where there are any; none if the system refuses it.
+
+    In pages of 4 KiB, 80 MB take 30 ms of faults, nearly as long as it takes to decode them; in huge ones 2 to 6 ms.
+    """
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return _NOTHING
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _copy(bits: Bits, out: Bits) -> None:
+    out[:] = bits

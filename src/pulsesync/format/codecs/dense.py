@@ -8,6 +8,7 @@ The codec `xor` is the same of the new weights XOR the old ones, for tiles in wh
 did not change is zero, and so are most upper bits of what did.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from pulsesync.format import wire
 from pulsesync.format.wire import PackedPlane
 
 MAX_RATIO = 1 << 15  # of weights to payload, in bytes: a zstd block of 128 KiB has at least 4 bytes
+_mine = threading.local()
 
 
 def encode(blocks: Iterable[Bits]) -> bytes:
@@ -68,7 +70,8 @@ def open_blocks(
 
 def decode_block(planes: Sequence[PackedPlane], out: Bits) -> None:
     """Unpack the weights of a block into memory of their own. Raises: FormatError, for broken frames."""
-    unpacked = [np.frombuffer(plane.unpack(), np.uint8) for plane in planes]
+    room = _room(len(planes))
+    unpacked = [plane.unpack_into(row) for plane, row in zip(planes, room, strict=True)]
     if len(unpacked) == 2:
         kernels.active().join_planes(*unpacked, out)
         return
@@ -76,3 +79,11 @@ def decode_block(planes: Sequence[PackedPlane], out: Bits) -> None:
         place[:] = plane
     if len(planes) > 2:
         out[:] = out >> 1 | out << (8 * out.itemsize - 1)
+
+
+def _room(planes: int) -> NDArray[np.uint8]:
+    """Memory of this thread in which the planes of a block are unpacked: new memory costs a fault for every page."""
+    if not hasattr(_mine, "room") or len(_mine.room) < planes:
+        _mine.room = np.empty((planes, BLOCK), np.uint8)
+    room: NDArray[np.uint8] = _mine.room
+    return room[:planes]
