@@ -91,7 +91,7 @@ def record_of(layout: Layout, base: str | None, part: EncodedPart | None, after:
     )
 
 
-def sum_by_torch(bytes_: torch.Tensor) -> Sum:
+def sum_by_torch(spec: TensorSpec, bytes_: torch.Tensor) -> Sum:
     """The digest of a tensor of single bytes, in int64 arithmetic, which wraps as it should."""
     totals = [0, 0]
     step = 1 << 26
@@ -101,7 +101,7 @@ def sum_by_torch(bytes_: torch.Tensor) -> Sum:
             some = bytes_[begin : begin + step].to(torch.int64)
             some = torch.nn.functional.pad(some, (0, -some.numel() % 4096)).view(-1, 4096)
             first = begin // 4096
-            chunks = np.arange(first, first + some.shape[0], dtype=np.uint64)
+            chunks = np.arange(first, first + some.shape[0], dtype=np.uint64) + np.uint64(spec.digest_offset)
             by_chunk = to_device(reference._chunk_keys(chunks, word).view(np.int64), bytes_.device)
             totals[word] += int(((some * keys).sum(dim=1) * by_chunk).sum())
     return Sum(*(total & 0xFFFFFFFFFFFFFFFF for total in totals))
@@ -121,7 +121,7 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     new = old.clone()
     new[changed] += 1
     state = DeviceState(layout, {"a": old.clone()}, device=where)
-    assert state.sums[0] == sum_by_torch(old)
+    assert state.sums[0] == sum_by_torch(layout.tensors[0], old)
     share, shards = all_of(layout, DeviceSource({"a": DeviceView(layout.tensors[0], new, torch.uint8)}, {}))
     root = record_of(layout, None, None, state)
     found = DeviceBaseline(where, "device").compare(share, state, shards, codec, root)
@@ -131,7 +131,7 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     assert torch.equal(run.new, new[changed])
     part, after = found.encode(root, codec)
     assert isinstance(after, DeviceTransition)
-    assert after.sums[0] == sum_by_torch(new)
+    assert after.sums[0] == sum_by_torch(layout.tensors[0], new)
     record = record_of(layout, state.digest, part, after)
     worker = DeviceState(layout, {"a": old.clone()}, device=where)
     back = worker.commit(worker.prepare(record, [part.data]))

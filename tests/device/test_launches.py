@@ -93,7 +93,7 @@ def test_neither_end_compiles_after_the_third_version(
     device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "COPIES", 1 << 15)  # so that the number of copies falls from the first patch on
-    trainer = Trainer(device, [(torch.bfloat16, 600), (torch.bfloat16, 400), (torch.float16, 500)])
+    trainer = Trainer(device, [(torch.bfloat16, 601), (torch.bfloat16, 400), (torch.float16, 500)])
     assert follow(trainer, 2, compiled, epoch_patches=4) == []
     assert {one.kernel for one in compiled} == set(cuda.__all__)
 
@@ -142,7 +142,7 @@ def test_a_gpu_compiles_nothing_after_the_third_version_of_two_epochs(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shapes = [
         (torch.bfloat16, 3_000_000),
-        (torch.bfloat16, 5000),
+        (torch.bfloat16, 5001),  # the next begins at no word of eight bytes
         (torch.bfloat16, 700),
         (torch.float32, 300_000),
         (torch.float16, 70_000),
