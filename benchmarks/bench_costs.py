@@ -132,7 +132,7 @@ CASES: dict[str, dict[str, Callable[[], Steps]]] = {
     },
     "large": {
         f"{millions} M weights, 0.8 %": lambda millions=millions: some_changed(normal(sized(millions)), 0.008)
-        for millions in (40, 132, 264, 500)
+        for millions in (40, 132, 264, 500, 1000)
     },
 }
 
