@@ -24,7 +24,7 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
 	@$(BIN)/python -m pulsesync.lab.demo.smollm2 .models/smollm2
 
-test: $(VENV)/.dev  ## run the fast tests, which cover every module: at most five minutes
+test: $(VENV)/.dev  ## run the fast tests, which cover every module: about seven minutes
 	$(TESTS) -m "not slow" --hypothesis-profile=quick
 
 test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
