@@ -3,10 +3,11 @@
     python examples/loco_folder.py runs/meeting
 
 Each trainer is a process with data of its own. In a round, each sends only the updates that change the BF16 value of a
-weight, and keeps the rest for later rounds. The folder may be a URL such as s3://bucket/meeting, and the trainers on
-different machines: they need no open ports. docs/LOCO.md has the details. Ends with
+weight, or are about to, and keeps the rest in its own weights until a later round. What all trainers have in common are
+the shared weights: these are what to publish and to evaluate. The folder may be a URL such as s3://bucket/meeting, and
+the trainers on different machines: they need no open ports. docs/loco.md has the details. Ends with
 
-    after 4 rounds both trainers have the same weights, bit for bit
+    after 4 rounds both trainers have the same shared weights, bit for bit
 """
 
 import argparse
@@ -25,7 +26,7 @@ ROUNDS, SYNC_EVERY = 4, 8
 
 
 def train(location: str, name: str) -> str:
-    """One trainer, from the first step to the last round; returns the SHA-256 of its weights."""
+    """One trainer, from the first step to the last round; returns the SHA-256 of the shared weights."""
     torch.manual_seed(0)  # all trainers start from the same weights ...
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
@@ -36,13 +37,15 @@ def train(location: str, name: str) -> str:
         print(f"{name}, round {report.round}: sent {share:.1%}, {report.sent_bytes:,} of {dense:,} bytes", flush=True)
 
     exchange = StoreExchange(location, name, trainers=len(TRAINERS))
-    with PulseLoCo(model, optimizer, exchange=exchange, sync_every=SYNC_EVERY, on_round=show):
+    with PulseLoCo(model, optimizer, exchange=exchange, sync_every=SYNC_EVERY, on_round=show) as loco:
         for _ in range(ROUNDS * SYNC_EVERY):
             batch = torch.randn(32, 128, generator=data)
             nn.functional.mse_loss(model(batch), -batch).backward()
             optimizer.step()  # every eighth of these is a round
             optimizer.zero_grad()
-    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())).hexdigest()
+    # The model itself also holds what this trainer has not sent yet, which no other trainer has.
+    shared = loco.shared_weights()
+    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in shared.values())).hexdigest()
 
 
 def main() -> None:
@@ -52,8 +55,8 @@ def main() -> None:
 
     with ProcessPoolExecutor(len(TRAINERS), mp_context=get_context("spawn")) as processes:
         digests = set(processes.map(partial(train, given.location), TRAINERS))
-    assert len(digests) == 1, f"the trainers' weights differ: {digests}"
-    print(f"after {ROUNDS} rounds both trainers have the same weights, bit for bit")
+    assert len(digests) == 1, f"the trainers' shared weights differ: {digests}"
+    print(f"after {ROUNDS} rounds both trainers have the same shared weights, bit for bit")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ def test_a_worker_has_what_ranks_of_fsdp2_published_together(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_trainers_that_meet_in_a_folder_agree_on_the_weights(tmp_path: Path) -> None:
+def test_trainers_that_meet_in_a_folder_agree_on_the_shared_weights(tmp_path: Path) -> None:
     """About 8 s."""
     with Example("loco_folder.py", tmp_path) as trainers:
-        assert trainers.lines(TIMEOUT_S)[-1] == "after 4 rounds both trainers have the same weights, bit for bit"
+        assert trainers.lines(TIMEOUT_S)[-1] == "after 4 rounds both trainers have the same shared weights, bit for bit"
 
 
 def test_the_list_of_examples_is_complete_and_has_their_commands() -> None:

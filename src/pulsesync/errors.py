@@ -356,7 +356,9 @@ class GroupError(PulseError):
 
 
 class RoundError(PulseError):
-    """A round between trainers was not completed; no trainer's state has changed.
+    """A round was not completed by this trainer, and its state has not changed.
+
+    Other trainers may have completed it: the next attempt, or `rejoin()`, takes that into account.
 
     Attributes:
         round: The number of the round.

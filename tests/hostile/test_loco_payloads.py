@@ -24,7 +24,7 @@ from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, Limi
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
-from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate
+from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate, WholeUpdate
 from pulsesync.loco.payload import Coder, describe, read_head
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Plane
@@ -113,9 +113,9 @@ def victim(mode: str) -> tuple[Coder, SparseVector, bytes]:
     momentum = (rng.standard_normal(SIZE) * 1e-4).astype(np.float32)
     s = (rng.standard_normal(SIZE) * 1e-4).astype(np.float32)
     coder = Coder(1, 5, BASE, None if mode == "dense" else describe(theta, momentum))
-    split = VisibilityGate(3 if mode == "compact" else None).split(theta, s)
-    sent = SparseVector(SIZE, np.arange(SIZE), s) if mode == "dense" else split.sent
-    data = coder.encode("ada", sent, split.unit)
+    part = VisibilityGate(3 if mode == "compact" else None).select(theta, WholeUpdate(s))
+    sent = SparseVector(SIZE, np.arange(SIZE), s) if mode == "dense" else part.sent
+    data = coder.encode("ada", sent, part.unit)
     assert reads(coder, data, sent)
     return coder, sent, data
 

@@ -1,27 +1,45 @@
 """Trainers for tests of rounds: tiny models, and a ledger of where every update went.
 
 A ledger follows one trainer by what it sees at the border of the exchange. For every entry, what the inner steps moved
-must be what rounds took of it, wherever they were decided, plus what the trainer still holds.
+must be what rounds took of it, wherever they were decided, plus what the trainer still holds. With one shared momentum:
+
+    moved = taken + e + (theta − x)
+
+With a momentum m of the trainer's own, an update of delta moves weights by reach · delta in the end, reach =
+lr / (1 − mu), and m is what is still to come of it. A round makes m' = mu m + delta and e' = e + u − taken, with
+u = lr (delta + mu m') for Nesterov's and lr m' without. Then e + c m grows by reach · delta − taken in every round,
+if c = lr mu² / (1 − mu) for Nesterov's and lr mu / (1 − mu) without, so that with z = theta − e
+
+    reach · moved = taken + e + c m + reach (z − x)
+
+whichever rounds took something, were late, failed, were tried again or were only heard of. A blend is not in it.
 """
 
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pulsesync.loco import DDP, DiLoCo, Nesterov, PulseLoCo, RoundReport, StoreExchange
-from pulsesync.loco.shared import LARGEST_UPDATE
+from pulsesync.loco import DDP, SGD, DiLoCo, Nesterov, PublishedPulseLoCo, PulseLoCo, RoundReport, StoreExchange
+from pulsesync.loco.outer import LARGEST_UPDATE
 from pulsesync.store import MemoryStore, Store
+from tests.loco import reference
 
-KINDS: dict[str, Any] = {"DiLoCo": DiLoCo, "PulseLoCo": PulseLoCo, "DDP": DDP}
+KINDS: dict[str, Any] = {"DiLoCo": DiLoCo, "PulseLoCo": PulseLoCo, "PublishedPulseLoCo": PublishedPulseLoCo, "DDP": DDP}
 TOLERANCE = 1e-5  # of a ledger: FP32 sums of a few dozen updates
 SHAPES = {"embed": (16, 8), "layer.weight": (9, 11), "norm": (7,), "scale": ()}
 Took = set[tuple[int, int, str]]  # fragment, round, payload
+
+
+def plain_gate(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a trainer whose gate rounds nothing and reaches no further than an update does, if they do not say."""
+    return {"compact": None, "reach": 1.0, **options} if kind is PulseLoCo else options
 
 
 class Weights(torch.nn.Module):
@@ -45,14 +63,55 @@ def same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
+def first_weights(state: Any, fragment: int) -> np.ndarray:
+    """Where a trainer with this state began its round."""
+    theta: np.ndarray = state["shared"][fragment]["theta"].numpy()
+    return theta - state["private"]["residuals"][fragment].numpy() if state["private"]["momenta"] else theta
+
+
+def update_of(state: Any, fragment: int, outer: SGD) -> list[np.ndarray]:
+    """What a trainer with this state would tell now, and its next momentum if it has one."""
+    theta, private = state["shared"][fragment]["theta"].numpy(), state["private"]
+    e, x = private["residuals"][fragment].numpy(), private["weights"][fragment].numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not private["momenta"]:
+            return [e + (theta - x)]
+        return reference.advance(theta, e, private["momenta"][fragment].numpy(), x, outer)
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """An update that was offered: what was sent of it, and what the trainer holds if that is taken."""
+
+    sent: np.ndarray
+    residual: np.ndarray | None = None  # None: not known, because steps went on meanwhile
+    momentum: np.ndarray | None = None
+
+
 class Ledger:
     """What a trainer's inner steps moved, and every update that it offered."""
 
-    def __init__(self) -> None:
+    def __init__(self, outer: SGD) -> None:
+        self.outer = outer
         self.moved: list[np.ndarray] = []
-        self.letters: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # id -> sent, kept
+        self.offers: dict[str, Offer] = {}  # by the payload's id
         self.took: Took = set()
         self.initial: list[np.ndarray] = []
+
+    def reach(self, state: Any) -> float:
+        """How far an inner step moves the weights in the end."""
+        return self.outer.reach if state["private"]["momenta"] else 1.0
+
+    def holds(self, state: Any, fragment: int) -> np.ndarray:
+        """What a trainer has still to tell, momentum and all."""
+        private, outer = state["private"], self.outer
+        x = private["weights"][fragment].double().numpy()
+        held: np.ndarray = private["residuals"][fragment].double().numpy()
+        held = held + self.reach(state) * (first_weights(state, fragment) - x)
+        if private["momenta"]:
+            c = outer.lr * outer.momentum ** (2 if outer.nesterov else 1) / (1 - outer.momentum)
+            held = held + c * private["momenta"][fragment].double().numpy()
+        return held
 
     def balance(self, loco: Any, took: Took) -> float:
         """How far, at most, an entry is from being accounted for, as a share of the furthest that one was moved."""
@@ -60,14 +119,11 @@ class Ledger:
         worst = 0.0
         for fragment, shared in enumerate(state["shared"]):
             names = {payload for f, _, payload in took if f == fragment}
-            gone = sum((self.letters[i][0] for i in names if i in self.letters), np.zeros(len(shared["theta"])))
-            private = state["private"]
-            held = private["residuals"][fragment].double().numpy() + (
-                shared["theta"].double().numpy() - private["weights"][fragment].double().numpy()
-            )
+            gone = sum((self.offers[i].sent for i in names if i in self.offers), np.zeros(len(shared["theta"])))
             start = self.initial[fragment] if self.initial else 0.0
-            off = np.abs(start + self.moved[fragment] - gone - held).max(initial=0.0)
-            worst = max(worst, float(off / max(np.abs(self.moved[fragment]).max(initial=0.0), 1e-9)))
+            moved = self.reach(state) * self.moved[fragment]
+            off = np.abs(start + moved - gone - self.holds(state, fragment)).max(initial=0.0)
+            worst = max(worst, float(off / max(np.abs(moved).max(initial=0.0), 1e-9)))
         return worst
 
 
@@ -87,18 +143,19 @@ class Watched:
             self.ledger.took |= {(fragment, part.round, part.payload) for part in shared.parts.values()}
         return found
 
-    def prepare(self, coder: Any, split: Any) -> Any:
-        letter = self.inner.prepare(coder, split)
-        whole = np.zeros(split.sent.size)
-        whole[split.sent.positions] = split.sent.values
-        self.ledger.letters[letter.id] = whole, split.kept.copy()
-        if self.loco is not None:  # all that it has to tell is sent or kept, bit for bit
-            state, f = self.loco.state_dict(), coder.fragment
-            private = state["private"]
-            s = (private["residuals"][f] + (state["shared"][f]["theta"] - private["weights"][f])).numpy()
-            both = split.kept.copy()
-            both[split.sent.positions] = split.sent.values + split.kept[split.sent.positions]
-            assert same(both, s), "sent + kept is not the update"
+    def prepare(self, coder: Any, update: Any) -> Any:
+        letter = self.inner.prepare(coder, update)
+        if letter.id in self.ledger.offers:
+            return letter  # an update that is offered again
+        sent = np.zeros(update.sent.size, np.float32)
+        sent[update.sent.positions] = update.sent.values
+        offer = Offer(sent)
+        if self.loco is not None:  # what is sent and what is left are the whole update, bit for bit
+            s, *momentum = update_of(self.loco.state_dict(), coder.fragment, self.ledger.outer)
+            offer = Offer(sent, s - sent, *momentum)
+            assert same(sent + (s - sent), s + np.float32(0)), "sent + kept is not the update"
+            assert update.unit is not None or same(sent[update.sent.positions], s[update.sent.positions])
+        self.ledger.offers[letter.id] = offer
         return letter
 
     def confirm(self, coder: Any, outcome: Any, after: Any) -> None:
@@ -139,11 +196,12 @@ class Trainer:
         )
         self.parameters = [p for module in self.modules for p in module.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=0.5)
-        self.ledger = Ledger()
+        options = {"outer": Nesterov(0.7, 0.9), "sync_every": 2 * pieces, **options}
+        options = plain_gate(KINDS[kind], options)
+        self.ledger = Ledger(options["outer"])
         self.ledger.moved = [np.zeros(flat(m).size) for m in self.modules]
         self.reports: list[RoundReport] = []
         self.digests: list[tuple[int, int, str]] = []
-        options = {"outer": Nesterov(0.7, 0.9), "sync_every": 2 * pieces, **options}
         self.exchange = Watched(exchange, self.ledger) if watch else exchange
         model = self.modules[0] if pieces == 1 else self.modules
         self.loco = KINDS[kind](model, self.optimizer, exchange=self.exchange, on_round=self._on_round, **options)
@@ -167,6 +225,9 @@ class Trainer:
 
     def __enter__(self) -> "Trainer":
         self.loco.__enter__()
+        if not self.taken:  # a joiner begins with a momentum
+            state = self.loco.state_dict()
+            self.ledger.initial = [self.ledger.holds(state, i) for i in range(len(self.modules))]
         return self
 
     def __exit__(self, *what: object) -> None:
@@ -183,8 +244,8 @@ class Trainer:
             self.taken += 1
             self.optimizer.step()
 
-    def diverge(self, by: float = 3e38) -> None:
-        """Let its update have one value that is finite, and so large that two of them are not."""
+    def diverge(self, by: float = 1.75e38) -> None:
+        """Let its update have one value that is finite, also 1.9 times as Nesterov's has it; the sum of two is not."""
         with torch.no_grad():
             self.parameters[2][0] -= by
 
@@ -195,7 +256,12 @@ class Trainer:
         self.loco.rejoin(watched)
 
     def save(self, path: Path) -> None:
-        saved = {"loco": self.loco.state_dict(), "optimizer": self.optimizer.state_dict(), "taken": self.taken}
+        saved = {
+            "loco": self.loco.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "taken": self.taken,
+            "everything": self.everything(),
+        }
         torch.save(saved, path.with_suffix(".new"))
         path.with_suffix(".new").rename(path)
 
@@ -206,14 +272,19 @@ class Trainer:
         self.taken = saved["taken"]
         private = saved["loco"]["private"]
         if private["trainer"] == self.exchange.trainer:
-            self.ledger.initial = [
-                (e.double() + (shared["theta"].double() - x.double())).numpy()
-                for e, x, shared in zip(private["residuals"], private["weights"], saved["loco"]["shared"], strict=True)
-            ]
+            assert self.everything() == saved["everything"]
+            assert all(same(x, flat(m)) for x, m in zip(private["weights"], self.modules, strict=True))
+            self.ledger.initial = [self.ledger.holds(saved["loco"], i) for i in range(len(self.modules))]
 
     @property
     def residual(self) -> np.ndarray:
         values: np.ndarray = self.loco.state_dict()["private"]["residuals"][0].numpy()
+        return values
+
+    @property
+    def momentum(self) -> np.ndarray:
+        """Its own."""
+        values: np.ndarray = self.loco.state_dict()["private"]["momenta"][0].numpy()
         return values
 
     @property
@@ -222,21 +293,38 @@ class Trainer:
         return values
 
     @property
+    def trend(self) -> np.ndarray:
+        values: np.ndarray = self.loco.state_dict()["shared"][0]["trend"].numpy()
+        return values
+
+    @property
+    def start(self) -> np.ndarray:
+        """Where it begins a round: z for PULSELoCo, and theta for the others."""
+        return first_weights(self.loco.state_dict(), 0)
+
+    @property
     def weights(self) -> np.ndarray:
         return flat(self.modules[0])
 
     @property
     def update(self) -> np.ndarray:
         """What it would tell now."""
-        return np.asarray(self.residual + (self.theta - self.weights))
+        return update_of(self.loco.state_dict(), 0, self.ledger.outer)[0]
+
+    @property
+    def next_momentum(self) -> np.ndarray:
+        """What its own momentum would be after a round now."""
+        return update_of(self.loco.state_dict(), 0, self.ledger.outer)[1]
 
     def everything(self) -> str:
         """A hash of all that a failed round must leave as it was, but for the inner optimizer's own steps."""
         state = self.loco.state_dict()
         h = hashlib.sha256(repr([(s["round"], s["parts"]) for s in state["shared"]]).encode())
         for shared, residual in zip(state["shared"], state["private"]["residuals"], strict=True):
-            for values in (shared["theta"], shared["momentum"], residual):
+            for values in (shared["theta"], shared["trend"], residual):
                 h.update(values.numpy().tobytes())
+        for momentum in state["private"]["momenta"]:
+            h.update(momentum.numpy().tobytes())
         return h.hexdigest()
 
 
@@ -313,7 +401,7 @@ def together(*calls: Callable[[], Any], timeout_s: float = 40.0) -> list[Any]:
 
 def load() -> None:
     """Have every kernel loaded that rounds use."""
-    choices: list[dict[str, Any]] = [{}, {"compact": 2}, {"kind": "DiLoCo"}]
+    choices: list[dict[str, Any]] = [{}, {"compact": 2}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"}]
     for options in choices:
         with Trainer(alone(), 0, sync_every=1, **options) as trainer:
             trainer.step(2)

@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core import threads
+from pulsesync.kernels.reference import bf16
 from pulsesync.loco import gate as gates
 from pulsesync.loco.gate import (
     LARGEST,
@@ -15,13 +17,10 @@ from pulsesync.loco.gate import (
     DenseGate,
     GateRule,
     SparseVector,
-    SplitUpdate,
     VisibilityGate,
-    bf16,
-    gate,
-    update,
+    WholeUpdate,
 )
-from pulsesync.loco.outer import SGD, aggregate, mean_of
+from pulsesync.loco.outer import SGD, SharedMomentum, aggregate, mean_of
 from tests.helpers import many, seeds
 
 RULES: list[GateRule] = [DenseGate(), VisibilityGate(), *(VisibilityGate(bits) for bits in range(MOST_BITS + 1))]
@@ -39,6 +38,30 @@ def f32(*values: float) -> np.ndarray:
 
 def from_bits(*bits: int) -> np.ndarray:
     return np.array(bits, np.uint32).view(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """What a rule sends of an update, and what is kept if a round takes that."""
+
+    sent: SparseVector
+    unit: int | None
+    kept: np.ndarray
+
+
+def split_of(rule: GateRule, theta: np.ndarray, s: np.ndarray) -> Split:
+    part = rule.select(theta, WholeUpdate(s))
+    assert part.largest == np.abs(s).max(initial=0)
+    kept = s.copy()
+    part.sent.take_from(kept)
+    return Split(part.sent, part.unit, kept)
+
+
+def gate(theta: np.ndarray, s: np.ndarray, reach: float = 1.0) -> np.ndarray:
+    """Which entries fire."""
+    fired = np.zeros(s.size, np.bool_)
+    fired[VisibilityGate(reach=reach).select(theta, WholeUpdate(s)).sent.positions] = True
+    return fired
 
 
 def fires(theta: float, s: float) -> bool:
@@ -74,7 +97,7 @@ def whole(sent: SparseVector) -> np.ndarray:
     return out
 
 
-def check_nothing_lost(split: SplitUpdate, s: np.ndarray) -> None:
+def check_nothing_lost(split: Split, s: np.ndarray) -> None:
     """Sent and kept are s, bit for bit, but for the sign of zero; and what was not sent is as it was."""
     silent = np.ones(s.size, np.bool_)
     silent[split.sent.positions] = False
@@ -86,7 +109,7 @@ def check_nothing_lost(split: SplitUpdate, s: np.ndarray) -> None:
 
 def check_split(rule: VisibilityGate | DenseGate, theta: np.ndarray, s: np.ndarray) -> None:
     before = theta.copy(), s.copy()
-    split = rule.split(theta, s)
+    split = split_of(rule, theta, s)
     check_nothing_lost(split, s)
     assert np.array_equal(theta.view(np.uint32), before[0].view(np.uint32))
     assert np.array_equal(s.view(np.uint32), before[1].view(np.uint32))
@@ -159,7 +182,7 @@ def test_an_update_of_zero_does_not_fire(theta: float) -> None:
 def test_no_update_sends_nothing_and_keeps_nothing() -> None:
     theta = random_floats(np.random.default_rng(0), 1000, 1, 250)
     for rule in RULES[1:]:
-        split = rule.split(theta, np.zeros_like(theta))
+        split = split_of(rule, theta, np.zeros_like(theta))
         assert split.sent.positions.size == split.sent.values.size == 0
         assert not split.kept.any()
 
@@ -168,7 +191,7 @@ def test_where_everything_fires_nothing_is_kept() -> None:
     rng = np.random.default_rng(0)
     theta = random_floats(rng, 1000, 100, 140)
     s = theta * np.float32(0.125)
-    split = VisibilityGate().split(theta, s)
+    split = split_of(VisibilityGate(), theta, s)
     assert np.array_equal(split.sent.positions, np.arange(1000))
     assert np.array_equal(split.sent.values, s)
     assert not split.kept.view(np.uint32).any()
@@ -243,12 +266,14 @@ def test_the_largest_number_fires_beyond_its_border() -> None:
 def test_the_gate_is_the_comparison_of_torchs_casts(seed: int) -> None:
     theta, s = wild(seed)
     a, b = (torch.from_numpy(x).to(torch.bfloat16).view(torch.int16) for x in (theta, theta - s))
-    assert np.array_equal(gate(theta, s), (a != b).numpy())
+    assert np.array_equal(gate(theta, s), (a != b).numpy() & (s != 0))
 
 
-def test_an_update_is_the_residual_and_the_way_moved_each_rounded_by_itself() -> None:
+def test_an_update_with_a_shared_momentum_is_the_residual_and_the_way_moved_each_rounded_by_itself() -> None:
     theta, local, residual = f32(1.0, -0.0), f32(1.0 - 2.0**-24, 0.0), f32(1.0, -0.0)
-    assert update(theta, local, residual).view(np.uint32).tolist() == f32(1.0, -0.0).view(np.uint32).tolist()
+    s, momentum = SharedMomentum(SGD(1.0)).advance(theta, residual, None, local)
+    assert s.view(np.uint32).tolist() == f32(1.0, -0.0).view(np.uint32).tolist()
+    assert momentum is None
 
 
 # What is sent and what is kept
@@ -295,7 +320,7 @@ def test_every_mantissa_at_every_distance_from_the_unit_loses_nothing(rule: Visi
 def test_nothing_but_outliers_beyond_the_largest_size_leave_a_large_remainder() -> None:
     s = np.full(1000, 1.0, np.float32)
     s[0] = 2.0**20
-    split = VisibilityGate(12).split(np.zeros_like(s), s)
+    split = split_of(VisibilityGate(12), np.zeros_like(s), s)
     assert split.unit is not None
     assert split.sent.positions.tolist()[0] == 0
     assert split.sent.values[0] == LARGEST * 2.0**split.unit
@@ -305,7 +330,7 @@ def test_nothing_but_outliers_beyond_the_largest_size_leave_a_large_remainder() 
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 8, 12])
 def test_a_typical_value_keeps_so_many_bits(bits: int) -> None:
     s = np.full(500, 1.375 * 2.0**-20, np.float32)
-    split = VisibilityGate(bits).split(np.zeros_like(s), s)
+    split = split_of(VisibilityGate(bits), np.zeros_like(s), s)
     assert split.unit == -20 - bits
     assert (np.abs(split.kept) <= 2.0 ** (split.unit - 1)).all()
 
@@ -313,21 +338,21 @@ def test_a_typical_value_keeps_so_many_bits(bits: int) -> None:
 def test_compact_values_are_rounded_to_the_nearest_and_ties_to_even() -> None:
     unit = 2.0**-2
     s = f32(*(unit * n for n in (0.5, 1.5, 2.5, 3.5, 2.4375, -0.5, -1.5, -2.5)), *[1.25] * 40)
-    split = VisibilityGate(2).split(np.zeros_like(s), s)
+    split = split_of(VisibilityGate(2), np.zeros_like(s), s)
     assert split.unit == -2
     assert (whole(split.sent) / unit)[:9].tolist() == [0, 2, 2, 4, 2, 0, -2, -2, 5]
 
 
 def test_an_entry_that_rounds_to_zero_is_kept_and_not_sent() -> None:
     s = f32(1.0, 2.0**-10, -(2.0**-10))
-    split = VisibilityGate(3).split(np.zeros_like(s), s)
+    split = split_of(VisibilityGate(3), np.zeros_like(s), s)
     assert split.sent.positions.tolist() == [0]
     assert split.kept.tolist() == [0.0, 2.0**-10, -(2.0**-10)]
 
 
 def test_subnormal_updates_are_compacted_to_units_that_fp32_has() -> None:
     s = np.ldexp(np.arange(1, 200, dtype=np.float32), -149).astype(np.float32)
-    split = VisibilityGate(12).split(np.zeros_like(s), s)
+    split = split_of(VisibilityGate(12), np.zeros_like(s), s)
     assert split.unit == LOWEST_UNIT
     assert np.array_equal(split.sent.values, s)
 
@@ -335,14 +360,14 @@ def test_subnormal_updates_are_compacted_to_units_that_fp32_has() -> None:
 def test_what_would_not_fire_is_never_sent_however_many_bits() -> None:
     theta, s = np.full(100, 2.0, np.float32), np.full(100, 0.003, np.float32)
     for rule in RULES[1:]:
-        split = rule.split(theta, s)
+        split = split_of(rule, theta, s)
         assert not split.sent.positions.size
         assert np.array_equal(split.kept, s)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_no_entries_are_split_into_none(rule: VisibilityGate | DenseGate) -> None:
-    split = rule.split(f32(), f32())
+    split = split_of(rule, f32(), f32())
     assert split.sent.size == split.sent.positions.size == split.kept.size == 0
 
 
@@ -355,11 +380,11 @@ def test_bits_that_compact_values_cannot_keep_are_refused(bits: int) -> None:
 @pytest.mark.parametrize("rule", [VisibilityGate(), VisibilityGate(3)], ids=str)
 def test_a_split_is_the_same_whatever_chunks_and_threads(rule: VisibilityGate, monkeypatch: pytest.MonkeyPatch) -> None:
     theta, s = wild(7, 1000)
-    expected = rule.split(theta, s)
+    expected = split_of(rule, theta, s)
     for chunk, count in ((1, 3), (7, 1), (64, 2), (999, 8), (1000, 1), (1001, 2)):
         monkeypatch.setattr(gates, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
-        found = rule.split(theta, s)
+        found = split_of(rule, theta, s)
         assert np.array_equal(found.sent.positions, expected.sent.positions)
         assert np.array_equal(found.sent.values, expected.sent.values)
         assert np.array_equal(found.kept.view(np.uint32), expected.kept.view(np.uint32))
@@ -368,7 +393,7 @@ def test_a_split_is_the_same_whatever_chunks_and_threads(rule: VisibilityGate, m
 @given(seeds)
 def test_parts_of_a_sparse_vector_together_are_the_vector(seed: int) -> None:
     theta, s = wild(seed, 200)
-    sent = VisibilityGate().split(theta, s).sent
+    sent = split_of(VisibilityGate(), theta, s).sent
     cuts = [0, *sorted(np.random.default_rng(seed).integers(0, 200, 3, endpoint=True).tolist()), 200]
     parts = [sent.part(a, b) for a, b in pairwise(cuts)]
     assert [part.size for part in parts] == np.diff(cuts).tolist()
@@ -393,7 +418,7 @@ def open_loop(
         deltas = (drift + rng.standard_normal((trainers, size)) * 5e-6).astype(np.float32)
         sent = []
         for r in range(trainers):
-            split = rule.split(gated, residuals[r] + deltas[r])
+            split = split_of(rule, gated, residuals[r] + deltas[r])
             residuals[r] = split.kept
             sent.append(split.sent)
         gated = outer.step(gated, none, mean_of(aggregate(sent, size), trainers))[0]
@@ -425,7 +450,7 @@ def test_small_steps_in_one_direction_fire_once_they_add_up() -> None:
     theta, residual = f32(1.0), f32(0.0)
     fired = []
     for i in range(20):
-        split = VisibilityGate().split(theta, residual + np.float32(-(2.0**-10)))
+        split = split_of(VisibilityGate(), theta, residual + np.float32(-(2.0**-10)))
         residual = split.kept
         if split.sent.positions.size:
             fired.append((i, float(split.sent.values[0])))

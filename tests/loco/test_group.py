@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ __all__ = ["fleet"]
 WAYS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"kind": "DiLoCo"},
     "PulseLoCo": {},
+    "as published": {"kind": "PublishedPulseLoCo", "compact": 2},
     "compact": {"compact": 2},
     "delay": {"delay": 1, "blend": 0.25},
     "compact, delayed, dense steps": {"compact": 3, "delay": 1, "lr": 0.5},
@@ -88,6 +88,7 @@ def all_ways(rank: int, size: int, folder: str) -> dict[tuple[str, str], Any]:
                     "bytes": [(r.sent_bytes, r.received_bytes) for r in trainer.reports],
                     "facts": [(r.fragment, r.round, r.took_part, r.members, r.sent, r.moved) for r in trainer.reports],
                     "residual": trainer.residual.tobytes(),
+                    "momenta": [m.numpy().tobytes() for m in trainer.loco.state_dict()["private"]["momenta"]],
                     "balance": trainer.ledger.balance(trainer.loco, trainer.ledger.took),
                 }
                 torch.distributed.barrier()
@@ -130,8 +131,10 @@ def test_every_way_over_every_exchange_keeps_replicas_alike_after_every_step(ran
                 if "delay" not in options and way != "DDP":
                     assert seen["balance"] < TOLERANCE, (way, exchange)
         for rank in ranks:  # and what is each trainer's own is the same, whatever way its update went
-            for key in ("weights", "residual", "facts"):
+            for key in ("weights", "residual", "momenta", "facts"):
                 assert rank[way, "owner"][key] == rank[way, "gather"][key] == rank[way, "store"][key], (way, key)
+            if rank[way, "owner"]["momenta"]:  # its own, and so are its weights
+                continue
             if not options.get("blend"):  # the fragment whose round it was is where all are
                 last = rounds[-1][0]
                 assert rank[way, "owner"]["weights"][-1][last] == ranks[0][way, "owner"]["weights"][-1][last]
@@ -300,8 +303,9 @@ def overflowing(rank: int, size: int, folder: str) -> list[Any]:
             for options in ({}, {"compact": 2}, {"kind": "DiLoCo"}, {"kind": "DDP"}):
                 with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
                     trainer.step(2)
-                    weights = trainer.weights
+                    theta = trainer.theta
                     if options.get("kind") == "DDP":
+                        theta = trainer.weights
                         trainer.gradients()
                         gradient_of(trainer, 2)[0] = 3e38 if rank < diverged else 1.0
                         trainer.optimizer.step()
@@ -310,11 +314,13 @@ def overflowing(rank: int, size: int, folder: str) -> list[Any]:
                             trainer.diverge()
                         trainer.step()
                         assert bool(trainer.residual.any()) == (rank >= diverged)  # who diverged starts anew
-                    assert same(trainer.weights, weights)
+                        assert bool(options.get("kind")) or trainer.momentum.any() == (rank >= diverged)
+                        assert same(trainer.weights, trainer.start)
+                    assert same(trainer.theta, theta)
                     assert trainer.reports[-1].members == ()
                     trainer.step()
                     assert trainer.reports[-1].took_part
-                    out.append((trainer.loco.rounds, trainer.loco.digests, trainer.weights.tobytes()))
+                    out.append((trainer.loco.rounds, trainer.loco.digests, trainer.theta.tobytes()))
     return out
 
 
@@ -502,14 +508,17 @@ def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int
     try:
         trainer.step(4)
     except RoundError:
-        offered = trainer.ledger.letters[list(trainer.ledger.letters)[-1]]
+        offered = trainer.ledger.offers[list(trainer.ledger.offers)[-1]]
         for _ in range(tries):  # as often as the loop around it likes
             fails(RoundError, trainer.step)
     rounds = list(trainer.loco.rounds)
     torch.distributed.destroy_process_group()
     join_group(folder, "after", rank - (rank > victim), size - 1)
     trainer.rejoin(GroupExchange())
-    kept = bool(np.array_equal(trainer.residual, offered[1])) if offered else None
+    kept = None
+    if rank == late and offered:
+        kept = same(trainer.residual, offered.residual) and same(trainer.momentum, offered.momentum)
+        assert same(trainer.weights, trainer.theta - trainer.residual)
     rejoined = list(trainer.loco.digests)
     trainer.step(6)
     torch.distributed.destroy_process_group()
@@ -692,7 +701,7 @@ def resumed(rank: int, size: int, folder: str) -> list[Any]:
     """Trainers save in the middle of a round and go on; others load what they saved, and do the same."""
     out: list[Any] = []
     with group(folder, "resumed", rank, size):
-        for way in ("DiLoCo", "PulseLoCo", "compact", "fragments"):
+        for way in ("DiLoCo", "PulseLoCo", "as published", "compact", "fragments"):
             saved = Path(folder) / f"{way}-{rank}"
             with Trainer(GroupExchange(), rank, **WAYS[way]) as trainer:
                 trainer.step(5)
@@ -729,18 +738,23 @@ def joined(rank: int, size: int, folder: str) -> list[Any]:
     join_group(folder, "three", rank, size)
     if rank == 0:
         assert trainer is not None
-        residual = trainer.residual
+        before, weights = trainer.everything(), trainer.weights
         trainer.rejoin(GroupExchange())
         trainer.loco.__enter__()
-        assert trainer.residual.tobytes() == residual.tobytes()
+        assert trainer.everything() == before
+        assert same(trainer.weights, weights)
     else:
         trainer = Trainer(GroupExchange(), rank, seed=5, compact=2)
         if rank == 1:
             trainer.load(Path(folder) / "saved-1")
             assert trainer.residual.any()
+            assert trainer.momentum.any()
             assert trainer.loco.rounds == [2]
         trainer.loco.rejoin()
-        assert not trainer.residual.any()  # a new one has none; rounds since have taken an unknown part of the old one
+        # A new one has none of its own; of the old one, rounds since have taken a part that is not known.
+        assert not trainer.residual.any()
+        assert not trainer.momentum.any()
+        assert same(trainer.weights, trainer.theta)
         trainer.loco.__enter__()
         trainer.ledger.initial = []
     out.append((trainer.loco.rounds, trainer.loco.digests))
@@ -752,6 +766,47 @@ def joined(rank: int, size: int, folder: str) -> list[Any]:
 
 def test_a_newcomer_and_one_that_comes_back_take_the_shared_state_from_those_who_are_there(fleet: Fleet) -> None:
     ranks = fleet.run(joined, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert [rounds for rounds, _ in ranks[0]] == [[5], [7]]
+
+
+def away(rank: int, size: int, folder: str) -> list[Any]:
+    """Rank 2 trains on its own while the others have rounds without it, and then comes back."""
+    join_group(folder, "all", rank, size)
+    trainer = Trainer(GroupExchange(), rank, compact=2)
+    trainer.loco.__enter__()
+    trainer.step(4)
+    trainer.loco.__exit__()
+    torch.distributed.destroy_process_group()
+    if rank < 2:
+        join_group(folder, "two", rank, 2)
+        trainer.rejoin(GroupExchange())
+        with trainer:
+            trainer.step(6)
+        torch.distributed.destroy_process_group()
+    else:
+        trainer.step(3)
+    join_group(folder, "all again", rank, size)
+    e, m, moved = trainer.residual, trainer.momentum, trainer.start - trainer.weights
+    trainer.rejoin(GroupExchange())
+    trainer.loco.__enter__()
+    assert same(trainer.residual, e)
+    assert same(trainer.momentum, m)
+    assert m.any()
+    assert same(trainer.start, trainer.theta - e)
+    assert same(trainer.weights, trainer.start - moved)
+    out = [(trainer.loco.rounds, trainer.loco.digests)]
+    trainer.step(4)
+    out.append((trainer.loco.rounds, trainer.loco.digests))
+    everybody: list[Any] = [None] * size
+    torch.distributed.all_gather_object(everybody, trainer.ledger.took)
+    assert trainer.ledger.balance(trainer.loco, set().union(*everybody)) < TOLERANCE
+    torch.distributed.destroy_process_group()
+    return out
+
+
+def test_one_that_was_away_while_others_had_rounds_keeps_residual_momentum_and_what_it_has_moved(fleet: Fleet) -> None:
+    ranks = fleet.run(away, 3)
     assert ranks[0] == ranks[1] == ranks[2]
     assert [rounds for rounds, _ in ranks[0]] == [[5], [7]]
 

@@ -13,13 +13,26 @@ from hypothesis import strategies as st
 
 from pulsesync.core import threads
 from pulsesync.errors import ChecksumError, FormatError
+from pulsesync.loco import gate as gates
 from pulsesync.loco import outer as outers
 from pulsesync.loco.gate import SparseVector
-from pulsesync.loco.outer import SGD, Nesterov, aggregate, mean_of
-from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Contribution, Outcome, SharedState, read_part
+from pulsesync.loco.outer import (
+    LARGEST_UPDATE,
+    SGD,
+    Nesterov,
+    OuterRule,
+    OwnMomentum,
+    SharedMomentum,
+    TrainerUpdate,
+    aggregate,
+    mean_of,
+)
+from pulsesync.loco.shared import MAX_TRAINERS, Contribution, Outcome, SharedState, read_part
 from tests.helpers import many, seeds
+from tests.loco import reference
 
 OUTERS = [SGD(1.0), SGD(0.7), SGD(0.7, 0.9), Nesterov(0.7, 0.9), Nesterov(0.4, 0.95)]
+RULES: list[OuterRule] = [SharedMomentum(Nesterov()), OwnMomentum(Nesterov())]
 
 
 def f32(*values: float) -> np.ndarray:
@@ -175,24 +188,110 @@ def test_the_mean_is_a_division_and_not_a_product() -> None:
     assert mean_of(x, 3).dtype == np.float32
 
 
+# A trainer's own part
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+@given(seed=seeds)
+def test_an_update_with_a_momentum_of_its_own_rounds_every_operation_by_itself(outer: SGD, seed: int) -> None:
+    (theta, e, m), x = vectors(seed, 50), vectors(seed + 1, 50)[0]
+    s, moved = OwnMomentum(outer).advance(theta, e, m, x)
+    assert moved is not None
+    lr, mu = rounded(outer.lr), rounded(outer.momentum)
+    for i in range(theta.size):
+        delta = rounded(rounded(float(theta[i]) - float(e[i])) - float(x[i]))
+        after = rounded(rounded(mu * float(m[i])) + delta)
+        by = rounded(delta + rounded(mu * after)) if outer.nesterov else after
+        assert moved[i] == after
+        assert s[i] == rounded(float(e[i]) + rounded(lr * by))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_reading_an_update_changes_nothing_and_a_commit_changes_all_of_it_once(
+    rule: OuterRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (theta, e, m), x = vectors(3, 1000), vectors(4, 1000)[0]
+    momentum = m if rule.own_momentum else None
+    s, moved = rule.advance(theta, e, momentum, x)
+    taken = SparseVector(1000, np.arange(0, 1000, 3), s[::3])
+    for chunk, count in ((1000, 1), (7, 2), (999, 3)):
+        monkeypatch.setattr(gates, "CHUNK", chunk)
+        monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
+        own = [e.copy(), None if momentum is None else momentum.copy()]
+        assert own[0] is not None
+        update = TrainerUpdate(rule, theta, own[0], own[1], x.__getitem__)
+        for _ in range(2):  # a retry finds the same
+            assert np.array_equal(np.concatenate([update.read(here) for here in gates.chunks_of(1000)]), s)
+        assert np.array_equal(own[0], e)
+        update.commit(taken)
+        assert not own[0][::3].any()
+        assert np.array_equal(own[0][1::3], s[1::3])
+        assert moved is None or np.array_equal(own[1], moved)  # type: ignore[arg-type]
+
+
+def test_a_trainer_begins_at_theta_or_where_nothing_is_missing_that_it_has_not_sent() -> None:
+    theta, e, _ = vectors(1)
+    assert SharedMomentum(SGD(1.0)).start(theta, e) is theta
+    z = OwnMomentum(SGD(1.0)).start(theta, e)
+    assert np.array_equal(z, theta - e)
+
+
+@given(seeds, st.integers(1, 7))
+def test_a_plain_average_moves_weights_and_leaves_the_signs_of_its_step(seed: int, trainers: int) -> None:
+    theta, _, total = vectors(seed, 60)
+    total[::4] = 0
+    mean = mean_of(total, trainers)
+    step = OwnMomentum(Nesterov()).step(theta, np.zeros(60, np.int8), total.copy(), trainers)
+    assert np.array_equal(step.theta, theta - mean)
+    assert step.trend.dtype == np.int8
+    assert np.array_equal(step.trend, np.sign(mean))
+    assert step.finite
+    assert step.moved == np.count_nonzero(mean)
+    assert step.largest_mean == np.abs(mean).max()
+
+
+@pytest.mark.parametrize("outer", [SGD(0.5), SGD(0.7, 0.9), Nesterov(0.7, 0.9)], ids=str)
+def test_what_an_update_moves_in_the_end_is_its_reach_and_the_momentum_says_what_is_to_come(outer: SGD) -> None:
+    """The law of the ledger in `fleet`, in float64."""
+    rng = np.random.default_rng(0)
+    theta, x = np.zeros(2, np.float32), np.zeros(2, np.float32)
+    m, moved, told = np.zeros(2, np.float32), np.zeros(2), np.zeros(2)
+    c = outer.lr * outer.momentum ** (2 if outer.nesterov else 1) / (1 - outer.momentum)
+    for _ in range(50):
+        x = rng.standard_normal(2).astype(np.float32)
+        u, m = reference.advance(theta, theta, m, x, outer)
+        moved, told = moved - x, told + u
+        np.testing.assert_allclose(outer.reach * moved, told + c * m, atol=1e-4)
+
+
 # What all trainers hold alike
 
 
-def shared(size: int = 20, round_: int = 4) -> SharedState:
+def shared(size: int = 20, round_: int = 4, signs: bool = False) -> SharedState:
     theta, momentum, _ = vectors(9, size)
+    trend = np.sign(momentum).astype(np.int8) if signs else momentum
     return SharedState(
-        "layout", theta, momentum, round_, {"ada": Contribution(4, "a" * 64), "bea": Contribution(2, "b" * 64)}
+        "layout", theta, trend, round_, {"ada": Contribution(4, "a" * 64), "bea": Contribution(2, "b" * 64)}
     )
 
 
-def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
-    before = shared(3)
+both_kinds = pytest.mark.parametrize("signs", [False, True], ids=["F32", "I8"])
+
+
+@pytest.mark.parametrize("rule", [SharedMomentum(Nesterov(0.5, 0.5)), OwnMomentum(Nesterov(0.5, 0.5))], ids=str)
+def test_a_round_moves_weights_trend_number_and_who_took_part(rule: OuterRule) -> None:
+    before = shared(3, signs=rule.own_momentum)
     decided = Outcome({"ada": "1" * 64, "cia": "2" * 64}, f32(2.0, 0.0, -4.0))
-    counted, after = before.resolve(decided, Nesterov(0.5, 0.5))
-    assert counted is decided
-    wanted = Nesterov(0.5, 0.5).step(before.theta, before.momentum, f32(1.0, 0.0, -2.0))
-    assert np.array_equal(after.theta, wanted[0])
-    assert np.array_equal(after.momentum, wanted[1])
+    counted = before.resolve(decided, rule)
+    after = counted.after
+    assert (counted.members, counted.moved) == (decided.members, 2)
+    if rule.own_momentum:
+        assert after.theta.tolist() == (before.theta - f32(1.0, 0.0, -2.0)).tolist()
+        assert after.trend.tolist() == [1, 0, -1]
+    else:
+        wanted = Nesterov(0.5, 0.5).step(before.theta, before.trend, f32(1.0, 0.0, -2.0))  # type: ignore[arg-type]
+        assert np.array_equal(after.theta, wanted[0])
+        assert np.array_equal(after.trend, wanted[1])
     assert after.round == 5
     assert after.parts == {
         "ada": Contribution(5, "1" * 64),
@@ -201,56 +300,70 @@ def test_a_round_moves_weights_momentum_number_and_who_took_part() -> None:
     }
     assert before.round == 4
     assert before.parts["ada"] == Contribution(4, "a" * 64)
+    assert before.digest == shared(3, signs=rule.own_momentum).digest
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("total", [np.inf, -np.inf, np.nan, 3e38, -1e30, 2.0**40 * (1 + 2.0**-23)])
-def test_a_round_whose_mean_diverges_is_empty_and_only_its_number_changes(total: float) -> None:
-    before = shared(3)
-    counted, after = before.resolve(Outcome({"ada": "1" * 64}, f32(2.0, total, 0.0)), Nesterov(0.7, 0.9))
+def test_a_round_whose_mean_diverges_is_empty_and_only_its_number_changes(rule: OuterRule, total: float) -> None:
+    before = shared(3, signs=rule.own_momentum)
+    counted = before.resolve(Outcome({"ada": "1" * 64}, f32(2.0, total, 0.0)), rule)
+    after = counted.after
     assert not counted.members
-    assert not counted.total.any()
+    assert not counted.moved
     assert (after.round, after.parts) == (5, before.parts)
     assert np.array_equal(after.theta, before.theta)
-    assert np.array_equal(after.momentum, before.momentum)
+    assert np.array_equal(after.trend, before.trend)
     assert after.digest == replace(before, round=5).digest
 
 
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
-def test_the_largest_updates_of_the_largest_round_are_taken(outer: SGD) -> None:
-    before = SharedState("layout", f32(0.5, -0.5), f32(0.0, 0.0))
+@pytest.mark.parametrize("kind", [SharedMomentum, OwnMomentum])
+def test_the_largest_updates_of_the_largest_round_are_taken(kind: Callable[[SGD], OuterRule], outer: SGD) -> None:
+    rule = kind(outer)
+    before = SharedState("layout", f32(0.5, -0.5), rule.first_trend(2))
     largest = float(LARGEST_UPDATE)
     most = aggregate([sparse(2, {0: largest, 1: -largest})] * MAX_TRAINERS, 2)
     decided = Outcome({f"{i:04d}": "1" * 64 for i in range(MAX_TRAINERS)}, most)
-    counted, after = before.resolve(decided, outer)
-    assert counted is decided
-    one = Outcome({"ada": "1" * 64}, f32(largest, -largest))
+    counted = before.resolve(decided, rule)
+    assert counted.members is decided.members
     for _ in range(100):  # and what momentum adds is finite
-        counted, after = after.resolve(one, outer)
-        assert counted is one
+        counted = counted.after.resolve(Outcome({"ada": "1" * 64}, f32(largest, -largest)), rule)
+        assert list(counted.members) == ["ada"]
 
 
 @pytest.mark.parametrize("outer", [SGD(0.7, 0.9), Nesterov(0.7, 0.9), Nesterov(0.7, 0.99)], ids=str)
 def test_a_momentum_that_leads_beyond_fp32_is_reset_by_an_empty_round_and_the_next_round_counts(outer: SGD) -> None:
     before = SharedState("layout", f32(3.28e38, 1.0), f32(-3e38, 2.0), 4)
-    decided = Outcome({"ada": "1" * 64}, f32(0.25, 0.25))
-    counted, after = before.resolve(decided, outer)
+    counted = before.resolve(Outcome({"ada": "1" * 64}, f32(0.25, 0.25)), SharedMomentum(outer))
     assert not counted.members
+    after = counted.after
     assert np.array_equal(after.theta, before.theta)
-    assert (after.momentum.tolist(), after.round) == ([0.0, 0.0], 5)
-    counted, after = after.resolve(decided, outer)
-    assert counted is decided
-    assert after.theta[1] != before.theta[1]
+    assert (after.trend.tolist(), after.round) == ([0.0, 0.0], 5)
+    counted = after.resolve(Outcome({"ada": "1" * 64}, f32(0.25, 0.25)), SharedMomentum(outer))
+    assert list(counted.members) == ["ada"]
+    assert counted.after.theta[1] != before.theta[1]
 
 
-def test_equal_states_have_equal_digests_whoever_took_part() -> None:
-    one = shared()
-    assert one.digest == shared().digest == replace(one, parts={}).digest
+def test_no_average_within_the_limit_leads_finite_weights_beyond_fp32() -> None:
+    before = SharedState("layout", f32(3.4028235e38, 1.0), np.array([1, -1], np.int8), 4)
+    largest = float(LARGEST_UPDATE)
+    counted = before.resolve(Outcome({"ada": "1" * 64}, f32(-largest, 1.0)), OwnMomentum(Nesterov()))
+    assert list(counted.members) == ["ada"]  # far below half a place of the largest number
+    assert counted.after.theta[0] == before.theta[0]
+    assert counted.after.trend.tolist() == [-1, 1]
+
+
+@both_kinds
+def test_equal_states_have_equal_digests_if_other_trainers_took_part(signs: bool) -> None:
+    one = shared(signs=signs)
+    assert one.digest == shared(signs=signs).digest == replace(one, parts={}).digest
     assert len(one.digest) == 64
 
 
 def test_the_digest_changes_with_every_bit_of_weights_and_momentum() -> None:
     state, seen = shared(6), set()
-    for name in ("theta", "momentum"):
+    for name in ("theta", "trend"):
         for place in range(6):
             for bit in range(32):
                 values = getattr(state, name).copy()
@@ -260,6 +373,17 @@ def test_the_digest_changes_with_every_bit_of_weights_and_momentum() -> None:
     assert len(seen) == 2 * 6 * 32
 
 
+def test_the_digest_changes_with_every_sign_of_the_trend_and_with_its_type() -> None:
+    state = shared(6, signs=True)
+    seen = {state.digest, replace(state, trend=state.trend.astype(np.float32)).digest}
+    for place in range(6):
+        for by in (1, 2):
+            trend = state.trend.copy()
+            trend[place] = (trend[place] + 1 + by) % 3 - 1
+            seen.add(replace(state, trend=trend).digest)
+    assert len(seen) == 2 + 2 * 6
+
+
 def test_the_digest_changes_with_the_round_and_the_layout() -> None:
     state = shared()
     assert len({state.digest, replace(state, round=5).digest, replace(state, layout="other").digest}) == 3
@@ -267,7 +391,7 @@ def test_the_digest_changes_with_the_round_and_the_layout() -> None:
 
 def test_the_digest_tells_weights_from_momentum() -> None:
     state = shared()
-    assert replace(state, theta=state.momentum, momentum=state.theta).digest != state.digest
+    assert replace(state, theta=state.trend, trend=state.theta).digest != state.digest  # type: ignore[arg-type]
 
 
 def test_the_digest_tells_zero_from_minus_zero() -> None:
@@ -275,33 +399,83 @@ def test_the_digest_tells_zero_from_minus_zero() -> None:
     assert state.digest != replace(state, theta=f32(-0.0)).digest
 
 
-@given(seeds, st.integers(0, 40), st.integers(0, 2**40))
-def test_a_shared_state_comes_back(seed: int, size: int, round_: int) -> None:
+@both_kinds
+@given(seed=seeds, size=st.integers(0, 40), round_=st.integers(0, 2**40))
+def test_a_shared_state_comes_back(signs: bool, seed: int, size: int, round_: int) -> None:
     rng = np.random.default_rng(seed)
     theta, momentum = (rng.integers(0, 1 << 32, size, np.uint32).view(np.float32) for _ in range(2))
     theta, momentum = (np.where(np.isfinite(x), x, np.float32(1)) for x in (theta, momentum))
-    state = SharedState("layout", theta, momentum, round_, {"ada": Contribution(round_, "a" * 64)})
-    found = SharedState.from_bytes(state.to_bytes(), SharedState("layout", np.zeros_like(theta), np.zeros_like(theta)))
+    trend = rng.integers(-1, 1, size, np.int8, endpoint=True) if signs else momentum
+    state = SharedState("layout", theta, trend, round_, {"ada": Contribution(round_, "a" * 64)})
+    found = SharedState.from_bytes(state.to_bytes(), SharedState("layout", np.zeros_like(theta), np.zeros_like(trend)))
     assert np.array_equal(found.theta.view(np.uint32), theta.view(np.uint32))
-    assert np.array_equal(found.momentum.view(np.uint32), momentum.view(np.uint32))
+    assert found.trend.dtype == trend.dtype
+    assert found.trend.tobytes() == trend.tobytes()
     assert (found.layout, found.round, found.parts, found.digest) == ("layout", round_, state.parts, state.digest)
 
 
-def test_a_shared_state_that_was_read_can_be_written() -> None:
-    found = SharedState.from_bytes(memoryview(shared().to_bytes()), shared())
+def test_a_state_knows_the_trainers_of_the_latest_rounds_and_can_be_read_however_many_came() -> None:
+    """More names than a state keeps: the oldest go, and of these it is known when they may have taken part last."""
+    state = replace(shared(), round=0, parts={})
+    for number in (1, 2, 3):
+        names = [f"{number}{n:063d}" for n in range(MAX_TRAINERS // 2)]
+        total = np.zeros_like(state.theta)
+        state = state.resolve(Outcome(dict.fromkeys(names, "f" * 64), total), SharedMomentum(SGD(1.0))).after
+    assert len(state.parts) == MAX_TRAINERS
+    assert {part.round for part in state.parts.values()} == {2, 3}
+    assert state.last_round_of(names[0]) == 3
+    assert state.last_round_of("1" + "0" * 63) == 2  # it was in round 1, but that is not known any more
+    assert shared().last_round_of("nobody") == 0
+    assert SharedState.from_bytes(state.to_bytes(), state).parts == state.parts
+
+
+@both_kinds
+def test_a_shared_state_that_was_read_can_be_written(signs: bool) -> None:
+    found = SharedState.from_bytes(memoryview(shared(signs=signs).to_bytes()), shared(signs=signs))
     assert found.theta.flags.writeable
-    assert found.momentum.flags.writeable
-    assert found.to_bytes() == shared().to_bytes()
+    assert found.trend.flags.writeable
+    assert found.to_bytes() == shared(signs=signs).to_bytes()
 
 
-def test_every_flipped_bit_behind_the_head_of_a_shared_state_is_found() -> None:
-    data = shared(3).to_bytes()
+@both_kinds
+def test_a_shared_state_with_the_other_kind_of_trend_is_refused(signs: bool) -> None:
+    with pytest.raises(FormatError, match="has a trend of type"):
+        SharedState.from_bytes(shared(signs=signs).to_bytes(), shared(signs=not signs))
+
+
+@pytest.mark.parametrize("sign", [2, -2, 127, -128])
+def test_signs_other_than_minus_one_zero_and_one_are_refused(sign: int) -> None:
+    state = shared(signs=True)
+    trend = state.trend.copy()
+    trend[7] = sign
+    with pytest.raises(FormatError, match="signs other than -1, 0 and 1"):
+        SharedState.from_bytes(replace(state, trend=trend).to_bytes(), state)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["theta", "trend"])
+def test_weights_and_momenta_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    state = shared()
+    values = getattr(state, name).copy()
+    values[7] = value
+    with pytest.raises(FormatError, match="not finite"):
+        SharedState.from_bytes(replace(state, **{name: values}).to_bytes(), state)
+
+
+def test_a_shared_state_of_an_earlier_version_is_refused_with_what_to_do() -> None:
+    with pytest.raises(FormatError, match=r"found 'pulse-loco-state/1-draft'.*run the same version of pulsesync"):
+        SharedState.from_bytes(spoil(lambda h: h.update(format="pulse-loco-state/1-draft")), shared())
+
+
+@both_kinds
+def test_every_flipped_bit_behind_the_head_of_a_shared_state_is_found(signs: bool) -> None:
+    data = shared(3, signs=signs).to_bytes()
     for at in range(data.index(b"\n") + 1, len(data)):
         for bit in range(8):
             spoilt = bytearray(data)
             spoilt[at] ^= 1 << bit
             with pytest.raises(ChecksumError, match="damaged"):
-                SharedState.from_bytes(bytes(spoilt), shared(3))
+                SharedState.from_bytes(bytes(spoilt), shared(3, signs=signs))
 
 
 def test_a_shared_state_of_another_length_is_refused() -> None:
@@ -342,6 +516,9 @@ def seal(head: dict[str, Any], body: bytes) -> str:
         (lambda h: h.update(layout=["layout"]), FormatError),
         (lambda h: h.update(size=21), FormatError),
         (lambda h: h.update(size="20"), FormatError),
+        (lambda h: h.pop("trend"), FormatError),
+        (lambda h: h.update(trend="I8"), FormatError),
+        (lambda h: h.update(trend=["F32"]), FormatError),
         (lambda h: h.update(sha256="0" * 64), ChecksumError),
         (lambda h: h.update(sha256=None), ChecksumError),
         (lambda h: h.update(digest="0" * 64), ChecksumError),

@@ -12,8 +12,8 @@ from pulsesync.core.types import BLOCK, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChainError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, patch
 from pulsesync.format import layout as layouts
-from pulsesync.loco import payload as payloads
-from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate
+from pulsesync.loco import gate as gates
+from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate, WholeUpdate
 from pulsesync.loco.payload import FORMAT, Coder, PayloadHeader, describe, read_head, summed_unit
 from tests.helpers import densities, many, orders, seeds, step
 
@@ -32,13 +32,14 @@ def finite(rng: np.random.Generator, size: int, lowest: int = 0, highest: int = 
 
 
 def weights(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and momentum: some on the grid of BF16, some zero, some of any size (below the largest of BF16)."""
+    """Weights and a trend of either kind: some on the grid of BF16, some zero, some of any size."""
     theta, momentum = finite(rng, size, 100, 130), finite(rng, size, 0, 130)
     some = rng.random(size)
     theta = np.where(some < 0.2, (theta.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32), theta)
     theta = np.where(some > 0.9, finite(rng, size, 0, 253), theta)
     momentum = np.where(rng.random(size) < 0.2, np.float32(0), momentum)
-    return theta.astype(np.float32), momentum.astype(np.float32)
+    trend = np.sign(momentum).astype(np.int8) if rng.random() < 0.5 else momentum.astype(np.float32)
+    return theta.astype(np.float32), trend
 
 
 def some_of(rng: np.random.Generator, size: int, density: float, mode: str, unit: int = -30) -> SparseVector:
@@ -94,7 +95,7 @@ def grid(x: float) -> int:
     return upper + (lower > 0x8000 or (lower == 0x8000 and upper & 1 == 1))
 
 
-def slow_description(theta: float, momentum: float) -> int:
+def slow_description(theta: float, trend: float) -> int:
     value = grid(theta)
     size, sign = value & 0x7FFF, -1.0 if value & 0x8000 else 1.0
     outer = sign * value_of(size << 16 | 0x8000)
@@ -106,14 +107,14 @@ def slow_description(theta: float, momentum: float) -> int:
     assert float(np.float32(distance)) == distance  # it is exact
     # An update that crosses it: theta − s is beyond the border.
     negative = border > theta if border != theta else (sign > 0) == away
-    momentum_is_negative = bits_of(momentum) >> 31 == 1
-    agrees = momentum != 0 and momentum_is_negative == negative
+    trend_is_negative = bits_of(trend) >> 31 == 1
+    agrees = trend != 0 and trend_is_negative == negative
     exponent = bits_of(distance) >> 23
     kind = min(max(2 * (exponent - 32) + (0 if agrees else 1), 0), 255)
     return kind << 7 | negative << 15
 
 
-def slow_read(data: bytes, theta: np.ndarray, momentum: np.ndarray) -> dict[int, float]:
+def slow_read(data: bytes, theta: np.ndarray, trend: np.ndarray) -> dict[int, float]:
     """Which entries a payload sends, and what."""
     line, _, body = data.partition(b"\n")
     head = json.loads(line)
@@ -126,7 +127,7 @@ def slow_read(data: bytes, theta: np.ndarray, momentum: np.ndarray) -> dict[int,
         assert not body
         return {}
     here = range(head["begin"], head["end"])
-    old = np.array([slow_description(float(theta[i]), float(momentum[i])) for i in here], np.uint16)
+    old = np.array([slow_description(float(theta[i]), float(trend[i])) for i in here], np.uint16)
     part = patch.decode(body[: head["coded"]], layouts.make([TensorSpec("fired", "BF16", (size,))]), {"fired": old})
     (only,) = part.patches
     places = [(int(p), int(o), int(n)) for b in only.blocks for p, o, n in zip(b.positions, b.old, b.new, strict=True)]
@@ -155,26 +156,26 @@ def slow_read(data: bytes, theta: np.ndarray, momentum: np.ndarray) -> dict[int,
 @given(seed=seeds, density=densities)
 def test_a_reader_written_from_the_document_reads_the_same(mode: str, seed: int, density: float) -> None:
     rng = np.random.default_rng(seed)
-    theta, momentum = weights(rng, 40)
-    coder = Coder(2, 7, BASE, None if mode == "dense" else describe(theta, momentum))
+    theta, trend = weights(rng, 40)
+    coder = Coder(2, 7, BASE, None if mode == "dense" else describe(theta, trend))
     sent = some_of(rng, 25, density, mode)
     data = coder.encode("ada", sent, unit_of(mode), begin=10)
-    found = slow_read(data, theta, momentum)
+    found = slow_read(data, theta, trend)
     assert list(found) == sent.positions.tolist()
     assert [bits_of(v) for v in found.values()] == sent.values.view(np.uint32).tolist()
 
 
 @given(seeds)
 def test_descriptions_are_those_of_the_document(seed: int) -> None:
-    theta, momentum = weights(np.random.default_rng(seed), 100)
-    expected = [slow_description(float(t), float(m)) for t, m in zip(theta, momentum, strict=True)]
-    assert describe(theta, momentum).tolist() == expected
+    theta, trend = weights(np.random.default_rng(seed), 100)
+    expected = [slow_description(float(t), float(m)) for t, m in zip(theta, trend, strict=True)]
+    assert describe(theta, trend).tolist() == expected
 
 
 @many
 @given(st.floats(-(2.0**127), 2.0**127, width=32), st.floats(width=32, allow_nan=False))
-def test_the_description_of_any_weight_is_that_of_the_document(theta: float, momentum: float) -> None:
-    assert describe(f32(theta), f32(momentum)).tolist() == [slow_description(theta, momentum)]
+def test_the_description_of_any_weight_is_that_of_the_document(theta: float, trend: float) -> None:
+    assert describe(f32(theta), f32(trend)).tolist() == [slow_description(theta, trend)]
 
 
 def test_descriptions_at_borders_powers_of_two_zeros_and_subnormals_are_those_of_the_document() -> None:
@@ -185,6 +186,8 @@ def test_descriptions_at_borders_powers_of_two_zeros_and_subnormals_are_those_of
         for m in (0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149)):
             found = describe(bits.view(np.float32), np.full(bits.size, m, np.float32))
             assert found.tolist() == [slow_description(float(t), m) for t in bits.view(np.float32)]
+            signs = np.full(bits.size, np.sign(m), np.int8)
+            assert describe(bits.view(np.float32), signs).tolist() == found.tolist()
 
 
 def test_a_description_says_which_way_the_near_border_lies() -> None:
@@ -193,11 +196,12 @@ def test_a_description_says_which_way_the_near_border_lies() -> None:
     assert (described >> 15).tolist() == [1, 0, 0, 1]
 
 
-def test_a_description_is_lower_where_the_momentum_points_to_the_border() -> None:
+def test_a_description_is_lower_where_the_trend_points_to_the_border() -> None:
     theta = np.full(4, 1.0 + 2.0**-10, np.float32)
-    kinds = (describe(theta, f32(-1.0, 1.0, 0.0, -0.0)) >> 7 & 0xFF).astype(int).tolist()
-    assert kinds == [kinds[0], kinds[0] + 1, kinds[0] + 1, kinds[0] + 1]
-    assert kinds[0] % 2 == 0
+    for trend in (f32(-1.0, 1.0, 0.0, -0.0), np.array([-1, 1, 0, 0], np.int8)):
+        kinds = (describe(theta, trend) >> 7 & 0xFF).astype(int).tolist()
+        assert kinds == [kinds[0], kinds[0] + 1, kinds[0] + 1, kinds[0] + 1]
+        assert kinds[0] % 2 == 0
 
 
 def test_on_the_grid_the_class_is_the_exponent() -> None:
@@ -207,12 +211,12 @@ def test_on_the_grid_the_class_is_the_exponent() -> None:
 
 
 def test_descriptions_are_the_same_whatever_chunks_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    theta, momentum = weights(np.random.default_rng(4), 1000)
-    expected = describe(theta, momentum)
+    theta, trend = weights(np.random.default_rng(4), 1000)
+    expected = describe(theta, trend)
     for chunk, count in ((1, 2), (7, 1), (999, 8), (1000, 2), (1001, 1)):
-        monkeypatch.setattr(payloads, "CHUNK", chunk)
+        monkeypatch.setattr(gates, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
-        assert np.array_equal(describe(theta, momentum), expected)
+        assert np.array_equal(describe(theta, trend), expected)
 
 
 # Round trips
@@ -299,10 +303,10 @@ def test_entries_at_the_borders_of_blocks_come_back(mode: str, size: int) -> Non
 @pytest.mark.parametrize("bits", [None, 0, 3])
 def test_what_the_gate_sends_comes_back(bits: int | None) -> None:
     rng = np.random.default_rng(0)
-    theta, momentum = weights(rng, 5000)
+    theta, trend = weights(rng, 5000)
     s = (theta * rng.standard_normal(5000).astype(np.float32) * np.float32(0.003)).astype(np.float32)
-    split = VisibilityGate(bits).split(theta, s)
-    check_comes_back(Coder(0, 1, BASE, describe(theta, momentum)), split.sent, split.unit)
+    part = VisibilityGate(bits).select(theta, WholeUpdate(s))
+    check_comes_back(Coder(0, 1, BASE, describe(theta, trend)), part.sent, part.unit)
 
 
 def test_nothing_sent_takes_a_head_and_no_bytes() -> None:
@@ -345,10 +349,10 @@ def test_entries_near_a_border_cost_less_than_their_positions_would() -> None:
     rng = np.random.default_rng(0)
     theta = (rng.standard_normal(200_000) * 0.05).astype(np.float32)
     s = (rng.standard_normal(200_000) * 1e-6).astype(np.float32)
-    split = VisibilityGate(2).split(theta, s)
-    data = Coder(0, 1, BASE, describe(theta, np.zeros_like(theta))).encode("ada", split.sent, split.unit)
-    assert split.sent.positions.size > 500
-    assert len(data) < 2 * split.sent.positions.size
+    part = VisibilityGate(2).select(theta, WholeUpdate(s))
+    data = Coder(0, 1, BASE, describe(theta, np.zeros(theta.size, np.int8))).encode("ada", part.sent, part.unit)
+    assert part.sent.positions.size > 500
+    assert len(data) < 2 * part.sent.positions.size
 
 
 # What is refused

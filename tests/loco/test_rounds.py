@@ -13,9 +13,9 @@ import torch
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.errors import RoundError, StateError, StoreError
-from pulsesync.loco import DDP, SGD, DiLoCo, Nesterov, PulseLoCo, diloco, gate, meeting, shared, store
+from pulsesync.loco import DDP, SGD, DiLoCo, Nesterov, PulseLoCo, diloco, gate, meeting, outer, shared, store
 from pulsesync.store import MemoryStore
-from tests.loco.fleet import KINDS, Trainer, Weights, alone, flat, meet, same, settle, together
+from tests.loco.fleet import KINDS, Trainer, Weights, alone, first_weights, flat, meet, same, settle, together
 
 
 def broken(trainer: Trainer, name: str, error: BaseException) -> None:
@@ -41,7 +41,11 @@ def mended(trainer: Trainer, name: str) -> None:
 )
 @pytest.mark.parametrize(
     "options",
-    [{"compact": 2}, {"delay": 1}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"kind": "DiLoCo"}))],
+    [
+        {"compact": 2},
+        {"delay": 1},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"})),
+    ],
 )
 def test_a_failure_out_of_step_changes_nothing_and_the_next_step_tries_again(
     verb: str, error: BaseException, options: dict[str, Any]
@@ -59,13 +63,12 @@ def test_a_failure_out_of_step_changes_nothing_and_the_next_step_tries_again(
             assert t.everything() == before
             assert t.loco.state_dict()["private"]["steps"] == 3 + tried
         mended(t, verb)
-        weights = t.weights
-        assert not same(weights, t.theta)  # the inner steps were not undone
+        assert not same(t.weights, t.start)  # the inner steps were not undone
         t.step()
         assert t.loco.rounds == [2]
         assert len(t.reports) == reports + 1
         assert t.loco.state_dict()["private"]["steps"] == 0
-        assert same(t.weights, t.theta)
+        assert same(t.weights, t.start)
         if "delay" not in options:
             settle([t])
 
@@ -86,13 +89,13 @@ def test_an_exception_in_the_callback_comes_out_and_the_round_stands() -> None:
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
         assert loco.rounds == [1]
-        assert same(flat(model), loco.state_dict()["shared"][0]["theta"].numpy())
+        assert same(flat(model), first_weights(loco.state_dict(), 0))
         optimizer.step()
         assert loco.rounds == [2]
     assert seen == [1, 2]
 
 
-@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "DiLoCo"}])
+@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"}])
 def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_written(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +115,7 @@ def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_writ
             t.step()
         monkeypatch.undo()
         assert t.loco.rounds == [2]  # it stands
-        assert same(t.weights, t.theta)
+        assert same(t.weights, t.start)
         settle([t])
         t.step(2)
         assert t.loco.rounds == [3]
@@ -122,7 +125,7 @@ def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_writ
 @pytest.mark.parametrize("then", ["step", "save", "rejoin"])
 def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str) -> None:
     """At every fifteenth line, to be quick; each way to go on begins at another."""
-    files = {module.__file__ for module in (diloco, meeting, store, shared, gate)}
+    files = {module.__file__ for module in (diloco, meeting, store, shared, gate, outer)}
     at = {"step": 1, "save": 6, "rejoin": 11}[then]
     while True:
         with Trainer(meet(MemoryStore(), "a", 1, state_every=2), 0, compact=2) as t:
@@ -174,7 +177,7 @@ def test_an_interrupt_while_a_delayed_round_is_awaited_leaves_it_on_its_way() ->
         assert t.loco.rounds == [1]
         t.step()
         assert t.loco.rounds == [2]
-        assert len(t.ledger.letters) == 2  # it was not sent again
+        assert len(t.ledger.offers) == 2  # it was not sent again
 
 
 def test_to_join_again_while_a_round_is_on_its_way_lands_it_first() -> None:
@@ -235,15 +238,19 @@ def test_an_outer_optimizer_of_torch_is_refused_by_name() -> None:
         PulseLoCo(model, inner, outer=torch.optim.SGD(model.parameters(), lr=0.7), exchange=alone())  # type: ignore[arg-type]
 
 
-def test_discard_goes_back_to_the_shared_weights_and_training_goes_on() -> None:
-    with Trainer(alone(), 0, sync_every=2) as t:
+@pytest.mark.parametrize("kind", ["PulseLoCo", "PublishedPulseLoCo", "DiLoCo"])
+def test_discard_goes_back_to_where_the_round_began_and_training_goes_on(kind: str) -> None:
+    with Trainer(alone(), 0, kind, sync_every=2) as t:
         t.step(2)
         with torch.no_grad():
             t.modules[0].get_parameter("norm")[0] = float("nan")
         with pytest.raises(StateError, match=r"discard\(\)"):
             t.step(2)
+        before = t.everything()
         t.loco.discard()
-        assert same(t.weights, t.theta)
+        assert t.everything() == before
+        assert same(t.weights, t.start)
+        assert same(t.weights, t.theta) == (kind != "PulseLoCo")
         t.step(1)
         assert t.loco.rounds == [2]
 
@@ -273,8 +280,8 @@ def test_masters_may_be_given_by_name() -> None:
             p.grad = torch.ones_like(p)
         optimizer.step()
         assert loco.rounds == [1]
-        theta = loco.state_dict()["shared"][0]["theta"]
-        assert same(theta, np.concatenate([p.reshape(-1).numpy() for p in masters.values()]))
+        start = first_weights(loco.state_dict(), 0)
+        assert same(start, np.concatenate([p.reshape(-1).numpy() for p in masters.values()]))
         assert not torch.equal(before["embed"], masters["embed"])
 
 
@@ -372,8 +379,7 @@ def test_weights_that_could_not_be_written_are_written_at_the_next_occasion(monk
         with pytest.raises(RuntimeError, match="out of memory"):
             t.step(2)
         assert t.loco.rounds == [1]
-        state = t.loco.state_dict()
-        assert torch.equal(state["private"]["weights"][0], state["shared"][0]["theta"])
+        assert same(t.loco.state_dict()["private"]["weights"][0].numpy(), t.start)
 
 
 # Fragments
@@ -402,7 +408,9 @@ def test_fragments_take_turns_and_have_rounds_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_the_callback_is_called_once_a_round_in_the_training_thread_with_the_model_at_theta(delay: int) -> None:
+def test_the_callback_is_called_once_a_round_in_the_training_thread_with_the_next_rounds_start(
+    delay: int,
+) -> None:
     model = Weights()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     seen: list[Any] = []
@@ -410,7 +418,7 @@ def test_the_callback_is_called_once_a_round_in_the_training_thread_with_the_mod
     def on_round(report: Any) -> None:
         state = loco.state_dict()
         assert threading.current_thread() is threading.main_thread()
-        assert same(flat(model), state["shared"][0]["theta"].numpy())
+        assert same(flat(model), first_weights(state, 0))
         assert report is loco.last_report
         assert report.digest == loco.digests[0]
         seen.append(report.round)
@@ -465,7 +473,10 @@ def test_an_optimizer_that_is_given_a_closure_makes_rounds_as_well() -> None:
 # Saved states
 
 
-@pytest.mark.parametrize("options", [{}, {"compact": 2}, {"kind": "DiLoCo"}, {"pieces": 2, "sync_every": 6}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compact": 2}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"}, {"pieces": 2, "sync_every": 6}],
+)
 def test_a_state_saved_in_the_middle_of_a_round_goes_on_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     options = {"sync_every": 3, **options}
     for at in range(1, 7):
@@ -492,9 +503,11 @@ def test_a_saved_state_holds_plain_tensors_and_numbers_that_do_not_change_later(
         state = t.loco.state_dict()
         held = io.BytesIO()
         torch.save(state, held)
-        before = {key: state["shared"][0][key].clone() for key in ("theta", "momentum")}
+        before = {key: state["shared"][0][key].clone() for key in ("theta", "trend")}
+        before_own = {key: state["private"][key][0].clone() for key in ("residuals", "momenta")}
         weights = state["private"]["weights"][0].clone()
         t.step(5)
+        assert all(torch.equal(state["private"][key][0], value) for key, value in before_own.items())
         assert all(torch.equal(state["shared"][0][key], value) for key, value in before.items())
         assert torch.equal(state["private"]["weights"][0], weights)
         held.seek(0)
@@ -506,23 +519,69 @@ def test_a_saved_state_holds_plain_tensors_and_numbers_that_do_not_change_later(
         assert same(t.theta, theta)
 
 
-def test_anothers_private_state_gives_shared_weights_and_a_residual_of_zero() -> None:
+def test_anothers_private_state_gives_shared_weights_and_a_residual_and_momentum_of_zero() -> None:
     with Trainer(alone(), 0) as t:
         t.step(3)
         state = t.loco.state_dict()
     assert state["private"]["residuals"][0].any()
-    without = {"shared": state["shared"]}
+    assert state["private"]["momenta"][0].any()
+    without = {key: value for key, value in state.items() if key != "private"}
     for given in (state, without):
         other = Trainer(meet(MemoryStore(), "b", 1), 1, seed=9)
         other.loco.load_state_dict(given)
         assert other.loco.digests == t.loco.digests
         assert not other.residual.any()
+        assert not other.momentum.any()
         assert same(other.weights, other.theta)
         assert other.loco.state_dict()["private"]["steps"] == 0
     with pytest.raises(StateError, match="another model"):
         Trainer(alone(), 0, pieces=2, sync_every=2).loco.load_state_dict(state)
     with pytest.raises(StateError, match="another model"):
         Trainer(alone(), 0, shapes={"x": (3,)}).loco.load_state_dict(state)
+
+
+def earlier(state: dict[str, Any]) -> dict[str, Any]:
+    """As the version before wrote it: one momentum, which was shared, and no word of its format."""
+    shared = [{**{k: v for k, v in s.items() if k != "trend"}, "momentum": s["theta"]} for s in state["shared"]]
+    private = {key: value for key, value in state["private"].items() if key != "momenta"}
+    return {"shared": shared, "private": private}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_state_of_an_earlier_version_is_refused_with_what_to_do_and_nothing_changes(kind: str) -> None:
+    t = Trainer(alone(), 0, kind)
+    state = t.loco.state_dict()
+    before, weights = t.everything(), t.weights
+    for other in (earlier(state), {**state, "format": "pulse-loco-trainer/3"}, {}):
+        with pytest.raises(StateError, match=r"pulse-loco-trainer/2-draft.*Resume from the model's weights instead"):
+            t.loco.load_state_dict(other)
+        assert t.everything() == before
+        assert same(t.weights, weights)
+
+
+@pytest.mark.parametrize(
+    ("of", "to"), [("PulseLoCo", "DiLoCo"), ("PublishedPulseLoCo", "PulseLoCo"), ("DiLoCo", "PulseLoCo")]
+)
+def test_a_state_of_a_trainer_with_another_kind_of_momentum_is_refused_by_name(of: str, to: str) -> None:
+    with Trainer(alone(), 0, of) as t:
+        t.step(3)
+        state = t.loco.state_dict()
+    other = Trainer(alone(), 0, to, seed=3)
+    before, weights = other.everything(), other.weights
+    with pytest.raises(
+        StateError, match=f"does not fit {to}: expected a trend of.*Load it with the class that saved it"
+    ):
+        other.loco.load_state_dict(state)
+    assert other.everything() == before
+    assert same(other.weights, weights)
+
+
+def test_a_saved_trend_with_other_signs_than_there_are_is_refused() -> None:
+    t = Trainer(alone(), 0)
+    state = t.loco.state_dict()
+    state["shared"][0]["trend"][3] = 2
+    with pytest.raises(StateError, match="signs other than -1, 0 and 1"):
+        t.loco.load_state_dict(state)
 
 
 # DDP, and what is around it
@@ -573,7 +632,7 @@ def test_rounds_are_published_and_a_workers_weights_are_the_bf16_view_of_theta(t
         def on_round(report: Any) -> None:
             if publisher is None:
                 return
-            publisher.publish(models[i], step=report.round)
+            publisher.publish(loco.shared_weights(), step=report.round)
             synced = subscriber.sync(held)
             assert synced.step == report.round
             theta = loco.state_dict()["shared"][0]["theta"]
@@ -593,4 +652,3 @@ def test_rounds_are_published_and_a_workers_weights_are_the_bf16_view_of_theta(t
     with Publisher(place, cast="BF16") as publisher:
         together(lambda: train(0, publisher), lambda: train(1, None))
     assert seen == [1, 2, 3, 4, 5]
-    assert same(flat(models[0]), flat(models[1]))

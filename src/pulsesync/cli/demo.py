@@ -50,7 +50,7 @@ def demo(
     sync: Literal["pulse", "full"] = "pulse",
     trainers: Natural = 1,
     sync_every: Natural = 8,
-    loco: Literal["pulse", "compact", "dense"] = "pulse",
+    loco: Literal["pulse", "exact", "dense"] = "pulse",
     store: str | None = None,
     read: str | None = None,
     link: str | None = None,
@@ -72,8 +72,8 @@ def demo(
     runs with --model, --sync full, --trainers, --publish-every, --store, --read or --link.
 
     With --trainers 4, four trainers learn on their own, each from its own completions, and meet every few steps: each
-    sends the others what would change the next forward pass, and keeps the rest for later (PULSELoCo). After a round
-    all have the same weights, which is checked; the first trainer publishes them, and workers follow.
+    sends the others what would change the next forward pass, and keeps the rest in its own weights (PULSELoCo). After a
+    round all have the same shared weights, which is checked; the first trainer publishes these, and workers follow.
 
     Args:
         steps: Optimizer steps to take.
@@ -88,8 +88,8 @@ def demo(
         sync: pulse sends what changed; full sends all weights, to compare with.
         trainers: Processes that learn. Each has as many prompts in a step as one would have alone.
         sync_every: Steps that several trainers take between two meetings; --steps is rounded up to whole rounds.
-        loco: What they send each other: pulse, what the next forward pass sees, exactly; compact, that in a few bits
-            each; dense, all of it, which is DiLoCo, to compare with.
+        loco: What they send each other: pulse, what the next forward pass sees, in a few bits each; exact, the same in
+            FP32; dense, all of it, which is DiLoCo, to compare with.
         store: Where the trainer publishes: a folder, s3://…, gs://…, az://…; one in the run's folder if not given.
             Several trainers meet beside it.
         read: Where workers read, if it is not there: the address of pulse serve or pulse relay.

@@ -4,8 +4,8 @@ Every function works on at most 2^20 consecutive weights of a tile, one block or
 unsigned integers. All of them release the GIL, so a thread pool over blocks is all the parallelism there is. None
 checks its arguments beyond what memory safety needs: the codecs above have done that.
 
-The entropy coder has a file of its own; here are the comparison, which takes 64 weights at a time, the steps of what
-changed, and the digest.
+The entropy coder and the rounds of LoCo have files of their own; here are the comparison, which takes 64 weights at a
+time, the steps of what changed, and the digest.
 """
 
 import threading
@@ -27,18 +27,24 @@ from pulsesync.kernels.jit import (
     store_word,
     trailing_zeros,
 )
+from pulsesync.kernels.rounds import add_at, advance, describe, find_visible, move
 
 __all__ = [
+    "add_at",
+    "advance",
     "advance_history",
     "changed",
     "count_blocks",
     "decode_blocks",
+    "describe",
     "digest_change",
     "digest_weights",
     "encode_blocks",
+    "find_visible",
     "gather_runs",
     "huffman_streams",
     "join_planes",
+    "move",
     "pick",
     "sample_classes",
     "scatter",

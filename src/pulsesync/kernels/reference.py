@@ -609,3 +609,73 @@ def digest_change(
     borders = (np.append(runs, positions.size) * per).tolist()
     moved = [_weigh(indices[a:b], offsets[a:b], by[a:b], keys)[0] for a, b in pairwise(borders)]
     return *_weigh(indices, offsets, by, keys), np.array(moved, np.uint64)
+
+
+# The rounds of LoCo. What is not finite is for the caller to find, by the sizes that are returned.
+
+F32 = NDArray[np.float32]
+
+
+def _sizes(x: F32) -> NDArray[np.uint32]:
+    """The bits of numbers without their signs."""
+    return x.view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+def bf16(x: F32) -> NDArray[np.uint32]:
+    """The BF16 bits of finite numbers: to the nearest, ties to even."""
+    bits = x.view(np.uint32)
+    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+
+
+def advance(
+    theta: F32,
+    residual: F32,
+    momentum: F32,
+    local: F32,
+    lr: np.float32,
+    mu: np.float32,
+    nesterov: bool,
+    s: F32,
+    moved: F32,
+) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        delta = (theta - residual) - local
+        moved[:] = mu * momentum + delta
+        by = delta + mu * moved if nesterov else moved
+        s[:] = residual + lr * by
+
+
+def find_visible(theta: F32, s: F32, reach: np.float32, positions: NDArray[np.uint32], values: F32) -> tuple[int, int]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.flatnonzero((bf16(theta - reach * s) != bf16(theta)) & (s != 0))
+    positions[: found.size], values[: found.size] = found, s[found]
+    return found.size, int(_sizes(s).max(initial=0))
+
+
+def describe(theta: F32, trend: F32 | NDArray[np.int8], out: NDArray[np.uint16]) -> None:
+    middle = bf16(theta) << np.uint32(16)
+    inner = np.where(middle & np.uint32(0x7FFFFFFF), middle - np.uint32(0x8000), middle ^ np.uint32(0x80008000))
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond the largest BF16 value there is no border
+        to_outer = np.abs((middle + np.uint32(0x8000)).view(np.float32) - theta)
+        to_inner = np.abs(theta - inner.view(np.float32))
+        outwards = to_outer <= to_inner
+        octave = (np.minimum(to_outer, to_inner).view(np.uint32) >> np.uint32(23)).astype(np.int32)
+    negative = np.signbit(theta) ^ outwards  # theta less the update goes that way
+    signs = trend.astype(np.float32, copy=False)  # of int8, numpy would take the sign bits in FP16: slowly
+    against = (np.signbit(signs) != negative) | (signs == 0)
+    kind = np.clip(2 * (octave - spec.FIRST_OCTAVE) + against, 0, 255).astype(np.uint16)
+    out[:] = kind << np.uint16(7) | negative.astype(np.uint16) << np.uint16(15)
+
+
+def move(theta: F32, total: F32, trainers: np.float32, trend: NDArray[np.int8]) -> tuple[int, int, int]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = total / trainers
+        np.subtract(theta, mean, out=total)
+        trend[:] = (mean > 0).astype(np.int8) - (mean < 0)
+    sizes = _sizes(mean)
+    return int(np.count_nonzero(sizes)), int(sizes.max(initial=0)), int(_sizes(total).max(initial=0))
+
+
+def add_at(total: F32, positions: NDArray[np.int64], values: F32) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        total[positions] += values

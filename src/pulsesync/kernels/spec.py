@@ -1,7 +1,7 @@
 """The constants of the format that kernels share; docs/format.md gives the reasons.
 
-numba caches compiled kernels by the age of their own file alone: after changing a number here, touch `cpu.py` and
-`coder.py` too. The tests hold them to `reference` and fail if you forget.
+numba caches compiled kernels by the age of their own file alone: after changing a number here, touch `cpu.py`,
+`coder.py` and `rounds.py` too. The tests hold them to `reference` and fail if you forget.
 """
 
 from typing import Final
@@ -34,3 +34,5 @@ FAULTS: Final = {  # what decode_blocks reports
     FOREIGN_WRITE: "the history is not of these weights: somebody else wrote them",
 }
 PLACE_SEEDS: Final = (0x706C616365000001, 0x706C616365000002)  # "place", word 1 and word 2
+
+FIRST_OCTAVE: Final = 32  # LoCo payloads: the FP32 exponent field of a border's distance that has the first class

@@ -5,11 +5,22 @@ torch nor a network; `group` and `store` the ways between trainers. docs/loco.md
 torch.
 """
 
-from pulsesync.loco.diloco import DDP, DiLoCo, PulseLoCo
+from pulsesync.loco.diloco import DDP, DiLoCo, PublishedPulseLoCo, PulseLoCo
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.group import GroupExchange
 from pulsesync.loco.meeting import RoundReport
 from pulsesync.loco.outer import SGD, Nesterov
 from pulsesync.loco.store import StoreExchange
 
-__all__ = ["DDP", "SGD", "DiLoCo", "Exchange", "GroupExchange", "Nesterov", "PulseLoCo", "RoundReport", "StoreExchange"]
+__all__ = [
+    "DDP",
+    "SGD",
+    "DiLoCo",
+    "Exchange",
+    "GroupExchange",
+    "Nesterov",
+    "PublishedPulseLoCo",
+    "PulseLoCo",
+    "RoundReport",
+    "StoreExchange",
+]

@@ -8,6 +8,8 @@ All three are contexts on the inner optimizer's hooks and take the same argument
             optimizer.step()  # every eighth of these meets the others
             optimizer.zero_grad()
 
+The model of a PULSELoCo trainer also holds what it has not sent yet: publish and evaluate `shared_weights()`.
+
 A round is a transaction: shared weights, momentum and residual change together, after everything was exchanged, checked
 and computed. An exception out of `optimizer.step()` leaves them as they were, and the next step tries again.
 """
@@ -24,12 +26,21 @@ from typing import Any
 import numpy as np
 
 from pulsesync.core.threads import finish
-from pulsesync.errors import MissingLinkError, StateError
+from pulsesync.errors import MissingLinkError, RoundError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
-from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
-from pulsesync.loco.meeting import ExchangedRound, FragmentState, FragmentTrainer, RoundReport
-from pulsesync.loco.outer import SGD, Nesterov, mean_of
-from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, SharedState, diverges
+from pulsesync.loco.gate import F32, DenseGate, GateRule, VisibilityGate, WholeUpdate
+from pulsesync.loco.meeting import ExchangedRound, FragmentTrainer, RoundReport
+from pulsesync.loco.outer import (
+    LARGEST_UPDATE,
+    SGD,
+    Nesterov,
+    OwnMomentum,
+    SharedMomentum,
+    TrainerUpdate,
+    diverges,
+    mean_of,
+)
+from pulsesync.loco.shared import RoundResult, SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +50,8 @@ EXIT_S = 60.0  # that a context waits, when it ends, for a round that is on its 
 class _BackgroundRound:
     """A round that is exchanged behind training. A daemon: nobody need wait for it to end the process."""
 
-    def __init__(self, fragment: int, began: float, work: Callable[[], ExchangedRound]) -> None:
-        self.fragment, self.began = fragment, began
+    def __init__(self, fragment: int, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]) -> None:
+        self.fragment, self.update, self.began = fragment, update, began
         self._future: Future[ExchangedRound | BaseException] = Future()
         threading.Thread(target=self._run, args=(work,), name="pulse-loco", daemon=True).start()
 
@@ -68,11 +79,14 @@ class _PeriodicTrainer(FragmentTrainer):
         delay: int,
         blend: float,
         on_round: Callable[[RoundReport], None] | None,
-        rule: GateRule,
+        gate: GateRule,
+        rule: type[OwnMomentum] | type[SharedMomentum],
     ) -> None:
         outer = outer or Nesterov()
-        about = f"{type(self).__name__} {outer} {rule} sync_every={sync_every} delay={delay} blend={float(blend)}"
-        super().__init__(model, inner_optimizer, outer, exchange, rule, about, on_round)
+        if not isinstance(outer, SGD):
+            raise TypeError(f"outer is pulsesync.loco.Nesterov(lr, momentum) or SGD(lr), not {type(outer).__name__}")
+        about = f"{type(self).__name__} {outer} {gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
+        super().__init__(model, inner_optimizer, exchange, gate, rule(outer), about, on_round)
         count = len(self._tensors)
         if sync_every < 1 or sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
             raise ValueError(
@@ -114,11 +128,12 @@ class _PeriodicTrainer(FragmentTrainer):
         try:
             if self._flying is None and self._steps >= self._period - self._delay:
                 fragment, began = self._turn, perf_counter()
-                proposal = self._propose(fragment, self._update(fragment, self._held[fragment]))
+                shared, update = self._held[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
+                part = self._select(fragment, update)
                 if not self._delay:
-                    self._commit(fragment, self._meet(fragment, proposal), began)
+                    self._commit(fragment, update, self._meet(fragment, shared, part), began)
                     return
-                self._flying = _BackgroundRound(fragment, began, lambda: self._meet(fragment, proposal))
+                self._flying = _BackgroundRound(fragment, update, began, lambda: self._meet(fragment, shared, part))
             if self._flying is not None and self._steps >= self._period:
                 self._land()
         except MissingLinkError:  # away for so long that the rounds since are gone: only a state leads on
@@ -131,31 +146,42 @@ class _PeriodicTrainer(FragmentTrainer):
         if isinstance(met, BaseException):
             self._flying = None
             raise met
-        self._commit(flight.fragment, met, flight.began)
+        self._commit(flight.fragment, flight.update, met, flight.began)
 
-    def _commit(self, fragment: int, met: ExchangedRound, began: float) -> None:
+    def _commit(self, fragment: int, update: TrainerUpdate, met: ExchangedRound, began: float) -> None:
         """Change everything at once, whatever interrupts. After a failure before this the next step tries again."""
+        payload = met.result.members.get(self.exchange.trainer)
+        # If an earlier life of this trainer was taken in its place, that is subtracted: it had the same residual in it.
+        taken = None if payload is None else self._pending[fragment].sent(payload, met.taken)
 
         def work() -> None:
-            weights, s = met.after.theta, met.proposal.split.s
-            took_part = self.exchange.trainer in met.outcome.members
-            dropped = not took_part and self._drop_diverged(fragment, s)
-            if self._blend and not dropped:
-                weights = weights + self._blend * (self._tensors[fragment].read() - weights)
-            residual = self._left(fragment, s, met.outcome, offered=True)
             self._steps, self._flying = 0, None
-            self._set(fragment, FragmentState(met.after, residual), weights)
+            if payload is None and not met.part.largest <= LARGEST_UPDATE:
+                self._drop(fragment, update, met.result.after)
+            else:
+                self._close(fragment, update, met.result.after, taken, self._blend)
 
         finish(work)
-        if self.exchange.trainer not in met.outcome.members:
-            self._catch_up(fragment)  # it is late, and perhaps by more than one
-        self._report(fragment, met, began)
+        try:
+            if payload is None:
+                self._catch_up(fragment)  # it is late, and perhaps by more than one
+        except (RoundError, StoreError) as e:
+            if isinstance(e, StoreError) and not e.retryable:
+                raise
+            logger.warning(
+                "Trainer %s is late, and could not follow the rounds since then: %s: %s. It does so in its next round.",
+                self.exchange.trainer,
+                type(e).__name__,
+                e,
+            )
+        finally:  # the round is committed, whatever came after it
+            self._report(fragment, met, began)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._flying = None
         private = state.get("private") or {}
-        self._steps = int(private["steps"]) if private.get("trainer") == self.exchange.trainer else 0
+        self._steps = int(private.get("steps", 0)) if private.get("trainer") == self.exchange.trainer else 0
 
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
@@ -166,10 +192,10 @@ class _PeriodicTrainer(FragmentTrainer):
 class DiLoCo(_PeriodicTrainer):
     """Trainers that take `sync_every` steps on their own, then move on together by the mean of their updates.
 
-    Out of `optimizer.step()` may come RoundError (there was no round; go on, the next step tries again) and StoreError
-    (the same, if it is retryable), StateError (what this trainer brings does not fit, or is not finite) and
-    VerificationError (replicas have parted: stop). A round whose updates are too large raises nothing: it is empty,
-    and what diverged is dropped by its own trainer.
+    `optimizer.step()` may raise RoundError (the round failed here; continue, and the next step tries again), StoreError
+    (the same, if it is retryable), StateError (this trainer's update does not fit, or is not finite) and
+    VerificationError (replicas have diverged: stop). A round whose updates are too large raises nothing: it is empty,
+    and the update that diverged is dropped by its own trainer.
 
     Args:
         model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
@@ -180,7 +206,8 @@ class DiLoCo(_PeriodicTrainer):
         sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
         delay: Inner steps that are taken while a round is exchanged in the background.
         blend: The share of this trainer's own weights that is kept when a round comes in (for delay).
-        on_round: Called after every round, in the training thread; let one of the trainers publish the model there.
+        on_round: Called after every round, in the training thread; let one of the trainers publish
+            `shared_weights()` there.
 
     Raises:
         StateError: parameters are not FP32, in two fragments, or in none; ValueError: numbers that make no sense.
@@ -198,11 +225,17 @@ class DiLoCo(_PeriodicTrainer):
         blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, DenseGate())
+        super().__init__(
+            model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, DenseGate(), SharedMomentum
+        )
 
 
 class PulseLoCo(_PeriodicTrainer):
     """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for the next round.
+
+    Two things differ from the published form (`PublishedPulseLoCo`). Each trainer has an outer momentum of its own,
+    which acts before the gate. And what was not sent yet stays in the trainer's weights, so that it goes on learning
+    from there. So the model's weights differ from trainer to trainer: publish and evaluate `shared_weights()`.
 
     Args:
         model: As for DiLoCo.
@@ -210,10 +243,9 @@ class PulseLoCo(_PeriodicTrainer):
         exchange: As for DiLoCo.
         outer: As for DiLoCo.
         sync_every: As for DiLoCo.
-        compact: Send values rounded to this number of bits below the size of a typical one (2 or 3 are enough), and
-            keep the remainder for later; if not given, FP32 values as they are.
-        reach: Send an entry if this multiple of its update would be visible. 1 is PULSELoCo's gate; with outer momentum
-            it sends later what dense training would already show, which `outer.reach` avoids at the cost of more bytes.
+        compact: Send values rounded to this number of bits below the size of a typical one, and keep the remainder for
+            later rounds; None sends FP32 values as they are, which takes about nine times the bytes.
+        reach: Send an entry if this multiple of its update would be visible. More sends more entries, and earlier.
         delay: As for DiLoCo.
         blend: As for DiLoCo.
         on_round: As for DiLoCo.
@@ -231,14 +263,58 @@ class PulseLoCo(_PeriodicTrainer):
         exchange: Exchange,
         outer: SGD | None = None,
         sync_every: int = 8,
+        compact: int | None = 0,
+        reach: float = 1.4,
+        delay: int = 0,
+        blend: float = 0.0,
+        on_round: Callable[[RoundReport], None] | None = None,
+    ) -> None:
+        gate = VisibilityGate(compact, float(reach))
+        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, gate, OwnMomentum)
+
+
+class PublishedPulseLoCo(_PeriodicTrainer):
+    """PULSELoCo as it was published: one outer momentum, which all trainers share.
+
+    A round begins at the shared weights; what was not sent is set aside until a later round.
+
+    With outer momentum it learns later than DiLoCo does: see docs/loco.md.
+
+    Args:
+        model: As for PulseLoCo.
+        inner_optimizer: As for PulseLoCo.
+        exchange: As for PulseLoCo.
+        outer: As for PulseLoCo.
+        sync_every: As for PulseLoCo.
+        compact: As for PulseLoCo; the published form sends FP32 values as they are.
+        reach: As for PulseLoCo; the published form has 1.
+        delay: As for PulseLoCo.
+        blend: As for PulseLoCo.
+        on_round: As for PulseLoCo.
+
+    Raises:
+        StateError: as for PulseLoCo.
+        ValueError: as for PulseLoCo.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        inner_optimizer: Any,
+        *,
+        exchange: Exchange,
+        outer: SGD | None = None,
+        sync_every: int = 8,
         compact: int | None = None,
         reach: float = 1.0,
         delay: int = 0,
         blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        rule = VisibilityGate(compact, float(reach))
-        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, rule)
+        gate = VisibilityGate(compact, float(reach))
+        super().__init__(
+            model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, gate, SharedMomentum
+        )
 
 
 class DDP(FragmentTrainer):
@@ -269,44 +345,47 @@ class DDP(FragmentTrainer):
         blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        super().__init__(model, inner_optimizer, SGD(1.0), exchange, DenseGate(), "DDP", on_round)
+        super().__init__(model, inner_optimizer, exchange, DenseGate(), SharedMomentum(SGD(1.0)), "DDP", on_round)
 
     def _register(self) -> Any:
         return self._inner.register_step_pre_hook(lambda *_: self._before_step())
 
     def _adopt(self, fragment: int, shared: SharedState) -> None:
         if shared.round and shared.digest != self._held[fragment].shared.digest:
-            raise StateError("averaging at every step cannot be joined or gone on with: optimizers would part")
+            raise StateError("a run of DDP cannot be joined or resumed: the optimizers' states would differ")
         super()._adopt(fragment, shared)
 
     def _catch_up(self, fragment: int) -> None:
         pass  # nor can a step be made up for
 
+    def _shared_values(self, fragment: int) -> F32:
+        return self._tensors[fragment].read()  # the inner steps, which are the same for all, have moved on from theta
+
     def _before_step(self) -> None:
         for fragment, tensors in enumerate(self._tensors):
             began = perf_counter()
-            held = self._held[fragment]
-            shared = replace(held.shared, theta=tensors.read())  # where the last step has led
-            self._held[fragment] = replace(held, shared=shared)
-            proposal = self._propose(fragment, tensors.read(gradients=True))
-            coder, exchange = self._coder(fragment, shared), self.exchange
+            held, exchange = self._held[fragment], self.exchange
+            held.shared = shared = replace(held.shared, theta=tensors.read())  # where the last step has led
+            part = self._select(fragment, WholeUpdate(tensors.read(gradients=True)))
+            coder = self._coder(fragment, shared)
             sent, received = exchange.sent_bytes, exchange.received_bytes
-            outcome = exchange.propose(coder, exchange.prepare(coder, proposal.split), tensors.size)
-            exchange.confirm(coder, outcome, None)
-            mean = mean_of(outcome.total, len(outcome.members))
+            decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
+            exchange.confirm(coder, decided, None)
+            mean, members = mean_of(decided.total, len(decided.members)), decided.members
+            moved = int(np.count_nonzero(mean))
             if not diverges(mean):
                 tensors.write_gradients(mean)
             else:
                 logger.warning(
-                    "Step %d is empty for all trainers: the mean of the gradients of %s has values beyond %g. No "
-                    "weights change in this step.",
+                    "Step %d is empty for all trainers in fragment %d: the mean of the gradients of %s has values "
+                    "beyond %g. The weights of that fragment do not change in this step.",
                     coder.round,
-                    ", ".join(outcome.members),
+                    fragment,
+                    ", ".join(members),
                     LARGEST_UPDATE,
                 )
                 tensors.write_gradients(None)
-                outcome = Outcome({}, np.zeros_like(mean))
-            after = replace(shared, round=shared.round + 1)
-            self._held[fragment] = replace(held, shared=after)
+                members, moved = {}, 0
+            held.shared = after = replace(shared, round=shared.round + 1)
             passed = exchange.sent_bytes - sent, exchange.received_bytes - received
-            self._report(fragment, ExchangedRound(proposal, outcome, after, *passed), began)
+            self._report(fragment, ExchangedRound(part, RoundResult(members, moved, after), None, *passed), began)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pulsesync.loco.gate import SplitUpdate
+from pulsesync.loco.gate import SentUpdate
 from pulsesync.loco.payload import Coder
 from pulsesync.loco.shared import Outcome, SharedState
 
@@ -28,22 +28,23 @@ class Exchange(Protocol):
     received_bytes: int
 
     def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
-        """Come together: return, of each fragment, the shared state to go on from.
+        """Join the others: return the shared state of each fragment to continue from.
 
         about: what all must have set alike.
 
         Raises:
-            StateError: the others train something else, or otherwise; VerificationError: they have parted.
+            StateError: the others train another model, or in another way; VerificationError: replicas have diverged.
         """
 
-    def prepare(self, coder: Coder, split: SplitUpdate) -> EncodedUpdate:
+    def prepare(self, coder: Coder, update: SentUpdate) -> EncodedUpdate:
         """Encode an update. Sends nothing."""
 
     def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
         """Send an update to a fragment of this size; return the round as it was decided, with it or without.
 
         Raises:
-            RoundError: there was none. Nothing has changed, and it may be tried again.
+            RoundError: it failed for this trainer, whose state has not changed: it may be tried again.
+            VerificationError: the trainers are at different shared states.
         """
 
     def decline(self, coder: Coder, size: int, why: str) -> None:
@@ -53,7 +54,7 @@ class Exchange(Protocol):
         """Tell the others what a round led to, before anything is changed; None: to nothing that is shared.
 
         Raises:
-            RoundError: somebody could not complete it; VerificationError: they came to something else.
+            RoundError: a trainer could not complete the round; VerificationError: the trainers' results differ.
         """
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:

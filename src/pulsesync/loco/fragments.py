@@ -1,14 +1,25 @@
 """The parameters of a fragment, which is a model or a piece of one, as one FP32 vector in host memory."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from pulsesync.core.threads import spread
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.loco.gate import F32
+from pulsesync.loco.gate import CHUNK, F32, ReadPiece
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: address, shape and strides
+
+
+def place_of(tensor: Any) -> Place | None:
+    """Where the values of a tensor lie; None for what is no tensor, as an extra state of a module may be."""
+    if not hasattr(tensor, "data_ptr"):
+        return None
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 class FragmentTensors:
@@ -27,6 +38,7 @@ class FragmentTensors:
         self._tensors = dict(parameters)
         specs = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in parameters.items()]
         self.layout = layouts.make(specs).id
+        self._begins = [place.start for _, _, place in self._places()]
         self.size = sum(spec.size for spec in specs)
 
     def _places(self) -> Iterator[tuple[str, Any, slice]]:
@@ -35,21 +47,75 @@ class FragmentTensors:
             yield name, tensor, slice(at, at + tensor.numel())
             at += tensor.numel()
 
-    def read(self, gradients: bool = False) -> F32:
-        """A copy, in host memory."""
-        out = np.zeros(self.size, np.float32)
-        for _, tensor, place in self._places():
-            source = tensor.grad if gradients else tensor
-            if source is not None:
-                out[place] = source.detach().reshape(-1).cpu().numpy()
-        return out
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether pieces can be read without copying whole tensors."""
+        return all(tensor.is_contiguous() for tensor in self._tensors.values())
 
-    def write(self, values: F32) -> None:
+    def synchronize(self) -> None:
+        """Wait until the weights on GPUs are what the program has made them: other threads have other streams."""
         import torch
 
-        with torch.no_grad():
-            for _, tensor, place in self._places():
-                tensor.copy_(torch.from_numpy(values[place]).view(tensor.shape))
+        for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def read(self, gradients: bool = False) -> F32:
+        """A copy, in host memory."""
+        self.synchronize()
+        out = np.empty(self.size, np.float32)
+
+        def copy(item: tuple[str, Any, slice]) -> None:
+            _, tensor, place = item
+            source = tensor.grad if gradients else tensor
+            out[place] = 0 if source is None else source.detach().reshape(-1).cpu().numpy()
+
+        spread(copy, self._places())
+        return out
+
+    def read_piece(self, here: slice) -> F32:
+        """Some of the weights as they are now, in host memory. For reading: it may be the parameters' own memory.
+
+        Call `synchronize` before. If a tensor is not contiguous, every piece of it costs a copy of all of it.
+        """
+        tensors, found = list(self._tensors.values()), []
+        at, number = here.start, bisect_right(self._begins, here.start) - 1
+        while at < here.stop:
+            begin, flat = self._begins[number], tensors[number].detach().reshape(-1)
+            found.append(flat[at - begin : here.stop - begin].cpu().numpy())
+            at, number = begin + flat.numel(), number + 1
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.float32), *found])
+
+    def write(self, read: ReadPiece) -> None:
+        """Replace the weights by what is read, piece by piece."""
+        import torch
+
+        def copy(piece: tuple[Any, int, slice]) -> None:
+            tensor, begin, here = piece
+            new = torch.from_numpy(read(here))
+            if tensor.is_contiguous():
+                tensor.detach().view(-1)[here.start - begin : here.stop - begin].copy_(new)
+            else:
+                tensor.detach().copy_(new.view(tensor.shape))
+
+        spread(copy, self._pieces())
+        self.synchronize()
+
+    def _pieces(self) -> Iterator[tuple[Any, int, slice]]:
+        """Tensors, or pieces of those that are contiguous: where the tensor begins, and the entries."""
+        for _, tensor, place in self._places():
+            most = CHUNK if tensor.is_contiguous() else tensor.numel()
+            for at in range(place.start, place.stop, most or 1):
+                yield tensor, place.start, slice(at, min(at + most, place.stop))
+
+    def views(self, values: F32) -> dict[Place | None, Any]:
+        """A vector of this fragment as tensors, by the places of the parameters that they belong to."""
+        import torch
+
+        return {
+            place_of(tensor): torch.from_numpy(values[place]).view(tensor.shape)
+            for _, tensor, place in self._places()
+            if tensor.numel()
+        }
 
     def write_gradients(self, values: F32 | None) -> None:
         """Replace the gradients; None removes them, so that an optimizer's step changes nothing."""
@@ -77,6 +143,27 @@ class FragmentTensors:
 
     def name_of(self, entry: int) -> str:
         return next(name for name, _, place in self._places() if entry < place.stop)
+
+
+def named_tensors(model: Any) -> dict[str, Any]:
+    """The tensors of a model, of masters, or of a sequence of either, by name.
+
+    Raises:
+        StateError: two of several pieces have a tensor of the same name.
+    """
+    if hasattr(model, "state_dict"):
+        return dict(model.state_dict(keep_vars=True))
+    if isinstance(model, Mapping):
+        return dict(model)
+    out: dict[str, Any] = {}
+    for piece in model:
+        found = named_tensors(piece)
+        if same := out.keys() & found.keys():
+            raise StateError(
+                f"two fragments have a tensor named {min(same)!r}: give the whole model to take names from"
+            )
+        out.update(found)
+    return out
 
 
 def fragments_of(model: Any) -> list[FragmentTensors]:

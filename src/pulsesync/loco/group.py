@@ -19,7 +19,7 @@ import numpy as np
 from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, StateError, VerificationError
 from pulsesync.group.collective import Collective
 from pulsesync.loco.exchange import EncodedUpdate
-from pulsesync.loco.gate import F32, SparseVector, SplitUpdate
+from pulsesync.loco.gate import F32, SentUpdate, SparseVector
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder, summed_unit
 from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, SharedState
@@ -103,9 +103,9 @@ class GroupExchange:
         self._end_together(told, state.round, "the shared state could not be read")
         return state
 
-    def prepare(self, coder: Coder, split: SplitUpdate) -> EncodedUpdate:
-        ranges = self._ranges(split.sent.size) if self._reduce == "owner" else [(0, split.sent.size)]
-        pieces = [coder.encode(self.trainer, split.sent.part(a, b), split.unit, a) for a, b in ranges]
+    def prepare(self, coder: Coder, update: SentUpdate) -> EncodedUpdate:
+        ranges = self._ranges(update.sent.size) if self._reduce == "owner" else [(0, update.sent.size)]
+        pieces = [coder.encode(self.trainer, update.sent.part(a, b), update.unit, a) for a, b in ranges]
         return EncodedUpdate(hashlib.sha256(b"".join(pieces)).hexdigest(), tuple(pieces))
 
     def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:

@@ -3,22 +3,28 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulsesync.core.threads import finish
-from pulsesync.errors import MissingLinkError, StateError, StoreError
+from pulsesync.errors import FormatError, MissingLinkError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
-from pulsesync.loco.fragments import FragmentTensors, check_covered, fragments_of
-from pulsesync.loco.gate import F32, GateRule, SparseVector, SplitUpdate, update
-from pulsesync.loco.outer import SGD
+from pulsesync.loco.fragments import FragmentTensors, Place, check_covered, fragments_of, named_tensors, place_of
+from pulsesync.loco.gate import F32, GateRule, ReadPiece, SentUpdate, SparseVector, Update, chunks_of
+from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
-from pulsesync.loco.shared import LARGEST_UPDATE, Outcome, SharedState, diverges, read_part
+from pulsesync.loco.shared import Outcome, RoundResult, SharedState, read_part, read_trend
 
 logger = logging.getLogger(__name__)
+
+FORMAT = "pulse-loco-trainer/2-draft"  # of what state_dict() returns
+NO_BLEND = np.float32(0)
+MOST_ATTEMPTS = 8  # at a round, each with an update of its own: more of them would fill the memory
 
 
 @dataclass(frozen=True)
@@ -31,44 +37,77 @@ class RoundReport:
     members: tuple[str, ...]  # none: the round was empty, because its updates or its result were too large
     sent: int  # entries that it sent ...
     total: int  # ... of so many
-    moved: int  # entries in which the sum of all is not zero
+    moved: int  # entries in which the mean of all updates is not zero
     sent_bytes: int  # everything counted
     received_bytes: int
     digest: str  # of the shared state it led to
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FragmentState:
-    """A fragment's state: shared, and private. Replaced whole, so that both change at once."""
+    """A fragment's state: what is shared, and what is this trainer's own. Changed in one go, when a round is committed.
+
+    The shared state is replaced; residual and momentum, which nobody else holds, are written in place.
+    """
 
     shared: SharedState
     residual: F32
+    momentum: F32 | None  # None where the outer momentum is shared
+    new: bool = True  # whether this trainer has nothing of its own: it has offered no update yet, or was cleared
 
-
-@dataclass(frozen=True, eq=False)
-class Proposal:
-    """An update that is offered, and the state it was made on."""
-
-    shared: SharedState
-    split: SplitUpdate
+    def clear(self) -> None:
+        """Forget what is this trainer's own."""
+        self.new = True
+        for own in (self.residual, self.momentum):
+            if own is not None:
+                own[:] = 0
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangedRound:
     """A round that was exchanged and computed, and not committed yet."""
 
-    proposal: Proposal
-    outcome: Outcome
-    after: SharedState
+    part: SentUpdate  # what this trainer has sent
+    result: RoundResult
+    taken: SparseVector | None  # what was taken from a trainer of this one's name, if the exchange has it at hand
     sent_bytes: int
     received_bytes: int
 
 
-def _begin(tensors: FragmentTensors) -> FragmentState:
-    """The state of a fragment in which nothing has been learned yet."""
-    zeros = np.zeros(tensors.size, np.float32)
-    return FragmentState(SharedState(tensors.layout, tensors.read(), zeros), zeros)
+class Commit(NamedTuple):
+    """What is to be done when a round has taken part of an update: all of it, whatever fails in between."""
+
+    update: TrainerUpdate
+    taken: SparseVector | None
+    shared: SharedState
+    weights: ReadPiece | None  # None: those at which a round begins
+
+
+@dataclass
+class PendingUpdates:
+    """The updates that a trainer has sent since its last round. One may have been taken although an error came back."""
+
+    by_payload: dict[str, SentUpdate] = field(default_factory=dict)
+    attempts: int = 0  # with updates of their own, since the round began or steps were discarded
+
+    def choose(self, part: SentUpdate) -> SentUpdate:
+        """Return the update to send: this one, or after many attempts the last one again.
+
+        What was learned since that one is in the weights, and counts in the next round.
+        """
+        if self.attempts < MOST_ATTEMPTS:
+            return part
+        return replace(next(reversed(self.by_payload.values())), largest=part.largest)
+
+    def add(self, payload: str, part: SentUpdate) -> None:
+        self.attempts += payload not in self.by_payload
+        self.by_payload.pop(payload, None)  # so that it becomes the last
+        self.by_payload[payload] = part
+
+    def sent(self, payload: str, read: SparseVector | None) -> SparseVector | None:
+        """What a payload held: as it was sent, or, if an earlier life of the trainer sent it, as it was read."""
+        return self.by_payload[payload].sent if payload in self.by_payload else read
 
 
 class FragmentTrainer:
@@ -78,27 +117,32 @@ class FragmentTrainer:
         self,
         model: Any,
         inner_optimizer: Any,
-        outer: SGD,
         exchange: Exchange,
-        rule: GateRule,
+        gate: GateRule,
+        rule: OuterRule,
         about: str,
         on_round: Callable[[RoundReport], None] | None,
     ) -> None:
-        if not isinstance(outer, SGD):
-            raise TypeError(f"outer is pulsesync.loco.Nesterov(lr, momentum) or SGD(lr), not {type(outer).__name__}")
-        self._tensors = fragments_of(model)
+        self._model, self._tensors = model, fragments_of(model)
         check_covered(inner_optimizer, self._tensors)
-        self._inner, self._outer, self._rule, self._about = inner_optimizer, outer, rule, about
+        self._inner, self._gate, self._rule, self._about = inner_optimizer, gate, rule, about
         self._on_round = on_round
         self.exchange = exchange
         self.last_report: RoundReport | None = None
-        self._held = [_begin(t) for t in self._tensors]
+        self._held = [self._begin(t) for t in self._tensors]
         self._begun = False  # until then weights that are loaded into the model are where it begins
-        # By fragment and payload: what was sent since its last round, and may have been taken without our hearing of it
-        self._pending: list[dict[str, SparseVector]] = [{} for _ in self._tensors]
+        self._pending = [PendingUpdates() for _ in self._tensors]
         self._known_as = exchange.trainer  # where it last took part: ranks change with their group
-        self._unwritten: dict[int, F32] = {}  # weights that could not be written when their round was committed
+        # By fragment, what could not be completed when its round was: to commit an update, and to write weights
+        self._uncommitted: dict[int, Commit] = {}
+        self._unwritten: dict[int, ReadPiece] = {}
         self._hook: Any = None
+
+    def _begin(self, tensors: FragmentTensors) -> FragmentState:
+        """The state of a fragment in which nothing has been learned yet."""
+        shared = SharedState(tensors.layout, tensors.read(), self._rule.first_trend(tensors.size))
+        momentum = np.zeros(tensors.size, np.float32) if self._rule.own_momentum else None
+        return FragmentState(shared, np.zeros(tensors.size, np.float32), momentum)
 
     @property
     def rounds(self) -> list[int]:
@@ -109,6 +153,44 @@ class FragmentTrainer:
     def digests(self) -> list[str]:
         """Of each fragment's shared state: equal on all trainers after every round."""
         return [held.shared.digest for held in self._held]
+
+    def shared_weights(self, model: Any = None) -> dict[str, Any]:
+        """The weights that all trainers share, by name: publish, evaluate and roll out these.
+
+        A trainer's own model holds what it has learned beyond them, which differs from trainer to trainer. The tensors
+        are FP32 and in host memory; do not write to them. The next round replaces them.
+
+        Args:
+            model: A module, or a mapping of names to tensors, whose names and buffers to take; what was given to the
+                constructor if not given. Its tensors that no fragment trains are returned as they are.
+
+        Raises:
+            StateError: several fragments use the same name; give the whole model. Or the model that was given lacks
+                tensors that are trained.
+        """
+        self._prepare()
+        known: dict[Place | None, Any] = {}
+        for fragment, tensors in enumerate(self._tensors):
+            known.update(tensors.views(self._shared_values(fragment)))
+        named = named_tensors(self._model if model is None else model)
+        if missing := known.keys() - {place_of(tensor) for tensor in named.values()}:
+            raise StateError(
+                f"expected a model with all {len(known)} tensors that are trained, but found one without "
+                f"{len(missing)} of them: give the module whose parameters are trained, or none for master weights"
+            )
+        return {
+            name: known.get(place_of(value), value.detach() if hasattr(value, "detach") else value)
+            for name, value in named.items()
+        }
+
+    def _prepare(self) -> None:
+        """Complete unfinished commits. Before the first round, take the weights that the model has now as the start."""
+        self._mend()
+        if not self._begun:
+            self._held = [self._begin(t) for t in self._tensors]
+
+    def _shared_values(self, fragment: int) -> F32:
+        return self._held[fragment].shared.theta
 
     def __enter__(self) -> Any:
         if self._hook is not None:
@@ -133,12 +215,11 @@ class FragmentTrainer:
     def rejoin(self, exchange: Exchange | None = None) -> None:
         """Come together with the others, over another exchange if one is given: at the start, and after a failure.
 
-        Shared state is taken from whoever has come furthest; the residual stays this trainer's own. If a round that
-        failed here was completed by others, what it took of this trainer's update is known by the payload's id.
+        Shared state is taken from the trainer with the most rounds; residual and momentum are kept. If a round
+        that failed here was completed by others, what it took of this trainer's update is known by the payload's id.
         """
-        self._mend()
-        if not self._begun:
-            self._held, self._begun = [_begin(t) for t in self._tensors], True
+        self._prepare()
+        self._begun = True
         self.exchange = exchange or self.exchange
         found = self.exchange.join([held.shared for held in self._held], self._about)
         for fragment, shared in enumerate(found):
@@ -151,146 +232,203 @@ class FragmentTrainer:
         self._known_as = self.exchange.trainer
 
     def discard(self) -> None:
-        """Put the weights back to the shared ones: for one whose steps came to nothing, or to what is no number."""
-        self._unwritten = {fragment: held.shared.theta for fragment, held in enumerate(self._held)}
+        """Put the weights back to where the round began: for steps that came to nothing, or to values not finite."""
+        self._prepare()
+        for pending in self._pending:
+            pending.attempts = 0  # what is discarded is not sent again
+        self._unwritten = {fragment: self._start(fragment) for fragment in range(len(self._held))}
         finish(self._mend)
+
+    def _start(self, fragment: int) -> ReadPiece:
+        """The weights at which this trainer begins the round that it is at."""
+        held = self._held[fragment]
+        return lambda here: self._rule.start(held.shared.theta[here], held.residual[here])
 
     def _adopt(self, fragment: int, shared: SharedState) -> None:
         """Go on from a shared state that others came to."""
         held = self._held[fragment]
         if shared.digest == held.shared.digest:
-            self._held[fragment] = replace(held, shared=shared)
+            held.shared = shared
             return
         since = {part.payload for part in shared.parts.values() if part.round > held.shared.round}
-        mine = shared.parts.get(self._known_as)
-        residual = self._update(fragment, held)
-        if taken := since & self._pending[fragment].keys():
-            self._pending[fragment][taken.pop()].take_from(residual)
-        elif mine is not None and mine.round > held.shared.round:
-            residual[:] = 0  # a payload that this trainer does not remember: what it left of the residual is not known
+        if taken := since & self._pending[fragment].by_payload.keys():
+            finish(partial(self._close_completed, fragment, shared, taken.pop()))
+        elif shared.last_round_of(self._known_as) > held.shared.round:
+            # A payload that this trainer does not remember: what it left of residual and momentum is not known.
+            finish(lambda: self._restart(fragment, shared))
         else:
-            self._drop_diverged(fragment, residual)
-        self._set(fragment, FragmentState(shared, residual), shared.theta)
+            finish(lambda: self._follow(fragment, shared))
 
     def _catch_up(self, fragment: int) -> None:
         """Take part, as a listener, in rounds that were decided without this trainer."""
         while True:
-            held = self._held[fragment]
-            outcome = self.exchange.missed(self._coder(fragment, held.shared), held.shared.theta.size)
-            if outcome is None:
+            shared = self._held[fragment].shared
+            decided = self.exchange.missed(self._coder(fragment, shared), shared.theta.size)
+            if decided is None:
                 return
-            outcome, after = self._resolve(fragment, held.shared, outcome)
-            s = self._update(fragment, held)
-            if self.exchange.trainer not in outcome.members:
-                self._drop_diverged(fragment, s)
-            residual = self._left(fragment, s, outcome, offered=False)
-            self._set(fragment, FragmentState(after, residual), after.theta)
+            finish(partial(self._listen, fragment, decided.taken, self._resolve(fragment, shared, decided)))
 
-    def _update(self, fragment: int, held: FragmentState) -> F32:
-        return update(held.shared.theta, self._tensors[fragment].read(), held.residual)
+    def _listen(self, fragment: int, taken: SparseVector | None, result: RoundResult) -> None:
+        """Go on from a round that others have completed.
+
+        A new trainer begins with the momentum of one whose updates have always been this round's step. With none, what
+        trainers that leave take with them would be missing: they all would have to gather momentum first.
+        """
+        held, payload = self._held[fragment], result.members.get(self.exchange.trainer)
+        if payload in self._pending[fragment].by_payload:
+            self._close_completed(fragment, result.after, payload)
+            return
+        before = held.shared.theta
+        self._follow(fragment, result.after, None if payload is None else taken)
+        if held.new and result.members:
+            held.momentum = self._rule.first_momentum(before, result.after.theta)
+
+    def _update(self, fragment: int, snapshot: bool = False) -> TrainerUpdate:
+        """What this trainer has to tell now; of a snapshot of its weights if it goes on learning meanwhile."""
+        held, tensors = self._held[fragment], self._tensors[fragment]
+        tensors.synchronize()
+        local = tensors.read_piece if tensors.is_contiguous and not snapshot else tensors.read().__getitem__
+        return TrainerUpdate(self._rule, held.shared.theta, held.residual, held.momentum, local)
 
     def _coder(self, fragment: int, shared: SharedState) -> Coder:
-        described = None if self._rule.dense else describe(shared.theta, shared.momentum)
+        described = None if self._gate.dense else describe(shared.theta, shared.trend)
         return Coder(fragment, shared.round + 1, shared.digest, described)
 
-    def _propose(self, fragment: int, s: F32) -> Proposal:
-        held = self._held[fragment]
-        if not np.isfinite(s).all():
-            name = self._tensors[fragment].name_of(int(np.flatnonzero(~np.isfinite(s))[0]))
-            self.exchange.decline(self._coder(fragment, held.shared), s.size, f"an update of {name} is not finite")
+    def _select(self, fragment: int, update: Update) -> SentUpdate:
+        """The part of an update to send. Raises: StateError, after the others were told, if it is not finite."""
+        shared = self._held[fragment].shared
+        part = self._gate.select(shared.theta, update)
+        if not np.isfinite(part.largest):
+            name = self._tensors[fragment].name_of(_first(update, lambda s: ~np.isfinite(s)) or 0)
+            self.exchange.decline(self._coder(fragment, shared), update.size, f"an update of {name} is not finite")
             raise StateError(
-                f"the update of {name!r} is not finite: nothing is sent. `discard()` goes back to the shared weights",
+                f"the update of {name!r} is not finite, so nothing was sent. Call discard() to go back to where the "
+                "round began",
                 tensor=name,
             )
-        return Proposal(held.shared, self._rule.split(held.shared.theta, s))
+        return part
 
-    def _meet(self, fragment: int, proposal: Proposal) -> ExchangedRound:
+    def _meet(self, fragment: int, shared: SharedState, part: SentUpdate) -> ExchangedRound:
         """Exchange and compute; changes nothing but what is pending."""
-        shared, split, exchange = proposal.shared, proposal.split, self.exchange
+        exchange = self.exchange
         sent, received = exchange.sent_bytes, exchange.received_bytes
         coder = self._coder(fragment, shared)
-        letter = exchange.prepare(coder, split)
-        self._pending[fragment][letter.id] = split.sent
-        decided = exchange.propose(coder, letter, split.s.size)
-        outcome, after = self._resolve(fragment, shared, decided)
-        exchange.confirm(coder, decided, after)
-        return ExchangedRound(proposal, outcome, after, exchange.sent_bytes - sent, exchange.received_bytes - received)
+        part = self._pending[fragment].choose(part)
+        letter = exchange.prepare(coder, part)
+        self._pending[fragment].add(letter.id, part)
+        decided = exchange.propose(coder, letter, shared.theta.size)
+        coder = replace(coder, described=None)  # 2 bytes a weight that are not needed any more
+        result = self._resolve(fragment, shared, decided)
+        exchange.confirm(coder, decided, result.after)
+        passed = exchange.sent_bytes - sent, exchange.received_bytes - received
+        return ExchangedRound(part, result, decided.taken, *passed)
 
-    def _resolve(self, fragment: int, shared: SharedState, decided: Outcome) -> tuple[Outcome, SharedState]:
-        outcome, after = shared.resolve(decided, self._outer)
-        if not outcome.members:
-            momentum = "does, too" if after.momentum is shared.momentum else "is reset to zero"
+    def _resolve(self, fragment: int, shared: SharedState, decided: Outcome) -> RoundResult:
+        result = shared.resolve(decided, self._rule)
+        if not result.members:
+            trend = "stays" if result.after.trend is shared.trend else "is reset to zero"
             logger.warning(
-                "Round %d of fragment %d is empty for all trainers: the updates of %s, with the momentum so far, lead "
-                "to values that are too large. The shared weights stay as they were; the shared momentum %s.",
-                after.round,
+                "Round %d of fragment %d is empty for all trainers: the updates of %s lead to values that are too "
+                "large. The shared weights stay as they were; the shared momentum or trend %s.",
+                result.after.round,
                 fragment,
                 ", ".join(decided.members),
-                momentum,
+                trend,
             )
-        return outcome, after
+        return result
 
-    def _left(self, fragment: int, s: F32, outcome: Outcome, offered: bool) -> F32:
-        """What a round that was decided leaves of an update, which is written over.
+    # What a round leaves behind. All of these run inside `finish`.
 
-        If it took what this trainer sent, that is subtracted; so is what an earlier life of it had sent, if this one
-        offered an update for the same round (offered), as both had the same residual in them. If it only hears of the
-        round, those entries are cleared: they were told, and to subtract them would undo what that life has done.
-        """
-        payload = outcome.members.get(self.exchange.trainer)
-        taken = self._pending[fragment].get(payload or "", outcome.taken)
-        if taken is None:
-            return s
-        if offered or payload in self._pending[fragment]:
-            taken.take_from(s)
+    def _close(
+        self,
+        fragment: int,
+        update: TrainerUpdate,
+        shared: SharedState,
+        taken: SparseVector | None,
+        blend: np.float32 = NO_BLEND,
+    ) -> None:
+        """Go on from a round in which this trainer offered an update, of which this was taken."""
+        now = self._tensors[fragment].read() if blend else None
+
+        def blended(here: slice) -> F32:
+            assert now is not None
+            start = self._rule.start(shared.theta[here], update.residual[here])
+            out: F32 = start + blend * (now[here] - start)
+            return out
+
+        self._uncommitted[fragment] = Commit(update, taken, shared, None if now is None else blended)
+        self._mend()
+
+    def _close_completed(self, fragment: int, shared: SharedState, payload: str) -> None:
+        """Go on from a round that others have completed, in which a payload of this trainer was taken."""
+        update = self._update(fragment)
+        if _first(update, _is_diverged) is None:
+            self._close(fragment, update, shared, self._pending[fragment].by_payload[payload].sent)
         else:
-            s[taken.positions] = 0
-        return s
+            self._drop(fragment, update, shared)
 
-    def _drop_diverged(self, fragment: int, s: F32) -> bool:
-        """Clear an update that was not taken, if it diverges; return whether it did.
+    def _follow(self, fragment: int, shared: SharedState, cleared: SparseVector | None = None) -> None:
+        """Go on from shared weights that this trainer did not help to make; what it has learned since is kept.
 
-        Kept in the residual, it would be offered again and make every round empty.
+        Entries that an earlier life of this trainer has sent are cleared: they were told, and what that life left of
+        them is not known.
         """
-        if not diverges(s):
-            return False
-        at = int(np.abs(s).argmax())
+        held, rule = self._held[fragment], self._rule
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when it is proposed
+            moved = rule.start(held.shared.theta, held.residual) - self._tensors[fragment].read()
+            if cleared is not None:
+                for own in (held.residual, held.momentum, moved):
+                    if own is not None:
+                        own[cleared.positions] = 0
+            self._set(fragment, shared, (rule.start(shared.theta, held.residual) - moved).__getitem__)
+
+    def _restart(self, fragment: int, shared: SharedState) -> None:
+        """Go on from shared weights, with nothing of this trainer's own."""
+        self._held[fragment].clear()
+        self._set(fragment, shared)
+
+    def _drop(self, fragment: int, update: TrainerUpdate, shared: SharedState) -> None:
+        """Drop an update that has diverged: kept, it would make later rounds empty."""
+        at = _first(update, _is_diverged) or 0
         logger.error(
-            "Trainer %s has diverged: its update of %r has a value of %g, and at most %g is accepted. No round took "
-            "the update, so it is dropped; this trainer resumes from the shared weights.",
+            "Trainer %s has diverged: its update of %r has a value of %g, and at most %g is accepted. The update is "
+            "dropped; this trainer resumes from the shared weights.",
             self.exchange.trainer,
             self._tensors[fragment].name_of(at),
-            s[at],
+            update.read(slice(at, at + 1))[0],
             LARGEST_UPDATE,
         )
-        s[:] = 0
-        return True
+        self._restart(fragment, shared)
 
-    def _set(self, fragment: int, held: FragmentState, weights: F32) -> None:
-        """Replace a fragment's state and weights, whatever interrupts."""
-
-        def work() -> None:
-            self._held[fragment], self._pending[fragment], self._unwritten[fragment] = held, {}, weights
-            self._mend()
-
-        finish(work)
+    def _set(self, fragment: int, shared: SharedState, weights: ReadPiece | None = None) -> None:
+        """Go on from shared weights and, if none are given, from the weights at which a round begins there."""
+        self._held[fragment].shared, self._pending[fragment] = shared, PendingUpdates()
+        self._unwritten[fragment] = weights or self._start(fragment)
+        self._mend()
 
     def _mend(self) -> None:
-        """Write the weights of committed rounds. If that fails (a device may), it is done at the next occasion."""
+        """Complete rounds that are decided. If that fails (a device may), it is done at the next occasion."""
+        for fragment in list(self._uncommitted):
+            update, taken, shared, weights = self._uncommitted[fragment]
+            update.commit(taken)
+            self._held[fragment].new = False
+            del self._uncommitted[fragment]
+            self._set(fragment, shared, weights)
         for fragment in list(self._unwritten):
             self._tensors[fragment].write(self._unwritten[fragment])
             del self._unwritten[fragment]
 
     def _report(self, fragment: int, met: ExchangedRound, began: float) -> None:
-        outcome, shared = met.outcome, self._held[fragment].shared  # of one that was late, further than the round
+        members = met.result.members
+        shared = self._held[fragment].shared  # of a trainer that was late, further than the round
         self.last_report = RoundReport(
             fragment,
             shared.round,
-            self.exchange.trainer in outcome.members,
-            tuple(outcome.members),
-            met.proposal.split.sent.positions.size,
-            met.proposal.split.s.size,
-            int(np.count_nonzero(outcome.total)),
+            self.exchange.trainer in members,
+            tuple(members),
+            met.part.sent.positions.size,
+            met.part.sent.size,
+            met.result.moved,
             met.sent_bytes,
             met.received_bytes,
             shared.digest,
@@ -303,9 +441,9 @@ class FragmentTrainer:
         """Everything to go on from, as tensors and numbers: `shared`, which a peer may be given, and `private`."""
         import torch
 
-        self._mend()
+        self._prepare()
 
-        def tensor(values: F32) -> Any:
+        def tensor(values: NDArray[Any]) -> Any:
             return torch.from_numpy(values.copy())
 
         shared = [
@@ -313,7 +451,7 @@ class FragmentTrainer:
                 "layout": h.shared.layout,
                 "round": h.shared.round,
                 "theta": tensor(h.shared.theta),
-                "momentum": tensor(h.shared.momentum),
+                "trend": tensor(h.shared.trend),
                 "parts": {k: list(v) for k, v in h.shared.parts.items()},
             }
             for h in self._held
@@ -321,32 +459,63 @@ class FragmentTrainer:
         private = {
             "trainer": self.exchange.trainer,
             "residuals": [tensor(h.residual) for h in self._held],
+            "momenta": [tensor(h.momentum) for h in self._held if h.momentum is not None],
+            "new": [h.new for h in self._held],
             "weights": [tensor(t.read()) for t in self._tensors],
         }
-        return {"shared": shared, "private": private}
+        return {"format": FORMAT, "shared": shared, "private": private}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the model's weights are set to those it had then.
 
-        Without `private`, or with that of another trainer, they are the shared ones and the residual is zero.
+        Without `private`, or with that of another trainer, they are the shared ones; residual and momentum are zero.
 
         Raises:
-            StateError: it is of another model, or has other fragments.
+            StateError: it is of another model, has other fragments, or was saved by another kind of trainer.
         """
+        if state.get("format") != FORMAT:
+            raise StateError(
+                f"expected a saved state of format {FORMAT}, but found {state.get('format')!r}: it is no state_dict() "
+                "of this version. Resume from the model's weights instead, without load_state_dict()"
+            )
         if [s["layout"] for s in state["shared"]] != [t.layout for t in self._tensors]:
             raise StateError("the saved state is of another model, or of other fragments")
         private = state.get("private") or {}
-        own = private.get("trainer") == self.exchange.trainer
-        read, weights = [], []
-        for i, (tensors, saved) in enumerate(zip(self._tensors, state["shared"], strict=True)):
-            parts = {name: read_part(part) for name, part in saved["parts"].items()}
-            theta, momentum = tensors.vector(saved["theta"]), tensors.vector(saved["momentum"])
-            shared = SharedState(saved["layout"], theta, momentum, int(saved["round"]), parts)
-            zeros = np.zeros(tensors.size, np.float32)
-            read.append(FragmentState(shared, tensors.vector(private["residuals"][i]) if own else zeros))
-            weights.append(tensors.vector(private["weights"][i]) if own else theta)
-        self._held, self._pending = read, [{} for _ in read]
-        self._unwritten = dict(enumerate(weights))
-        self._mend()
+        own = private if private.get("trainer") == self.exchange.trainer else None
+        try:
+            read = [self._read_saved(i, saved, own) for i, saved in enumerate(state["shared"])]
+        except (KeyError, IndexError, FormatError) as e:
+            raise StateError(
+                f"the saved state does not fit {type(self).__name__}: {e}. Load it with the class that saved it, or "
+                "resume from the model's weights instead, without load_state_dict()"
+            ) from e
+        self._held, self._uncommitted = [held for held, _ in read], {}
+        self._pending = [PendingUpdates() for _ in read]
+        self._unwritten = {i: weights.__getitem__ for i, (_, weights) in enumerate(read)}
         self._known_as = private.get("trainer", self.exchange.trainer)
         self._begun = True
+        self._mend()
+
+    def _read_saved(self, i: int, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[FragmentState, F32]:
+        """The state of a fragment and the model's weights, as they were saved."""
+        tensors, zeros = self._tensors[i], np.zeros(self._tensors[i].size, np.float32)
+        parts = {name: read_part(part) for name, part in saved["parts"].items()}
+        trend = read_trend(saved["trend"].cpu().numpy(), self._rule.first_trend(tensors.size))
+        shared = SharedState(saved["layout"], tensors.vector(saved["theta"]), trend, int(saved["round"]), parts)
+        if own is None:
+            return FragmentState(shared, zeros, zeros.copy() if self._rule.own_momentum else None), shared.theta
+        momentum = tensors.vector(own["momenta"][i]) if self._rule.own_momentum else None
+        held = FragmentState(shared, tensors.vector(own["residuals"][i]), momentum, bool(own["new"][i]))
+        return held, tensors.vector(own["weights"][i])
+
+
+def _is_diverged(s: F32) -> NDArray[np.bool_]:
+    return ~(np.abs(s) <= LARGEST_UPDATE)  # NaN compares as False
+
+
+def _first(update: Update, is_it: Callable[[F32], NDArray[np.bool_]]) -> int | None:
+    """The first entry of an update of which something is true, if there is one."""
+    for here in chunks_of(update.size):
+        if (found := np.flatnonzero(is_it(update.read(here)))).size:
+            return int(here.start + found[0])
+    return None

@@ -1,10 +1,9 @@
 """What trainers send each other: entries of an update, coded against the weights that all of them hold.
 
-An entry fires where theta lies close to the border of its BF16 value, and mostly across that border. So each entry is
-described by how far the near border is, in octaves, and by whether the outer momentum points there; *which* entries
-fired, with what sign, and how large they are is then coded like a weight patch whose old weights are those
-descriptions (`pulsesync.format`). What is left of an exact value, its mantissa, follows as it is. docs/loco.md has the
-bytes.
+An entry is sent where theta lies close to the border of its BF16 value, and mostly to cross that border. So each entry
+is described by how far the near border is, in octaves, and by whether the trend points there. *Which* entries are sent,
+with what sign, and how large they are is then coded like a weight patch whose old weights are those descriptions
+(`pulsesync.format`). What is left of an exact value, its mantissa, follows as it is. docs/loco.md has the bytes.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pulsesync import kernels
 from pulsesync.core.digest import count_tile, moved
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec
@@ -24,12 +24,12 @@ from pulsesync.format import patch
 from pulsesync.format.layout import Layout, load_json
 from pulsesync.format.tables import apply_steps
 from pulsesync.format.weights import as_weights
-from pulsesync.loco.gate import CHUNK, F32, LARGEST, LOWEST_UNIT, SparseVector, bf16
+from pulsesync.loco.gate import F32, LARGEST, LOWEST_UNIT, SparseVector, chunks_of
+from pulsesync.loco.outer import Trend
 
 FORMAT = "pulse-loco/1-draft"
 MAX_HEAD_BYTES = 1 << 12
 MAX_NAME = 128
-FIRST_OCTAVE = 32  # FP32 exponent field of a border's distance that has the first class
 DENSE, EXACT, COMPACT = "dense", "exact", "compact"
 
 
@@ -51,32 +51,14 @@ class PayloadHeader:
     sha256: str  # of the head with this field empty, and everything behind it
 
 
-def describe(theta: F32, momentum: F32) -> Bits:
+def describe(theta: F32, trend: Trend) -> Bits:
     """What everybody knows of each entry: bits 7 to 14 its class, bit 15 the sign of an update that goes the near way.
 
-    The class is twice the octave of the distance to the near border of the BF16 value, plus one where the momentum does
+    The class is twice the octave of the distance to the near border of the BF16 value, plus one where the trend does
     not point there. Differences of neighbouring FP32 numbers are exact, so all machines find the same.
     """
-    out = np.empty(theta.size, np.uint16)
-
-    def chunk(begin: int) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):  # beyond the largest BF16 there is no border
-            described(slice(begin, begin + CHUNK))
-
-    def described(here: slice) -> None:
-        x, m = theta[here], momentum[here].view(np.uint32)
-        middle = bf16(x).astype(np.uint32) << np.uint32(16)
-        inner = np.where(middle & np.uint32(0x7FFFFFFF), middle - np.uint32(0x8000), middle ^ np.uint32(0x80008000))
-        to_outer = np.abs((middle + np.uint32(0x8000)).view(np.float32) - x)
-        to_inner = np.abs(x - inner.view(np.float32))
-        outwards = to_outer <= to_inner
-        octave = (np.minimum(to_outer, to_inner).view(np.uint32) >> np.uint32(23)).astype(np.int32)
-        negative = (x.view(np.uint32) >> np.uint32(31)).astype(np.bool_) ^ outwards  # w = theta − s must go that way
-        against = ((m >> np.uint32(31)).astype(np.bool_) != negative) | (m << np.uint32(1) == 0)
-        kind = np.clip(2 * (octave - FIRST_OCTAVE) + against, 0, 255).astype(np.uint16)
-        out[here] = kind << np.uint16(7) | negative.astype(np.uint16) << np.uint16(15)
-
-    spread(chunk, range(0, theta.size, CHUNK))
+    out, describe = np.empty(theta.size, np.uint16), kernels.active().describe
+    spread(lambda here: describe(theta[here], trend[here], out[here]), chunks_of(theta.size))
     return out
 
 
@@ -96,7 +78,7 @@ class Coder:
             rest = np.ascontiguousarray(sent.values, "<f4").tobytes()
         elif unit is not None:
             mode, scale, rest = COMPACT, unit, b""
-            sizes = np.abs(np.ldexp(sent.values.astype(np.float64), -unit)).astype(np.int64)
+            sizes = np.abs(sent.values * np.float64(2.0**-unit)).astype(np.int64)
         else:
             bits = sent.values.view(np.uint32)
             octaves = (bits >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
@@ -167,7 +149,7 @@ class Coder:
             if len(rest) or not LOWEST_UNIT <= head.scale <= 127 or (sizes > LARGEST).any():
                 raise FormatError("a compact payload has a scale or values that none has")
             with np.errstate(over="ignore"):  # what is not finite is refused
-                values = np.ldexp(sizes.astype(np.float64), head.scale).astype(np.float32)
+                values = (sizes * 2.0**head.scale).astype(np.float32)
             return SparseVector(size, positions, (values.view(np.uint32) | signs).view(np.float32))
         off = sizes - 1
         octaves = ((off >> 1) ^ -(off & 1)) + head.scale
@@ -308,5 +290,5 @@ def summed_unit(total: SparseVector, units: list[int | None]) -> int | None:
     if any(unit is None for unit in units):
         return None
     unit = min(unit for unit in units if unit is not None)
-    sizes = np.ldexp(total.values.astype(np.float64), -unit)
+    sizes = total.values * np.float64(2.0**-unit)
     return unit if (np.abs(sizes) <= LARGEST).all() and (sizes == np.rint(sizes)).all() else None

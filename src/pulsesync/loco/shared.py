@@ -5,9 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulsesync.core.digest import count_tile
 from pulsesync.core.types import TensorSpec
@@ -15,15 +16,12 @@ from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
 from pulsesync.loco.gate import F32, SparseVector
-from pulsesync.loco.outer import SGD, mean_of
+from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, Trend
 
-FORMAT = "pulse-loco-state/1-draft"
+FORMAT = "pulse-loco-state/2-draft"
 MAX_HEAD_BYTES = 1 << 20
-MAX_TRAINERS = 1 << 12  # of a round
-# Of an update, and of the mean of a round: 1.1e12. A value beyond it means that a trainer has diverged. Momentum moves
-# weights by lr / (1 - momentum) times the mean in the end, which stays finite for any product up to 2^88, and squares
-# of 2^46 values (the largest tensor) have a finite sum. A power of two: no rounding leads a mean of values beyond it.
-LARGEST_UPDATE = np.float32(2**40)
+MAX_TRAINERS = 1 << 12  # in a round, and in `SharedState.parts`
+TREND_TYPES: dict[str, str] = {"F32": "<f4", "I8": "i1"}
 
 
 class Contribution(NamedTuple):
@@ -43,58 +41,76 @@ class Outcome:
 
 
 @dataclass(frozen=True, eq=False)
+class RoundResult:
+    """A decided round as it counts: an empty one has no members."""
+
+    members: Mapping[str, str]  # trainer -> id of its payload
+    moved: int  # entries that the round has moved
+    after: "SharedState"
+
+
+@dataclass(frozen=True, eq=False)
 class SharedState:
     """A fragment's shared state. A joiner copies it from a peer or a store; never written, only replaced."""
 
     layout: str  # id of the fragment's tensors
     theta: F32
-    momentum: F32
+    trend: Trend
     round: int = 0  # rounds that led here
-    parts: Mapping[str, Contribution] = field(default_factory=dict)  # of each trainer, the last
+    parts: Mapping[str, Contribution] = field(default_factory=dict)  # each trainer's last; see MAX_TRAINERS
+
+    def last_round_of(self, trainer: str) -> int:
+        """The last round that a trainer took part in, or may have if `parts` does not know it any more."""
+        if trainer in self.parts:
+            return self.parts[trainer].round
+        return min(part.round for part in self.parts.values()) if len(self.parts) == MAX_TRAINERS else 0
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal weights, momentum and round, bit for bit: O(all)."""
-        h = hashlib.sha256(f"pulse loco 1 {self.layout} {self.round}\n".encode())
-        for name, values in (("theta", self.theta), ("momentum", self.momentum)):
-            tile = layouts.make([TensorSpec(name, "F32", (values.size,))]).tiles[0]
-            h.update(count_tile(tile, values.view(np.uint32)).to_bytes())
+        """Equal for equal weights, trend and round, bit for bit: O(all)."""
+        h = hashlib.sha256(f"pulse loco 2 {self.layout} {self.round}\n".encode())
+        for name, values in (("theta", self.theta), ("trend", self.trend)):
+            dtype, bits = ("U8", np.uint8) if values.dtype == np.int8 else ("F32", np.uint32)
+            tile = layouts.make([TensorSpec(name, dtype, (values.size,))]).tiles[0]
+            h.update(count_tile(tile, values.view(bits)).to_bytes())
         return h.hexdigest()
 
-    def resolve(self, decided: Outcome, outer: SGD) -> tuple[Outcome, "SharedState"]:
-        """Return a decided round as it counts, and the state that it leads to.
+    def resolve(self, decided: Outcome, rule: OuterRule) -> RoundResult:
+        """Return a decided round as it counts, with the state that it leads to. Uses up the memory of the sum.
 
         A round is empty, which means that it has no members and the weights stay as they are, in two cases. If the
         updates diverge, only the round's number changes. If they do not, and weights or momentum would overflow, the
-        momentum has grown too large: it becomes zero, so that the next round can succeed. This depends on nothing but
-        the decision and the shared state, so all trainers agree on it.
+        trend becomes zero too, so that a shared momentum that has grown too large does not stop the next round. This
+        depends on nothing but the decision and the shared state, so all trainers agree on it.
         """
-        trainers = max(len(decided.members), 1)
-        empty = Outcome({}, np.zeros_like(self.theta))
-        if diverges(mean_of(decided.total, trainers)):
-            return empty, replace(self, round=self.round + 1)
-        theta, momentum = outer.step(self.theta, self.momentum, decided.total, trainers)
-        if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
-            return empty, replace(self, round=self.round + 1, momentum=np.zeros_like(self.momentum))
-        took_part = {trainer: Contribution(self.round + 1, payload) for trainer, payload in decided.members.items()}
-        return decided, SharedState(self.layout, theta, momentum, self.round + 1, {**self.parts, **took_part})
+        step = rule.step(self.theta, self.trend, decided.total, max(len(decided.members), 1))
+        number = self.round + 1
+        if not step.largest_mean <= LARGEST_UPDATE:  # NaN compares as False
+            return RoundResult({}, 0, replace(self, round=number))
+        if not step.finite:
+            return RoundResult({}, 0, replace(self, round=number, trend=np.zeros_like(self.trend)))
+        took_part = {trainer: Contribution(number, payload) for trainer, payload in decided.members.items()}
+        parts = _newest({**self.parts, **took_part})
+        after = SharedState(self.layout, step.theta, step.trend, number, parts)
+        return RoundResult(decided.members, step.moved, after)
 
     def to_bytes(self) -> bytes:
-        """All of it: a line that describes it, then weights and momentum, FP32, little-endian."""
+        """All of it: a line that describes it, then weights (FP32) and trend (FP32 or int8), little-endian."""
         head = {
             "format": FORMAT,
             "layout": self.layout,
             "round": self.round,
             "size": self.theta.size,
+            "trend": _trend_type(self.trend),
             "parts": {name: list(part) for name, part in sorted(self.parts.items())},
             "digest": self.digest,
         }
-        body = self.theta.astype("<f4").tobytes() + self.momentum.astype("<f4").tobytes()
+        body = self.theta.astype("<f4").tobytes() + self.trend.astype(self.trend.dtype.newbyteorder("<")).tobytes()
         return _line({**head, "sha256": _seal(head, body)}) + body
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, like: "SharedState") -> "SharedState":
-        """Read what `to_bytes` wrote, of a state with the same tensors as another.
+        """Read what `to_bytes` wrote, of a state with the same tensors as another and the same kind of trend.
 
         Raises:
             FormatError: it is not one, or of other tensors; ChecksumError: it is damaged.
@@ -102,29 +118,58 @@ class SharedState:
         view = memoryview(data)
         line, newline, _ = bytes(view[:MAX_HEAD_BYTES]).partition(b"\n")
         head = load_json(line, "a shared state")
-        known = {"format", "layout", "round", "digest", "parts", "size", "sha256"}
-        if not newline or set(head) != known or head["format"] != FORMAT:
-            raise FormatError("this is no shared state")
+        if not newline or head.get("format") != FORMAT:
+            raise FormatError(
+                f"expected a shared state of format {FORMAT}, but found {str(head.get('format'))[:60]!r}: trainers "
+                "that meet must run the same version of pulsesync"
+            )
+        if set(head) != {"format", "layout", "round", "digest", "parts", "size", "trend", "sha256"}:
+            raise FormatError("the first line of a shared state does not have the fields that it should")
         body, sha256 = view[len(line) + 1 :], head.pop("sha256")
         if _seal(head, body) != sha256:
-            raise ChecksumError("a shared state is damaged")
-        if head["layout"] != like.layout or head["size"] != like.theta.size or len(body) != 8 * like.theta.size:
+            raise ChecksumError("a shared state is damaged: its bytes do not have the hash that its first line says")
+        if head["layout"] != like.layout or head["size"] != like.theta.size:
             raise FormatError(f"the shared state has layout {head['layout']}, and this model has {like.layout}")
-        theta, momentum = np.frombuffer(body, "<f4").astype(np.float32).reshape(2, -1)
-        if not (np.isfinite(theta).all() and np.isfinite(momentum).all()):
-            raise FormatError("a shared state holds what is no number")
+        if head["trend"] != _trend_type(like.trend) or len(body) != like.theta.nbytes + like.trend.nbytes:
+            raise FormatError(f"the shared state has a trend of type {head['trend']}, not {_trend_type(like.trend)}")
+        theta = np.frombuffer(body[: like.theta.nbytes], "<f4").astype(np.float32)
+        trend = read_trend(np.frombuffer(body[like.theta.nbytes :], TREND_TYPES[head["trend"]]), like.trend)
+        if not np.isfinite(theta).all():
+            raise FormatError("a shared state has weights that are not finite")
         if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
             raise FormatError("a shared state has no round")
         parts = {name: read_part(part) for name, part in head["parts"].items()}
-        state = cls(head["layout"], theta, momentum, head["round"], parts)
+        state = cls(head["layout"], theta, trend, head["round"], parts)
         if state.digest != head["digest"]:
             raise ChecksumError("a shared state has another digest than it says", expected=head["digest"])
         return state
 
 
-def diverges(values: F32) -> bool:
-    """Whether an update, or the mean of several, has a value that is not finite or is beyond LARGEST_UPDATE."""
-    return not bool((np.abs(values) <= LARGEST_UPDATE).all())  # NaN compares as False
+def _newest(parts: Mapping[str, Contribution]) -> Mapping[str, Contribution]:
+    """The contributions of the latest rounds: names of trainers that never come back must not add up without end."""
+    if len(parts) <= MAX_TRAINERS:
+        return parts
+    return dict(sorted(parts.items(), key=lambda item: (-item[1].round, item[0]))[:MAX_TRAINERS])
+
+
+def read_trend(values: NDArray[Any], like: Trend) -> Trend:
+    """Check a trend that was saved or received, and copy it.
+
+    Raises:
+        FormatError: it is of another type than `like`, or has values that no trend has.
+    """
+    if values.dtype.newbyteorder("=") != like.dtype or values.shape != like.shape:
+        raise FormatError(
+            f"expected a trend of {like.size} values of type {like.dtype}, but found {values.size} of {values.dtype}"
+        )
+    trend = cast(Trend, values.astype(like.dtype))
+    if not (np.isfinite(trend).all() if trend.dtype == np.float32 else np.isin(trend, (-1, 0, 1)).all()):
+        raise FormatError("a trend has values that are not finite, or signs other than -1, 0 and 1")
+    return trend
+
+
+def _trend_type(trend: Trend) -> str:
+    return "I8" if trend.dtype == np.int8 else "F32"
 
 
 def _line(head: Mapping[str, object]) -> bytes:

@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from pulsesync.errors import (
+    BaseMismatchError,
     ChainError,
     ChecksumError,
     ConflictError,
@@ -38,13 +39,13 @@ from pulsesync.errors import (
 )
 from pulsesync.format.layout import load_json
 from pulsesync.loco.exchange import EncodedUpdate
-from pulsesync.loco.gate import SparseVector, SplitUpdate
-from pulsesync.loco.outer import aggregate
+from pulsesync.loco.gate import SentUpdate, SparseVector
+from pulsesync.loco.outer import LARGEST_UPDATE, aggregate, diverges
 from pulsesync.loco.payload import Coder
-from pulsesync.loco.shared import LARGEST_UPDATE, MAX_TRAINERS, Outcome, SharedState, diverges
+from pulsesync.loco.shared import MAX_TRAINERS, Outcome, SharedState
 from pulsesync.store import Store, forget, open_store
 
-FORMAT = "pulse-loco-round/1-draft"
+FORMAT = "pulse-loco-round/2-draft"
 MAX_RECORD_BYTES = 1 << 20
 TRIES = 3  # at reading a payload
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -132,8 +133,13 @@ class StoreExchange:
             with suppress(ConflictError):
                 self._store.create("run", _json(begun))
         found = load_json(self._store.get("run", 0, MAX_RECORD_BYTES), "the record of a run of trainers")
+        if found.get("format") != FORMAT:
+            raise FormatError(
+                f"expected a run of trainers of format {FORMAT}, but found {str(found.get('format'))[:60]!r}: trainers "
+                "that meet must run the same version of pulsesync; start at a new location from the model's weights"
+            )
         lists = all(isinstance(found.get(key), list) for key in ("layouts", "start"))
-        if set(found) != set(begun) or found["format"] != FORMAT or not lists:
+        if set(found) != set(begun) or not lists:
             raise FormatError("the record of a run of trainers holds something else")
         for key, what in (("layouts", "train another model"), ("about", "train in another way")):
             if found[key] != begun[key]:
@@ -173,8 +179,8 @@ class StoreExchange:
 
     # A round
 
-    def prepare(self, coder: Coder, split: SplitUpdate) -> EncodedUpdate:
-        data = coder.encode(self.trainer, split.sent, split.unit)
+    def prepare(self, coder: Coder, update: SentUpdate) -> EncodedUpdate:
+        data = coder.encode(self.trainer, update.sent, update.unit)
         return EncodedUpdate(hashlib.sha256(data).hexdigest(), (data,))
 
     def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
@@ -185,18 +191,24 @@ class StoreExchange:
             self._put(own, letter.pieces[0])
         began = self._clock()
         read = {own: coder.decode(letter.pieces[0], self.trainer, 0, size)[1]}
-        refused: dict[str, list[str]] = {}
+        refused: dict[str, list[PulseError]] = {}
         while (members := self._decided(coder)) is None:
             found, expected = self._look(coder, size, read, refused)
-            if self._is_time(coder.round, set(found), expected, self._clock() - began):
+            waited_s = self._clock() - began
+            if self._is_time(coder.round, set(found), expected, waited_s):
                 self._decide(coder, self._without_diverged(coder, found, read))
-            elif self._clock() - began > self._patience_s:
+                continue
+            others = {name: e for name, e in _at_another_state(refused).items() if name not in found}
+            all_here = expected <= found.keys() | others.keys()
+            if waited_s > (self._deadline_s if all_here else self._patience_s):
+                self._check_same_state(coder, set(found), others)
+            if waited_s > self._patience_s:
                 self._check_not_gone(coder)
-                why = "".join(f"; {faults[-1]}" for faults in refused.values() if faults)
-                told = f"round {coder.round}: no quorum of {self._quorum} came together{why}"
-                raise RoundError(told, round=coder.round)
-            else:
-                self._sleep(self._poll_s)
+                why = "".join(f"; payload of {_sender(key)} refused: {e[-1]}" for key, e in refused.items() if e)
+                raise RoundError(
+                    f"round {coder.round}: no quorum of {self._quorum} came together{why}", round=coder.round
+                )
+            self._sleep(self._poll_s)
         total, taken = self._add_up(coder, members, size, read)
         return Outcome(members, total, taken)
 
@@ -214,8 +226,19 @@ class StoreExchange:
         if self._is_gone(coder.fragment, coder.round):
             raise MissingLinkError(f"round {coder.round} is long past: join again")
 
+    def _check_same_state(self, coder: Coder, found: set[str], others: dict[str, BaseMismatchError]) -> None:
+        """Raises: VerificationError, if trainers at another shared state are what is missing for a quorum."""
+        if others and len(found) + len(others) >= self._quorum:
+            raise VerificationError(
+                f"replicas have diverged: in round {coder.round}, {', '.join(others)} are at another shared state than "
+                f"{', '.join(sorted(found))}, and neither side has a quorum of {self._quorum}. Stop all trainers, and "
+                "start them at a new location, the first with the state_dict() that is to count",
+                expected=coder.base,
+                actual=next(iter(others.values())).actual,
+            )
+
     def _look(
-        self, coder: Coder, size: int, read: dict[str, SparseVector], refused: dict[str, list[str]]
+        self, coder: Coder, size: int, read: dict[str, SparseVector], refused: dict[str, list[PulseError]]
     ) -> tuple[dict[str, str], set[str]]:
         """Who has sent a good payload, and which; and who is expected to."""
         keys = [entry.key for entry in self._store.list(_place(coder, ""))]
@@ -236,7 +259,7 @@ class StoreExchange:
                 try:
                     read[key] = self._fetch(coder, key, trainer, id_, size)
                 except (FormatError, ChainError, NotFoundError) as e:  # stale, foreign, damaged; or badly read
-                    faults.append(f"payload of {trainer} refused: {e}")
+                    faults.append(e)
             if key in read:
                 found[trainer] = id_
         expected = (self._known.get(coder.fragment, set()) | named["present"]) - named["left"]
@@ -404,6 +427,17 @@ def _is_id(value: object) -> bool:
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
+def _at_another_state(refused: dict[str, list[PulseError]]) -> dict[str, BaseMismatchError]:
+    """The trainers, in the order of their names, that sent an update of another shared state than this trainer's."""
+    last = {_sender(key): faults[-1] for key, faults in sorted(refused.items()) if faults}
+    return {name: e for name, e in last.items() if isinstance(e, BaseMismatchError)}
+
+
+def _sender(key: str) -> str:
+    """The trainer whose payload a key names."""
+    return key.rpartition("/")[2].partition(".")[0]
+
+
 def _number(key: str) -> int:
     """The round that a key is of; -1 for what is none of ours."""
     parts = key.split("/")
@@ -423,5 +457,6 @@ def _refuse_start() -> NoReturn:
 
 def _refuse_gap(state: SharedState) -> NoReturn:
     raise StateError(
-        f"the rounds after {state.round} were cleared away or lost, and no later state can be read: begin anew"
+        f"the rounds after {state.round} were cleared away or lost, and no later state can be read: start at a "
+        "new location, from a saved state_dict() or the model's weights"
     )

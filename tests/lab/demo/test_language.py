@@ -75,7 +75,7 @@ def with_rewards(rollouts: Rollouts) -> Rollouts:
 
 
 def bits(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: weight.view(torch.int16) for name, weight in values(policy).items()}
+    return {name: weight.view(torch.int16) for name, weight in values(policy.state_dict()).items()}
 
 
 def test_a_policy_has_fp32_weights_of_bf16_values_each_under_one_name(game: LanguageModel) -> None:
@@ -213,7 +213,7 @@ def test_a_worker_that_is_given_the_published_values_plays_as_the_trainer_would(
     trainer, worker = game.policy(), game.policy()
     before = bits(trainer)
     game.learn(trainer, optimizer_of(trainer), with_rewards(game.play(worker, 4, 7)))
-    published = values(trainer)
+    published = values(trainer.state_dict())
     assert any(not torch.equal(weight, before[name]) for name, weight in bits(trainer).items())
     for policy in (trainer, worker):
         policy.load_state_dict({name: weight.float() for name, weight in published.items()})

@@ -15,11 +15,14 @@ from pulsesync.lab.demo.run import DemoRun, _free_ports
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.loco import PulseLoCo
 from pulsesync.run.reader import RunReader
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import LocalStore
 
 torch = pytest.importorskip("torch")
 
+from pulsesync.lab.demo.policy import Policy  # noqa: E402
 from pulsesync.lab.demo.rounds import Peer  # noqa: E402 - needs torch
+from pulsesync.lab.demo.sync import values  # noqa: E402
 from pulsesync.lab.demo.trainer import WorkQueue  # noqa: E402
 from tests.lab.demo.forked import ForkedRun  # noqa: E402
 from tests.processes import Fleet, fleet  # noqa: E402
@@ -27,13 +30,13 @@ from tests.processes import Fleet, fleet  # noqa: E402
 __all__ = ["fleet"]
 
 SMALL = DemoSettings(trainers=2, workers=2, sync_every=2, prompts=4, group=4, shards=2, checkpoint_every=2)
+CHECKPOINTS = ("checkpoint.pt", "checkpoint-1.pt")
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256", "loco")
 
 
 def shared_states(folder: Path) -> list[Any]:
     """What each trainer's checkpoint says all of them have."""
-    names = ("checkpoint.pt", "checkpoint-1.pt")
-    return [torch.load(folder / name, weights_only=True)["loco"]["shared"][0] for name in names]
+    return [torch.load(folder / name, weights_only=True)["loco"]["shared"][0] for name in CHECKPOINTS]
 
 
 def versions_of(folder: Path) -> list[dict[str, Any]]:
@@ -66,6 +69,12 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(fleet: Fl
         "worker 0": final["digest"],
         "worker 1": final["digest"],
     }
+    published = {name: torch.zeros_like(weight) for name, weight in values(Policy().state_dict()).items()}
+    assert Subscriber(str(one / "store")).sync(published).version == 3
+    flat = torch.cat([weight.flatten() for weight in published.values()])
+    assert torch.equal(flat.view(torch.int16), mine["theta"].bfloat16().view(torch.int16))
+    own = [torch.load(one / name, weights_only=True)["loco"]["private"]["weights"][0] for name in CHECKPOINTS]
+    assert all(not torch.equal(weights, mine["theta"]) for weights in own)  # policies hold what was not sent, too
     newest = RunReader(LocalStore(one / "store"), None).newest()
     assert newest is not None
     assert (newest.version, newest.step) == (3, 6)
@@ -75,7 +84,7 @@ def test_in_lock_step_two_trainers_come_to_the_same_weights_every_time(fleet: Fl
 @pytest.mark.timeout(240)
 def test_a_run_goes_on_when_a_trainer_the_first_trainer_and_a_worker_are_killed(fleet: Fleet, tmp_path: Path) -> None:
     killed: set[str] = set()
-    settings = replace(SMALL, steps=14, loco="compact")
+    settings = replace(SMALL, steps=14, loco="exact")
     with ForkedRun(fleet, tmp_path, settings) as run:
         for line in run.lines():
             for name, when in (("trainer-1", 2), ("trainer", 6), ("0", 10)):

@@ -130,7 +130,7 @@ def test_a_round_of_several_trainers_is_one_more_line() -> None:
     }
     second = {**first, "round": 2, "trainers": ["trainer", "trainer-1"], "sent_bytes": 3_000, "received_bytes": 2_000}
     story = told(line(8, loco=first, meet_s=1.0), line(16, loco=second, meet_s=1.0), trainers=3, steps=24)
-    one = "round 2: 2 of 3 trainers, 5.00% fired; payload 3,000 bytes, 13.3 × smaller than dense"
+    one = "round 2: 2 of 3 trainers, 5.00% of weights sent; payload 3,000 bytes, 13.3 × smaller than dense"
     assert one in view.plain(story, line(16, loco=second)).splitlines()[1]
     assert one in " ".join(drawn(story).split())
     summary = story.summary({"trainer-1": 1}, ["0"])

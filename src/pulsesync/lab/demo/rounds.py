@@ -1,8 +1,9 @@
 """The process of one of several trainers: learn alone, meet the others every few steps, go on from where all are.
 
-Each has its own completions, optimizer and checkpoint, and meets the others by PULSELoCo, in a store of their own. What
-a round leads to is published by the first of them, as any trainer publishes; versions.jsonl tells the others, who are
-on the same machine, which version it became, and from which shared state.
+Each has its own completions, optimizer and checkpoint, and meets the others by PULSELoCo, in a store of their own. The
+shared weights that a round leads to are published by the first of them, as any trainer publishes; its own policy also
+holds what it has not sent yet, which is for nobody else. versions.jsonl tells the others, who are on the same machine,
+which version the shared weights became, and from which shared state.
 """
 
 import json
@@ -10,6 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from pulsesync.errors import VerificationError
 from pulsesync.lab.demo.sync import sender
@@ -19,7 +22,6 @@ from pulsesync.loco import DiLoCo, PulseLoCo, StoreExchange
 POLL_S = 0.05
 DEADLINE_S = 20.0  # for a trainer that is being started again; then a majority goes on without it
 PATIENCE_S = 3600.0  # in lock-step, which promises the same weights every time: nobody is left behind
-COMPACT_BITS = 3
 
 Line = dict[str, Any]  # of versions.jsonl
 
@@ -51,8 +53,13 @@ class Peer(DemoLearner):
         )
         if settings.loco == "dense":
             return DiLoCo(self.policy, self.optimizer, exchange=exchange, sync_every=every)
-        compact = COMPACT_BITS if settings.loco == "compact" else None
-        return PulseLoCo(self.policy, self.optimizer, exchange=exchange, sync_every=every, compact=compact)
+        options: dict[str, Any] = {"compact": None} if settings.loco == "exact" else {}
+        return PulseLoCo(self.policy, self.optimizer, exchange=exchange, sync_every=every, **options)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that all trainers share, and not this one's own policy."""
+        return self.loco.shared_weights(self.policy)
 
     @property
     def round(self) -> int:
@@ -96,7 +103,7 @@ class Peer(DemoLearner):
         """
         self.step = self.round * self.settings.sync_every
         if self.sender and self._newest(self._versions()) < self.round:
-            sent = self.sender.publish(self.policy, self.step, last=True)
+            sent = self.sender.publish(self.weights, self.step, last=True)
             told = {"round": self.round, "shared": self.loco.digests[0], **sent.facts()}
             append(self.folder / "versions.jsonl", told)
         while self._newest(versions := self._versions()) < self.round:

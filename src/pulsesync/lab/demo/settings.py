@@ -22,7 +22,7 @@ class DemoSettings:
     sync: Literal["pulse", "full"] = "pulse"
     trainers: int = 1
     sync_every: int = 8  # steps, after which several trainers meet
-    loco: Literal["pulse", "compact", "dense"] = "pulse"  # what they tell each other
+    loco: Literal["pulse", "exact", "dense"] = "pulse"  # what they tell each other
     store: str = ""  # where the trainer publishes
     read: str = ""  # where workers read, if it is not the same
     link: float | None = None  # bytes a second, from the store to each worker

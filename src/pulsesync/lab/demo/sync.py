@@ -1,10 +1,12 @@
 """How weights get from trainer to workers: by PULSESync, or whole each time, which is what it is compared with.
 
-Both ends of both ways do the same: `publish` makes a version of a policy's BF16 values, `fetch` brings a policy to one.
+Both ends of both ways do the same: `publish` makes a version of the BF16 values of weights, `fetch` brings a policy to
+one.
 """
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -50,7 +52,7 @@ class ReceivedVersion:
 class WeightSender(Protocol):
     """The trainer's end."""
 
-    def publish(self, policy: nn.Module, step: int, last: bool) -> PublishedVersion:
+    def publish(self, weights: Mapping[str, Tensor], step: int, last: bool) -> PublishedVersion:
         """Make a version, or, unless it is the last, leave the step for a later one."""
 
     def close(self) -> None: ...
@@ -78,9 +80,9 @@ def receiver(settings: DemoSettings, cache: str) -> WeightReceiver:
     return PulseReceiver(store, cache) if settings.sync == "pulse" else FullReceiver(store)
 
 
-def values(policy: nn.Module) -> dict[str, Tensor]:
-    """A policy's weights as they are published."""
-    return {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in policy.state_dict().items()}
+def values(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as they are published."""
+    return {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in weights.items()}
 
 
 def _give(policy: nn.Module, held: dict[str, Tensor]) -> None:
@@ -96,9 +98,9 @@ class PulseSender:
         self._publisher = Publisher(store, spool=spool, cast="BF16", publish_every=publish_every)
         self._last: PublishedVersion | None = None
 
-    def publish(self, policy: nn.Module, step: int, last: bool) -> PublishedVersion:
+    def publish(self, weights: Mapping[str, Tensor], step: int, last: bool) -> PublishedVersion:
         began = time.perf_counter()
-        report = self._publisher.publish({k: v.cpu() for k, v in policy.state_dict().items()}, step=step, now=last)
+        report = self._publisher.publish({k: v.cpu() for k, v in weights.items()}, step=step, now=last)
         if report.version is None:  # it goes into a later version
             assert self._last is not None
             return self._last
@@ -127,7 +129,8 @@ class PulseReceiver:
     def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
         began = time.perf_counter()
         if not self._held:
-            self._held = values(policy)  # if these are a published start, as the base checkpoint is, it starts there
+            # If these are a published start, as the base checkpoint is, it starts there.
+            self._held = values(policy.state_dict())
         try:
             report = self._subscriber.sync(self._held, version=version)
         except NothingPublishedError:
@@ -148,9 +151,9 @@ class FullSender:
         self._store = store
         self._version = _newest(store)
 
-    def publish(self, policy: nn.Module, step: int, last: bool) -> PublishedVersion:
+    def publish(self, weights: Mapping[str, Tensor], step: int, last: bool) -> PublishedVersion:
         began = time.perf_counter()
-        data = _bytes(values(policy))
+        data = _bytes(values(weights))
         self._version += 1
         self._store.put(_key(self._version), data)
         self._store.put(HEAD, str(self._version).encode())
@@ -185,7 +188,7 @@ class FullReceiver:
         if self._got is not None and self._got.version == wanted:
             return self._got
         data = self._store.get(_key(wanted))
-        held = values(policy)
+        held = values(policy.state_dict())
         if len(data) != sum(2 * weight.numel() for weight in held.values()):
             raise ChecksumError(f"version {wanted} has {len(data)} bytes, which are not this policy's")
         at = 0

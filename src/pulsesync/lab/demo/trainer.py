@@ -218,6 +218,11 @@ class DemoLearner:
     def serve(self) -> None:
         threading.Thread(target=serve, args=(self.office, self.book), daemon=True).start()
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that are published and rolled out."""
+        return dict(self.policy.state_dict())
+
     def lap(self) -> float:
         """Seconds since this was last called."""
         before, self._then = self._then, time.perf_counter()
@@ -246,7 +251,7 @@ class DemoLearner:
             "versions": dict(Counter(str(piece.version) for piece in pieces)),
             **facts,
             "workers": self.book.seen(),
-            "weights_sha256": _hash(values(self.policy)),
+            "weights_sha256": _hash(values(self.weights)),
             "rollouts_sha256": _hash({"tokens": rollouts.tokens, "rewards": rollouts.rewards}),
         }
         append(self.folder / "steps.jsonl", line)
@@ -279,14 +284,14 @@ class DemoTrainer(DemoLearner):
     def run(self) -> None:
         """Train to the last step. Raises: VerificationError, if a worker's weights were not what was published."""
         self.serve()
-        sent = self.sender.publish(self.policy, self.step, last=True)
+        sent = self.sender.publish(self.weights, self.step, last=True)
         self.book.published(sent.version, sent.digest)
         steps_of = {sent.version: self.step}
         self.lap()
         while self.step < self.settings.steps:
             taken = self.take(self.step)
             self.step += 1
-            sent = self.sender.publish(self.policy, self.step, last=self.step == self.settings.steps)
+            sent = self.sender.publish(self.weights, self.step, last=self.step == self.settings.steps)
             self.book.published(sent.version, sent.digest)
             steps_of.setdefault(sent.version, self.step)  # not again for steps that go into a later one
             seconds = {"wait_s": taken.wait_s, "train_s": taken.train_s, "publish_s": self.lap()}

@@ -159,7 +159,7 @@ def met(told: Line, trainers: int) -> str:
     if not sent:
         return f"{who}, without the first; it received {received:,} bytes"
     return (
-        f"{who}, {told['fired']:.2%} fired; payload {sent:,} bytes, {dense / sent:.1f} × smaller than dense; "
+        f"{who}, {told['fired']:.2%} of weights sent; payload {sent:,} bytes, {dense / sent:.1f} × smaller than dense; "
         f"wire {received:,} bytes received, {owed / max(received, 1):.1f} × less than dense through the same store"
     )
 
@@ -228,12 +228,12 @@ def _meetings(rounds: Line, settings: DemoSettings) -> str:
         return f"Trainers: {rounds['trainers']}, and the first was in no round."
     return (
         f"Trainers: {rounds['trainers']}, which met after every {settings.sync_every} steps, {rounds['rounds']} × "
-        f"({settings.loco}). {rounds['fired_share']:.2%} of weights fired. A payload was "
+        f"({settings.loco}). {rounds['fired_share']:.2%} of weights were sent. A payload was "
         f"{rounds['sent_bytes']:,.0f} bytes in place of {rounds['dense_bytes']:,.0f} of dense FP32: "
         f"{rounds['payload_times_smaller']:.1f} times smaller. "
         f"On the wire a trainer received {rounds['received_bytes']:,.0f} bytes a round: "
         f"{rounds['wire_times_smaller']:.1f} times less than the others' dense payloads through the same store. "
-        "All came to the same weights every time."
+        "All trainers had the same shared weights after every round."
     )
 
 
