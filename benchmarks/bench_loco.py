@@ -4,10 +4,10 @@
     python benchmarks/bench_loco.py --grid --jobs 16               # all of H, R and learning rates
     python benchmarks/bench_loco.py --model .models/smollm2 --device cuda --lr 1e-6 --every 8 --trainers 4
 
-Trainers follow the exact gate in closed loop, or with --follow compact that one; in the rounds that are measured, the
-same updates are also sent the other way, by both ways of a process group, and every trainer's result is compared bit
-for bit. The payload is what one trainer has
-to say, heads and hashes included; the wire is all that it sends in a round, sizes and notes included.
+Trainers have a momentum of their own, as in PulseLoCo, and follow the exact gate in closed loop, or with --follow
+compact that one; in the rounds that are measured, the same updates are also sent the other way, by both ways of a
+process group, and every trainer's result is compared bit for bit. The payload is what one trainer has to send, heads
+and hashes included; the wire is all that it sends in a round, sizes and notes included.
 Baselines: FP32 DiLoCo, 4 bytes a weight, by a ring all-reduce; DDP, the same at each of H steps (BF16: half).
 """
 
@@ -21,14 +21,16 @@ from dataclasses import asdict
 from typing import Any
 
 from bench_codec import provenance
-from fleet import RULES, Fleet, dense_bytes, measure
+from fleet import Fleet, dense_bytes, measure
 
 from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
-from pulsesync.loco.outer import Nesterov
+from pulsesync.loco.gate import SentUpdate, VisibilityGate
+from pulsesync.loco.outer import Nesterov, OwnMomentum
 
+GATES = {"exact": VisibilityGate(), "compact": VisibilityGate(1)}
 EVERY, TRAINERS, RATES = (1, 4, 8, 16, 32), (2, 4, 8), (1e-6, 3e-6, 1e-5, 1e-4)
-FIRST = 3  # rounds that are shown apart: a checkpoint begins on the BF16 grid, where fewer entries fire
+FIRST = 3  # rounds that are shown apart: a checkpoint begins on the BF16 grid, where fewer entries are sent
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -39,27 +41,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     game = open_game(DemoSettings(model=options.model, device=options.device, group=options.group))
     fleet = Fleet(
         game,
+        OwnMomentum(Nesterov(0.7, 0.9)),
         trainers=options.trainers,
         sync_every=options.every,
         lr=options.lr,
-        outer=Nesterov(0.7, 0.9),
         prompts=options.prompts,
         group=options.group,
         seed=options.seed,
     )
     rounds: list[dict[str, Any]] = []
     for number in range(1, options.rounds + 1):
-        updates = fleet.work()
+        parts: dict[str, list[SentUpdate]] = {mode: [] for mode in GATES}
+        for _, update in fleet.work():
+            for mode, gate in GATES.items():
+                parts[mode].append(gate.select(fleet.shared.theta, update))
+            fleet.take(update, parts[options.follow][-1])
         found: dict[str, Any] = {"round": number, "reward": fleet.rewards[-1]}
-        splits = {}
-        for mode in ("exact", "compact"):
-            splits[mode] = [RULES[mode].split(fleet.shared.theta, s) for s in updates]
-            if number == 1 or number > FIRST:
-                found[mode] = asdict(measure(fleet, RULES[mode], splits[mode]))
+        if number == 1 or number > FIRST:
+            found |= {mode: asdict(measure(fleet, some)) for mode, some in parts.items()}
         if options.say:
             print(json.dumps(found), file=sys.stderr, flush=True)
         rounds.append(found)
-        fleet.commit(splits[options.follow])
+        fleet.step()
     keys = ("model", "every", "trainers", "lr", "prompts", "group", "seed", "follow")
     setting = {key: getattr(options, key) for key in keys}
     return {**setting, "model": os.path.basename(options.model), "size": fleet.shared.theta.size, "rounds": rounds}
@@ -74,17 +77,17 @@ def ratios(found: dict[str, Any], mode: str, rounds: list[dict[str, Any]]) -> di
         return sum(map(get, some)) / len(some)
 
     return {
-        "fired": mean(lambda r: r["fired"]),
+        "sent": mean(lambda r: r["share"]),
         "union": mean(lambda r: r["union"]),
-        "bits": 8 * mean(lambda r: r["payload"]) / (found["size"] * mean(lambda r: r["fired"])),
+        "bits": 8 * mean(lambda r: r["payload"]) / (found["size"] * mean(lambda r: r["share"])),
         "payload": payload / mean(lambda r: r["payload"]),
-        "owner": ring / mean(lambda r: r["owner"][0]),
-        "gather": ring / mean(lambda r: r["gather"][0]),
+        "owner": ring / mean(lambda r: r["wire"]["owner"][0]),
+        "gather": ring / mean(lambda r: r["wire"]["gather"][0]),
     }
 
 
 HEADINGS = (
-    "| lr | H | R | fired, round 1 | fired | union | mode | bits an entry | payload × (round 1) | payload × | "
+    "| lr | H | R | sent, round 1 | sent | union | mode | bits an entry | payload × (round 1) | payload × | "
     "wire ×, owner | wire ×, gather | payload × under DDP | wire × under DDP, owner |\n"
     "|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|"
 )
@@ -97,7 +100,7 @@ def rows(found: dict[str, Any]) -> list[str]:
         first = ratios(found, mode, [entry for entry in found["rounds"] if entry["round"] == 1])
         steady = ratios(found, mode, [entry for entry in found["rounds"] if entry["round"] > FIRST])
         out.append(
-            f"| {found['lr']:g} | {every} | {found['trainers']} | {first['fired']:.2%} | {steady['fired']:.2%} "
+            f"| {found['lr']:g} | {every} | {found['trainers']} | {first['sent']:.2%} | {steady['sent']:.2%} "
             f"| {steady['union']:.2%} | {mode} | {steady['bits']:.2f} | {first['payload']:.1f} "
             f"| {steady['payload']:.1f} | {steady['owner']:.1f} | {steady['gather']:.1f} "
             f"| {every * steady['payload']:.0f} | {every * steady['owner']:.0f} |"

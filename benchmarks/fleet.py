@@ -1,100 +1,135 @@
 """Several trainers in one process, taking turns: what the benchmarks of PULSELoCo share.
 
-The trainers are as real as in a run across processes (each has its own optimizer state, its own rollouts and its own
-residual, and what they exchange goes through the library's gate, coder and exchange); only the transport is a list in
+The trainers are as real as in a run across processes: each has its own inner optimizer, rollouts, residual and outer
+momentum, and what they exchange goes through the library's gate, coder and exchange. Only the transport is a list in
 memory. Rollouts of a round are generated with the BF16 values of the round's shared weights, as workers would.
+
+There is one policy, on the device, through which the trainers pass; residuals and momenta stay in host memory.
 """
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from pulsesync.core.threads import spread
+from pulsesync.kernels.reference import bf16
 from pulsesync.lab.demo.game import Game
 from pulsesync.lab.demo.grpo import Rollouts
-from pulsesync.loco.gate import F32, DenseGate, GateRule, SparseVector, SplitUpdate, VisibilityGate, update
+from pulsesync.loco.gate import F32, LARGEST, SentUpdate, SparseVector, Update, chunks_of, unit_of
 from pulsesync.loco.group import GroupExchange
-from pulsesync.loco.outer import SGD, aggregate
+from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 
 
-@dataclass(frozen=True)
-class NoFeedback:
-    """The gate without a residual: what does not fire is lost."""
-
-    dense = False
-
-    def split(self, theta: F32, s: F32) -> SplitUpdate:
-        sent = VisibilityGate().split(theta, s).sent
-        only = np.zeros_like(s)
-        sent.add_to(only)
-        return SplitUpdate(sent, only)
-
-
 class Chosen:
-    """A number of entries, the largest or any, with error feedback: as many as a budget of bytes pays for."""
+    """A gate that sends a number of entries, the largest or any: as many as a budget of bytes pays for."""
 
     dense = False
 
-    def __init__(self, largest: bool, seed: int) -> None:
-        self.largest, self.count, self._random = largest, 1, np.random.default_rng(seed)
+    def __init__(self, largest: bool, bits: int | None, seed: int) -> None:
+        self.largest, self.bits, self.count, self._random = largest, bits, 1, np.random.default_rng(seed)
 
-    def split(self, theta: F32, s: F32) -> SplitUpdate:
+    def select(self, theta: F32, update: Update) -> SentUpdate:
+        s = np.concatenate([update.read(here) for here in chunks_of(update.size)])
+        sizes = np.abs(s)
         count = min(max(1, self.count), s.size)
         if self.largest:
-            positions = np.sort(np.argpartition(np.abs(s), s.size - count)[s.size - count :])
+            positions = np.sort(np.argpartition(sizes, s.size - count)[s.size - count :])
         else:
             positions = np.sort(self._random.choice(s.size, count, replace=False, shuffle=False))
         positions = positions[s[positions] != 0]
-        return SplitUpdate(SparseVector(s.size, positions, s[positions]), s)
+        values, unit = s[positions], None
+        if self.bits is not None:  # as VisibilityGate does
+            unit = unit_of(values, self.bits)
+            rounded = np.clip(np.rint(np.ldexp(values.astype(np.float64), -unit)), -LARGEST, LARGEST)
+            positions, rounded = positions[rounded != 0], rounded[rounded != 0]
+            values = np.ldexp(rounded, unit).astype(np.float32)
+        return SentUpdate(SparseVector(s.size, positions, values), unit, sizes.max())
+
+
+@dataclass(eq=False)
+class Trainer:
+    """What is one trainer's own."""
+
+    optimizer: torch.optim.Optimizer
+    residual: F32
+    momentum: F32 | None
 
 
 class Fleet:
-    """Trainers of one policy, their shared state, and rounds between them."""
+    """Trainers of one policy, their shared state, and rounds between them.
+
+    for number, update in fleet.work():
+        fleet.take(update, gate.select(fleet.shared.theta, update))
+    fleet.step()
+    """
 
     def __init__(
         self,
         game: Game,
+        rule: OuterRule,
         *,
         trainers: int,
         sync_every: int,
         lr: float,
-        outer: SGD,
         prompts: int,
         group: int,
         seed: int,
         forward: str = "FP32",
     ) -> None:
-        self.game, self.trainers, self.sync_every, self.outer = game, trainers, sync_every, outer
-        self.prompts, self.group, self.seed = prompts, group, seed
+        self.game, self.rule, self.sync_every, self.lr = game, rule, sync_every, lr
+        self.prompts, self.group, self.seed, self.forward = prompts, group, seed, forward
         self.policy = game.policy()
         self._weights = list(self.policy.parameters())
-        self.optimizers = [torch.optim.AdamW(self._weights, lr=lr, weight_decay=0.0) for _ in range(trainers)]
-        if forward == "BF16":
-            for optimizer in self.optimizers:
-                optimizer.register_step_pre_hook(lambda *_: self.write(self._masters))
-        self._masters = theta = self.read()
-        self.forward = forward
-        self.shared = SharedState("0" * 64, theta, np.zeros_like(theta))
-        self.residuals = [np.zeros_like(theta) for _ in range(trainers)]
+        self._masters = self._gathered()
+        pinned = self._masters.device.type == "cuda"
+        self._host = torch.empty(self._masters.shape, pin_memory=pinned)  # all trainers' weights pass through it
+        theta = self.read().copy()
+        self.shared = SharedState("0" * 64, theta, rule.first_trend(theta.size))
+        self.trainers = [self._join(None) for _ in range(trainers)]
+        self.total = np.zeros_like(theta)  # of what was taken in this round
         self.rewards: list[float] = []
 
+    def _join(self, momentum: F32 | None) -> Trainer:
+        optimizer = torch.optim.AdamW(self._weights, lr=self.lr, weight_decay=0.0)
+        if self.forward == "BF16":
+            optimizer.register_step_pre_hook(lambda *_: self._scatter(self._masters))
+        if self.rule.own_momentum and momentum is None:
+            momentum = np.zeros_like(self.shared.theta)
+        return Trainer(optimizer, np.zeros_like(self.shared.theta), momentum)
+
+    def replace(self, number: int, momentum: F32 | None) -> None:
+        """Let a trainer leave with all that is its own, and another take its place, with this momentum or none."""
+        self.trainers[number] = self._join(momentum)
+
+    # Weights in and out of the policy
+
+    def _gathered(self) -> Tensor:
+        return torch.cat([weight.detach().reshape(-1) for weight in self._weights])
+
+    @torch.no_grad()
+    def _scatter(self, flat: Tensor) -> None:
+        at = 0
+        for weight in self._weights:
+            weight.copy_(flat[at : at + weight.numel()].view(weight.shape))
+            at += weight.numel()
+
     def read(self) -> F32:
-        flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights])
-        return np.array(flat.cpu().numpy(), np.float32)
+        """The policy's weights, in memory that the next call, and the next trainer's turn, use again."""
+        self._host.copy_(self._gathered())
+        return np.asarray(self._host.numpy(), np.float32)
 
     def write(self, values: F32, as_workers: bool = False) -> None:
-        flat = torch.from_numpy(values).to(self._weights[0].device)
-        if as_workers:
-            flat = flat.bfloat16().float()
-        with torch.no_grad():
-            at = 0
-            for weight in self._weights:
-                weight.copy_(flat[at : at + weight.numel()].view(weight.shape))
-                at += weight.numel()
+        flat = torch.from_numpy(values).to(self._masters.device)
+        self._scatter(flat.bfloat16().float() if as_workers else flat)
+
+    # A round
 
     def play(self, trainer: int, steps: int, number: int) -> Rollouts:
         """Rollouts for so many steps of a trainer, by the weights that are in the policy."""
@@ -102,30 +137,45 @@ class Fleet:
         return self.game.play(self.policy, self.prompts * steps, seed)
 
     def evaluate(self, prompts: int) -> float:
-        """The mean reward on prompts that are the same for everybody."""
+        """The mean reward of the shared weights, as BF16, on prompts that are the same for everybody."""
         self.write(self.shared.theta, as_workers=True)
         return float(self.game.play(self.policy, prompts, 987_654_321).rewards.mean())
 
     def learn(self, optimizer: torch.optim.Optimizer, rollouts: Rollouts) -> None:
         """Take a step: gradients at the weights, or at their BF16 values, as autocast has them; moves the masters."""
         if self.forward == "BF16":
-            self._masters = self.read()
-            self.write(self._masters, as_workers=True)
+            self._masters = self._gathered()
+            self._scatter(self._masters.bfloat16().float())
         self.game.learn(self.policy, optimizer, rollouts)
 
-    def work(self) -> list[F32]:
-        """Let every trainer take its steps; return their updates, residuals included."""
+    def work(self) -> Iterator[tuple[int, TrainerUpdate]]:
+        """Let every trainer take its steps, in turn; yield its number and its update, which is valid until the next."""
         self.write(self.shared.theta, as_workers=True)
-        played = [self.play(r, self.sync_every, self.shared.round) for r in range(self.trainers)]
+        played = [self.play(r, self.sync_every, self.shared.round) for r in range(len(self.trainers))]
         self.rewards.append(float(torch.stack([p.rewards.mean() for p in played]).mean()))
-        out = []
-        for optimizer, rollouts, residual in zip(self.optimizers, played, self.residuals, strict=True):
-            self.write(self.shared.theta)
-            rows = self.prompts * self.group
+        self.total = np.zeros_like(self.shared.theta)
+        rows = self.prompts * self.group
+        for number, (trainer, rollouts) in enumerate(zip(self.trainers, played, strict=True)):
+            theta, residual = self.shared.theta, trainer.residual
+            self.write(self.rule.start(theta, residual))
             for step in range(self.sync_every):
-                self.learn(optimizer, _rows(rollouts, step * rows, (step + 1) * rows))
-            out.append(update(self.shared.theta, self.read(), residual))
-        return out
+                self.learn(trainer.optimizer, _rows(rollouts, step * rows, (step + 1) * rows))
+            yield number, TrainerUpdate(self.rule, theta, residual, trainer.momentum, self.read().__getitem__)
+
+    def take(self, update: TrainerUpdate, part: SentUpdate) -> None:
+        """Add a part of an update to the round's sum; the trainer keeps the rest."""
+        if not part.largest <= LARGEST_UPDATE:
+            raise RuntimeError(f"a trainer has diverged in round {self.shared.round + 1}")
+        part.sent.add_to(self.total)
+        update.commit(part.sent)
+
+    def step(self, total: F32 | None = None) -> None:
+        """Move on by what was taken, or by another sum, whose memory is used up."""
+        members = {f"{r:05d}": "" for r in range(len(self.trainers))}
+        result = self.shared.resolve(Outcome(members, self.total if total is None else total), self.rule)
+        if not result.members:
+            raise RuntimeError(f"round {self.shared.round + 1} has diverged")
+        self.shared = result.after
 
     def work_together(self) -> None:
         """The same number of steps with gradients averaged at each: one large batch, rollouts of the same moment."""
@@ -133,24 +183,26 @@ class Fleet:
         for step in range(self.sync_every):
             self.write(self.shared.theta, as_workers=True)
             number = self.shared.round * self.sync_every + step
-            played = Rollouts.join([self.play(r, 1, number) for r in range(self.trainers)])
+            played = Rollouts.join([self.play(r, 1, number) for r in range(len(self.trainers))])
             gathered.append(float(played.rewards.mean()))
             self.write(self.shared.theta)
-            self.learn(self.optimizers[0], played)
-            self.shared = SharedState(self.shared.layout, self.read(), self.shared.momentum, self.shared.round)
+            self.learn(self.trainers[0].optimizer, played)
+            self.shared = replace(self.shared, theta=self.read().copy())
         self.rewards.append(float(np.mean(gathered)))
-        self.shared = SharedState(self.shared.layout, self.shared.theta, self.shared.momentum, self.shared.round + 1)
+        self.shared = replace(self.shared, round=self.shared.round + 1)
 
-    def coder(self, rule: GateRule) -> Coder:
-        described = None if rule.dense else describe(self.shared.theta, self.shared.momentum)
+    def coder(self, dense: bool) -> Coder:
+        described = None if dense else describe(self.shared.theta, self.shared.trend)
         return Coder(0, self.shared.round + 1, self.shared.digest, described)
 
-    def commit(self, splits: list[SplitUpdate]) -> None:
-        """Add up and move on, as every trainer would."""
-        total = aggregate((split.sent for split in splits), self.shared.theta.size)
-        members = {f"{r:05d}": "" for r in range(self.trainers)}
-        self.shared = self.shared.after(Outcome(members, total), self.outer)
-        self.residuals = [split.kept for split in splits]
+    def apart(self, number: int) -> float:
+        """The share of weights at which a trainer begins its next round with another BF16 value than the shared one."""
+        theta, residual = self.shared.theta, self.trainers[number].residual
+        start = self.rule.start(theta, residual)
+        if start is theta:
+            return 0.0
+        found = spread(lambda here: np.count_nonzero(bf16(theta[here]) != bf16(start[here])), chunks_of(theta.size))
+        return sum(found) / theta.size
 
 
 def _rows(rollouts: Rollouts, begin: int, end: int) -> Rollouts:
@@ -201,27 +253,26 @@ class _ThreadGroup(GroupExchange):
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of one round, means over trainers: payload as encoded in one piece, and what passed by either way."""
+    """Bytes of one round, means over trainers: the payload as encoded in one piece, and what passed by each way."""
 
     payload: float
-    owner: tuple[float, float]  # sent, received
-    gather: tuple[float, float]
-    fired: float  # share of entries
-    union: float
+    wire: dict[str, tuple[float, float]]  # "owner" or "gather" -> sent, received
+    share: float  # of the entries, that a trainer sent
+    union: float  # of the entries, that any sent and that did not cancel out
 
 
-def measure(fleet: Fleet, rule: GateRule, splits: list[SplitUpdate]) -> Sent:
-    """Exchange these updates both ways, see that the results are the same bits everywhere, and count."""
-    coder, size, count = fleet.coder(rule), fleet.shared.theta.size, len(splits)
-    payload = [len(coder.encode(f"{r:05d}", split.sent, split.unit)) for r, split in enumerate(splits)]
-    passed, totals = {}, []
-    for way in ("owner", "gather"):
+def measure(fleet: Fleet, parts: Sequence[SentUpdate], ways: Sequence[str] = ("owner", "gather")) -> Sent:
+    """Exchange these updates, which are sparse; see that the results are the same bits everywhere; count."""
+    coder, size, count = fleet.coder(dense=False), fleet.shared.theta.size, len(parts)
+    payload = [len(coder.encode(f"{r:05d}", part.sent, part.unit)) for r, part in enumerate(parts)]
+    wire, totals = {}, []
+    for way in ways:
         board: list[Any] = [None] * count
         outcomes: list[Outcome | None] = [None] * count
         barrier = threading.Barrier(count, timeout=300)
 
         def one(rank: int, exchange: GroupExchange, outcomes: list[Any] = outcomes) -> None:
-            letter = exchange.prepare(coder, splits[rank])
+            letter = exchange.prepare(coder, parts[rank])
             outcome = outcomes[rank] = exchange.propose(coder, letter, size)
             exchange.confirm(coder, outcome, fleet.shared)
 
@@ -235,15 +286,12 @@ def measure(fleet: Fleet, rule: GateRule, splits: list[SplitUpdate]) -> Sent:
         assert len(done) == count
         totals += [outcome.total.view(np.uint32) for outcome in done]
         sent, received = ([getattr(one, name) for one in group] for name in ("sent_bytes", "received_bytes"))
-        passed[way] = float(np.mean(sent)), float(np.mean(received))
+        wire[way] = float(np.mean(sent)), float(np.mean(received))
     assert all(np.array_equal(total, totals[0]) for total in totals)
-    fired = float(np.mean([split.sent.positions.size for split in splits])) / size
-    return Sent(float(np.mean(payload)), passed["owner"], passed["gather"], fired, np.count_nonzero(totals[0]) / size)
+    share = float(np.mean([part.sent.positions.size for part in parts])) / size
+    return Sent(float(np.mean(payload)), wire, share, np.count_nonzero(totals[0]) / size)
 
 
 def dense_bytes(size: int, trainers: int) -> tuple[int, float]:
     """What DiLoCo sends of FP32 updates: the payload, and by a ring all-reduce, sent and received alike."""
     return 4 * size, 2 * (trainers - 1) / trainers * 4 * size
-
-
-RULES: dict[str, GateRule] = {"dense": DenseGate(), "exact": VisibilityGate(), "compact": VisibilityGate(3)}
