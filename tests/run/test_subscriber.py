@@ -1548,16 +1548,21 @@ CLOSED_BY_A_SIGNAL = """
 import signal, sys, time
 from pulsesync import Subscriber
 from pulsesync.store import MemoryStore
-from tests.runs import publish_steps, worker
+from tests.runs import Watched, publish_steps, worker
 
-store = MemoryStore()
+def arm(verb, key):
+    "Begin the time when the watch first reads: a signal before that would close what does not watch yet."
+    store.before = lambda verb, key: None
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+
+store = Watched(MemoryStore())
 publish_steps(store, 1)
 until = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < until:
     sub, held = Subscriber(store), worker()
     sub.sync(held)
     signal.signal(signal.SIGALRM, lambda *_: sub.close())
-    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    store.before = arm
     assert list(sub.watch(held, interval_s=1e-7, max_interval_s=1e-7)) == []
 """
 
@@ -1566,8 +1571,29 @@ while time.monotonic() < until:
 def test_close_from_a_signal_handler_ends_a_watch_of_the_same_thread(seconds: float) -> None:
     """A process of its own, because one that hangs there cannot be interrupted; time to meet the moment often."""
     program = [sys.executable, "-c", CLOSED_BY_A_SIGNAL, str(seconds)]
-    done = subprocess.run(program, timeout=30, capture_output=True, text=True)
+    done = subprocess.run(program, timeout=50, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wait_ends_although_its_time_is_over_before_it_begins() -> None:
+    """20,000 waits of 100 ns: some threads are interrupted for longer than that before they wait."""
+
+    def wait_often() -> None:
+        for _ in range(20_000):
+            subscriber._Flag().wait(1e-7)
+
+    waiting = threading.Thread(target=wait_often, daemon=True)  # one that never ends must not hold up the others
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_a_flag_can_be_set_twice_and_waited_for_by_many() -> None:
+    flag = subscriber._Flag()
+    flag.set()
+    flag.set()
+    with ThreadPoolExecutor(3) as pool:
+        assert not any(list(pool.map(flag.wait, [60] * 12, timeout=30)))
 
 
 def test_a_close_ends_every_watch_that_waits() -> None:

@@ -10,7 +10,6 @@ deep. The pause, in which the weights are not to be used, is the commit at the e
 
 import logging
 import os
-import queue
 import threading
 import time
 import traceback
@@ -155,25 +154,30 @@ class _Progress:
 class _Flag:
     """A flag that any number of threads can wait for, and that a signal handler can set.
 
-    A `threading.Event` takes a lock in `set`; if a handler interrupts the `wait` of its own thread, it waits for that
-    lock without end.
+    The standard library has two things that look fit, and are not. `threading.Event.set` takes a lock; a handler that
+    interrupts the `wait` of its own thread waits for that lock without end. `queue.SimpleQueue.get` waits without end
+    if its time has passed while it takes its lock for the first time.
     """
 
     def __init__(self) -> None:
         self._set = False
-        self._waiting: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` is re-entrant
+        self._gate = threading.Lock()
+        self._gate.acquire()  # until the flag is set; then every thread that waits passes
 
     def set(self) -> None:
         self._set = True
-        self._waiting.put(None)
+        self._open()
 
     def is_set(self) -> bool:
         return self._set
 
     def wait(self, timeout_s: float) -> None:
-        with suppress(queue.Empty):
-            self._waiting.get(timeout=timeout_s)
-            self._waiting.put(None)  # for the next thread that waits
+        if self._gate.acquire(timeout=timeout_s):
+            self._open()  # for the next thread that waits
+
+    def _open(self) -> None:
+        with suppress(RuntimeError):  # it is open: the flag was set twice, or a handler set it again during a wait
+            self._gate.release()
 
 
 class Subscriber:
