@@ -143,6 +143,6 @@ def test_a_header_cut_short_is_refused(size: int) -> None:
 
 def test_a_part_with_all_the_sections_it_may_have_opens_at_once() -> None:
     _, data = container.build(LAYOUT, [[]] * container.MAX_SECTIONS)
-    began = time.perf_counter()
+    began = time.process_time()
     container.open_part(data)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2

@@ -351,10 +351,10 @@ def test_a_file_too_large_is_refused_unread() -> None:
 
 def test_a_record_that_claims_many_parts_in_few_bytes_is_refused_at_once() -> None:
     empty = b"\x01\x00\x00" * manifests.MAX_PARTS
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(FormatError, match="twice"):
         manifests.parse(changed(parts=records.number(manifests.MAX_PARTS) + empty))
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_a_record_says_who_signed_it() -> None:

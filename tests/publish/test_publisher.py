@@ -685,7 +685,7 @@ def test_on_a_slow_link_auto_folds_steps_and_not_more_than_it_may() -> None:
     reports: list[Any] = []
     with Publisher(store, publish_every="auto", max_behind=4) as pub:
         pub.publish(training.weights)
-        store.before = lambda verb, key: time.sleep(0.15) if key.startswith("parts/") else None
+        store.before = lambda verb, key: time.sleep(0.3) if key.startswith("parts/") else None
         for step in range(10):
             training.step()
             if step == 0:

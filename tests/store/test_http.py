@@ -268,8 +268,8 @@ def test_a_tls_handshake_that_does_not_end_is_given_up() -> None:
 def test_a_slow_server_that_keeps_the_minimum_rate_is_read_to_its_end() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n"
     with (
-        trickling(head, bytes(30), pause_s=0.02) as url,
-        closing(HttpStore(url, timeout_s=0.2, min_bytes_per_s=10)) as store,
+        trickling(head, bytes(30), pause_s=0.05) as url,
+        closing(HttpStore(url, timeout_s=0.5, min_bytes_per_s=10)) as store,
     ):
         assert store.get("a") == bytes(30)  # takes three times timeout_s
 
