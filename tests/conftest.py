@@ -21,6 +21,8 @@ sys.dont_write_bytecode = False
 # Two test processes share the machine, and their tensors are small: torch's threads would mostly wait for each other,
 # and burn a core while they do (measured: the tests of the lab take 25 CPU seconds with two threads, 11 with one).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray gives its workers a low priority: beside tests that use all cores they would miss their time limits.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)
