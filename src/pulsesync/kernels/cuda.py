@@ -28,6 +28,7 @@ from pulsesync.kernels.gpu.marks import (
     count_classes,
     count_marks,
     list_hot,
+    mark_hot,
     mark_later,
     remember,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "gather_pieces",
     "land",
     "list_hot",
+    "mark_hot",
     "mark_later",
     "pack",
     "recount",
