@@ -1551,7 +1551,7 @@ from pulsesync.store import MemoryStore
 from tests.runs import Watched, publish_steps, worker
 
 def arm(verb, key):
-    "Begin the time when the watch first reads: a signal before that would close what does not watch yet."
+    "Start the timer when the watch first reads: an earlier signal would close a subscriber that does not watch yet."
     store.before = lambda verb, key: None
     signal.setitimer(signal.ITIMER_REAL, 0.002)
 

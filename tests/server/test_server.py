@@ -292,13 +292,13 @@ def test_a_certificate_makes_it_https(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_at_once_though_a_request_hangs(upstream: "Upstream", tmp_path: Path, number: int) -> None:
+def test_it_ends_within_a_second_though_a_request_hangs(upstream: "Upstream", tmp_path: Path, number: int) -> None:
     with running("relay", upstream.url, cache=tmp_path) as server, ThreadPoolExecutor() as threads:
         hanging = threads.submit(ask, server.url, "/hang")
         time.sleep(0.2)
         begin = time.monotonic()
         assert server.stop(number) == 0
-        assert time.monotonic() - begin < 5  # a second on an idle machine; the request hangs for ten
+        assert time.monotonic() - begin < 1
         assert server.process.stdout is not None
         assert server.process.stdout.read() == ""  # nothing to complain about
         assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
@@ -567,13 +567,13 @@ def test_a_relay_of_a_relay_passes_everything_on_and_soon(folder: Path, tmp_path
             store.get("manifests/0000000000000007")
         LocalStore(folder).create("manifests/0000000000000007", b"{}\n")
         begin = time.monotonic()
-        while time.monotonic() - begin < 8:
+        while time.monotonic() - begin < 3:
             try:
                 assert store.get("manifests/0000000000000007") == b"{}\n"
                 break
             except NotFoundError:
                 time.sleep(0.05)
-        assert time.monotonic() - begin < 6  # a second for each relay, on an idle machine
+        assert time.monotonic() - begin < 2.5  # a second for each relay
 
 
 def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(tmp_path: Path) -> None:

@@ -154,9 +154,9 @@ class _Progress:
 class _Flag:
     """A flag that any number of threads can wait for, and that a signal handler can set.
 
-    The standard library has two things that look fit, and are not. `threading.Event.set` takes a lock; a handler that
-    interrupts the `wait` of its own thread waits for that lock without end. `queue.SimpleQueue.get` waits without end
-    if its time has passed while it takes its lock for the first time.
+    Two classes of the standard library cannot be used for it. `threading.Event.set` takes a lock; a handler that
+    interrupts the `wait` of its own thread waits for that lock without end. `queue.SimpleQueue.get` of CPython waits
+    without end if its time has passed while it takes its lock for the first time.
     """
 
     def __init__(self) -> None:
