@@ -316,12 +316,78 @@ def kernels(weights: float, density: float) -> str:
     return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=48))
 
 
+LINES = {  # functions whose wall-clock time is told, by module; one inside another counts in both
+    "device.baseline": "block_moves code_pile _diffs moves",
+    "device.encode": "_choose_cuts find_hot _decide _choose_sizes _list_sizes _count _launch build_cold build_many"
+    " _payloads _packed _checks to_host",
+    "device.hot": "advance _advance _by_tile to_host",
+    "device.state": "find_hot advance block_moves moves",
+    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload _hot parse_cold _cold"
+    " to_host",
+    "format.patch": "finish choose _assemble",
+    "format.container": "build open_part",
+    "format.tables": "normalise choose_cuts choose_from",
+}
+
+
+def lines(weights: float, density: float, codec: str) -> str:
+    """Where the host's time goes: milliseconds and calls of functions, in the median encode and decode of five."""
+    import functools
+    import importlib
+
+    spent: dict[str, list[float]] = {}
+
+    def told(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def call(*args: object, **options: object) -> object:
+            began = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                spent.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
+
+        return call
+
+    bench = Bench(make(weights, density))
+    state, layout = bench.state, bench.state.layout
+    if codec == "history":  # of the second patch of an epoch: the first has nothing to remember
+        manifest, body, _ = bench.record(codec)
+        state.commit(state.prepare(manifest, [body]))
+        bench.last = manifest
+        bench.shards = bench.baseline.read(make(weights, density).old, {})
+    manifest, _, _ = bench.record(codec)
+    for module, names in LINES.items():
+        loaded = importlib.import_module(f"pulsesync.{module}")
+        for name in names.split():
+            setattr(loaded, name, told(f"{module}.{name}", getattr(loaded, name)))
+    out = []
+    for what in ("encode", "decode and commit"):
+        spent.clear()
+        walls = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            if what == "encode":
+                bench.encode(codec)
+            else:
+                back = state.commit(state.prepare(manifest, [Body.of(bench.data, layout)]))
+            torch.cuda.synchronize()
+            walls.append(1e3 * (time.perf_counter() - began))
+            if what != "encode":
+                state.commit(back)
+        out.append(f"{what}, {codec}: {statistics.median(walls):.2f} ms")
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+            out.append(f"  {sum(times) / 6:8.2f} ms  {len(times) / 6:5.1f} ×  {name}")
+    return "\n".join(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[7.6], help="billions of weights")
     parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent that change")
     parser.add_argument("--held", nargs="*", choices=["device", "host"], default=[], help="time whole publishes, too")
     parser.add_argument("--kernels", action="store_true", help="profile one encode and decode of the first pair")
+    parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time the host's work")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -336,6 +402,8 @@ def main() -> None:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     for keep in given.held:
         print(keep, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, keep)), flush=True)
+    for codec in given.lines:
+        print(lines(1e9 * given.sizes[0], given.densities[0] / 100, codec))
     if given.kernels:
         print(kernels(1e9 * given.sizes[0], given.densities[0] / 100))
 

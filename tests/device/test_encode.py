@@ -139,10 +139,12 @@ def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: s
 def test_tables_of_any_size_are_counted_by_the_kernels_of_the_first_two_patches(device: str) -> None:
     rows = torch.tensor([0, 1, 1], dtype=torch.int16, device=device)
     symbols = torch.tensor([0, 3, 0], dtype=torch.uint8, device=device)
+    spans = np.array([0, 2]), np.array([2, 3])
     with counted() as compiled:
         for ages in (1, 2, 8, 32):  # the number of the patch in its epoch
             for classes in (5, 24):
-                counts = encode._count(rows, symbols, Contexts(0, classes, ages, 38)).reshape(classes * ages, -1)
+                found = encode._count(rows, symbols, spans, Contexts(0, classes, ages, 38))
+                counts = found.reshape(classes * ages, -1)
                 assert counts[0, 0] == counts[1, 0] == counts[1, 3] == 1
                 assert counts.sum() == 3
             if ages == 2:

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 from pulsesync.core.types import TensorSpec
-from pulsesync.device.hot import DeviceHistory, list_hot, mark_hot
+from pulsesync.device.hot import DeviceHistory, find_hot
 from pulsesync.device.memory import to_host
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History
@@ -53,7 +52,7 @@ def test_an_empty_history_is_like_none(device: str) -> None:
 
 def test_weights_are_hot_below_the_cuts_of_their_tiles(pair: Pair) -> None:
     pile, bits = pair.state.piles["BF16"], pair.writer.state["a"]
-    hot = mark_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), DeviceHistory())
+    hot = find_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), DeviceHistory())()
     marked = np.unpackbits(to_host(hot.bitmap)[0].view(np.uint8), bitorder="little").reshape(2, -1)
     assert np.array_equal(np.flatnonzero(marked[0]), np.flatnonzero((bits[:40] & 0x7FFF) >> 7 < 5))
     assert not marked[1].any()
@@ -65,17 +64,16 @@ def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair
     flats = to_flats({**state, "a": np.zeros_like(state["a"])}, device)
     cuts = np.array([pair.state.history.cut(tile.ordinal) for tile in pile.tiles])
     with pytest.raises(VerificationError, match="somebody else"):
-        mark_hot(pile, pile.locate(flats), cuts, pair.state.history)
+        find_hot(pile, pile.locate(flats), cuts, pair.state.history)()
 
 
 def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(pair: Pair) -> None:
     """What is tracked, and whether changes are counted, depends on the data: neither may cause a compilation."""
     pile, history = pair.state.piles["BF16"], pair.state.history
     weights, cuts = pile.locate(pair.state.flats), history.cuts(pile)
-    everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
     with counted() as compiled:
         for memories in (DeviceHistory(history.index), history):
-            hot = mark_hot(pile, weights, cuts, memories)
-            mark_hot(pile, weights, cuts, memories, changed=hot.bitmap)
-            list_hot(hot, weights, everywhere, Contexts(0, 24, 3, 38), places=True)
-    assert sorted(one.kernel for one in compiled) == ["list_hot", "mark_hot"]
+            hot = find_hot(pile, weights, cuts, memories)()
+            find_hot(pile, weights, cuts, memories, changed=hot.bitmap)
+            find_hot(pile, weights, cuts, memories, rooms=pile.host_sizes, contexts=Contexts(0, 24, 3, 38))
+    assert [one.kernel for one in compiled] == ["list_hot"]

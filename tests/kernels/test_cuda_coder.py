@@ -15,8 +15,8 @@ import torch
 from pulsesync.core.types import DTYPES, Bits, Remembered, Sum
 from pulsesync.device import encode as encoding
 from pulsesync.device.changes import ChangeMarks, PileChanges, find_changes
-from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, TileMemory, advance, list_hot, mark_hot
-from pulsesync.device.memory import scan, starts_of, to_device, to_host, unsigned
+from pulsesync.device.hot import DeviceHistory, HotWeights, TileMemory, advance, find_hot
+from pulsesync.device.memory import starts_of, to_device, to_host, unsigned, warps_of
 from pulsesync.device.pile import PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format import tables
@@ -140,18 +140,21 @@ class Case:
     @cached_property
     def hot(self) -> HotWeights:
         cuts = np.full(len(self.sizes), self.cut)
-        return mark_hot(self.pile, self.weights, cuts, self.memories, self.found[1].bitmap)
+        rooms = np.array([3, *self.sizes[1:]])  # too little for the first, so that all are listed again
+        changed = self.found[1].bitmap
+        return find_hot(self.pile, self.weights, cuts, self.memories, changed, rooms, self.contexts, places=True)()
 
-    @cached_property
-    def listed(self) -> HotList:
-        coded = torch.ones(len(self.sizes), dtype=torch.int32, device=self.pile.device)
-        return list_hot(self.hot, self.weights, coded, self.contexts, places=True)
+    @property
+    def borders(self) -> list[tuple[int, int]]:
+        """Where the decisions of each block are listed."""
+        begins = self.hot.borders[:-1]
+        return list(zip(begins.tolist(), (begins + self.hot.counts).tolist(), strict=True))
 
     @cached_property
     def decisions(self) -> tuple[torch.Tensor, ...]:
         """Symbols, how far hot changes go, and cold positions and steps."""
         run, marks = self.found
-        hot_at, rows = self.listed.begins, self.listed.rows
+        hot_at, rows = self.hot.begins, self.hot.rows
         hots = sum(split[0].size for split in self.splits)
         cold = run.count - hots
         device = self.pile.device
@@ -162,12 +165,12 @@ class Case:
             self.pile.chunk_block,
             self.pile.first_chunk,
             unsigned(self.hot.bitmap),
-            unsigned(marks.bitmap),
             marks.offsets,
+            unsigned(run.positions),
             unsigned(run.old),
             unsigned(run.new),
             hot_at,
-            scan(self.hot.hot_changes),
+            self.hot.change_at,
             unsigned(rows),
             symbols,
             unsigned(extras),
@@ -175,6 +178,8 @@ class Case:
             steps,
             ITEM=self.wide,
             HISTORY=self.hot.remembers,
+            SPAN=64,
+            num_warps=1,
         )
         return symbols, extras, cold_at, steps
 
@@ -186,15 +191,17 @@ class Case:
         stream = torch.full((int(starts[-1]) + GUARD,), MARK, dtype=torch.int16, device=device)
         sizes = torch.zeros(len(rooms), dtype=torch.int64, device=device)
         changes = starts_of(np.array([split[0].size for split in self.splits]))
-        decisions = starts_of(np.array([rows.size for rows, _ in self.decided]))
-        cuda.encode[(len(rooms),)](
-            unsigned(self.listed.rows),
+        order, firsts = warps_of(np.array(self.lanes))
+        cuda.encode[(firsts.size - 1,)](
+            to_device(order, device),
+            to_device(firsts, device),
+            to_device(np.array(self.lanes, np.int32), device),
+            unsigned(self.hot.rows),
             symbols,
             unsigned(extras),
-            to_device(decisions, device),
+            *(to_device(np.array(some), device) for some in zip(*self.borders, strict=True)),
             to_device(changes, device),
-            to_device(np.array(self.lanes, np.int32), device),
-            unsigned(to_device(self.cumulative, device)),
+            unsigned(to_device(tables.shares(tables.normalise(self.counts)), device)),
             tables.listed_class(DTYPES[self.dtype]),
             to_device(starts, device),
             unsigned(stream),
@@ -243,11 +250,10 @@ def test_classes_are_counted_as_the_reference_does(dtype: str, index: int, devic
 @each
 def test_hot_weights_are_listed_as_the_reference_decides(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    rows, places = host(c.listed.rows, np.uint16), host(c.listed.places, np.uint32)
-    borders = c.listed.begins[c.pile.first_chunk].tolist()
+    rows, places = host(c.hot.rows, np.uint16), host(c.hot.places, np.uint32)
     assert c.hot.remembers == (index > 0)
     for b, (expected, _) in enumerate(c.decided):
-        here = slice(borders[b], borders[b + 1])
+        here = slice(*c.borders[b])
         assert np.array_equal(rows[here], expected)
         assert np.array_equal(places[here], reference._decisions(*c.block(b))[0])
 
@@ -256,7 +262,8 @@ def test_hot_weights_are_listed_as_the_reference_decides(dtype: str, index: int,
 def test_changes_become_the_symbols_and_steps_of_the_reference(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
     symbols, sizes, cold_at, steps = (to_host(t)[0] for t in c.decisions)
-    assert np.array_equal(symbols, np.concatenate([found for _, found in c.decided]))
+    for (begin, end), (_, found) in zip(c.borders, c.decided, strict=True):
+        assert np.array_equal(symbols[begin:end], found)
     for got, k in ((cold_at, 4), (steps, 5)):
         expected = np.concatenate([split[k] for split in c.splits])
         assert expected.size
@@ -270,7 +277,8 @@ def test_changes_become_the_symbols_and_steps_of_the_reference(dtype: str, index
 @each
 def test_symbols_are_counted_by_context(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    counts = encoding._count(c.listed.rows, c.decisions[0], c.contexts)
+    begins, ends = (np.array(some) for some in zip(*c.borders, strict=True))
+    counts = encoding._count(c.hot.rows, c.decisions[0], (begins, ends), c.contexts)
     assert np.array_equal(counts.reshape(c.counts.shape), c.counts)
 
 
@@ -330,37 +338,41 @@ def decode(c: Case, jobs: list[Job]) -> tuple[np.ndarray, list[tuple[np.ndarray,
     rows = [c.decided[job.block][0].astype(np.uint16) for job in jobs]
     hots = starts_of(np.array([size for row in rows for size in (row.size, 0)]))
     lanes = np.array([lane for job in jobs for lane in (c.lanes[job.block], 1)], np.int32)
-    symbols = torch.full((int(outs[-1]) + GUARD,), MARK, dtype=torch.uint8, device=device)
-    decisions, extras = (torch.full(symbols.shape, MARK, dtype=torch.int32, device=device) for _ in range(2))
+    size = int(outs[-1]) + GUARD
+    changes, extras = (torch.full((size,), MARK, dtype=torch.int32, device=device) for _ in range(2))
     faults = torch.full((2 * n,), -1, dtype=torch.int32, device=device)
     table = c.cumulative if jobs[0].cumulative is None else jobs[0].cumulative
     all_rows, out_starts = to_device(np.concatenate(rows), device), to_device(outs, device)
-    cuda.decode[(2 * n,)](
+    order, firsts = warps_of(lanes)
+    shares = to_device(table, device)
+    cuda.decode[(firsts.size - 1,)](
+        to_device(order, device),
+        to_device(firsts, device),
+        to_device(lanes, device),
         unsigned(to_device(stream, device)),
         to_device(starts, device),
-        to_device(lanes, device),
         to_device(hots[:-1], device),
         to_device(hots[1:], device),
         unsigned(all_rows),
-        unsigned(to_device(table, device)),
+        unsigned(shares),
+        unsigned(shares.view(torch.int64)),
         c.contexts.symbols,
         tables.listed_class(DTYPES[c.dtype]),
         out_starts,
-        unsigned(decisions),
-        symbols,
+        unsigned(changes),
         unsigned(extras),
         faults,
         BITS=c.contexts.bits,
         WIDE=c.wide == 4,
         num_warps=1,
     )
-    outside = np.ones(symbols.numel(), bool)
+    outside = np.ones(size, bool)
     for k in range(n):
         outside[outs[2 * k] : outs[2 * k + 1]] = False
-    for written in (symbols, decisions, extras):
+    for written in (changes, extras):
         assert (to_host(written)[0][outside] == MARK).all()
     found = to_host(faults)[0][::2].copy()
-    return found, [_land(c, job, k, found, outs, decisions, symbols, extras) for k, job in enumerate(jobs)]
+    return found, [_land(c, job, k, found, outs, changes, extras) for k, job in enumerate(jobs)]
 
 
 def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *decoded: torch.Tensor) -> Any:
@@ -379,9 +391,7 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
         torch.zeros(1, dtype=torch.int64, device=device),
         unsigned(places),
         at,
-        unsigned(decoded[0]),
-        decoded[1],
-        unsigned(decoded[2]),
+        *map(unsigned, decoded),
         unsigned(torch.zeros(1, dtype=torch.int32, device=device)),
         unsigned(positions),
         unsigned(old),
@@ -478,8 +488,7 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
         one,
         unsigned(to_device(np.array([5], np.uint32), where)),
         one,
-        unsigned(torch.zeros(1, dtype=torch.int32, device=where)),
-        to_device(np.array([longest + symbol], np.uint8), where),
+        unsigned(to_device(np.array([longest + symbol << 20], np.uint32), where)),
         unsigned(to_device(np.array([extra], np.uint32), where)),
         unsigned(torch.zeros(1, dtype=torch.int32, device=where)),
         unsigned(out[0]),
@@ -517,4 +526,4 @@ def test_a_history_of_other_weights_is_refused(device: str) -> None:
     others = [bits.copy() for bits in c.old]
     others[1][:] = 0  # more of them are below the cut than there were
     with pytest.raises(VerificationError, match="somebody else wrote them"):
-        mark_hot(c.pile, locate(c.pile, others), np.full(4, c.cut), c.memories)
+        find_hot(c.pile, locate(c.pile, others), np.full(4, c.cut), c.memories)()

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, Codec, Tile
 from pulsesync.device.changes import SPREAD, BlockMoves, PileChanges, find_changes, on_whole
-from pulsesync.device.hot import DeviceHistory, HotList, list_hot, mark_hot
-from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned
+from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
+from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
@@ -98,14 +98,23 @@ class GroupChecks:
             )
 
 
+@dataclass(frozen=True)
+class DecodedTiles:
+    """What tiles that share a table change, of the whole pile; what must be true of it; and their hot weights."""
+
+    runs: list[PileChanges]
+    checks: GroupChecks
+    hot: HotWeights
+
+
 def decode_coded(
     whole: Pile,
     coded: Sequence[tuple[Tile, OpenedPayload]],
     table: FrequencyTable,
     weights: PileAddresses,
     memories: DeviceHistory,
-) -> tuple[list[PileChanges], GroupChecks]:
-    """The changes of a part's tiles that share a table, and the checks of their groups; weights: of the whole pile.
+) -> DecodedTiles:
+    """Decode the tiles of a part that share a table; weights: of the whole pile.
 
     The device looks for the hot weights and decodes while the host reads on.
 
@@ -116,25 +125,25 @@ def decode_coded(
     pile = whole.part([tile.ordinal for tile, _ in coded])
     weights, begun = weights.of(whole, pile), [one for _, one in coded]
     cuts = np.array([one.cut for one in begun], np.int64)
-    hot = mark_hot(pile, weights, cuts, memories)
     streams = parse_streams_of(begun)
     contents = streams_of(begun, streams)
     kept = pile.kept_streams
     blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
+    rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
+    found = find_hot(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, places=True)
     stream = _upload(_kept_contents(contents, streams, kept), pile.device)
-    everywhere = torch.ones(pile.blocks, dtype=torch.int32, device=pile.device)
-    listed = list_hot(hot, weights, everywhere, table.contexts, places=True)
+    hot = found()
     runs = []
     if blocks.changes.any():
-        moved, faults = _hot(pile, weights, table, stream, listed, blocks)
+        moved, faults = _hot(weights, table, stream, hot, blocks)
         runs.append(moved)
     cold = parse_cold(begun, streams, contents)
     runs.append(_cold(pile, cuts, streams.colds, cold, weights))
-    if blocks.changes.any() and (found := to_host(faults)[0]).any():
-        raise FormatError(spec.FAULTS[int(found[found > 0][0])])
+    if blocks.changes.any() and (met := to_host(faults)[0]).any():
+        raise FormatError(spec.FAULTS[int(met[met > 0][0])])
     checked = cold.checked[kept]
     checks = GroupChecks(whole, whole.blocks_of(pile)[checked], cold.checks[kept][checked])
-    return [on_whole(run, whole) for run in runs if run.count], checks
+    return DecodedTiles([on_whole(run, whole) for run in runs if run.count], checks, hot)
 
 
 @dataclass(frozen=True)
@@ -163,35 +172,36 @@ def _kept_contents(
 
 
 def _hot(
-    pile: Pile,
     weights: PileAddresses,
     table: FrequencyTable,
     stream: torch.Tensor,
-    listed: HotList,
+    hot: HotWeights,
     blocks: _Blocks,
 ) -> tuple[PileChanges, torch.Tensor]:
     """Have the streams decoded; what is found is right if there turn out to be no faults."""
-    device = pile.device
+    pile, device = hot.pile, hot.pile.device
     changes, lanes, words = blocks.changes, blocks.lanes, blocks.words
     total, coded = int(changes.sum()), np.flatnonzero(changes)
     chosen = to_stream(coded, device)
     out_starts = to_stream(starts_of(changes[coded]), device)
-    if (np.diff(listed.borders) < changes).any():
+    if (hot.counts < changes).any():
         raise FormatError(spec.FAULTS[3])
-    first, end = (to_stream(listed.borders[some], device) for some in (coded, coded + 1))
-    decisions, extras = (empty(total, torch.int32, device) for _ in range(2))
-    symbols = empty(total, torch.uint8, device)
+    begins = hot.borders[coded]
+    first, end = (to_stream(some, device) for some in (begins, begins + hot.counts[coded]))
+    decoded, extras = (empty(total, torch.int32, device) for _ in range(2))
     faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
-    cuda.decode[(coded.size,)](
-        unsigned(stream), to_stream(starts_of(words[coded]), device), to_stream(lanes[coded].astype(np.int32), device),
-        first, end, unsigned(listed.rows), unsigned(to_stream(table.cumulative, device)), table.contexts.symbols,
-        tables.listed_class(pile.kind), out_starts, unsigned(decisions), symbols, unsigned(extras), faults,
-        BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
+    (order, firsts), shares = warps_of(lanes[coded]), to_stream(table.cumulative, device)
+    cuda.decode[(firsts.size - 1,)](
+        to_stream(order, device), to_stream(firsts, device), to_stream(lanes[coded].astype(np.int32), device),
+        unsigned(stream), to_stream(starts_of(words[coded]), device), first, end, unsigned(hot.rows),
+        unsigned(shares), unsigned(shares.view(torch.int64)), table.contexts.symbols, tables.listed_class(pile.kind),
+        out_starts, unsigned(decoded), unsigned(extras), faults, BITS=table.contexts.bits,
+        WIDE=pile.kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
     positions, sizes = empty(total, torch.int32, device), to_stream(np.append(table.sizes, np.uint32(0)), device)
     old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
     cuda.land[(coded.size, SPREAD)](
-        weights.at[chosen], first, unsigned(listed.places), out_starts, unsigned(decisions), symbols, unsigned(extras),
+        weights.at[chosen], first, unsigned(hot.places), out_starts, unsigned(decoded), unsigned(extras),
         unsigned(sizes), unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
     )  # fmt: skip
     return PileChanges(pile, to_stream(starts_of(changes), device), positions, old, new), faults

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import Codec
 from pulsesync.device.changes import ChangeMarks, PileChanges
-from pulsesync.device.hot import DeviceHistory, HotList, HotWeights, list_hot, mark_hot
-from pulsesync.device.memory import empty, scan, starts_of, to_host, to_stream, unsigned
+from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
+from pulsesync.device.memory import empty, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.format import tables
 from pulsesync.format.codecs.context import is_checked
@@ -23,6 +23,8 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import CodedTile
 from pulsesync.kernels import cuda, spec
 
+SPARE = 1.2  # room for hot weights, over what a sample of a tile lets expect, ...
+FEW = 1 << 12  # ... and this beside
 COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
 
 
@@ -48,6 +50,11 @@ class _BlockCounts:
         """Those that have a stream."""
         return np.flatnonzero(self.hot_changes)
 
+    def spans(self, borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the decisions of those begin and end, given where those of all blocks begin."""
+        begins = borders[self.coded]
+        return begins, begins + self.decisions[self.coded]
+
 
 def code_pile(
     run: PileChanges,
@@ -62,35 +69,32 @@ def code_pile(
     moved: how the digest moves by each block, two sums each.
     """
     pile = run.pile
-    cuts, changes = _choose_cuts(run, weights, memories)
-    hot = mark_hot(pile, weights, cuts, memories or DeviceHistory(), marks.bitmap)
-    hot_change_at = scan(hot.hot_changes)
-    hot_changes, decisions = to_host(hot_change_at[pile.first_chunk].diff(), scan(hot.counts)[pile.first_chunk].diff())
-    blocks = _BlockCounts(changes, hot_changes, np.where(hot_changes > 0, decisions, 0))
+    cuts, changes, shares = _choose_cuts(run, weights, memories)
     highest = max(1, int(cuts.max()))
     lo = max(0, highest - tables.CLASSES)
     ages, width = memories.index + 1 if memories is not None else 1, 8 * pile.kind.itemsize
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(width))
-    coded = to_stream((hot_changes > 0).astype(np.int32), pile.device)
-    listed = list_hot(hot, weights, coded, contexts, places=False)
-    rows = listed.rows
-    decided = _decide(run, marks, hot, listed, hot_change_at, blocks)
+    likely = np.minimum(pile.host_sizes, (SPARE * shares[pile.tile_of] * pile.host_sizes).astype(np.int64) + FEW)
+    rooms = np.where(changes > 0, likely, 0)
+    hot = find_hot(pile, weights, cuts, memories or DeviceHistory(), marks.bitmap, rooms, contexts)()
+    blocks = _BlockCounts(changes, hot.changes, np.where(hot.changes > 0, hot.counts, 0))
+    decided = _decide(run, marks, hot, blocks)
     sizes = _choose_sizes(decided.sizes, width, ages)
     if sizes.size:
         _list_sizes(decided, sizes, width)
         contexts = replace(contexts, symbols=contexts.symbols + 2 * sizes.size)
-    counts = _count(rows, decided.symbols, contexts)
+    counts = _count(hot.rows, decided.symbols, blocks.spans(hot.borders), contexts)
     table = FrequencyTable(pile.tiles[0].tensor.dtype, lo, tables.normalise(counts), sizes)
     codec = Codec.CONTEXT if memories is None else Codec.HISTORY
-    bodies = _write(pile, rows, decided, table, blocks, cuts, _checks(pile, blocks, moved), number_of_table)
+    bodies = _write(pile, hot, decided, table, blocks, cuts, _checks(pile, blocks, moved), number_of_table)
     coded_tiles = {o: CodedTile(codec, body, cut) for o, cut, body in bodies}
     return CodedPile(table, coded_tiles, hot)
 
 
 def _choose_cuts(
     run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The cuts of tiles, 0 where nothing changed, and the changes of blocks."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """The cuts of tiles, 0 where nothing changed; the changes of blocks; and the share of each tile that is hot."""
     pile = run.pile
     by_class, sampled = (torch.zeros(256 * len(pile.tiles), dtype=torch.int64, device=pile.device) for _ in range(2))
     over = pile.stretches
@@ -107,7 +111,8 @@ def _choose_cuts(
     cuts[touched] = tables.choose_cuts(found[touched], seen[touched])
     if memories is not None:
         cuts[touched] = np.maximum(cuts, memories.cuts(pile))[touched]
-    return cuts, np.diff(borders)
+    below = np.where(np.arange(256) < cuts[:, None], seen, 0).sum(axis=1)
+    return cuts, np.diff(borders), below / np.maximum(seen.sum(axis=1), 1)
 
 
 @dataclass(frozen=True)
@@ -122,20 +127,18 @@ def _decide(
     run: PileChanges,
     marks: ChangeMarks,
     hot: HotWeights,
-    listed: HotList,
-    hot_change_at: torch.Tensor,
     blocks: _BlockCounts,
 ) -> _DecidedPile:
-    pile, device, rows = run.pile, run.pile.device, listed.rows
+    pile, device = run.pile, run.pile.device
     hot_changes = int(blocks.hot_changes.sum())
     cold = run.count - hot_changes
-    symbols = torch.zeros(max(rows.numel(), 1), dtype=torch.uint8, device=device)
+    symbols = torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device)
     sizes = empty(hot_changes, torch.int32, device)
     cold_at, cold_steps = (empty(cold, torch.int64, device) for _ in range(2))
     cuda.decide[(pile.chunks,)](
-        pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), unsigned(marks.bitmap), marks.offsets,
-        unsigned(run.old), unsigned(run.new), listed.begins, hot_change_at, unsigned(rows), symbols, unsigned(sizes),
-        cold_at, cold_steps, ITEM=pile.kind.itemsize, HISTORY=hot.remembers,
+        pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), marks.offsets, unsigned(run.positions),
+        unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), symbols,
+        unsigned(sizes), cold_at, cold_steps, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
     )  # fmt: skip
     where, steps = to_host(cold_at, cold_steps)
     return _DecidedPile(symbols, sizes, where, steps)
@@ -170,20 +173,26 @@ def _list_sizes(decided: _DecidedPile, sizes: NDArray[np.uint32], width: int) ->
     decided.symbols[at] = (tables.symbol_count(width) + 2 * place[which] + down).to(torch.uint8)
 
 
-def _count(rows: torch.Tensor, symbols: torch.Tensor, contexts: tables.Contexts) -> NDArray[np.int64]:
-    """How often each symbol of each context is decided: (classes, ages, symbols)."""
-    device, total = rows.device, rows.numel()
+def _count(
+    rows: torch.Tensor,
+    symbols: torch.Tensor,
+    spans: tuple[NDArray[np.int64], NDArray[np.int64]],
+    contexts: tables.Contexts,
+) -> NDArray[np.int64]:
+    """How often each symbol of each context is decided: (classes, ages, symbols). spans: where decisions are."""
+    device = rows.device
     shape = (contexts.classes * contexts.ages, 1 << contexts.bits)
     copies = max(1, min(256, COPIES // (shape[0] * shape[1])))
     # BINS is compiled in: 32 for the first patch of an epoch, 1,024 for all others, so that nothing is compiled later.
     bins = 32 if contexts.ages == 1 else max(1024, 1 << (shape[0] - 1).bit_length())
     of_rows = torch.zeros(bins, dtype=torch.int64, device=device)
     of_symbols = torch.zeros((copies, *shape), dtype=torch.int32, device=device)
-    if total:
-        per, span = 16, 4096
-        cuda.count_rows[(-(-total // (per * span)),)](unsigned(rows), total, of_rows, BINS=bins, SPAN=span, PER=per)
-        cuda.count_symbols[(-(-total // span),)](
-            unsigned(rows), symbols, total, of_symbols, shape[0] * shape[1], copies, BITS=contexts.bits, SPAN=span
+    if spans[0].size:
+        begins, ends = (to_stream(some, device) for some in spans)
+        cuda.count_rows[(begins.numel(), 2)](unsigned(rows), begins, ends, of_rows, BINS=bins, SPAN=4096)
+        cuda.count_symbols[(begins.numel(), 4)](
+            unsigned(rows), symbols, begins, ends, of_symbols, shape[0] * shape[1], copies, BITS=contexts.bits,
+            SPAN=4096,
         )  # fmt: skip
     every, changed = to_host(of_rows, of_symbols.sum(dim=0, dtype=torch.int64))
     counts = changed.copy()
@@ -203,7 +212,7 @@ def _checks(pile: Pile, blocks: _BlockCounts, moved: NDArray[np.uint64]) -> dict
 
 def _write(
     pile: Pile,
-    rows: torch.Tensor,
+    hot: HotWeights,
     decided: _DecidedPile,
     table: FrequencyTable,
     blocks: _BlockCounts,
@@ -216,7 +225,8 @@ def _write(
     decisions, changes = blocks.decisions[coded], blocks.hot_changes[coded]
     lanes = tables.lanes_for(decisions)
     likely = starts_of(2 * lanes + decisions // 4 + 3 * changes)
-    streams = _launch(pile, rows, decided, table, decisions, changes, lanes, likely) if coded.size else None
+    spans = blocks.spans(hot.borders)
+    streams = _launch(hot, decided, table, spans, changes, lanes, likely) if coded.size else None
     first_cold = starts_of(blocks.changes - blocks.hot_changes)[pile.first_block]
     cold = decided.cold + np.repeat(pile.host_begins, blocks.changes - blocks.hot_changes)
     colds = build_cold(first_cold, cold, decided.steps)
@@ -225,7 +235,7 @@ def _write(
         (sizes,) = to_host(streams.used)
         if (sizes > np.diff(likely)).any():  # many changes: there is room for a word a decision and two a change
             most = starts_of(2 * lanes + decisions + 3 * changes)
-            streams = _launch(pile, rows, decided, table, decisions, changes, lanes, most)
+            streams = _launch(hot, decided, table, spans, changes, lanes, most)
         words[coded] = sizes
     in_blocks = blocks.hot_changes, tables.lanes_for(blocks.decisions), words
     begun = build_many(number, cuts, pile.first_block, in_blocks, np.diff(first_cold))
@@ -264,24 +274,24 @@ class _Streams:
 
 
 def _launch(
-    pile: Pile,
-    rows: torch.Tensor,
+    hot: HotWeights,
     decided: _DecidedPile,
     table: FrequencyTable,
-    decisions: NDArray[np.int64],
+    spans: tuple[NDArray[np.int64], NDArray[np.int64]],
     changes: NDArray[np.int64],
     lanes: NDArray[np.int64],
     rooms: NDArray[np.int64],
 ) -> _Streams:
-    device = pile.device
+    device, kind = hot.pile.device, hot.pile.kind
     room_starts = to_stream(rooms, device)
     stream = empty(int(rooms[-1]), torch.int16, device)
     used = empty(lanes.size, torch.int64, device)
-    cuda.encode[(lanes.size,)](
-        unsigned(rows), decided.symbols, unsigned(decided.sizes), to_stream(starts_of(decisions), device),
-        to_stream(starts_of(changes), device), to_stream(lanes.astype(np.int32), device),
-        unsigned(to_stream(table.cumulative, device)), tables.listed_class(pile.kind), room_starts,
-        unsigned(stream), used, BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
+    order, firsts = warps_of(lanes)
+    cuda.encode[(firsts.size - 1,)](
+        to_stream(order, device), to_stream(firsts, device), to_stream(lanes.astype(np.int32), device),
+        unsigned(hot.rows), decided.symbols, unsigned(decided.sizes), *(to_stream(some, device) for some in spans),
+        to_stream(starts_of(changes), device), unsigned(to_stream(table.shares, device)), tables.listed_class(kind),
+        room_starts, unsigned(stream), used, BITS=table.contexts.bits, WIDE=kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
     return _Streams(stream, room_starts[1:], used)
 

@@ -1,6 +1,6 @@
 """Hot weights on a device: marked, listed with the rows of the tables, and what is remembered of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,60 +84,96 @@ class DeviceHistory:
 
 @dataclass(frozen=True)
 class HotWeights:
-    """Which weights of a pile are below the cuts of their tiles, and which of them are remembered."""
+    """Which weights of a pile are below the cuts of their tiles, which of them are remembered, and those listed.
+
+    What is listed are the decisions of the coder, block after block: those of block b begin at borders[b].
+    """
 
     pile: Pile
     cuts: NDArray[np.int64]  # of tiles
     bitmap: torch.Tensor
-    counts: torch.Tensor  # of chunks
     known: torch.Tensor  # bitmap
     known_at: torch.Tensor  # where the bytes of each chunk begin
     last: torch.Tensor  # bytes
-    hot_changes: torch.Tensor  # of chunks; counted where changes were given
+    counts: NDArray[np.int64]  # of blocks
+    changes: NDArray[np.int64]  # of blocks: those of hot weights; counted where a bitmap of changes was given
+    change_at: torch.Tensor  # where those of each chunk begin
+    borders: NDArray[np.int64]
+    begins: torch.Tensor  # where those of each chunk are listed
+    rows: torch.Tensor  # of the tables
+    places: torch.Tensor  # positions in the block, where they are wanted
 
     @property
     def remembers(self) -> bool:
         return self.known is not self.bitmap
 
 
-def mark_hot(
+def find_hot(
     pile: Pile,
     weights: PileAddresses,
     cuts: NDArray[np.int64],
     memories: DeviceHistory,
     changed: torch.Tensor | None = None,
-) -> HotWeights:
-    """Find the hot weights; changed: a bitmap, to count how many of them change.
+    rooms: NDArray[np.int64] | None = None,
+    contexts: Contexts | None = None,
+    places: bool = False,
+) -> Callable[[], HotWeights]:
+    """Begin to find the hot weights, and to list them where there is room. Returns what waits for the end of it.
+
+    changed: a bitmap, to count how many of them change. rooms: how many each block is likely to have, 0 for blocks that
+    are not listed; where one has more, all are listed again. contexts: which rows the tables have.
 
     Raises:
-        VerificationError: the weights are not those that were remembered.
+        VerificationError: from what is returned: the weights are not those that were remembered.
     """
-    device, words = pile.device, pile.chunks * WORDS
+    device = pile.device
     tracked = np.where(cuts, memories.cuts(pile), 0)
+    remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
+    sizes = np.zeros(pile.blocks, np.int64)
+    last = torch.zeros(1, dtype=torch.uint8, device=device)
+    if remembered:
+        sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+        last = _joined(remembered)
+    of_tiles = [to_stream(some.astype(np.int32), device) for some in (cuts, tracked)]
+    known_starts = to_stream(starts_of(sizes), device)
     # Compiled in, so it follows the position in the epoch alone: the first patch has none, and every other patch has
     # one, even if nothing is tracked in it.
     history = memories.index > 0
-    bitmap = empty(words, torch.int32, device)
-    known = empty(words, torch.int32, device) if history else bitmap
-    hots, knowns, hot_changes = (empty(pile.chunks, torch.int32, device) for _ in range(3))
-    cuda.mark_hot[(pile.chunks,)](
-        weights.at, pile.sizes, pile.chunk_block, pile.first_chunk, pile.block_tile,
-        to_stream(cuts.astype(np.int32), device), to_stream(tracked.astype(np.int32), device),
-        unsigned(bitmap if changed is None else changed), unsigned(bitmap), unsigned(known), hots, knowns, hot_changes,
-        int(changed is not None), ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history,
-    )  # fmt: skip
-    known_at, last = hots, torch.zeros(1, dtype=torch.uint8, device=device)
-    if history:
-        known_at = scan(knowns)
-        remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
-        sizes = np.zeros(pile.blocks, np.int64)
-        if remembered:
-            sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-            last = _joined(remembered)
-        (found,) = to_host(known_at[pile.first_chunk].diff())
-        if (found != sizes).any():
+    bitmap = empty(pile.chunks * WORDS, torch.int32, device)
+    known = empty(bitmap.numel(), torch.int32, device) if history else bitmap
+    begins, known_at, change_at = (torch.zeros(pile.chunks + 1, dtype=torch.int64, device=device) for _ in range(3))
+    hots, knowns = (empty(pile.blocks, torch.int64, device) for _ in range(2))
+    shape = contexts or Contexts(0, 1, 1, 1)
+
+    def launch(borders: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = empty(int(borders[-1]), torch.int16, device)
+        where = empty(rows.numel() if places else 0, torch.int32, device)
+        in_chunks = torch.zeros(pile.chunks, dtype=torch.int32, device=device)
+        cuda.list_hot[(pile.blocks,)](
+            weights.at, pile.sizes, pile.first_chunk, pile.block_tile, *of_tiles,
+            unsigned(bitmap if changed is None else changed), to_stream(borders, device), known_starts, last,
+            unsigned(bitmap), unsigned(known), begins, known_at, unsigned(rows), unsigned(where), hots, knowns,
+            in_chunks, int(changed is not None), shape.lo, shape.classes, shape.ages, ITEM=pile.kind.itemsize,
+            SHIFT=pile.kind.exponent_shift, HISTORY=history, PLACES=places,
+        )  # fmt: skip
+        torch.cumsum(in_chunks, 0, out=change_at[1:])
+        return rows, where
+
+    def wait() -> HotWeights:
+        counts, found, changes = to_host(hots, knowns, change_at[pile.first_chunk].diff())
+        if history and (found != sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
-    return HotWeights(pile, cuts, bitmap, hots, known, known_at, last, hot_changes)
+        borders, listed = likely, rows_and_places
+        if (counts > np.diff(likely))[np.diff(likely) > 0].any():
+            borders = starts_of(np.where(np.diff(likely) > 0, counts, 0))
+            listed = launch(borders)
+        return HotWeights(
+            pile, cuts, bitmap, known, known_at, last, counts, changes, change_at, borders, begins, *listed
+        )
+
+    likely = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
+    rows_and_places = launch(likely)
+    return wait
 
 
 def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
@@ -150,33 +186,6 @@ def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
         pieces.append((tile.memory, begin, tile.end))
     found = [memory[begin:end] for memory, begin, end in pieces]
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-@dataclass(frozen=True)
-class HotList:
-    """The decisions of a pile, one after the other: the hot weights of its coded blocks."""
-
-    begins: torch.Tensor  # where those of each chunk begin
-    borders: NDArray[np.int64]  # where those of each block begin, and where those of the last end
-    rows: torch.Tensor  # of the tables
-    places: torch.Tensor  # positions in the block, where they are wanted
-
-
-def list_hot(hot: HotWeights, weights: PileAddresses, coded: torch.Tensor, contexts: Contexts, places: bool) -> HotList:
-    """List the hot weights of those blocks that are coded."""
-    pile, device = hot.pile, hot.pile.device
-    hot_at = scan(hot.counts * coded[pile.chunk_block])
-    (borders,) = to_host(hot_at[pile.first_chunk])
-    rows = empty(int(borders[-1]), torch.int16, device)
-    where = empty(rows.numel() if places else 0, torch.int32, device)
-    first_rows = np.clip(np.arange(256) - contexts.lo, 0, contexts.classes - 1) * contexts.ages
-    if rows.numel():
-        cuda.list_hot[(pile.chunks,)](
-            weights.at, pile.chunk_block, pile.first_chunk, coded, unsigned(hot.bitmap), unsigned(hot.known), hot_at,
-            hot.known_at, hot.last, to_stream(first_rows.astype(np.int32), device), unsigned(rows), unsigned(where),
-            ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=hot.remembers, PLACES=places,
-        )  # fmt: skip
-    return HotList(hot_at, borders, rows, where)
 
 
 def advance(memories: DeviceHistory, index: int, hot: Sequence[HotWeights], changes: Changes) -> DeviceHistory:

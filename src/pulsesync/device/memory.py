@@ -187,6 +187,18 @@ def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
     return out
 
 
+def warps_of(lanes: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """How the coder's kernels share out blocks with so many lanes each, powers of two up to 32: see `gpu.coder`.
+
+    Returns the numbers of the blocks in order, and where those of each warp begin, and where those of the last end.
+    """
+    order = np.argsort(-lanes, kind="stable")
+    ordered = lanes[order]
+    before = np.arange(order.size) - np.searchsorted(-ordered, -ordered)  # of as many lanes
+    firsts = np.flatnonzero(before % (32 // ordered) == 0)
+    return order.astype(np.int32), np.append(firsts, order.size).astype(np.int32)
+
+
 class DeviceStream:
     """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order."""
 

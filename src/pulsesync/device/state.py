@@ -26,8 +26,8 @@ from pulsesync.device.changes import (
     device_keys,
     moves,
 )
-from pulsesync.device.decode import GroupChecks
-from pulsesync.device.hot import DeviceHistory, HotWeights, advance, mark_hot
+from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
+from pulsesync.device.hot import DeviceHistory, HotWeights, advance, find_hot
 from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, Tensors, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
@@ -186,17 +186,25 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         touched = [entry.tile for body in bodies for entry in body.index.entries if entry.tile in self.places]
         located = cache(lambda pile: pile.locate(self.tensors))  # nothing is written meanwhile
         with memory.on(self.device):
-            checks = []
+            checks: list[GroupChecks] = []
+            hot: dict[Pile, HotWeights] = {}
             for body in bodies:
-                some, promised, of_tiles = self._decode(body, history, located)
-                runs += some
-                checks += promised
-                cuts.update(of_tiles)
+                opened = decode.open_part(body.index, body.sections, self._wanted, history)
+                for pile, decoded in self._decode(opened, history, located):
+                    runs += decoded.runs
+                    checks.append(decoded.checks)
+                    if decoded.hot.pile is pile:
+                        hot[pile] = decoded.hot
+                for dtype, plain in opened.plain.items():
+                    runs += decode.decode_plain(self.piles[dtype], plain, located(self.piles[dtype]))
+                cuts.update(opened.cuts)
             by_block = block_moves(runs)
             for one in checks:
                 one.verify(by_block)
             by = moves(by_block)
-            later = self.remember(history, cuts, runs, set(touched), located=located) if history is not None else None
+            later = None
+            if history is not None:
+                later = self.remember(history, cuts, runs, set(touched), hot, located)
             counted = later.digest() if later is not None and later.tiles and self.whole else None
         moved = {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}
         return VersionChanges(runs, [moved], later, [counted])
@@ -207,20 +215,17 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return dict(enumerate(self.layout.tiles)) if self.whole else self.tiles
 
     def _decode(
-        self, body: Body, memories: DeviceHistory | None, located: Callable[[Pile], PileAddresses]
-    ) -> tuple[list[PileChanges], list[GroupChecks], Mapping[int, int]]:
-        opened = decode.open_part(body.index, body.sections, self._wanted, memories)
-        runs, checks = [], []
+        self,
+        opened: OpenedPayloads,
+        memories: DeviceHistory | None,
+        located: Callable[[Pile], PileAddresses],
+    ) -> Iterator[tuple[Pile, DecodedTiles]]:
+        """Decode the tiles that are coded against their old weights; of each pile those of a table."""
         for number, coded in opened.coded.items():
             table = opened.tables[number]
             pile = self.piles[table.dtype]
             known = memories if memories is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
-            some, promised = decode.decode_coded(pile, coded, table, located(pile), known)
-            runs += some
-            checks.append(promised)
-        for dtype, plain in opened.plain.items():
-            runs += decode.decode_plain(self.piles[dtype], plain, located(self.piles[dtype]))
-        return runs, checks, opened.cuts
+            yield pile, decode.decode_coded(pile, coded, table, located(pile), known)
 
     def remember(
         self,
@@ -243,7 +248,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                 one = (hot or {}).get(pile)
                 if one is None or (one.cuts != then).any():
                     weights = located(pile) if located else pile.locate(self.tensors)
-                    one = mark_hot(pile, weights, then, memories)
+                    one = find_hot(pile, weights, then, memories)()
                 marked.append(one)
         return advance(memories, memories.index + 1, marked, runs)
 

@@ -47,6 +47,10 @@ class FrequencyTable:
     def reciprocals(self) -> NDArray[np.uint32]:
         return tables.reciprocals(self.frequencies)
 
+    @cached_property
+    def shares(self) -> NDArray[np.uint64]:
+        return tables.shares(self.frequencies)
+
 
 @dataclass(frozen=True)
 class TileEntry:

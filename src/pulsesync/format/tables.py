@@ -135,6 +135,11 @@ def lanes_for(decisions: Any) -> Any:
     return 1 << np.searchsorted(_MORE_LANES, decisions // spec.LANE_DECISIONS, "right")
 
 
+def likely_decisions(lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many decisions blocks with so many lanes have at the most; those with 32 seldom have more than that."""
+    return 2 * lanes * spec.LANE_DECISIONS
+
+
 @dataclass(frozen=True)
 class Contexts:
     """Where the row of a context begins in a flat table: a row has 2^bits places, one for each symbol and some spare.
@@ -188,6 +193,19 @@ def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
     out = np.zeros((*rows, 1 << symbols.bit_length()), np.uint32)
     out[..., :symbols] = ((1 << 32) - 1) // np.maximum(frequencies, 1)
     return out.reshape(-1)
+
+
+def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return what an encoder on a GPU reads of a symbol at once, in places as `cumulative` has them.
+
+    From the lowest bits on: where its slots begin (16 bits), how many it has (16), and the reciprocal of that (32).
+    """
+    *rows, symbols = frequencies.shape
+    wide = np.zeros((*rows, 1 << symbols.bit_length()), np.uint64)
+    wide[..., :symbols] = frequencies
+    begins, over = cumulative(frequencies).astype(np.uint64), reciprocals(frequencies).astype(np.uint64)
+    out: NDArray[np.uint64] = begins | wide.reshape(-1) << np.uint64(16) | over << np.uint64(32)
+    return out
 
 
 def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:

@@ -28,7 +28,6 @@ from pulsesync.kernels.gpu.marks import (
     count_classes,
     count_marks,
     list_hot,
-    mark_hot,
     mark_later,
     remember,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "gather_pieces",
     "land",
     "list_hot",
-    "mark_hot",
     "mark_later",
     "pack",
     "recount",

@@ -1,25 +1,48 @@
-"""The entropy coder: a warp for each block, whose threads are the coder's lanes."""
+"""The entropy coder: a lane of a block for each thread of a warp, so that a warp codes several blocks with few lanes.
+
+`order` has the numbers of the blocks, those with the most lanes first; warp w has those from firsts[w] to
+firsts[w + 1], which all have the same number of lanes. What holds of a block is kept by each of its lanes.
+"""
 
 import triton
 import triton.language as tl
 
 from pulsesync.kernels.gpu.words import DIRECT, LOW, ROW, TOTAL, P, ballot, popcount
 
+PLACES = tl.constexpr(1 << 20)  # that a decision can have in a block; a change is its decision plus so often its symbol
+
+
+@triton.jit
+def _lanes_of(order, firsts, lanes):
+    """Of each thread: its block, its lane there and whether it has one; lanes a block; which threads its block has."""
+    w = tl.program_id(0)
+    first, last = tl.load(firsts + w), tl.load(firsts + w + 1)
+    n = tl.load(lanes + tl.load(order + first))
+    thread = tl.arange(0, 32)
+    lane = thread & (n - 1)
+    which = first + thread // n
+    some = which < last
+    b = tl.load(order + which, mask=some, other=0)
+    group = (tl.full([32], 0xFFFFFFFF, tl.uint32) >> (32 - n).to(tl.uint32)) << (thread - lane).to(tl.uint32)
+    lower = ((tl.full([32], 1, tl.uint32) << thread.to(tl.uint32)) - 1) & group
+    return b, lane, some, n, group, lower
+
 
 @triton.jit
 def _encode_round(
-    x, at, change, take, symbol, begin, stop, steps, listed, low, stream, bit, lower, WIDE: tl.constexpr
+    x, at, change, take, symbol, share, steps, listed, stream, bit, group, lower, WIDE: tl.constexpr
 ):  # fmt: skip
     """Code one decision of each lane that takes one; words go before `at`, and the steps are those before `change`."""
-    frequency = stop - begin
+    pair = share.to(tl.uint32)
+    begin, frequency = pair & 0xFFFF, pair >> 16
     changed = ballot(symbol > 0, bit)
-    change -= popcount(changed)
+    change -= popcount(changed & group)
     y = x
     t = (symbol - 1) >> 1
     raw = tl.where((symbol > 0) & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
     if tl.max(raw.to(tl.int32)) > 0:
         one = tl.full([32], 1, tl.uint64)
-        extra = tl.load(steps + change + popcount(changed & lower), mask=raw > 0, other=0)
+        extra = tl.load(steps + (change + popcount(changed & lower)), mask=raw > 0, other=0)
         extra &= ((one << raw.to(tl.uint64)) - 1).to(tl.uint32)  # without the highest bit, which the symbol says
         if WIDE:
             high = tl.where(raw > 16, raw - 16, 0).to(tl.uint32)
@@ -35,83 +58,87 @@ def _encode_round(
         has1 = ballot(full, bit)
         y = tl.where(full, y >> 16, y)
         y = tl.where(raw > 0, (y << raw) | extra, y)
-        spills = take & (y.to(tl.uint64) >= (frequency.to(tl.uint64) << (32 - P)))
+        spills = take & ((y >> (32 - P)) >= frequency)
         has0 = ballot(spills, bit)
-        at -= popcount(has0) + popcount(has1)
+        at -= popcount(has0 & group) + popcount(has1 & group)
         place = at + popcount(has0 & lower) + popcount(has1 & lower)
         if WIDE:
-            at -= popcount(has2)
-            place += popcount(has2 & lower) - popcount(has2)
+            at -= popcount(has2 & group)
+            place += popcount(has2 & lower) - popcount(has2 & group)
         then = place + spills.to(tl.int32)
-        tl.store(stream + then, w1.to(tl.uint16), mask=full & (then >= low))
+        tl.store(stream + then, w1.to(tl.uint16), mask=full & (then >= 0))
         if WIDE:
             then += full.to(tl.int32)
-            tl.store(stream + then, w2.to(tl.uint16), mask=(((has2 >> bit) & 1) != 0) & (then >= low))
+            tl.store(stream + then, w2.to(tl.uint16), mask=(((has2 >> bit) & 1) != 0) & (then >= 0))
     else:
-        spills = take & (y.to(tl.uint64) >= (frequency.to(tl.uint64) << (32 - P)))
+        spills = take & ((y >> (32 - P)) >= frequency)
         has0 = ballot(spills, bit)
-        at -= popcount(has0)
+        at -= popcount(has0 & group)
         place = at + popcount(has0 & lower)
-    tl.store(stream + place, (y & 0xFFFF).to(tl.uint16), mask=spills & (place >= low))
+    tl.store(stream + place, (y & 0xFFFF).to(tl.uint16), mask=spills & (place >= 0))
     y = tl.where(spills, y >> 16, y)
-    quotient = y // frequency
-    x = tl.where(take, (quotient << P) + (y - quotient * frequency) + begin, x)
+    quotient = tl.umulhi(y, (share >> 32).to(tl.uint32))  # or one less than that
+    rest = y - quotient * frequency
+    over = rest >= frequency
+    quotient = tl.where(over, quotient + 1, quotient)
+    rest = tl.where(over, rest - frequency, rest)
+    x = tl.where(take, (quotient << P) + rest + begin, x)
     return x, at, change
 
 
 @triton.jit(do_not_specialize=["listed"])
 def encode(
-    rows, symbols, steps, hot_starts, change_starts, lanes, table, listed, out_starts, stream, sizes,
-    BITS: tl.constexpr, WIDE: tl.constexpr,
+    order, firsts, lanes, rows, symbols, steps, hot_starts, hot_ends, change_starts, shares, listed, out_starts,
+    stream, sizes, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Code each block from its end, a round of lanes at a time; its words end where the next block's room begins.
 
     What the next four rounds need is under way while four are coded. steps: how far each change goes; those whose size
-    class is `listed` or higher have no raw bits. sizes: how many words a block has; where that is more than there is
-    room for, nothing outside is written.
+    class is `listed` or higher have no raw bits. shares: see `tables.shares`. sizes: how many words a block has; where
+    that is more than there is room for, nothing outside is written.
     """
-    b = tl.program_id(0)
-    n = tl.load(lanes + b)
-    lane = tl.arange(0, 32)
-    hot = tl.load(hot_starts + b)
-    total = (tl.load(hot_starts + b + 1) - hot).to(tl.int32)
-    low, end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
-    change = tl.load(change_starts + b + 1)  # those from it on are coded
-    x = tl.full([32], LOW, tl.uint32)
-    bit = lane.to(tl.uint32)
-    lower = (tl.full([32], 1, tl.uint32) << bit) - 1  # lanes before this one
-    at = end
-    rounds = (total + n - 1) // n
-    j = tl.where(lane < n, (rounds - 1) * n + lane, -1)
+    b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
+    bit = tl.arange(0, 32).to(tl.uint32)
+    hot = tl.load(hot_starts + b, mask=some, other=0)
+    total = (tl.load(hot_ends + b, mask=some, other=0) - hot).to(tl.int32)
+    low = tl.load(out_starts + b, mask=some, other=0)
+    room = (tl.load(out_starts + b + 1, mask=some, other=0) - low).to(tl.int32)
+    first_change = tl.load(change_starts + b, mask=some, other=0)
+    # changes from this one on are coded
+    change = (tl.load(change_starts + b + 1, mask=some, other=0) - first_change).to(tl.int32)
+    stream += low
+    steps += first_change
     rows += hot
     symbols += hot
+    x = tl.full([32], LOW, tl.uint32)
+    at = room
+    rounds = (total + n - 1) // n
+    j = (rounds - 1) * n + lane  # below zero: of no decision
     s0, r0 = _decision(symbols, rows, j, total)
     s1, r1 = _decision(symbols, rows, j - n, total)
     s2, r2 = _decision(symbols, rows, j - 2 * n, total)
     s3, r3 = _decision(symbols, rows, j - 3 * n, total)
-    for _ in range((rounds + 3) // 4):
+    for _ in range((tl.max(rounds) + 3) // 4):
         t0, t1, t2, t3 = (j >= 0) & (j < total), j >= n, j >= 2 * n, j >= 3 * n
-        b0, e0 = _share(table, s0, r0, t0, BITS)
-        b1, e1 = _share(table, s1, r1, t1, BITS)
-        b2, e2 = _share(table, s2, r2, t2, BITS)
-        b3, e3 = _share(table, s3, r3, t3, BITS)
+        p0, p1 = _share(shares, s0, r0, t0, BITS), _share(shares, s1, r1, t1, BITS)
+        p2, p3 = _share(shares, s2, r2, t2, BITS), _share(shares, s3, r3, t3, BITS)
         later = j - 4 * n
         n0, m0 = _decision(symbols, rows, later, total)
         n1, m1 = _decision(symbols, rows, later - n, total)
         n2, m2 = _decision(symbols, rows, later - 2 * n, total)
         n3, m3 = _decision(symbols, rows, later - 3 * n, total)
-        x, at, change = _encode_round(x, at, change, t0, s0, b0, e0, steps, listed, low, stream, bit, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t1, s1, b1, e1, steps, listed, low, stream, bit, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t2, s2, b2, e2, steps, listed, low, stream, bit, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t3, s3, b3, e3, steps, listed, low, stream, bit, lower, WIDE)
-        j = tl.where(lane < n, later, -1)
+        x, at, change = _encode_round(x, at, change, t0, s0, p0, steps, listed, stream, bit, group, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t1, s1, p1, steps, listed, stream, bit, group, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t2, s2, p2, steps, listed, stream, bit, group, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t3, s3, p3, steps, listed, stream, bit, group, lower, WIDE)
+        j = later
         s0, r0, s1, r1, s2, r2, s3, r3 = n0, m0, n1, m1, n2, m2, n3, m3
     at -= 2 * n
     place = at + 2 * lane
-    mine = (lane < n) & (place >= low)
+    mine = some & (place >= 0)
     tl.store(stream + place, (x & 0xFFFF).to(tl.uint16), mask=mine)
     tl.store(stream + place + 1, (x >> 16).to(tl.uint16), mask=mine)
-    tl.store(sizes + b, end - at)
+    tl.store(sizes + b, (room - at).to(tl.int64), mask=some & (lane == 0))
 
 
 @triton.jit
@@ -123,10 +150,9 @@ def _decision(symbols, rows, j, total):
 
 
 @triton.jit
-def _share(table, symbol, row, take, BITS: tl.constexpr):
-    """Where the share of a symbol begins, and where it stops."""
-    at = table + (row << BITS) + symbol
-    return tl.load(at, mask=take, other=0).to(tl.uint32), tl.load(at + 1, mask=take, other=1).to(tl.uint32)
+def _share(shares, symbol, row, take, BITS: tl.constexpr):
+    """The share of a symbol: where it begins, how wide it is, and its reciprocal."""
+    return tl.load(shares + ((row << BITS) + symbol), mask=take, other=1 << 16)
 
 
 @triton.jit
@@ -144,34 +170,36 @@ def pack(stream, room_ends, sizes, out_starts, out, SPAN: tl.constexpr):
 
 @triton.jit
 def _decode_round(
-    x, at, out, fault, take, j, decision, stop, stream, end, table, symbol_count, listed, out_end, out_decisions,
-    out_symbols, out_extras, bit, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
+    x, at, out, total, lost, j, decision, first, stream, end, table, symbol_count, listed, out_end, changes, extras,
+    bit, group, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Take one decision of each lane that takes one; nothing after a fault. stop: of the share of no change."""
-    take = take & (fault == 0)
-    row = table + ((decision & ROW) << BITS)
+    """Take one decision of each lane that has one left; a block that goes wrong has none left.
+
+    first: the first four places of the row, which tell the symbols that almost all decisions have.
+    """
+    take = j < total
     slot = (x & (TOTAL - 1)).to(tl.int32)
-    change = take & (slot >= stop)
+    stop0 = ((first >> 16) & 0xFFFF).to(tl.int32)
+    stop1 = ((first >> 32) & 0xFFFF).to(tl.int32)
+    stop2 = (first >> 48).to(tl.int32)
+    moves, twice = slot >= stop0, slot >= stop1
+    symbol = moves.to(tl.int32) + twice.to(tl.int32)
+    begin = tl.where(twice, stop1, tl.where(moves, stop0, 0))
+    stop = tl.where(twice, stop2, tl.where(moves, stop1, stop0))
+    far = (take & (slot >= stop2)).to(tl.int32)
+    change = take & moves
     changed = ballot(change, bit)
-    if changed == 0:  # nothing changed in this round
-        y = stop.to(tl.uint32) * (x >> P) + slot.to(tl.uint32)
-        needs = take & (y < LOW)
-        need = ballot(needs, bit)
-        mine = at + popcount(need & lower)
-        word = tl.load(stream + mine, mask=needs & (mine < end), other=0).to(tl.uint32)
-        x = tl.where(take, tl.where(needs, (y << 16) | word, y), x)
-        at += popcount(need)
-        lost = 0
-    else:
-        begin = tl.zeros_like(slot)
-        symbol = tl.zeros_like(slot)
-        search = change.to(tl.int32)
+    place = out + popcount(changed & lower)
+    keep = change & (place < out_end)
+    if tl.max(far) > 0:
+        row = table + ((decision & ROW) << BITS)
+        search = far
         while tl.max(search) > 0:
             symbol += search
             begin = tl.where(search > 0, stop, begin)
             stop = tl.where(search > 0, tl.load(row + symbol + 1, mask=search > 0, other=0).to(tl.int32), stop)
             search = ((search > 0) & (slot >= stop) & (symbol + 1 < symbol_count)).to(tl.int32)
-        lost = tl.max((take & (slot >= stop)).to(tl.int32))
+        lost |= ballot((far > 0) & (slot >= stop), bit) & group
         y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
         t = (symbol - 1) >> 1
         raw = tl.where(change & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
@@ -182,13 +210,13 @@ def _decode_round(
         has1 = (raw > 0) & (refilled < LOW)
         need0, need1 = ballot(has0, bit), ballot(has1, bit)
         mine = at + popcount(need0 & lower) + popcount(need1 & lower)
-        at += popcount(need0) + popcount(need1)
+        at += popcount(need0 & group) + popcount(need1 & group)
         if WIDE:
             refilled = tl.where(has1, refilled << 16, refilled)
             has2 = (raw > 16) & ((refilled >> (raw - low)) < LOW)
             need2 = ballot(has2, bit)
             mine += popcount(need2 & lower)
-            at += popcount(need2)
+            at += popcount(need2 & group)
         one = tl.full([32], 1, tl.uint32)
         y = tl.where(has0, (y << 16) | tl.load(stream + mine, mask=has0 & (mine < end), other=0).to(tl.uint32), y)
         mine += has0.to(tl.int32)
@@ -203,75 +231,84 @@ def _decode_round(
             word = tl.load(stream + mine, mask=has2 & (mine < end), other=0).to(tl.uint32)
             y = tl.where(has2, (y << 16) | word, y)
         x = tl.where(take, y, x)
-        place = out + popcount(changed & lower)
-        keep = change & (place < out_end)
-        tl.store(out_decisions + place, j.to(tl.uint32), mask=keep)
-        tl.store(out_symbols + place, (((symbol - 1) ^ (decision >> 15)) + 1).to(tl.uint8), mask=keep)
-        tl.store(out_extras + place, extra, mask=keep & (raw > 0))
-        out += popcount(changed)
-    found = tl.where(lost > 0, 2, tl.where(at > end, 1, tl.where(out > out_end, 3, 0)))
-    return x, at, out, tl.where(fault == 0, found, fault)
+        tl.store(extras + place, extra, mask=keep & (raw > 0))
+    else:
+        y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
+        has = take & (y < LOW)
+        need = ballot(has, bit)
+        mine = at + popcount(need & lower)
+        word = tl.load(stream + mine, mask=has & (mine < end), other=0).to(tl.uint32)
+        x = tl.where(take, tl.where(has, (y << 16) | word, y), x)
+        at += popcount(need & group)
+    named = ((symbol - 1) ^ (decision >> 15)) + 1
+    tl.store(changes + place, (j + named * PLACES).to(tl.uint32), mask=keep)
+    out += popcount(changed & group)
+    total = tl.where((at > end) | (out > out_end) | (lost != 0), 0, total)
+    return x, at, out, total, lost
 
 
 @triton.jit(do_not_specialize=["symbol_count", "listed"])
 def decode(
-    stream, starts, lanes, hot_starts, hot_ends, rows, table, symbol_count, listed, out_starts, out_decisions,
-    out_symbols, out_extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
+    order, firsts, lanes, stream, starts, hot_starts, hot_ends, rows, table, quads, symbol_count, listed, out_starts,
+    changes, extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Decode the blocks, a round of lanes at a time: of each change its decision, symbol and extra bits.
+    """Decode the blocks, a round of lanes at a time: of each change its decision and symbol, and its extra bits.
 
-    Symbols whose size class is `listed` or higher have no extra bits. What the next four rounds need is under way while
-    four are decoded. Never reads or writes out of bounds, whatever the stream holds. faults: 0, or what was met (see
-    `spec.FAULTS`).
+    Symbols whose size class is `listed` or higher have no extra bits. quads: the table, four places in a word. What the
+    next four rounds need is under way while four are decoded. Never reads or writes out of bounds, whatever the stream
+    holds. faults: 0, or what was met (see `spec.FAULTS`).
     """
-    b = tl.program_id(0)
-    n = tl.load(lanes + b)
-    lane = tl.arange(0, 32)
-    at, end = tl.load(starts + b), tl.load(starts + b + 1)
-    hot = tl.load(hot_starts + b)
-    total = (tl.load(hot_ends + b) - hot).to(tl.int32)
-    out, out_end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
-    fault = tl.where(end - at < 2 * n, 1, 0).to(tl.int32)
-    on = lane < tl.where(fault == 0, n, 0)
-    x = tl.load(stream + at + 2 * lane, mask=on, other=0).to(tl.uint32)
-    x = x | (tl.load(stream + at + 2 * lane + 1, mask=on, other=1).to(tl.uint32) << 16)
-    at += 2 * n
-    bit = lane.to(tl.uint32)
-    lower = (tl.full([32], 1, tl.uint32) << bit) - 1  # lanes before this one
-    j = tl.where(on, lane, total)  # total: of no decision
-    left = tl.where(fault == 0, total, 0)
+    b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
+    bit = tl.arange(0, 32).to(tl.uint32)
+    begin = tl.load(starts + b, mask=some, other=0)
+    end = (tl.load(starts + b + 1, mask=some, other=0) - begin).to(tl.int32)
+    hot = tl.load(hot_starts + b, mask=some, other=0)
+    decisions = (tl.load(hot_ends + b, mask=some, other=0) - hot).to(tl.int32)
+    first_out = tl.load(out_starts + b, mask=some, other=0)
+    out_end = (tl.load(out_starts + b + 1, mask=some, other=0) - first_out).to(tl.int32)
+    stream += begin
+    changes += first_out
+    extras += first_out
     rows += hot
+    short = end < 2 * n
+    on = some & (short == 0)
+    total = tl.where(on, decisions, 0)
+    x = tl.load(stream + 2 * lane, mask=on, other=0).to(tl.uint32)
+    x = x | (tl.load(stream + 2 * lane + 1, mask=on, other=1).to(tl.uint32) << 16)
+    at = tl.zeros([32], tl.int32) + 2 * n
+    out = tl.zeros([32], tl.int32)
+    lost = tl.zeros([32], tl.uint32)
+    j = lane
     d0, d1 = _row(rows, j, total), _row(rows, j + n, total)
     d2, d3 = _row(rows, j + 2 * n, total), _row(rows, j + 3 * n, total)
-    while left > 0:
-        t0, t1, t2, t3 = j < total, j + n < total, j + 2 * n < total, j + 3 * n < total
-        s0, s1 = _stop(table, d0, t0, BITS), _stop(table, d1, t1, BITS)
-        s2, s3 = _stop(table, d2, t2, BITS), _stop(table, d3, t3, BITS)
+    for _ in range((tl.max(total) + 4 * n - 1) // (4 * n)):
+        f0, f1 = _first(quads, d0, j < total, BITS), _first(quads, d1, j + n < total, BITS)
+        f2, f3 = _first(quads, d2, j + 2 * n < total, BITS), _first(quads, d3, j + 3 * n < total, BITS)
         later = j + 4 * n
         n0, n1 = _row(rows, later, total), _row(rows, later + n, total)
         n2, n3 = _row(rows, later + 2 * n, total), _row(rows, later + 3 * n, total)
-        x, at, out, fault = _decode_round(
-            x, at, out, fault, t0, j, d0, s0, stream, end, table, symbol_count, listed, out_end, out_decisions,
-            out_symbols, out_extras, bit, lower, BITS, WIDE,
+        x, at, out, total, lost = _decode_round(
+            x, at, out, total, lost, j, d0, f0, stream, end, table, symbol_count, listed, out_end, changes, extras,
+            bit, group, lower, BITS, WIDE,
         )  # fmt: skip
-        x, at, out, fault = _decode_round(
-            x, at, out, fault, t1, j + n, d1, s1, stream, end, table, symbol_count, listed, out_end, out_decisions,
-            out_symbols, out_extras, bit, lower, BITS, WIDE,
+        x, at, out, total, lost = _decode_round(
+            x, at, out, total, lost, j + n, d1, f1, stream, end, table, symbol_count, listed, out_end, changes, extras,
+            bit, group, lower, BITS, WIDE,
         )  # fmt: skip
-        x, at, out, fault = _decode_round(
-            x, at, out, fault, t2, j + 2 * n, d2, s2, stream, end, table, symbol_count, listed, out_end, out_decisions,
-            out_symbols, out_extras, bit, lower, BITS, WIDE,
+        x, at, out, total, lost = _decode_round(
+            x, at, out, total, lost, j + 2 * n, d2, f2, stream, end, table, symbol_count, listed, out_end, changes,
+            extras, bit, group, lower, BITS, WIDE,
         )  # fmt: skip
-        x, at, out, fault = _decode_round(
-            x, at, out, fault, t3, j + 3 * n, d3, s3, stream, end, table, symbol_count, listed, out_end, out_decisions,
-            out_symbols, out_extras, bit, lower, BITS, WIDE,
+        x, at, out, total, lost = _decode_round(
+            x, at, out, total, lost, j + 3 * n, d3, f3, stream, end, table, symbol_count, listed, out_end, changes,
+            extras, bit, group, lower, BITS, WIDE,
         )  # fmt: skip
         d0, d1, d2, d3 = n0, n1, n2, n3
-        left = tl.where(fault == 0, left - 4 * n, 0)
-        j = tl.where(on, later, total)
-    unfinished = tl.sum((on & (x != LOW)).to(tl.int32)) > 0
-    end_fault = tl.where(out != out_end, 3, tl.where((at != end) | unfinished, 4, 0))
-    tl.store(faults + b, tl.where(fault != 0, fault, end_fault).to(tl.int32))
+        j = later
+    unfinished = (ballot(on & (x != LOW), bit) & group) != 0
+    fault = tl.where(out != out_end, 3, tl.where((at != end) | unfinished, 4, 0))
+    fault = tl.where(lost != 0, 2, tl.where(at > end, 1, fault))  # at is beyond the end of a stream that is short, too
+    tl.store(faults + b, fault.to(tl.int32), mask=some & (lane == 0))
 
 
 @triton.jit
@@ -281,6 +318,6 @@ def _row(rows, j, total):
 
 
 @triton.jit
-def _stop(table, decision, take, BITS: tl.constexpr):
-    """Where the share of no change stops."""
-    return tl.load(table + ((decision & ROW) << BITS) + 1, mask=take, other=TOTAL).to(tl.int32)
+def _first(quads, decision, take, BITS: tl.constexpr):
+    """The first four places of a row: where the shares of its first symbols begin."""
+    return tl.load(quads + ((decision & ROW) << (BITS - 2)), mask=take, other=0)

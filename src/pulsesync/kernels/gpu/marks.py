@@ -100,66 +100,69 @@ def count_classes(
     tl.atomic_add(sampled + tile * 256 + bins, seen.to(tl.int64), mask=seen > 0)
 
 
-@triton.jit(do_not_specialize=["changes"])  # the data decides whether they are counted in every patch
-def mark_hot(
-    old_at, sizes, chunk_block, first_chunk, block_tile, cuts, tracked, bitmap, hot_map, known_map, hots, knowns,
-    hot_changes, changes, ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr,
-):  # fmt: skip
-    """Mark the weights below the cut, and with a history those that it knows; count them, and the hot changes."""
-    c = tl.program_id(0).to(tl.int64)
-    b = tl.load(chunk_block + c)
-    tile = tl.load(block_tile + b)
-    begin, count = span_of(c, first_chunk, sizes, b)
-    x = chunk_words(tl.load(old_at + b), begin, count, ITEM)
-    hot = inside(below_cut(x, tl.load(cuts + tile).to(tl.int64) << SHIFT, ITEM), count)
-    row = tl.arange(0, ROWS)
-    tl.store(hot_map + c * ROWS + row, hot)
-    tl.store(hots + c, tl.sum(popcount(hot)))
-    if HISTORY:
-        known = inside(below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM), count)
-        tl.store(known_map + c * ROWS + row, known)
-        tl.store(knowns + c, tl.sum(popcount(known)))
-    if changes != 0:
-        tl.store(hot_changes + c, tl.sum(popcount(hot & tl.load(bitmap + c * ROWS + row))))
-
-
-@triton.jit(do_not_specialize_on_alignment=["last"])  # a piece of what is remembered begins anywhere
+# What the data decides is not compiled in; a piece of what is remembered begins anywhere.
+@triton.jit(do_not_specialize=["changes", "lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
 def list_hot(
-    old_at, chunk_block, first_chunk, coded, hot_map, known_map, hot_at, known_at, last, rows_of, rows, places,
+    old_at, sizes, first_chunk, block_tile, cuts, tracked, bitmap, rooms, known_starts, last, hot_map, known_map,
+    hot_at, known_at, rows, places, hots, knowns, hot_changes, changes, lowest, classes, ages,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Of each hot weight of the blocks that are coded, in order: the row of the tables (see ROW), and its position."""
-    c = tl.program_id(0).to(tl.int64)
-    b = tl.load(chunk_block + c)
-    if tl.load(coded + b) > 0:
-        begin = (c - tl.load(first_chunk + b)) * CHUNK
-        at = tl.load(old_at + b)
-        row = tl.arange(0, ROWS)
-        words = tl.load(hot_map + c * ROWS + row)
+    """Mark the weights of a block that are below the cut, and list them in its room, as far as there is some.
+
+    Of each in order: the row of the tables (see ROW), and its position. With a history those that it knows are marked
+    too. hots, knowns: how many the block has, listed or not; hot_changes: of each chunk, where changes are counted.
+    """
+    b = tl.program_id(0)
+    tile = tl.load(block_tile + b)
+    at, size, c = tl.load(old_at + b), tl.load(sizes + b), tl.load(first_chunk + b)
+    cut = tl.load(cuts + tile).to(tl.int64) << SHIFT
+    place, room_end = tl.load(rooms + b), tl.load(rooms + b + 1)
+    listed = room_end > place
+    memory = tl.load(known_starts + b)
+    known_end = tl.load(known_starts + b + 1)
+    row = tl.arange(0, ROWS)
+    mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+    found, known_found = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for begin in range(0, size, CHUNK):
+        count = tl.minimum(size - begin, CHUNK).to(tl.int32)
+        x = chunk_words(at, begin, count, ITEM)
+        words = inside(below_cut(x, cut, ITEM), count)
+        tl.store(hot_map + c * ROWS + row, words)
+        tl.store(hot_at + c, place + found)
+        if changes != 0:
+            tl.store(hot_changes + c, tl.sum(popcount(words & tl.load(bitmap + c * ROWS + row))))
         n = popcount(words)
-        place = tl.load(hot_at + c) + prefix(n)
+        to = place + found + prefix(n)
+        found += tl.sum(n)
         known = tl.zeros([ROWS], tl.uint32)
-        memory = tl.zeros([ROWS], tl.int64)
+        ages_at = tl.zeros([ROWS], tl.int64)
         if HISTORY:
-            known = tl.load(known_map + c * ROWS + row)
-            memory = tl.load(known_at + c) + prefix(popcount(known))
-        mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
-        for _ in range(tl.max(n)):
-            some = n > 0
-            low = lowest_bit(words)
-            i = begin + 32 * row + popcount(low - 1)
-            old = load_bits(at, i, some, ITEM)
-            r = tl.load(rows_of + ((old & mask) >> SHIFT), mask=some, other=0).to(tl.int32)
-            if HISTORY:
-                kept = some & ((known & low) != 0)
-                age = tl.load(last + memory + popcount(known & (low - 1)), mask=kept, other=0).to(tl.int32)
-                r = (r + (age & 0x7F)) | ((age >> 7) << 15)
-            tl.store(rows + place, r.to(tl.uint16), mask=some)
-            if PLACES:
-                tl.store(places + place, i.to(tl.uint32), mask=some)
-            words &= words - 1
-            place += some.to(tl.int32)
-            n -= some.to(tl.int32)
+            known = inside(below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM), count)
+            tl.store(known_map + c * ROWS + row, known)
+            tl.store(known_at + c, memory + known_found)
+            m = popcount(known)
+            ages_at = memory + known_found + prefix(m)
+            known_found += tl.sum(m)
+        if listed:
+            for _ in range(tl.max(n)):
+                low = lowest_bit(words)
+                i = begin + 32 * row + popcount(low - 1)
+                some = (words != 0) & (to < room_end)
+                kind = ((load_bits(at, i, some, ITEM) & mask) >> SHIFT).to(tl.int32)
+                r = tl.minimum(tl.maximum(kind - lowest, 0), classes - 1) * ages
+                if HISTORY:
+                    kept = ages_at + popcount(known & (low - 1))
+                    kept_some = some & ((known & low) != 0) & (kept < known_end)
+                    age = tl.load(last + kept, mask=kept_some, other=0).to(tl.int32)
+                    r = (r + (age & 0x7F)) | ((age >> 7) << 15)
+                tl.store(rows + to, r.to(tl.uint16), mask=some)
+                if PLACES:
+                    tl.store(places + to, i.to(tl.uint32), mask=some)
+                to += (words != 0).to(tl.int64)
+                words &= words - 1
+        c += 1
+    tl.store(hots + b, found)
+    tl.store(knowns + b, known_found)
 
 
 @triton.jit

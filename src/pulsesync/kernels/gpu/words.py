@@ -89,40 +89,66 @@ def chunk_words(at, begin, count, ITEM: tl.constexpr):
 
 
 @triton.jit
-def _to_rows(flags, ITEM: tl.constexpr):
-    """From words of eight bytes, with a flag at the lowest bit of each weight, to words of 32 flags, one a row."""
+def _to_rows(low, high, ITEM: tl.constexpr):
+    """From halves of words of eight bytes, with a flag at the sign of each weight, to words of 32 flags, one a row."""
     if ITEM == 1:
-        bits = (flags * 0x0102040810204080) >> 56
+        bits = _four(low) | (_four(high) << 4)
     elif ITEM == 2:
-        bits = (flags | (flags >> 15)) & 0x0000000300000003
-        bits = (bits | (bits >> 30)) & 0xF
+        bits = (((low >> 15) | (low >> 30)) & 3) | ((((high >> 15) | (high >> 30)) & 3) << 2)
     elif ITEM == 4:
-        bits = (flags | (flags >> 31)) & 0x3
+        bits = (low >> 31) | ((high >> 31) << 1)
     else:
-        bits = flags
+        bits = high >> 31
     per: tl.constexpr = 4 * ITEM
     places = tl.arange(0, per)[None, :] * (8 // ITEM)
-    return tl.sum(bits.to(tl.uint32) << places.to(tl.uint32), axis=1)
+    return tl.sum(bits << places.to(tl.uint32), axis=1)
+
+
+@triton.jit
+def _four(flags):
+    """The signs of four bytes, as four bits."""
+    return (((flags >> 7) & 0x01010101) * 0x01020408) >> 24
+
+
+@triton.jit
+def _halves(x):
+    """Words of eight bytes as two of four: 64 bits cost twice the instructions."""
+    return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _differs(x, ITEM: tl.constexpr):
+    """The sign of each weight in words of four bytes is set where a bit of it is."""
+    ones: tl.constexpr = 0xFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
+    signs: tl.constexpr = ones << (8 * ITEM - 1)
+    rest: tl.constexpr = signs - ones  # all bits but the signs
+    return (((x & rest) + rest) | x) & signs  # sums carry into the sign, and no further
 
 
 @triton.jit
 def not_zero(x, ITEM: tl.constexpr):
     """Of every weight in words of eight bytes, whether a bit of it is set: as bits of words of 32, by row."""
-    ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
-    signs: tl.constexpr = ones << (8 * ITEM - 1)
-    rest: tl.constexpr = signs - ones  # all bits but the signs
-    flags = ((((x & rest) + rest) | x) & signs) >> (8 * ITEM - 1)  # sums carry into the sign, and no further
-    return _to_rows(flags, ITEM)
+    low, high = _halves(x)
+    if ITEM == 8:
+        high, low = tl.where((low | high) != 0, 0x80000000, 0).to(tl.uint32), low
+    else:
+        low, high = _differs(low, ITEM), _differs(high, ITEM)
+    return _to_rows(low, high, ITEM)
 
 
 @triton.jit
 def below_cut(x, cut, ITEM: tl.constexpr):
-    """Of every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row."""
-    ones: tl.constexpr = 0xFFFFFFFFFFFFFFFF // ((1 << (8 * ITEM)) - 1)
+    """Of every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row.
+
+    Weights that have an exponent have four bytes at most.
+    """
+    ones: tl.constexpr = 0xFFFFFFFF // ((1 << (8 * ITEM)) - 1)
     signs: tl.constexpr = ones << (8 * ITEM - 1)
-    limit = cut.to(tl.uint64) * ones
-    flags = ((((x | signs) - limit) & signs) ^ signs) >> (8 * ITEM - 1)  # borrows stop at the sign, which is set
-    return _to_rows(flags, ITEM)
+    limit = cut.to(tl.uint32) * ones
+    low, high = _halves(x)
+    # borrows stop at the sign, which is set
+    low, high = (((low | signs) - limit) & signs) ^ signs, (((high | signs) - limit) & signs) ^ signs
+    return _to_rows(low, high, ITEM)
 
 
 @triton.jit
