@@ -1,10 +1,12 @@
 """Piles know where every block is, and read tensors in place wherever a launch can."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from pulsesync.core.types import BLOCK, TensorSpec
-from pulsesync.device.decode import fetch
+from pulsesync.core.types import BLOCK, TensorSpec, Tile
+from pulsesync.device.decode import BlockPlaces, fetch
 from pulsesync.device.memory import to_device
 from pulsesync.device.pile import CHUNK, Pile, make_piles, place_of
 from pulsesync.format import layout as layouts
@@ -43,6 +45,29 @@ def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None
     assert pile.first_chunk.tolist() == [0, 1, 2, 258, 260, 261, 262, 263]
     assert pile.chunk_block.tolist() == [0, 1, *[2] * 256, 3, 3, 4, 5, 6]
     assert pile.block_tile.tolist() == [0, 1, 2, 2, 3, 4, 5]
+
+
+def test_positions_in_tiles_are_found_in_their_blocks(device: str) -> None:
+    pile = piles(device)["BF16"]
+    per_tile = np.array([2, 0, 4, 0, 1, 1])
+    found = pile.find_blocks(per_tile, np.array([0, 23, 5, BLOCK - 1, BLOCK, BLOCK + 9, 8, 0]))
+    assert found.inside is None
+    assert found.counts.tolist() == [2, 0, 2, 2, 0, 1, 1]
+    assert found.positions.tolist() == [0, 23, 5, BLOCK - 1, 0, 9, 8, 0]
+    nothing = pile.find_blocks(np.zeros(6, np.int64), np.empty(0, np.int64))
+    assert (nothing.counts.tolist(), nothing.positions.tolist()) == ([0] * 7, [])
+
+
+def test_positions_in_groups_that_are_not_kept_are_in_no_block(device: str) -> None:
+    bundle = Tile(0, TensorSpec("a", "BF16", (20,)), 0, 0, 20, 1, groups=(0, 4, 9, 15, 20), kept=(1, 3))
+    pile = Pile([bundle, replace(bundle, ordinal=1, kept=(0, 2))], [bundle, bundle], place(device))
+    positions = np.array([0, 4, 8, 9, 14, 15, 19, 3, 4, 9, 19])
+    found = pile.find_blocks(np.array([7, 4]), positions)
+    assert found.inside is not None
+    assert positions[found.inside].tolist() == [4, 8, 15, 19, 3, 9]
+    assert found.counts.tolist() == [2, 2, 1, 1]
+    assert found.positions.tolist() == [0, 4, 0, 4, 3, 0]
+    assert found.of(np.arange(11)).tolist() == found.inside.tolist()
 
 
 def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
@@ -86,9 +111,9 @@ def test_what_lies_in_a_row_at_a_word_is_read_in_place_and_the_rest_from_a_copy(
     ]
     assert in_place == [False, False, False, True, False, True]
     assert all(at % 8 == 0 for at in located.at.tolist())
-    blocks = np.arange(pile.blocks)
     last = (pile.host_sizes - 1).astype(np.int32)
-    found = fetch(pile, located, blocks, last)
+    found, there = fetch(BlockPlaces.of(pile, np.ones(pile.blocks, np.int64), last), located)
+    assert there.tolist() == found.view(np.int16).tolist()
     for b, bits in enumerate(found):
         tile = pile.tiles[pile.tile_of[b]]
         where = tile.flat_indices(np.array([pile.host_begins[b] + last[b]]))
@@ -104,10 +129,10 @@ def test_addresses_are_kept_while_tensors_stay_and_what_is_copied_is_copied_ever
     assert isinstance(memory, torch.Tensor)
     assert moved.at.tolist() == [memory.data_ptr()]
     odd = torch.arange(4, dtype=torch.int32, device=device)[1:]  # not at a multiple of 8 bytes
-    one = np.zeros(1, np.int64), np.zeros(1, np.int32)
-    assert fetch(pile, pile.locate({"b": odd}), *one).tolist() == [1]
+    one = BlockPlaces.of(pile, np.ones(1, np.int64), np.zeros(1, np.int32))
+    assert fetch(one, pile.locate({"b": odd}))[0].tolist() == [1]
     odd[0] = 9
-    assert fetch(pile, pile.locate({"b": odd}), *one).tolist() == [9]
+    assert fetch(one, pile.locate({"b": odd}))[0].tolist() == [9]
 
 
 def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:

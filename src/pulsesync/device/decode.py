@@ -16,7 +16,6 @@ from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
 from pulsesync.format.codecs import gap, step
-from pulsesync.format.codecs.context import magnitudes
 from pulsesync.format.codecs.heads import (
     BegunPayloads,
     ColdChanges,
@@ -228,39 +227,56 @@ def _cold(
     pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: ColdChanges, weights: PileAddresses
 ) -> PileChanges:
     """The cold changes: few, so that the host can move them; only their old weights are fetched."""
-    tiles = np.repeat(np.arange(len(pile.tiles)), per_tile)
-    inside, blocks, positions = pile.find_blocks(tiles, colds.positions)
-    old = fetch(pile, weights, blocks, positions) if blocks.size else np.empty(0, pile.kind.bits)
-    new = _move_cold(old, colds.steps[inside], cuts[tiles[inside]], pile.kind.exponent_shift or 0)
-    return _changes(pile, blocks, positions, old, new)
+    found = pile.find_blocks(per_tile, colds.positions)
+    places = BlockPlaces.of(pile, found.counts, found.positions)
+    bits = (cuts << (pile.kind.exponent_shift or 0)).astype(pile.kind.bits)
+    steps, least = found.of(colds.steps), found.of(np.repeat(bits, per_tile))
+    old, fetched = fetch(places, weights)
+    new = _move_cold(old, steps, least)
+    return PileChanges(pile, places.starts, places.positions, fetched, to_stream(new, pile.device))
 
 
-def _move_cold(old: Bits, steps: NDArray[np.int64], cut: int | NDArray[np.int64], shift: int) -> Bits:
-    """Move cold weights by their steps. Raises: FormatError, if one is hot, or goes half the circle the wrong way."""
+def _move_cold(old: Bits, steps: NDArray[np.int64], least: Bits) -> Bits:
+    """Move cold weights by their steps; least: their lowest bits that are not hot, without the sign.
+
+    Raises:
+        FormatError: one is hot, or goes half the circle the wrong way.
+    """
     if not old.size:
         return old
-    if (magnitudes(old, shift) < cut).any():
-        raise FormatError(spec.FAULTS[spec.HOT_AMONG_COLD])
     half = 1 << (8 * old.itemsize - 1)
+    if (old & old.dtype.type(half - 1) < least).any():
+        raise FormatError(spec.FAULTS[spec.HOT_AMONG_COLD])
     longest = max(-int(steps.min()), int(steps.max()))
     if longest == half and ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
         raise FormatError(spec.FAULTS[spec.COLD_HALF_CIRCLE])
     return tables.apply_steps(old, steps)
 
 
-def _changes(pile: Pile, blocks: NDArray[np.int64], positions: NDArray[np.int32], old: Bits, new: Bits) -> PileChanges:
-    """Changes of a pile, of blocks in order, from the host."""
-    starts = np.searchsorted(blocks, np.arange(pile.blocks + 1)).astype(np.int64)
-    return PileChanges(pile, *(to_stream(array, pile.device) for array in (starts, positions, old, new)))
+@dataclass(frozen=True)
+class BlockPlaces:
+    """Places in the blocks of a pile, on the device: of block b those from starts[b] to starts[b + 1]."""
+
+    pile: Pile
+    starts: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, pile: Pile, counts: NDArray[np.int64], positions: NDArray[np.int32]) -> "BlockPlaces":
+        """Places of which each block has so many."""
+        return cls(pile, to_stream(starts_of(counts), pile.device), to_stream(positions, pile.device))
 
 
-def fetch(pile: Pile, weights: PileAddresses, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Bits:
-    """Single weights, by block and position."""
-    wide = pile.kind.itemsize
-    at = weights.at[to_stream(blocks, pile.device)] + to_stream(positions, pile.device).to(torch.int64) * wide
-    out = empty(positions.size, INTEGERS[wide], pile.device)
-    cuda.gather[(-(-positions.size // 1024),)](at, positions.size, unsigned(out), ITEM=wide, SPAN=1024)
-    return to_host(out)[0].view(pile.kind.bits)
+def fetch(places: BlockPlaces, weights: PileAddresses) -> tuple[Bits, torch.Tensor]:
+    """Single weights; and the same on the device."""
+    wide, count = places.pile.kind.itemsize, places.positions.numel()
+    out = empty(count, INTEGERS[wide], places.pile.device)
+    if not count:
+        return np.empty(0, places.pile.kind.bits), out
+    at = torch.repeat_interleave(weights.at, places.starts.diff(), output_size=count)
+    at += places.positions.to(torch.int64) * wide
+    cuda.gather[(-(-count // 1024),)](at, count, unsigned(out), ITEM=wide, SPAN=1024)
+    return to_host(out)[0].view(places.pile.kind.bits), out
 
 
 def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> list[PileChanges]:
@@ -277,16 +293,21 @@ def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses)
 def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> PileChanges:
     """Tiles of `gap` and `step`: the host puts together new weights, for which only the old ones there are fetched."""
     decoded = [_positions_and_moves(*payload) for payload in payloads]
-    tiles = np.repeat(np.arange(len(decoded)), [where.size for where, _ in decoded])
-    inside, blocks, here = pile.find_blocks(tiles, np.concatenate([where for where, _ in decoded]))
-    old = fetch(pile, weights, blocks, here) if blocks.size else np.empty(0, pile.kind.bits)
-    before = np.zeros(tiles.size, pile.kind.bits)  # of weights that are not here nobody looks at what they become
-    before[inside] = old
-    cuts = np.cumsum([where.size for where, _ in decoded])[:-1]
-    moved = [move(some) for (_, move), some in zip(decoded, np.split(before, cuts), strict=True)]
-    values = np.concatenate(moved)[inside]
-    differ = old != values
-    return _changes(pile, blocks[differ], here[differ], old[differ], values[differ])
+    per_tile = np.array([where.size for where, _ in decoded], np.int64)
+    found = pile.find_blocks(per_tile, np.concatenate([where for where, _ in decoded]))
+    old, _ = fetch(BlockPlaces.of(pile, found.counts, found.positions), weights)
+    before = old
+    if found.inside is not None:
+        before = np.zeros(per_tile.sum(), old.dtype)  # of weights that are not here nobody looks at what they become
+        before[found.inside] = old
+    tiles = np.split(before, np.cumsum(per_tile)[:-1])
+    moved = [move(some) for (_, move), some in zip(decoded, tiles, strict=True)]
+    values = found.of(np.concatenate(moved))
+    differ = np.flatnonzero(old != values)
+    blocks = np.repeat(np.arange(pile.blocks), found.counts)[differ]
+    there = BlockPlaces.of(pile, np.bincount(blocks, minlength=pile.blocks), found.positions[differ])
+    bits = (to_stream(some[differ], pile.device) for some in (old, values))
+    return PileChanges(pile, there.starts, there.positions, *bits)
 
 
 def _positions_and_moves(

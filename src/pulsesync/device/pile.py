@@ -7,7 +7,7 @@ tile, or a group of a bundle. A bundle whose weights lie in many tensors is gath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -83,20 +83,29 @@ class Pile:
         """The tile of an ordinal."""
         return {tile.ordinal: i for i, tile in enumerate(self.tiles)}
 
-    def find_blocks(
-        self, tiles: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]]:
-        """From positions in tiles, given by number, to blocks and the positions in them.
+    def find_blocks(self, per_tile: NDArray[np.int64], positions: NDArray[np.int64]) -> "FoundBlocks":
+        """Find the blocks of ascending positions in tiles, those of all tiles one after the other, so many of each."""
+        offsets, begins, ends = self._laid_out
+        where = positions + np.repeat(offsets, per_tile)
+        first = np.searchsorted(where, begins)  # a fifth of the time that it takes to look for every position
+        counts = (np.searchsorted(where, ends) if self._has_gaps else np.append(first[1:], where.size)) - first
+        inside = None
+        if counts.sum() < where.size:
+            inside = np.arange(counts.sum()) + np.repeat(first - starts_of(counts)[:-1], counts)
+            positions = positions[inside]
+        return FoundBlocks(inside, counts, (positions - np.repeat(self.host_begins, counts)).astype(np.int32))
 
-        Returns first which of the positions are in a block: of a bundle, those in groups that are kept.
-        """
-        ends = starts_of(np.array([tile.size for tile in self.tiles], np.int64))
-        begins = ends[self.tile_of] + self.host_begins
-        where = ends[tiles] + positions
-        blocks = np.searchsorted(begins, where, "right") - 1
-        inside = np.flatnonzero((blocks >= 0) & (where < (begins + self.host_sizes)[blocks]))
-        blocks = blocks[inside]
-        return inside, blocks, (where[inside] - begins[blocks]).astype(np.int32)
+    @cached_property
+    def _laid_out(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Where tiles begin, all laid end to end, and where blocks begin and end then."""
+        offsets = starts_of(np.array([tile.size for tile in self.tiles], np.int64))[:-1]
+        begins = offsets[self.tile_of] + self.host_begins
+        return offsets, begins, begins + self.host_sizes
+
+    @cached_property
+    def _has_gaps(self) -> bool:
+        """Whether there are weights in no block: of bundles, groups that are not kept."""
+        return any(tile.kept is not None for tile in self.tiles)
 
     @cached_property
     def kept_streams(self) -> NDArray[np.int64]:
@@ -272,6 +281,18 @@ class Pile:
         tensor_of = np.array([number[place.tensor.name] for place in places], np.int64)
         starts = np.array([place.start for place in places], np.int64)
         return names, tensor_of, starts, np.array([place.contiguous for place in places], np.bool_)
+
+
+class FoundBlocks(NamedTuple):
+    """Where positions in tiles are in the blocks of a pile."""
+
+    inside: NDArray[np.int64] | None  # which of them are in a block: of a bundle, those in groups that are kept
+    counts: NDArray[np.int64]  # how many of those each block has
+    positions: NDArray[np.int32]  # in the blocks
+
+    def of(self, some: NDArray[Any]) -> NDArray[Any]:
+        """From what is said of all positions to what is said of those in a block."""
+        return some if self.inside is None else some[self.inside]
 
 
 class Stretches:

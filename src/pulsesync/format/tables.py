@@ -116,11 +116,18 @@ def choose_cuts(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArr
 
     A change left cold costs as much as 1,024 hot decisions: of the cuts with the least total, the lowest.
     """
-    tiles, classes = changes.shape
-    costs = np.zeros((tiles, classes + 1), np.int64)  # of each cut, less what it costs to leave all changes cold
-    np.cumsum(spec.SAMPLE_SCALE * sampled - 1024 * changes, axis=1, out=costs[:, 1:])
-    cuts: NDArray[np.int64] = costs.argmin(axis=1)
-    return cuts
+    with_changes = np.flatnonzero(changes.any(axis=0))
+    if not with_changes.size:
+        return np.zeros(len(changes), np.int64)
+    # The others need no look: a cut beyond the last change only costs more, and one before the first costs no less.
+    lo, hi = int(with_changes[0]), int(with_changes[-1]) + 1
+    costs = np.empty((len(changes), hi - lo + 1), np.int64)  # of each cut, less what it costs to leave all changes cold
+    costs[:, 0] = spec.SAMPLE_SCALE * sampled[:, :lo].sum(axis=1)
+    np.multiply(sampled[:, lo:hi], spec.SAMPLE_SCALE, out=costs[:, 1:])
+    costs[:, 1:] -= 1024 * changes[:, lo:hi]
+    np.cumsum(costs, axis=1, out=costs)
+    best = costs.argmin(axis=1)
+    return np.where(np.take_along_axis(costs, best[:, None], 1)[:, 0] < 0, lo + best, 0)
 
 
 @overload
@@ -210,22 +217,25 @@ def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:
     """How far weights move in the order of their values, by the shorter path; half the circle counts as downwards."""
-    width = 8 * old.itemsize
-    moved = (_orders(new) - _orders(old)).astype(np.int64)
-    return (moved << (64 - width)) >> (64 - width)
+    return (_orders(new) - _orders(old)).view(f"<i{old.itemsize}").astype(np.int64)
 
 
 def apply_steps(old: Bits, steps: NDArray[np.int64]) -> Bits:
     """Move weights by signed steps in the order of their values."""
-    width = 8 * old.itemsize
-    full, sign = (1 << width) - 1, 1 << (width - 1)
-    ordered = _orders(old) + steps & full
-    return (ordered ^ np.where(ordered & sign, sign, full)).astype(old.dtype)
+    ordered = _orders(old)
+    ordered += steps.astype(old.dtype)  # both modulo the circle
+    positive = ordered >> ordered.dtype.type(8 * old.itemsize - 1)
+    ordered ^= (positive - ordered.dtype.type(1)) | _sign(ordered)
+    return ordered
 
 
-def _orders(bits: Bits) -> NDArray[np.int64]:
-    """Where bit patterns of up to 32 bits stand in the order of their values."""
-    width = 8 * bits.itemsize
-    wide = bits.astype(np.int64)
-    orders: NDArray[np.int64] = wide ^ np.where(wide >> (width - 1), (1 << width) - 1, 1 << (width - 1))
+def _orders(bits: Bits) -> Bits:
+    """Where bit patterns stand in the order of their values, as integers of as many bits: all flipped, or the sign."""
+    negative = bits >> bits.dtype.type(8 * bits.itemsize - 1)
+    orders: Bits = bits ^ (np.negative(negative) | _sign(bits))
     return orders
+
+
+def _sign(bits: Bits) -> np.unsignedinteger:
+    sign: np.unsignedinteger = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    return sign
