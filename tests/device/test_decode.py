@@ -92,7 +92,7 @@ def resealed(version: tuple[Manifest, list[bytes]], layout: Layout, edit: Edit) 
     opened = patch.open_index(header, sections[0], layout)
     ((entry, body),) = patch.payloads(opened, dict(enumerate(sections)))
     payload = edit(bytes(body))
-    lists = [[index.build(opened.tables, [replace(entry, size=len(payload))])], [payload]]
+    lists = [[index.build(opened.tables, [entry._replace(size=len(payload))])], [payload]]
     name, forged = container.build(layout.id, lists)
     return replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)]
 
@@ -204,7 +204,7 @@ def test_a_part_for_a_tile_without_weights_is_refused(device: str) -> None:
     record, parts = Writer(layout, state, "gap").advance({**state, "a": state["a"] + 1})
     header, sections = container.open_part(parts[0])
     opened = patch.open_index(header, sections[0], layout)
-    entries = [replace(opened.entries[0], tile=1)]
+    entries = [opened.entries[0]._replace(tile=1)]
     name, forged = container.build(layout.id, [[index.build([], entries)], [sections[1]]])
     with pytest.raises(FormatError):
         here.prepare(replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)])

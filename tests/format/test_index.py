@@ -1,5 +1,4 @@
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,7 +143,7 @@ def test_payloads_that_do_not_fill_their_sections_are_refused(sections: list[int
 
 def test_a_payload_larger_than_any_section_is_refused() -> None:
     with pytest.raises(FormatError):
-        index.parse(index.build([], [replace(ENTRIES[0], size=1 << 50)]), 6, [0, 15])
+        index.parse(index.build([], [ENTRIES[0]._replace(size=1 << 50)]), 6, [0, 15])
 
 
 def test_an_unknown_codec_is_unsupported() -> None:

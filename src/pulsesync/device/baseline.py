@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -359,24 +359,18 @@ class DeviceDifference:
 def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
     """The changed tiles of a run."""
     (starts,) = to_host(run.starts)
-    pile = run.pile
-    borders = starts[pile.first_block]
-    fetched = _Fetched(run, borders, stream)
-    counts, firsts = np.diff(borders).tolist(), pile.first_block.tolist()
-    out = []
-    for i, (tile, count) in enumerate(zip(pile.tiles, counts, strict=True)):
-        if count:
-            blocks = slice(firsts[i], firsts[i + 1])
-            in_blocks = np.diff(starts[blocks.start : blocks.stop + 1])
-            out.append(DeviceDiff(tile, count, fetched, i, pile.host_begins[blocks], in_blocks))
-    return out
+    fetched = _Fetched(run, starts, stream)
+    changed = np.diff(starts[run.pile.first_block]).tolist()
+    both = enumerate(zip(run.pile.tiles, changed, strict=True))
+    return [DeviceDiff(tile, count, fetched, i) for i, (tile, count) in both if count]
 
 
 class _Fetched:
     """The changes of tiles of a run on the host: of tiles that have few, all at once as soon as one is asked for."""
 
-    def __init__(self, run: PileChanges, borders: NDArray[np.int64], stream: DeviceStream) -> None:
-        self._run, self._borders, self._stream, self._lock = run, borders, stream, threading.Lock()
+    def __init__(self, run: PileChanges, starts: NDArray[np.int64], stream: DeviceStream) -> None:
+        self._run, self._starts, self._stream, self._lock = run, starts, stream, threading.Lock()
+        self._borders = starts[run.pile.first_block]
         self._few: tuple[NDArray[np.int64], Sequence[NDArray[Any]]] | None = None
 
     def tile(self, i: int) -> Sequence[NDArray[Any]]:
@@ -391,6 +385,12 @@ class _Fetched:
         begins, arrays = self._few
         return [array[begins[i] : begins[i + 1]] for array in arrays]
 
+    def begins(self, i: int) -> NDArray[np.int64]:
+        """Of each change of a tile, where in the tile that begins with which it is coded."""
+        pile = self._run.pile
+        first, last = pile.first_block[i : i + 2].tolist()
+        return np.repeat(pile.host_begins[first:last], np.diff(self._starts[first : last + 1]))
+
     def _fetch_few(self) -> tuple[NDArray[np.int64], Sequence[NDArray[Any]]]:
         """Where those of each tile begin, and all of them."""
         counts, run = np.diff(self._borders), self._run
@@ -402,16 +402,13 @@ class _Fetched:
             return begins, to_host(run.positions[chosen], run.old[chosen], run.new[chosen])
 
 
-@dataclass(frozen=True)
-class DeviceDiff:
+class DeviceDiff(NamedTuple):
     """What changed in a tile, brought to the host only where something asks for it (see `format.diff.TileChanges`)."""
 
     tile: Tile
     changed: int
     fetched: _Fetched
     number: int  # of the tile in the pile
-    begins: NDArray[np.int64]  # of what is coded together, in the tile
-    counts: NDArray[np.int64]  # and its changes
 
     def positions(self) -> NDArray[np.int64]:
         return self._fetch()[0]
@@ -436,4 +433,4 @@ class DeviceDiff:
         """Positions in the tile, old and new bits."""
         where, old, new = self.fetched.tile(self.number)
         bits = self.tile.tensor.kind.bits
-        return where + np.repeat(self.begins, self.counts), old.view(bits), new.view(bits)
+        return where + self.fetched.begins(self.number), old.view(bits), new.view(bits)

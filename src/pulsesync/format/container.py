@@ -24,6 +24,7 @@ ENTRY = struct.Struct("<Q32s")  # size, SHA-256 of the stored bytes
 MAX_SECTIONS = 1 << 14
 MAX_SECTION_BYTES = 1 << 40
 ALONE = 1 << 18  # bytes of a part that one thread has hashed before another has begun
+SHORT = 1 << 13  # bytes of a piece that are copied before numpy has begun to, which does so without the GIL
 
 
 Allocate = Callable[[int], NDArray[np.uint8]]  # so many bytes
@@ -89,12 +90,16 @@ def build(
 
 
 def _fill(data: NDArray[np.uint8], begin: int, pieces: Sequence[bytes | memoryview]) -> bytes:
-    """Copy a section to its place, as numpy does without holding the GIL, and hash it while it is in the cache."""
-    at = begin
+    """Copy a section to its place, and hash it while it is in the cache."""
+    at, view = begin, data.data
     for piece in pieces:
-        data[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-        at += len(piece)
-    return hashlib.sha256(data[begin:at].data).digest()
+        end = at + len(piece)
+        if len(piece) <= SHORT:
+            view[at:end] = piece
+        else:
+            data[at:end] = np.frombuffer(piece, np.uint8)
+        at = end
+    return hashlib.sha256(view[begin:at]).digest()
 
 
 def _threads_for(size: int, threads: int | None) -> int | None:

@@ -6,6 +6,7 @@ Everything a reader must know before it decodes is here, so one fetch of header 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,7 @@ class FrequencyTable:
         return tables.shares(self.frequencies)
 
 
-@dataclass(frozen=True)
-class TileEntry:
+class TileEntry(NamedTuple):
     """One tile of a part."""
 
     tile: int  # ordinal in the layout
@@ -66,15 +66,21 @@ class TileEntry:
 def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> bytes:
     """Write the index; entries in the order of their tiles."""
     out = [wire.number(len(shared)), *map(_table, shared), wire.number(len(entries))]
-    ordinals = np.array([-1, *(e.tile for e in entries)], np.int64)
-    sections = np.array([1, *(e.section for e in entries)], np.int64)
-    out.append(wire.numbers(np.diff(ordinals) - 1))
-    out.append(bytes(e.codec for e in entries))
-    out.append(wire.numbers(np.diff(sections)))
-    out.append(wire.numbers(np.array([e.size for e in entries], np.int64)))
-    out += [e.sum.to_bytes() for e in entries]
+    if entries:
+        tiles, codecs, sections, sizes, sums = zip(*entries, strict=True)
+        out.append(wire.numbers(_steps(-1, tiles) - 1))
+        out.append(bytes(codecs))
+        out.append(wire.numbers(_steps(1, sections)))
+        out.append(wire.numbers(np.array(sizes, np.int64)))
+        out.append(np.array(sums, "<u8").tobytes())
     data = b"".join(out)
     return wire.number(len(data)) + wire.plane(data)
+
+
+def _steps(before: int, values: Sequence[int]) -> NDArray[np.int64]:
+    """How far each is from the one before it."""
+    array = np.array((before, *values), np.int64)
+    return array[1:] - array[:-1]
 
 
 def parse(
@@ -101,12 +107,12 @@ def parse(
     if count and (ordinals[-1] >= tiles or places[-1] >= len(sections)):
         raise FormatError("the index names a tile or a section that does not exist")
     filled = np.bincount(places, sizes, minlength=len(sections)).astype(np.int64) if count else np.zeros(len(sections))
-    if any(int(filled[i]) != sections[i] for i in range(1, len(sections))):
+    if filled.tolist()[1:] != list(sections[1:]):
         raise FormatError("the payloads that the index names do not fill their sections")
-    if any(codec not in _CODECS for codec in codecs):
+    if not _CODECS.keys() >= set(codecs):
         raise UnsupportedError("the index names a codec this reader does not know")
-    fields = ordinals.tolist(), (_CODECS[c] for c in codecs), places.tolist(), sizes.tolist(), _sums(sums)
-    return shared, [TileEntry(*of_tile) for of_tile in zip(*fields, strict=True)]
+    fields = ordinals.tolist(), map(_CODECS.__getitem__, codecs), places.tolist(), sizes.tolist(), _sums(sums)
+    return shared, list(map(TileEntry._make, zip(*fields, strict=True)))
 
 
 def _sums(data: memoryview) -> Iterable[Sum]:
@@ -155,6 +161,7 @@ def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
     if used and symbol.max() >= symbols:
         raise FormatError("a table names a symbol that does not exist")
     frequencies[row, symbol] = reader.numbers(used, tables.TOTAL) + 1
-    if not np.isin(frequencies.sum(axis=1), (0, tables.TOTAL)).all():
+    totals = frequencies.sum(axis=1)
+    if not ((totals == 0) | (totals == tables.TOTAL)).all():
         raise LimitError(f"the frequencies of a context must add up to {tables.TOTAL}")
     return FrequencyTable(dtype, lo, frequencies.reshape(classes, ages, symbols), sizes.astype(np.uint32))

@@ -147,8 +147,7 @@ def finish(
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
-    payloads = [_TilePayload(choice.codec, choice.pieces, choice.size) for choice in chosen]
-    return FinishedPart(*_assemble(layout.id, shared, tiles, payloads, sums, threads, allocate), chosen)
+    return FinishedPart(*_assemble(layout.id, shared, tiles, chosen, sums, threads, allocate), chosen)
 
 
 def encode_whole(
@@ -173,16 +172,15 @@ def encode_whole(
     return EncodedPart(*_assemble(layout.id, [], written, coded, after, threads), (), after)
 
 
-def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> "_TilePayload":
+def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> CodedTile:
     """A tile of an anchor from its encoded blocks; as `raw` where `dense` is not smaller."""
-    plain_size = tile.size * tile.tensor.kind.itemsize
     pieces = [piece for block in blocks for piece in block]
-    size = sum(map(len, pieces))
-    if codec == "dense" and size < plain_size:
-        return _TilePayload(Codec.DENSE, pieces, size)
     if codec == "dense":
+        packed = CodedTile(Codec.DENSE, pieces)
+        if packed.size < tile.size * tile.tensor.kind.itemsize:
+            return packed
         pieces = [piece for n in range(tile.block_count) for piece in raw.encode_block(weights.block(tile, n))]
-    return _TilePayload(Codec.RAW, pieces, plain_size)
+    return CodedTile(Codec.RAW, pieces)
 
 
 def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
@@ -192,19 +190,11 @@ def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
     return TilePatch(diff.tile, choice.codec, blocks, choice.cut)
 
 
-class _TilePayload(NamedTuple):
-    """The payload of a tile, in pieces."""
-
-    codec: Codec
-    pieces: Pieces
-    size: int
-
-
 def _assemble(
     layout: str,
     shared: Sequence[FrequencyTable],
     tiles: Sequence[Tile],
-    coded: Sequence[_TilePayload],
+    coded: Sequence[CodedTile],
     sums: Mapping[int, Sum],
     threads: int | None,
     allocate: container.Allocate = container.new_bytes,
@@ -213,14 +203,15 @@ def _assemble(
     sections: list[list[bytes | memoryview]] = [[]]
     filled = 0
     entries = []
-    full = max(SECTION_BYTES, sum(payload.size for payload in coded) // (container.MAX_SECTIONS - 2) + 1)
-    for tile, payload in zip(tiles, coded, strict=True):
+    sizes = [payload.size for payload in coded]
+    full = max(SECTION_BYTES, sum(sizes) // (container.MAX_SECTIONS - 2) + 1)
+    for tile, payload, size in zip(tiles, coded, sizes, strict=True):
         if filled >= full:
             sections.append([])
             filled = 0
         sections[-1] += payload.pieces
-        filled += payload.size
-        entries.append(TileEntry(tile.ordinal, payload.codec, len(sections), payload.size, sums[tile.ordinal]))
+        filled += size
+        entries.append(TileEntry(tile.ordinal, payload.codec, len(sections), size, sums[tile.ordinal]))
     return container.build(layout, [[index.build(shared, entries)], *sections], threads, allocate)
 
 

@@ -84,6 +84,9 @@ class ByteReader:
         if count <= FEW:
             return np.array([self.number(limit) for _ in range(count)], np.int64)
         window = np.frombuffer(self.data[self.at : self.at + 10 * count], np.uint8)
+        if window[:count].max() <= min(limit, 0x7F):  # as most are, all of most lists
+            self.at += count
+            return window[:count].astype(np.int64)
         ends = np.flatnonzero(window < 0x80)[:count]
         if ends.size < count:
             raise FormatError(f"{self.what} ends inside a number")
@@ -246,6 +249,8 @@ def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
 def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The bytes of numbers, and where each ends."""
     largest = int(values.max()) if values.size else 0
+    if largest < 0x80:
+        return values.astype(np.uint8), np.arange(1, values.size + 1)
     rest = values.astype(np.uint32) if largest < 1 << 32 else values  # half the memory to go through
     longest = max(1, -(-largest.bit_length() // 7))
     places, used = np.empty((values.size, longest), np.uint8), np.ones((values.size, longest), np.bool_)
