@@ -87,7 +87,7 @@ def code_pile(
     table = FrequencyTable(pile.tiles[0].tensor.dtype, lo, tables.normalise(counts), sizes)
     codec = Codec.CONTEXT if memories is None else Codec.HISTORY
     bodies = _write(pile, hot, decided, table, blocks, cuts, _checks(pile, blocks, moved), number_of_table)
-    coded_tiles = {o: CodedTile(codec, body, cut) for o, cut, body in bodies}
+    coded_tiles = {o: CodedTile(codec, [body], cut) for o, cut, body in bodies}
     return CodedPile(table, coded_tiles, hot)
 
 

@@ -113,11 +113,11 @@ def _smaller(one: CodedTile, *others: CodedTile) -> CodedTile:
 
 
 def _gap(diff: TileChanges) -> CodedTile:
-    return CodedTile(Codec.GAP, gap.encode(diff.positions(), diff.values()))
+    return CodedTile(Codec.GAP, [gap.encode(diff.positions(), diff.values())])
 
 
 def _step(diff: TileChanges) -> CodedTile:
-    return CodedTile(Codec.STEP, step.encode(diff.positions(), diff.old_values(), diff.values()))
+    return CodedTile(Codec.STEP, [step.encode(diff.positions(), diff.old_values(), diff.values())])
 
 
 def _sparse(diff: TileChanges) -> CodedTile:
@@ -143,7 +143,7 @@ def _dense_after(diff: TileChanges, old: Weights) -> CodedTile:
 def _xor(diff: TileChanges, old: Weights) -> CodedTile:
     tile, new = diff.tile, _after(diff, old)
     flipped = (old.block(tile, n) ^ new.block(tile, n) for n in range(tile.block_count))
-    return CodedTile(Codec.XOR, dense.encode(flipped))
+    return CodedTile(Codec.XOR, [dense.encode(flipped)])
 
 
 def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTile:
@@ -159,9 +159,9 @@ def _whole(tile: Tile, state: Weights) -> CodedTile:
     """A tile as `dense`; as `raw` where that is not smaller."""
     packed = dense.encode(state.block(tile, n) for n in range(tile.block_count))
     if len(packed) < tile.size * tile.tensor.kind.itemsize:
-        return CodedTile(Codec.DENSE, packed)
+        return CodedTile(Codec.DENSE, [packed])
     plain = b"".join(piece for n in range(tile.block_count) for piece in raw.encode_block(state.block(tile, n)))
-    return CodedTile(Codec.RAW, plain)
+    return CodedTile(Codec.RAW, [plain])
 
 
 def _without_tables_if_smaller(

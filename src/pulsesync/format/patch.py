@@ -24,13 +24,12 @@ from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
-from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old, memory_of
+from pulsesync.format.predict import PREDICTING, CodedTile, Pieces, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
 AnchorCodec = Literal["dense", "raw"]
-Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
 SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time
 
 
@@ -147,7 +146,7 @@ def finish(
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
-    payloads = [_TilePayload(choice.codec, [choice.body], choice.size) for choice in chosen]
+    payloads = [_TilePayload(choice.codec, choice.pieces, choice.size) for choice in chosen]
     return FinishedPart(*_assemble(layout.id, shared, tiles, payloads, sums, threads, allocate), chosen)
 
 

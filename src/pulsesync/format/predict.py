@@ -22,6 +22,7 @@ from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 
+Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
 PREDICTING = (Codec.CONTEXT, Codec.HISTORY)  # codecs that read all old weights of a tile; others, those that change
 
 
@@ -32,13 +33,18 @@ class CodedTile(NamedTuple):
     """A tile's payload, and what else its codec found out on the way."""
 
     codec: Codec
-    body: bytes | memoryview
+    pieces: Pieces
     cut: int = 0
     remembered: Mapping[int, Remembered] = {}  # by block: its history afterwards
 
     @property
     def size(self) -> int:
-        return len(self.body)
+        return sum(map(len, self.pieces))
+
+    @property
+    def body(self) -> bytes | memoryview:
+        """The payload in one run of memory."""
+        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +106,7 @@ def code_against_old(
             if history is not None:
                 remembered[plan][number] = after
         for plan, body in zip(same, payloads, strict=True):
-            out[plan.diff.tile.ordinal] = CodedTile(codec, body, plan.cut, remembered[plan])
+            out[plan.diff.tile.ordinal] = CodedTile(codec, [body], plan.cut, remembered[plan])
         shared.append(table)
     return shared, out
 
