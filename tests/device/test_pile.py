@@ -1,9 +1,11 @@
 """Piles know where every block is, and read tensors in place wherever a launch can."""
 
 import numpy as np
+import pytest
 import torch
 
 from pulsesync.core.types import BLOCK, TensorSpec
+from pulsesync.device import pile as pile_module
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import to_device
 from pulsesync.device.pile import CHUNK, Pile, make_piles, place_of
@@ -11,7 +13,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.kernels.gpu import words
 from pulsesync.state.live import find_places
 from pulsesync.state.slices import Slice
-from tests.device.pairs import place, to_flats
+from tests.device.pairs import piles_of, place, to_flats
 from tests.helpers import random_state
 
 SPECS = [
@@ -24,8 +26,7 @@ SPECS = [
 
 
 def piles(device: str) -> dict[str, Pile]:
-    layout = layouts.make(SPECS)
-    return make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles if tile.size}, place(device))
+    return {pile.tiles[0].tensor.dtype: pile for pile in piles_of(layouts.make(SPECS), device)}
 
 
 def test_chunks_are_those_of_the_kernels() -> None:
@@ -45,6 +46,24 @@ def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None
     assert pile.block_tile.tolist() == [0, 1, 2, 2, 3, 4, 5]
 
 
+def test_a_large_dtype_has_several_piles_and_those_of_a_device_are_its_own(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layouts.make([TensorSpec(name, "BF16", (40,)) for name in "abcde"] + [TensorSpec("f", "F32", (200,))])
+    monkeypatch.setattr(pile_module, "MOST", 100)
+    names = [[tile.tensor.name for tile in pile.tiles] for pile in piles_of(layout, device)]
+    assert names == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    elsewhere = torch.device("cuda", 7)  # nothing is launched: there need not be one
+    devices = {spec.name: elsewhere if spec.name in "bd" else place(device) for spec in layout.tensors}
+    found = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, devices)
+    assert [([t.tensor.name for t in p.tiles], p.device == elsewhere) for p in found] == [
+        (["a", "c"], False),
+        (["b", "d"], True),
+        (["e"], False),
+        (["f"], False),
+    ]
+
+
 def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
     starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].geometry)
     assert starts == [0, 4, 0, 0, 3, 12]
@@ -57,7 +76,7 @@ def test_the_digest_reads_in_words_what_begins_at_one_in_memory_and_in_its_tenso
     specs = [TensorSpec(name, "BF16", (size,)) for name, size in sizes.items()]
     layout = layouts.bundle(layouts.make([*specs, TensorSpec("z", "BF16", (1 << 16, 6), (2,))]))
     assert [tile.names for tile in layout.tiles] == [["z"], ["z"], [*sizes]]
-    pile = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, place(device))["BF16"]
+    (pile,) = piles_of(layout, device)
     words, others = pile.indices.runs
     assert words.rows[:, 1].tolist() == [12, (1 << 16) * 6 - 12, 8, 6, 7, 10]  # a, b, f and h, of the bundle
     assert others.rows[:, 1].tolist() == [5, 4, 1, 9]
@@ -113,7 +132,7 @@ def test_addresses_are_kept_while_tensors_stay_and_what_is_copied_is_copied_ever
 def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 8), row_cuts=(2, 4)), TensorSpec("b", "BF16", (4,))])
     places = find_places(layout, {"a": Slice(rows=(2, 6)), "b": None})
-    pile = make_piles(layout.tiles, {n: place_of(held) for n, held in places.items()}, place(device))["BF16"]
+    (pile,) = piles_of(layout, device, {n: place_of(held) for n, held in places.items()})
     assert [tile.row for tile in pile.tiles] == [2, 4]
     assert [tile.row for tile in pile.places] == [0, 2]
     assert pile.indices.table[:, 1].tolist() == [16, 32]

@@ -1,5 +1,7 @@
 """The Triton kernels do what the reference does, on a GPU or in Triton's interpreter, and keep within their bounds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,23 +48,20 @@ def test_compare_and_collect_equal_the_reference(dtype: str, device: str) -> Non
     new = [mutate(rng, bits, 0.03) for bits in old]
     new[1][:] = old[1] ^ old[1].dtype.type(1)  # all of a block, and the ends of a chunk
     new[3][[4095, 4096, 4098]] = ~old[3][[4095, 4096, 4098]]
-    pile = pile_of(dtype, sizes, device)
-    run, marks = find_changes(pile, locate(pile, old), locate(pile, new), cast=False)
+    pile, pairs = pile_of(dtype, sizes, device), list(zip(old, new, strict=True))
+    run = find_changes(pile, locate(pile, old), locate(pile, new), cast=False)
     assert_found(run, old, new)
-    bits = np.unpackbits(host(marks.bitmap, np.uint8), bitorder="little").reshape(pile.chunks, -1)
-    firsts = pile.host_first_chunk
-    for b, size in enumerate(sizes):
-        marked = bits[firsts[b] : firsts[b + 1]].reshape(-1)
-        assert np.array_equal(marked[:size], old[b] != new[b])
-        assert not marked[size:].any()
+    in_chunks = [np.count_nonzero(a[k : k + 4096] != b[k : k + 4096]) for a, b in pairs for k in range(0, a.size, 4096)]
+    assert np.array_equal(host(run.chunks(), np.int64), np.cumsum([0, *in_chunks]))
+    assert np.array_equal(host(run.chunks(), np.int64), host(replace(run, known_chunks=None).chunks(), np.int64))
 
 
 def test_states_that_are_equal_have_no_changes(device: str) -> None:
     bits = [random_bits(np.random.default_rng(2), np.uint16, (100,))]
     pile = pile_of("BF16", [100], device)
-    run, marks = find_changes(pile, locate(pile, bits), locate(pile, bits), cast=False)
+    run = find_changes(pile, locate(pile, bits), locate(pile, bits), cast=False)
     assert run.count == 0
-    assert not marks.bitmap.any()
+    assert not run.chunks().any()
 
 
 def masters() -> np.ndarray:
@@ -80,7 +79,7 @@ def test_masters_are_rounded_as_torch_casts_them(device: str) -> None:
     rounded = torch.from_numpy(new.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
     old = mutate(np.random.default_rng(4), rounded, 0.7)
     pile = pile_of("BF16", [new.size], device)
-    run, _ = find_changes(pile, locate(pile, [old]), locate(pile, [new], itemsize=4), cast=True)
+    run = find_changes(pile, locate(pile, [old]), locate(pile, [new], itemsize=4), cast=True)
     assert_found(run, [old], [rounded])
 
 
@@ -88,7 +87,7 @@ def test_a_master_that_is_no_number_is_the_nan_of_torch_on_a_gpu(device: str) ->
     new = np.array([0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF], np.uint32)
     old = np.zeros(4, np.uint16)
     pile = pile_of("BF16", [4], device)
-    run, _ = find_changes(pile, locate(pile, [old]), locate(pile, [new], itemsize=4), cast=True)
+    run = find_changes(pile, locate(pile, [old]), locate(pile, [new], itemsize=4), cast=True)
     assert host(run.new, np.uint16).tolist() == [0x7FFF] * 4
     if device == "cuda":
         assert torch.from_numpy(new.view(np.float32)).cuda().bfloat16().view(torch.int16).tolist() == [0x7FFF] * 4
@@ -111,12 +110,13 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
     layout, where = layouts.make(GRID), torch.device(device)
     old = {spec.name: random_bits(rng, spec.kind.bits.type, (spec.size,)) for spec in layout.tensors}
     new = {name: mutate(rng, bits, 0.2 if bits.size < 1000 else 0.01) for name, bits in old.items()}
-    for pile in make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, where).values():
+    devices = {spec.name: where for spec in layout.tensors}
+    for pile in make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, devices):
         names = {tile.tensor.name for tile in pile.tiles}
         flats, after = ({name: to_device(state[name].copy(), where) for name in names} for state in (old, new))
         counted = count_pile(pile, flats)
         assert counted == {t.ordinal: digest.count_tile(t, old[t.tensor.name]) for t in pile.tiles}
-        run, _ = find_changes(pile, pile.locate(flats), pile.locate(after), cast=False)
+        run = find_changes(pile, pile.locate(flats), pile.locate(after), cast=False)
         moved = moves(block_moves([run]))
         assert {n: counted[n] + by for n, by in moved.items()} == count_pile(pile, after)
         tiles = to_device(np.array([flats[t.tensor.name].data_ptr() for t in pile.tiles]), where)

@@ -7,25 +7,16 @@ was found, in a stream of its own. So training may continue at once: what it lau
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
-from pulsesync.device.changes import (
-    ChangeMarks,
-    PileChanges,
-    block_moves,
-    compose,
-    find_changes,
-    mark,
-    moves,
-    on_whole,
-)
-from pulsesync.device.encode import code_pile
+from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
+from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, compose, find_changes, moves, on_whole
+from pulsesync.device.encode import code_piles
 from pulsesync.device.hot import DeviceHistory, HotWeights
 from pulsesync.device.memory import (
     INTEGERS,
@@ -33,6 +24,7 @@ from pulsesync.device.memory import (
     DeviceView,
     StreamPoint,
     Tensors,
+    check_reach,
     on,
     on_host,
     pinned,
@@ -40,6 +32,7 @@ from pulsesync.device.memory import (
     to_host,
     to_stream,
     view,
+    worker_of,
 )
 from pulsesync.device.pile import Pile, make_piles, place_of, rectangle
 from pulsesync.device.state import DeviceState, DeviceTransition
@@ -127,6 +120,7 @@ class SourceReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._devices: Mapping[str, torch.device] = {}  # that work on the tensors
         self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
@@ -143,22 +137,30 @@ class SourceReader:
 
     def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
         views, ties = view(tensors)
-        if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self._device), None):
+        flats = {name: view.tensor for name, view in views.items() if view.tensor.numel()}
+        check_reach(flats, self._device)
+        devices = {name: worker_of(flat, self._device) for name, flat in flats.items()}
+        if away := next((name for name in devices if self._devices.get(name, devices[name]) != devices[name]), None):
             raise StateError(
-                f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self._device}",
-                tensor=away.spec.name,
+                f"tensor {away!r} is on {devices[away]}, and was on {self._devices[away]}: leave it where the first "
+                "version was published from, or begin with another publisher",
+                tensor=away,
             )
+        self._devices = devices
         return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
 
 class DeviceBaseline:
-    """Source on a device, base there as well (keep "device") or in pinned host memory ("host")."""
+    """Source on a device, base there as well (keep "device") or in pinned host memory ("host").
+
+    A source that is spread over several devices has its base spread in the same way; device: the first of them.
+    """
 
     hands_over = False
 
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep
-        self._stream = DeviceStream(device)
+        self._stream: DeviceStream | None = None  # of all devices of a base, once there is one
         self._reader = SourceReader(device)
         self._pairs: tuple[TileShare, DeviceState, Mapping[str, str], Sequence[_PilePair]] | None = None
 
@@ -166,14 +168,19 @@ class DeviceBaseline:
         return self._reader.read(source, cast)
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:
-        flats = {}
+        flats, workers = {}, {}
         for name, window in share.tensors.items():
             if name in share.windows:
-                flats[name] = self._own(_weights_in(window, shards))
-        there = make_piles(share.tiles, _places_of(share), self.device)
-        for pile in there.values():
-            flats |= {name: self._own(run) for name, run in _bundles(pile, shards.published.tensors).items()}
-        return DeviceState(share.layout, flats, places=share.held, device=self.device)
+                weights = _weights_in(window, shards)
+                flats[name], workers[name] = self._own(weights), worker_of(weights, self.device)
+        tensors = shards.published.tensors
+        places = _places_of(share)
+        devices = {name: worker_of(tensors[name], self.device) for name in tensors}
+        for pile in make_piles(share.tiles, places, devices):
+            with on(pile.device):
+                for name, run in _bundles(pile, tensors).items():
+                    flats[name], workers[name] = self._own(run), pile.device
+        return DeviceState(share.layout, flats, places=share.held, device=self.device, workers=workers)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy of weights where the base is kept, flat."""
@@ -193,11 +200,12 @@ class DeviceBaseline:
             return state
         flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
         if isinstance(state, DeviceState):  # the host's, if the share has no tiles
-            for pile in state.piles.values():
+            for pile in state.piles:
                 flats |= _bundles(pile, state.tensors)
+        workers = {name: worker_of(flat, self.device) for name, flat in flats.items()}
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
-        kept = DeviceState(share.layout, flats, places=share.held, device=self.device)
+        kept = DeviceState(share.layout, flats, places=share.held, device=self.device, workers=workers)
         kept.history = kept.bring(state.history)
         return kept
 
@@ -205,24 +213,25 @@ class DeviceBaseline:
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
-        runs, marks = [], {}
-        with on(self.device):
-            for pair in self._pairs_of(share, state, shards.published.dtypes):
-                run, marked = _compare(pair, state, shards.published)
-                if run.count:
-                    runs.append(run)
-                    marks[pair.here] = marked
-            launched = StreamPoint(self.device)
+        runs = []
+        for pair in self._pairs_of(share, state, shards.published.dtypes):
+            with on(pair.here.device):
+                run = _compare(pair, state, shards.published)
+            if run.count:
+                runs.append(run)
+        launched = StreamPoint(*state.devices)
+        if self._stream is None:
+            self._stream = DeviceStream(*state.devices)
         state.stream = self._stream
         state.readers.append(launched)
-        return DeviceDifference(state, self._stream, runs, marks, launched)
+        return DeviceDifference(state, self._stream, runs, launched)
 
     def _pairs_of(self, share: TileShare, state: DeviceState, dtypes: Mapping[str, str]) -> "Sequence[_PilePair]":
         """The piles of a base, each with the same tiles in the shards: known as long as these stay."""
         known = self._pairs
         if known is None or known[0] is not share or known[1] is not state or known[2] != dtypes:
             places = _places_of(share)
-            both = [(pile, pile.elsewhere(places)) for pile in state.piles.values()]
+            both = [(pile, pile.elsewhere(places)) for pile in state.piles]
             known = self._pairs = share, state, dtypes, [_PilePair.of(*pair, dtypes) for pair in both]
         return known[3]
 
@@ -281,7 +290,7 @@ def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
     return source.views[spec.name].dtype
 
 
-def _compare(pair: _PilePair, state: DeviceState, source: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
+def _compare(pair: _PilePair, state: DeviceState, source: DeviceSource) -> PileChanges:
     """Compare the tiles of a pile with the source.
 
     Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
@@ -290,35 +299,31 @@ def _compare(pair: _PilePair, state: DeviceState, source: DeviceSource) -> tuple
     if not pair.masters or not pair.others:
         return _compare_alike(here, there, state, source, cast=bool(pair.masters))
     runs = [
-        on_whole(_compare_alike(here.part(some), there.part(some), state, source, cast=some is pair.masters)[0], here)
+        on_whole(_compare_alike(here.part(some), there.part(some), state, source, cast=some is pair.masters), here)
         for some in (pair.masters, pair.others)
     ]
-    run = next(iter(compose(runs, ())), runs[0])
-    return run, mark(run)
+    return next(iter(compose(runs, ())), runs[0])
 
 
-def _compare_alike(
-    pile: Pile, there: Pile, state: DeviceState, source: DeviceSource, cast: bool
-) -> tuple[PileChanges, ChangeMarks]:
+def _compare_alike(pile: Pile, there: Pile, state: DeviceState, source: DeviceSource, cast: bool) -> PileChanges:
     new = there.locate(source.tensors, itemsize=4 if cast else None)
     return find_changes(pile, pile.locate(state.tensors), new, cast)
 
 
 @dataclass(frozen=True)
 class DeviceDifference:
-    """What differs on a device. `marks` are of runs as they were found; others are marked again."""
+    """What differs on a device."""
 
     state: DeviceState
     stream: DeviceStream
     runs: Sequence[PileChanges]  # one a pile, in order
-    marks: Mapping[Pile, ChangeMarks]
     found: StreamPoint
 
     def after(self, done: AnyTransition) -> "DeviceDifference":
         assert isinstance(done, DeviceTransition)
         with self.stream([self.found]):
             runs = compose([run.inverse() for run in done.changes], self.runs)
-        return replace(self, runs=runs, marks={})
+        return replace(self, runs=runs)
 
     def try_step(self) -> None:
         """Changes are coded on the device, in less time than it takes to bring them to the host, which `step` needs."""
@@ -334,16 +339,15 @@ class DeviceDifference:
         shared: list[FrequencyTable] = []
         coded: dict[int, CodedTile] = {}
         hot: dict[Pile, HotWeights] = {}
-        by_block = block_moves(self.runs)
-        for run in self.runs:
-            if codec in ("auto", "context", "history") and run.pile.kind.exponent_shift is not None:
-                marks = self.marks.get(run.pile) or mark(run)
-                weights = run.pile.locate(state.tensors)
-                one = code_pile(run, marks, by_block[run.pile], weights, known, len(shared))
-                shared.append(one.table)
-                coded.update(one.tiles)
-                if known is not None:
-                    hot[run.pile] = one.hot
+        by_block: BlockMoves = {}
+        for dtype, some in groupby(self.runs, lambda run: run.pile.tiles[0].tensor.dtype):
+            if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
+                piles = code_piles([(run, run.pile.locate(state.tensors)) for run in some], known, len(shared))
+                shared.append(piles.table)
+                coded |= piles.tiles
+                hot |= piles.hot if known is not None else {}
+                by_block = {**by_block, **piles.moved}
+        by_block = {**by_block, **block_moves(run for run in self.runs if run.pile not in by_block)}
         found = (diff for run in self.runs for diff in _diffs(run, self.stream))
         diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
         by = moves(by_block)

@@ -44,7 +44,7 @@ class OpenedPayloads:
 
     tables: Sequence[FrequencyTable]
     coded: Mapping[int, Sequence[tuple[Tile, OpenedPayload]]]
-    plain: Mapping[str, Sequence[Plain]]  # by dtype
+    plain: Sequence[Plain]
     cuts: Mapping[int, int]  # of tiles coded with a history, by ordinal
 
 
@@ -60,13 +60,13 @@ def open_part(
         FormatError: and its branches, as `format.patch.decode_tiles`.
     """
     coded: dict[int, list[tuple[Tile, OpenedPayload]]] = {}
-    plain: dict[str, list[Plain]] = {}
+    plain: list[Plain] = []
     cuts = {}
     for entry, body in patch.payloads(opened, sections, tiles):
         tile = tiles[entry.tile]
         patch.check_tile(entry, tile)
         if entry.codec not in PREDICTING:
-            plain.setdefault(tile.tensor.dtype, []).append((tile, entry.codec, body))
+            plain.append((tile, entry.codec, body))
             continue
         begun = begin(body, tile)
         patch.check_heads(entry, tile, begun, opened.tables, memories)
@@ -308,5 +308,4 @@ def _whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pil
         part = pile.part([payloads[n][0].ordinal for n in flipped])
         for n, old in zip(flipped, part.copy(weights.of(pile, part)), strict=True):
             tiles[n] ^= old
-    run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
-    return run
+    return find_changes(pile, weights, pile.located(tiles), cast=False)

@@ -1,7 +1,8 @@
-"""The blocks of all tiles of a dtype, in one pile: what a launch must know of each.
+"""The blocks of all tiles of a dtype on a device, in one pile: what a launch must know of each.
 
 Many small tensors cost no more launches than one large one. A block here is what is coded together: 2^20 weights of a
-tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into one run of memory first.
+tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into one run of memory first. A
+large model has several piles of a dtype, so that the memory that coding takes does not grow with the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ WORDS = CHUNK // 32  # of a bitmap, in a chunk
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # parts of a pile, and places where it was found
+MOST = 1 << 32  # weights of a pile, unless a tile has more
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,15 +334,34 @@ class PileAddresses:
         return PileAddresses(self.at[to_stream(whole.blocks_of(part), whole.device)], self.memory)
 
 
-def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], device: torch.device) -> dict[str, Pile]:
-    """Piles by dtype, in the order of their names, of the tiles that have a place here."""
-    by_dtype: dict[str, list[Tile]] = {}
+def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> list[Pile]:
+    """Piles of the tiles that have a place here, in the order of dtypes, and then of tiles.
+
+    devices: those that work on the tensors, by name; a bundle is worked on where its first tensor is.
+    """
+    groups: dict[tuple[str, torch.device], list[list[Tile]]] = {}
+    weights: dict[tuple[str, torch.device], int] = {}  # of the last pile of a group
     for tile in tiles:
         if tile.ordinal in places:
-            by_dtype.setdefault(tile.tensor.dtype, []).append(tile)
-    return {
-        dtype: Pile(some, [places[tile.ordinal] for tile in some], device) for dtype, some in sorted(by_dtype.items())
-    }
+            place = places[tile.ordinal]
+            key = tile.tensor.dtype, devices[(place.pieces[0] if place.pieces else place).tensor.name]
+            some = groups.setdefault(key, [])
+            if not some or weights[key] + tile.size > MOST:
+                some.append([])
+                weights[key] = 0
+            some[-1].append(tile)
+            weights[key] += tile.size
+    found = [
+        Pile(some, [places[tile.ordinal] for tile in some], device)
+        for (_, device), piles in groups.items()
+        for some in piles
+    ]
+    return sorted(found, key=order)
+
+
+def order(pile: Pile) -> tuple[str, int]:
+    """By which piles are sorted: those of a dtype are together."""
+    return pile.tiles[0].tensor.dtype, pile.tiles[0].ordinal
 
 
 def place_of(place: TileStorage) -> Tile:
