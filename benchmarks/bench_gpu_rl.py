@@ -26,8 +26,10 @@ of a checkpoint, and so is the work of a step; that the policy gets better at ad
 """
 
 import argparse
+import ctypes
 import gc
 import inspect
+import resource
 import sys
 import tempfile
 import time
@@ -129,9 +131,11 @@ class Clock:
     def _host(self, memory: dict[str, int]) -> dict[str, float]:
         """What the process has spent so far, by which phases that take longer than they should can be explained."""
         main = time.thread_time()
+        switches = resource.getrusage(resource.RUSAGE_THREAD)
         return {
             "main_s": main,  # of a core, by the thread that plays and learns
             "others_s": time.process_time() - main,  # by all others: backward passes, the publisher
+            "preempted": float(switches.ru_nivcsw),  # times that this thread had to leave its core
             "collector_s": COLLECTOR.seconds,
             "allocations": float(memory.get("num_device_alloc", 0)),  # that went to the driver, which takes long
         }
@@ -145,6 +149,11 @@ def allocated(device: torch.device) -> int:
     """Bytes on the GPU that somebody holds; 0 on a CPU."""
     gc.collect()
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def current_core() -> int:
+    """The core that this thread runs on. A thread that has waited may go on on another one, farther from the GPU."""
+    return int(ctypes.CDLL(None).sched_getcpu())
 
 
 def time_launches(device: torch.device) -> float:
@@ -317,7 +326,7 @@ class Training:
         clock.start()
         rollouts = self.game.play(arm.worker, self.prompts, self.number)
         clock.lap("play")
-        launches_s = time_launches(self.game.device)
+        launches_s, core = time_launches(self.game.device), current_core()
         clock.start()  # that is not counted
         self.game.learn(self.trainer, self.optimizer, rollouts)
         clock.lap("learn")
@@ -325,7 +334,7 @@ class Training:
         done = arm.follow(self.number, clock)
         taught = int(grpo.advantages(rollouts.rewards, self.game.group).count_nonzero())
         reward = float(rollouts.rewards.mean())
-        measured = (clock.seconds, clock.peak_bytes, clock.host, launches_s)
+        measured = (clock.seconds, clock.peak_bytes, clock.host, launches_s, core)
         return Step(arm.name, self.number, *measured, reward, taught, **done)
 
     def block(self, arm: Arm, steps: int) -> tuple[list[Step], float]:
@@ -516,8 +525,9 @@ def main() -> None:
     fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}
     print(json_line(fields))
     if options.json:
-        every = {what: [asdict(one) for one in getattr(found, what)] for what in ("before", "steps", "versions")}
-        save_results.write(options.json, [{**fields, **every}])
+        every = {"before": found.before, "steps": found.steps, "published_versions": found.versions}
+        listed = {what: [asdict(one) for one in some] for what, some in every.items()}
+        save_results.write(options.json, [{**fields, **listed}])
 
 
 if __name__ == "__main__":

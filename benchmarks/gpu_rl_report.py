@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,6 +29,7 @@ class Step:
     peak_bytes: dict[str, int]
     host: dict[str, dict[str, float]]  # what the process spent in each phase: see Clock
     launches_s: float  # that a number of small operations took before learning
+    core: int  # on which learning began
     reward: float
     taught: int  # samples that had an advantage: learning takes the longer, the more there are
     published: dict[str, Any] = field(default_factory=dict)
@@ -158,14 +160,19 @@ ROWS = (  # what, of which series, times, digits
 
 # -- learning --------------------------------------------------------------------------------------------------------
 
-LEARNING = (  # what of the phase "learn", and what it is called
+LEARNING: tuple[tuple[str, Callable[[Step], float]], ...] = (  # what of the phase "learn", and what it is called
     ("learn, s", lambda step: step.seconds["learn"]),
     ("of a core: the thread that learns, s", lambda step: step.host["learn"]["main_s"]),
     ("of a core: all other threads, s", lambda step: step.host["learn"]["others_s"]),
+    ("times the thread had to leave its core", lambda step: step.host["learn"]["preempted"]),
     ("Python's garbage collector, s", lambda step: step.host["learn"]["collector_s"]),
     ("allocations by the driver", lambda step: step.host["learn"]["allocations"]),
 )
 LAUNCHING = "1,000 small operations before it, ms: how fast the host was"
+COMPARED: dict[str, Callable[[Step], float]] = {  # of an arm and of copy
+    "seconds": lambda step: step.seconds["learn"],
+    "seconds of all threads": lambda step: step.host["learn"]["main_s"] + step.host["learn"]["others_s"],
+}
 
 
 def per_thousand(steps: list[Step], of: Callable[[Step], float]) -> list[float]:
@@ -173,27 +180,24 @@ def per_thousand(steps: list[Step], of: Callable[[Step], float]) -> list[float]:
     return [1e3 * of(step) / step.taught for step in steps if step.taught]
 
 
-def learning_against_copy(found: Measured, arm: str, block: int) -> list[float]:
-    """Round by round, how long learning a sample took with an arm, as a multiple of what it took with copy."""
+def against_copy(found: Measured, arm: str, block: int, of: Callable[[Step], float]) -> list[float]:
+    """Round by round, what learning a sample took with an arm, as a multiple of what it took with copy."""
 
     def rounds(name: str) -> list[float]:
         steps = found.of(name)
-        blocks = (steps[first : first + block] for first in range(0, len(steps), block))
-        sums = ((sum(one.seconds["learn"] for one in some), sum(one.taught for one in some)) for some in blocks)
-        return [seconds / taught if taught else math.nan for seconds, taught in sums]
+        return [mean(per_thousand(steps[first : first + block], of)) for first in range(0, len(steps), block)]
 
     pairs = zip(rounds(arm), rounds("copy"), strict=True)
     return [with_ / without for with_, without in pairs if math.isfinite(with_ / without)]
 
 
+def mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
 def mean_and_error(values: list[float]) -> dict[str, float]:
-    error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-    return {"mean": float(np.mean(values or [math.nan])), "standard_error": error}
-
-
-def correlation(one: list[float], other: list[float]) -> float:
-    varies = len(one) > 1 and np.std(one) > 0 and np.std(other) > 0
-    return float(np.corrcoef(one, other)[0, 1]) if varies else math.nan
+    """Of the rounds; there are at least two."""
+    return {"mean": mean(values), "standard_error": float(np.std(values, ddof=1) / math.sqrt(len(values)))}
 
 
 def tell_learning(found: Measured, block: int) -> dict[str, Any]:
@@ -202,22 +206,39 @@ def tell_learning(found: Measured, block: int) -> dict[str, Any]:
     series = {name: {what: per_thousand(steps, of) for what, of in LEARNING} for name, steps in arms.items()}
     rows = [[what, *(shown(one[what], 1.0, 4) for one in series.values())] for what, _ in LEARNING]
     rows += [[LAUNCHING, *(shown([step.launches_s for step in steps], 1e3, 2) for steps in arms.values())]]
+    rows += [["cores it began on, and how often", *(cores(steps) for steps in arms.values())]]
     print(table(["learning, for a thousand samples that teach", *arms], rows) + "\n")
-    against = {name: mean_and_error(learning_against_copy(found, name, block)) for name in found.arms if name != "copy"}
-    for name, one in against.items():
-        print(
-            f"Learning a sample took {one['mean']:.3f} ± {one['standard_error']:.3f} times as long with {name} as with "
-            "copy (mean and standard error of the rounds, each compared with copy in the same round)."
-        )
+    compared = {}
+    for name in found.arms:
+        ratios = {what: against_copy(found, name, block, of) for what, of in COMPARED.items()}
+        if name == "copy" or min(map(len, ratios.values())) < 2:
+            continue
+        compared[name] = {what: mean_and_error(values) for what, values in ratios.items()}
+        told = (f"{what} {one['mean']:.3f} ± {one['standard_error']:.3f}" for what, one in compared[name].items())
+        print(f"Learning a sample with {name}, as a multiple of that with copy in the same round: {', '.join(told)}.")
+    if compared:
+        print("(Means of the rounds, and their standard errors.)")
     taught = [step for step in found.steps if step.taught]
-    followed = correlation(per_thousand(taught, LEARNING[0][1]), [step.launches_s for step in taught])
-    print(f"Over all steps the correlation of that time with that of small operations before it is {followed:.2f}.\n")
+    followed = correlation(per_thousand(taught, COMPARED["seconds"]), [step.launches_s for step in taught])
+    if followed is not None:
+        print(f"Over all steps its correlation with the small operations before it is {followed:.2f}.")
+    print()
     return {
         "per_thousand": {name: {what: spread(values) for what, values in one.items()} for name, one in series.items()},
         "launches_s": {name: spread([step.launches_s for step in steps]) for name, steps in arms.items()},
-        "against_copy": against,
+        "against_copy": compared,
         "correlation_with_launches": followed,
     }
+
+
+def correlation(one: list[float], other: list[float]) -> float | None:
+    varies = len(one) > 2 and np.std(one) > 0 and np.std(other) > 0
+    return float(np.corrcoef(one, other)[0, 1]) if varies else None
+
+
+def cores(steps: list[Step]) -> str:
+    found = Counter(step.core for step in steps)
+    return ", ".join(f"{core} × {times}" for core, times in sorted(found.items())) or "–"
 
 
 # -- versions --------------------------------------------------------------------------------------------------------
@@ -318,6 +339,9 @@ def _and(numbers: Sequence[int]) -> str:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
+MADE = "Random weights of the shapes of {}; the reward is the share of a completion's tokens that have even numbers.\n"
+
+
 def conditions(found: Measured, options: argparse.Namespace, origin: dict[str, Any]) -> str:
     """What the numbers mean nothing without."""
     machine, versions = origin["machine"], origin["versions"]
@@ -328,6 +352,7 @@ def conditions(found: Measured, options: argparse.Namespace, origin: dict[str, A
         f"{found.weights:,} weights, FP32 masters, BF16 published; {options.prompts} prompts × {options.group} samples "
         f"a step, learning rate {options.lr:g}.\n{options.steps} steps of each arm in turns of {options.block}, after "
         f"{options.warm} of each that are not counted. Median of the steps (20th–80th percentile).\n"
+        f"{MADE.format(options.config) if options.config else ''}"
     )
 
 
