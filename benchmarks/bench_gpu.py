@@ -26,8 +26,8 @@ import torch
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import block_moves, mark, moves
-from pulsesync.device.encode import code_pile
+from pulsesync.device.changes import block_moves, moves
+from pulsesync.device.encode import code_piles
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
@@ -70,7 +70,8 @@ SHARES = [
     0,
     0,
 ]
-PIECE = 1 << 26  # weights made at a time
+PIECE = 1 << 24  # weights made at a time
+LARGE = 16e9  # weights from which the two ends are measured one after the other: both together need too much memory
 FAMILIES = [  # up to how many weights; width, inner width, width of keys and values, words: as models of that size have
     (0.2e9, (576, 1536, 192, 49152)),
     (0.9e9, (896, 4864, 128, 151936)),
@@ -264,13 +265,51 @@ def measure(weights: float, density: float) -> Row:
     return row
 
 
+def measure_large(weights: float, density: float) -> Row:
+    """The same of a model of which a GPU holds two copies and little more: publishing, and then syncing by itself."""
+    model = make(weights, density)
+    bench = Bench(model)
+    state, size = bench.state, model.size
+    changed = sum(run.count for run in bench.compare().runs)
+    row = Row(size, changed / size, 0.0, 0)
+    row.ms["diff + compaction"] = timed(bench.compare, 3)
+    for codec in ("context", "history"):
+        row.ms[f"diff + {codec} encode + patch on the host"] = timed(partial(bench.encode, codec), 3)
+        row.gigabytes[f"diff + {codec} encode"] = peak(partial(bench.encode, codec))
+    parts = {}
+    for codec in ("context", "history"):
+        manifest, _, _ = bench.record(codec)
+        parts[codec] = manifest, bench.data
+    row.patch_bytes = len(parts["context"][1])
+    model.new.clear()
+    del bench
+    torch.cuda.empty_cache()
+    for codec, (manifest, data) in parts.items():
+        row.gigabytes[f"{codec} decode + apply"] = peak(partial(sync_and_undo, state, manifest, data))
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            back = state.commit(state.prepare(manifest, [Body.of(data, state.layout)]))
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - began))
+            assert state.recount() == manifest.digest
+            state.commit(back)
+        row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
+    row.ms["full digest recount"] = timed(state.count, 3)
+    return row
+
+
+def sync_and_undo(state: DeviceState, manifest: Manifest, data: bytes) -> None:
+    state.commit(state.commit(state.prepare(manifest, [Body.of(data, state.layout)])))
+
+
 def hot_share(difference: DeviceDifference) -> float:
     """The share of the weights that `context` codes as decisions."""
     hot = total = 0
     for run in difference.runs:
-        located, moved = run.pile.locate(difference.state.tensors), block_moves([run])[run.pile]
-        coded = code_pile(run, difference.marks.get(run.pile) or mark(run), moved, located, None, 0)
-        hot += int(coded.hot.counts.sum())
+        coded = code_piles([(run, run.pile.locate(difference.state.tensors))], None, 0)
+        hot += int(coded.hot[run.pile].counts.sum())
         total += int(run.pile.host_sizes.sum())
     return hot / max(total, 1)
 
@@ -317,9 +356,9 @@ def kernels(weights: float, density: float) -> str:
 
 
 LINES = {  # functions whose wall-clock time is told, by module; one inside another counts in both
-    "device.baseline": "block_moves code_pile _diffs moves",
-    "device.encode": "_choose_cuts find_hot _decide _choose_sizes _list_sizes _count _launch build_cold build_many"
-    " _payloads _packed _checks to_host",
+    "device.baseline": "_compare code_piles _diffs moves",
+    "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
+    "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
     "device.hot": "advance _advance _by_tile to_host",
     "device.state": "find_hot advance block_moves moves",
     "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload _hot parse_cold _cold"
@@ -331,7 +370,7 @@ LINES = {  # functions whose wall-clock time is told, by module; one inside anot
 
 
 def lines(weights: float, density: float, codec: str) -> str:
-    """Where the host's time goes: milliseconds and calls of functions, in the median encode and decode of five."""
+    """Where the host's time goes: median milliseconds of functions in seven encodes and decodes, and how often each."""
     import functools
     import importlib
 
@@ -357,14 +396,18 @@ def lines(weights: float, density: float, codec: str) -> str:
         bench.shards = bench.baseline.read(make(weights, density).old, {})
     manifest, _, _ = bench.record(codec)
     for module, names in LINES.items():
-        loaded = importlib.import_module(f"pulsesync.{module}")
+        at, _, inside = module.partition("._")
+        loaded = importlib.import_module(f"pulsesync.{at}")
+        loaded = getattr(loaded, f"_{inside}") if inside else loaded
         for name in names.split():
             setattr(loaded, name, told(f"{module}.{name}", getattr(loaded, name)))
     out = []
     for what in ("encode", "decode and commit"):
-        spent.clear()
         walls = []
-        for _ in range(6):
+        for n in range(9):
+            if n == 2:  # warm
+                spent.clear()
+                walls.clear()
             torch.cuda.synchronize()
             began = time.perf_counter()
             if what == "encode":
@@ -377,7 +420,7 @@ def lines(weights: float, density: float, codec: str) -> str:
                 state.commit(back)
         out.append(f"{what}, {codec}: {statistics.median(walls):.2f} ms")
         for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
-            out.append(f"  {sum(times) / 6:8.2f} ms  {len(times) / 6:5.1f} ×  {name}")
+            out.append(f"  {statistics.median(times):8.2f} ms  {len(times) / 7:5.1f} ×  {name}")
     return "\n".join(out)
 
 
@@ -394,7 +437,7 @@ def main() -> None:
     rows = []
     for size in given.sizes:
         for density in given.densities:
-            row = measure(1e9 * size, density / 100)
+            row = (measure_large if 1e9 * size > LARGE else measure)(1e9 * size, density / 100)
             rows.append(row)
             print(json.dumps(asdict(row)), flush=True)
             torch.cuda.empty_cache()

@@ -18,8 +18,8 @@ from pulsesync.format import patch, tables
 from pulsesync.format.codecs import gap, step
 from pulsesync.format.codecs.context import magnitudes
 from pulsesync.format.codecs.heads import (
+    BegunPayloads,
     ColdChanges,
-    OpenedPayload,
     PayloadStreams,
     begin,
     parse_cold,
@@ -43,7 +43,7 @@ class OpenedPayloads:
     """The payloads of a part: those coded against old weights by table, and the others."""
 
     tables: Sequence[FrequencyTable]
-    coded: Mapping[int, Sequence[tuple[Tile, OpenedPayload]]]
+    coded: Mapping[int, BegunPayloads]
     plain: Sequence[Plain]
     cuts: Mapping[int, int]  # of tiles coded with a history, by ordinal
 
@@ -59,20 +59,24 @@ def open_part(
     Raises:
         FormatError: and its branches, as `format.patch.decode_tiles`.
     """
-    coded: dict[int, list[tuple[Tile, OpenedPayload]]] = {}
     plain: list[Plain] = []
-    cuts = {}
+    predicted: list[tuple[Codec, Tile, memoryview]] = []
     for entry, body in patch.payloads(opened, sections, tiles):
         tile = tiles[entry.tile]
         patch.check_tile(entry, tile)
-        if entry.codec not in PREDICTING:
+        if entry.codec in PREDICTING:
+            predicted.append((entry.codec, tile, body))
+        else:
             plain.append((tile, entry.codec, body))
-            continue
-        begun = begin(body, tile)
-        patch.check_heads(entry, tile, begun, opened.tables, memories)
-        coded.setdefault(begun.table, []).append((tile, begun))
-        if entry.codec == Codec.HISTORY:
-            cuts[tile.ordinal] = begun.cut
+    if not predicted:
+        return OpenedPayloads(opened.tables, {}, plain, {})
+    codecs, predicted_tiles, bodies = zip(*predicted, strict=True)
+    begun = begin(bodies, predicted_tiles)
+    patch.check_heads_of(codecs, begun, opened.tables, memories)
+    fields = zip(codecs, predicted_tiles, begun.cuts.tolist(), strict=True)
+    cuts = {tile.ordinal: cut for codec, tile, cut in fields if codec == Codec.HISTORY}
+    numbers = dict.fromkeys(begun.tables.tolist())
+    coded = {number: begun.part(np.flatnonzero(begun.tables == number)) for number in numbers}
     return OpenedPayloads(opened.tables, coded, plain, cuts)
 
 
@@ -109,7 +113,7 @@ class DecodedTiles:
 
 def decode_coded(
     whole: Pile,
-    coded: Sequence[tuple[Tile, OpenedPayload]],
+    coded: BegunPayloads,
     table: FrequencyTable,
     weights: PileAddresses,
     memories: DeviceHistory,
@@ -122,11 +126,10 @@ def decode_coded(
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
         not those that the history is of.
     """
-    pile = whole.part([tile.ordinal for tile, _ in coded])
-    weights, begun = weights.of(whole, pile), [one for _, one in coded]
-    cuts = np.array([one.cut for one in begun], np.int64)
-    streams = parse_streams_of(begun)
-    contents = streams_of(begun, streams)
+    pile = whole.part([tile.ordinal for tile in coded.tiles])
+    weights, cuts = weights.of(whole, pile), coded.cuts
+    streams = parse_streams_of(coded)
+    contents = streams_of(coded, streams)
     kept = pile.kept_streams
     blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
@@ -137,7 +140,7 @@ def decode_coded(
     if blocks.changes.any():
         moved, faults = _hot(weights, table, stream, hot, blocks)
         runs.append(moved)
-    cold = parse_cold(begun, streams, contents)
+    cold = parse_cold(coded, streams, contents)
     runs.append(_cold(pile, cuts, streams.colds, cold, weights))
     if blocks.changes.any() and (met := to_host(faults)[0]).any():
         raise FormatError(spec.FAULTS[int(met[met > 0][0])])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from pulsesync.state.slices import Slices, TileStorage
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
 
-Item = TypeVar("Item")
 TOGETHER = 32  # blocks of an anchor that are decoded, brought up and counted at a time
 
 
@@ -202,9 +201,9 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                     checks.append(decoded.checks)
                     if decoded.hot.pile is pile:
                         hot[pile] = decoded.hot
-                for pile, plain in self._by_pile(opened.plain, lambda one: one[0]):
+                for pile, numbers in self._by_pile([tile for tile, *_ in opened.plain]):
                     with memory.on(pile.device):
-                        runs += decode.decode_plain(pile, plain, located(pile))
+                        runs += decode.decode_plain(pile, [opened.plain[n] for n in numbers], located(pile))
                 cuts.update(opened.cuts)
             by_block = block_moves(runs)
             for one in checks:
@@ -232,16 +231,17 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         for number, coded in opened.coded.items():
             table = opened.tables[number]
             known = memories if memories is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
-            for pile, some in self._by_pile(coded, lambda one: one[0]):
+            for pile, numbers in self._by_pile(coded.tiles):
                 with memory.on(pile.device):
+                    some = coded.part(np.array(numbers)) if len(numbers) < len(coded.tiles) else coded
                     yield pile, decode.decode_coded(pile, some, table, located(pile), known)
 
-    def _by_pile(self, items: Iterable[Item], tile_of: Callable[[Item], Tile]) -> Iterator[tuple[Pile, list[Item]]]:
-        """Some items that are each about a tile, by its pile."""
-        found: dict[Pile, list[Item]] = {}
-        for item in items:
-            found.setdefault(self._pile_of[tile_of(item).ordinal], []).append(item)
-        yield from found.items()
+    def _by_pile(self, tiles: Sequence[Tile]) -> Iterable[tuple[Pile, list[int]]]:
+        """The piles of some tiles, and the numbers of those in each."""
+        found: dict[Pile, list[int]] = {}
+        for n, tile in enumerate(tiles):
+            found.setdefault(self._pile_of[tile.ordinal], []).append(n)
+        return found.items()
 
     def remember(
         self,

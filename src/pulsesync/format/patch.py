@@ -19,7 +19,7 @@ from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, Til
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index, tables
 from pulsesync.format.choice import choose
-from pulsesync.format.codecs import context, dense, gap, raw, step
+from pulsesync.format.codecs import context, dense, gap, heads, raw, step
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
@@ -29,6 +29,7 @@ from pulsesync.format.weights import Changes, Weights, as_weights
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
+AGAINST_OLD = (*PREDICTING, Codec.STEP)  # codecs of what is written as steps from the old weights
 AnchorCodec = Literal["dense", "raw"]
 SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time
 
@@ -341,7 +342,7 @@ def open_tile(
     if entry.codec not in PREDICTING:
         return [DecodeTask(entry.codec, tile, body)]
     payload = context.parse(body, tile)
-    check_heads(entry, tile, payload.heads, shared, history)
+    check_heads(entry.codec, tile, payload.heads.table, payload.heads.cut, shared, history)
     return [DecodeTask(entry.codec, tile, body, payload, n) for n in range(tile.block_count)]
 
 
@@ -349,17 +350,8 @@ def check_tile(entry: TileEntry, tile: Tile) -> None:
     """Raises: FormatError, if a tile that a part names has no weights; UnsupportedError, if none of that codec."""
     if tile.size == 0:
         raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
-    if entry.codec in (*PREDICTING, Codec.STEP) and tile.tensor.kind.exponent_shift is None:
+    if entry.codec in AGAINST_OLD and tile.tensor.kind.exponent_shift is None:
         raise UnsupportedError(f"{tile.tensor.dtype} cannot be coded against old weights", tensor=tile.tensor.name)
-
-
-class PayloadStart(Protocol):
-    """What the first bytes of a payload coded against old weights say."""
-
-    @property
-    def table(self) -> int: ...
-    @property
-    def cut(self) -> int: ...
 
 
 class HistoryLookup(Protocol):
@@ -374,23 +366,40 @@ class HistoryLookup(Protocol):
 
 
 def check_heads(
-    entry: TileEntry,
+    codec: Codec,
     tile: Tile,
-    heads: PayloadStart,
+    table: int,
+    cut: int,
     shared: Sequence[FrequencyTable],
     history: HistoryLookup | None,
 ) -> None:
     """Raises: FormatError, and its branches, if a payload was made with other tables or another history."""
-    if heads.table >= len(shared) or shared[heads.table].dtype != tile.tensor.dtype:
+    if table >= len(shared) or shared[table].dtype != tile.tensor.dtype:
         raise FormatError("a tile uses a table that the part does not have", tensor=tile.tensor.name)
-    table = shared[heads.table]
-    if heads.cut > table.highest_cut:
+    if cut > shared[table].highest_cut:
         raise LimitError("a tile's cut is above its table", tensor=tile.tensor.name)
-    known = history if entry.codec == Codec.HISTORY else History()
+    known = history if codec == Codec.HISTORY else History()
     if known is None:
         raise FormatError("the part needs the history of its epoch and none is held")
-    if table.frequencies.shape[1] != known.index + 1 or heads.cut < known.cut(tile.ordinal):
+    if shared[table].frequencies.shape[1] != known.index + 1 or cut < known.cut(tile.ordinal):
         raise FormatError("the part was made with another history", tensor=tile.tensor.name)
+
+
+def check_heads_of(
+    codecs: Sequence[Codec],
+    payloads: heads.BegunPayloads,
+    shared: Sequence[FrequencyTable],
+    history: HistoryLookup | None,
+) -> None:
+    """`check_heads` of many payloads: most are alike in all that it looks at. Raises: as that."""
+    seen = set()
+    fields = codecs, payloads.tiles, payloads.tables.tolist(), payloads.cuts.tolist()
+    for codec, tile, table, cut in zip(*fields, strict=True):
+        least = history.cut(tile.ordinal) if codec == Codec.HISTORY and history is not None else 0
+        alike = codec, tile.tensor.dtype, table, cut, least
+        if alike not in seen:
+            check_heads(codec, tile, table, cut, shared, history)
+            seen.add(alike)
 
 
 def _memory(job: DecodeTask, history: History | None) -> context.BlockMemory:

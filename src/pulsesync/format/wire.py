@@ -5,20 +5,23 @@ bytes, no longer than needed.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from pulsesync.core.threads import default_threads
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import huffman
 
 RAW, ZSTD = 0, 1
 FEW = 64  # numbers up to which numpy's overhead is more than a loop costs
+MANY_PLANES = 128  # planes of some hundred bytes from which threads are worth beginning: ...
+PLANE_THREADS = 4  # ... so many
 SAMPLES, SAMPLE_BYTES = 16, 1 << 10  # of a plane, by which it is found to be noise
 # The bytes of weights hardly repeat, and matches that are found all the same cost more than they save: 2.95 bits a byte
 # with level 1 and 2.72 with these, at less than half the time, for the exponents of normally distributed BF16 weights.
@@ -265,6 +268,41 @@ def plane(data: bytes) -> bytes:
         if len(frame) + 4 < len(data):
             return bytes([ZSTD]) + number(len(frame)) + frame
     return bytes([RAW]) + data
+
+
+def pack_planes(some: Sequence[bytes]) -> list[bytes]:
+    """Write each of many small planes, all of more than 16 bytes, as `plane` does, without the GIL."""
+    raw, packed = bytes((RAW,)), bytes((ZSTD,))
+    return [
+        b"".join((packed, number(len(frame)), frame)) if len(frame) + 4 < len(data) else raw + data
+        for data, frame in zip(some, _compress_each(some), strict=True)
+    ]
+
+
+def _compress_each(some: Sequence[bytes]) -> Any:
+    compressor = _zstd().compressor
+    if not some or "multi_compress_to_buffer" not in zstandard.backend_features:
+        return map(compressor.compress, some)
+    return compressor.multi_compress_to_buffer([*some], threads=_plane_threads(len(some)))
+
+
+def _plane_threads(count: int) -> int:
+    return min(PLANE_THREADS, default_threads()) if count >= MANY_PLANES else 1
+
+
+def unpack_frames(frames: Sequence[memoryview], sizes: Sequence[int]) -> Any:
+    """The contents of many small zstd frames, which promise these sizes and end at their ends; None if one is broken.
+
+    Without the GIL.
+    """
+    decompressor = _zstd().decompressor
+    try:
+        if not frames or "multi_decompress_to_buffer" not in zstandard.backend_features:
+            return [decompressor.decompress(frame, max_output_size=n) for frame, n in zip(frames, sizes, strict=True)]
+        expected = np.array(sizes, np.uint64).tobytes()
+        return decompressor.multi_decompress_to_buffer([*frames], expected, threads=_plane_threads(len(frames)))
+    except zstandard.ZstdError:
+        return None
 
 
 def planes(values: NDArray[np.unsignedinteger], width: int) -> bytes:

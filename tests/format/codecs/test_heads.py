@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core.types import BLOCK, TensorSpec, Tile
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
-from pulsesync.format.codecs import context, heads
+from pulsesync.format.codecs import context, heads, planes
 from pulsesync.format.codecs.context import Heads
 from tests.helpers import many, seeds
 
@@ -71,7 +72,8 @@ def payload(one: Heads) -> bytes:
 
 
 def parsed(payloads: list[tuple[bytes, Tile]]) -> list[tuple[Heads, memoryview]]:
-    begun = [heads.begin(memoryview(data), tile) for data, tile in payloads]
+    tiles = [tile for _, tile in payloads]
+    begun = heads.begin([memoryview(data) for data, _ in payloads], tiles)
     blocks = heads.parse_streams_of(begun)
     streams = heads.streams_of(begun, blocks)
     colds = heads.parse_cold(begun, blocks, streams)
@@ -79,12 +81,12 @@ def parsed(payloads: list[tuple[bytes, Tile]]) -> list[tuple[Heads, memoryview]]
     parts = [np.split(array, at) for array in (blocks.changes, blocks.lanes, blocks.words)]
     parts += [np.split(array, cuts) for array in (colds.positions, colds.steps)]
     checks = []
-    for one, of_hot, cold, check in zip(begun, parts[0], parts[3], np.split(colds.checks, at), strict=True):
-        changes = context.changing(one.tile, of_hot, cold)
+    for tile, of_hot, cold, check in zip(tiles, parts[0], parts[3], np.split(colds.checks, at), strict=True):
+        changes = context.changing(tile, of_hot, cold)
         assert not check[~changes].any()
-        checks.append(check[changes] if context.is_checked(one.tile) else check[:0])
-    fields = zip(*parts, checks, strict=True)
-    found = [Heads(one.table, one.cut, *some) for one, some in zip(begun, fields, strict=True)]
+        checks.append(check[changes] if context.is_checked(tile) else check[:0])
+    fields = zip(begun.tables.tolist(), begun.cuts.tolist(), *parts, checks, strict=True)
+    found = [Heads(*some) for some in fields]
     return list(zip(found, streams, strict=True))
 
 
@@ -142,7 +144,103 @@ def test_the_longest_steps_and_gaps_are_read(dtype: str) -> None:
     assert assert_as_context([(payload(one), tile_of(size, dtype))] * 2)
 
 
+def many_cold(seed: int, dtype: str = "BF16") -> list[Headed]:
+    """Heads of tiles that all have more than a few cold changes, in planes of noise and in planes that repeat."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(int(rng.integers(1, 6))):
+        count, tile = (
+            int(rng.choice([65, 100, 255, 256, 700])),
+            tile_of(int(rng.choice([3 * BLOCK, 40 * BLOCK])), dtype),
+        )
+        spacing = int(rng.choice([1, 2, 300, 3000]))
+        cold = np.cumsum(rng.integers(1, spacing, count, endpoint=True)) - 1
+        most = 1 << int(rng.integers(0, 8 * tile.tensor.kind.itemsize))
+        steps = rng.integers(1, most, count, endpoint=True) * rng.choice([-1, 1], count)
+        streams = np.ones(tile.borders.size - 1, np.int64)
+        out.append((Heads(0, 120, streams, streams, streams, cold, steps), tile))
+    return out
+
+
+@many
+@given(seeds, st.sampled_from(["BF16", "F32"]))
+def test_many_cold_changes_at_once_are_those_one_by_one(seed: int, dtype: str) -> None:
+    some = many_cold(seed, dtype)
+    assert built([one for one, _ in some]) == [context.build_heads(one) for one, _ in some]
+    assert assert_as_context([(payload(one), tile) for one, tile in some])
+
+
+@given(seeds)
+def test_planes_that_were_written_at_once_are_also_read_at_once(seed: int) -> None:
+    some = many_cold(seed)
+    counts, sizes = (
+        np.array(column) for column in zip(*((one.cold.size, tile.size) for one, tile in some), strict=True)
+    )
+    data = [memoryview(context.build_cold(one.cold, one.steps)) for one, _ in some]
+    assert planes.parse(data, counts, sizes, np.full(len(some), 2)).good.all()
+
+
+def test_planes_of_more_tiles_than_one_thread_takes_are_those_one_by_one() -> None:
+    some = [one for seed in range(60) for one in many_cold(seed)]
+    assert 4 * len(some) > 2 * wire.MANY_PLANES
+    assert built([one for one, _ in some]) == [context.build_heads(one) for one, _ in some]
+    assert assert_as_context([(payload(one), tile) for one, tile in some])
+
+
 # What is wrong
+
+
+@many
+@given(seeds)
+def test_bytes_of_planes_changed_at_random_are_read_or_refused_as_one_by_one(seed: int) -> None:
+    rng, some = np.random.default_rng(seed), many_cold(seed)
+    some = [(one._replace(cut=5), tile) for one, tile in some]
+    payloads = [(payload(one), tile) for one, tile in some]
+    i = int(rng.integers(0, len(some)))
+    data, first = bytearray(payloads[i][0]), len(heads.build_many(0, *before_cold(some[i][0]))[0])
+    end = len(context.build_heads(some[i][0]))
+    for at in rng.integers(first, rng.choice([min(end, first + 20), end]), int(rng.integers(1, 3))):
+        data[at] = rng.choice([0, 1, data[at] ^ 1, data[at] ^ 0x80, rng.integers(0, 256)])
+    payloads[i] = bytes(data), payloads[i][1]
+    assert_as_context(payloads)
+
+
+def before_cold(one: Heads) -> tuple[Any, ...]:
+    """What `build_many` is given for a tile."""
+    streams = one.changes.size
+    return np.array([one.cut]), np.array([0, streams]), (one.changes, one.lanes, one.words), np.array([one.cold.size])
+
+
+def frame_plane(data: bytes, **options: Any) -> bytes:
+    """A plane as a zstd frame that another writer makes."""
+    frame = zstandard.ZstdCompressor(**options).compress(data)
+    return bytes([wire.ZSTD]) + wire.number(len(frame)) + frame
+
+
+FRAMES = {
+    "as ours": frame_plane(bytes(100)),
+    "of another level": frame_plane(bytes(100), level=19),
+    "with a checksum": frame_plane(bytes(100), write_checksum=True),
+    "without its size": frame_plane(bytes(100), write_content_size=False),
+    "of another size": frame_plane(bytes(101)),
+    "with a byte too many": b"\1" + wire.number(len(frame_plane(bytes(100))) - 1) + frame_plane(bytes(100))[2:] + b"\0",
+    "cut short": b"\1" + wire.number(len(frame_plane(bytes(100))) - 3) + frame_plane(bytes(100))[2:-1],
+    "as long as its bytes": b"\1" + wire.number(100) + bytes(100),
+    "of a length written longer than needed": b"\1\x8d\0" + frame_plane(bytes(100))[2:],
+    "of an unknown kind": b"\2" + bytes(100),
+    "raw": b"\0" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("why", FRAMES)
+@pytest.mark.parametrize("place", range(2))
+def test_frames_of_other_writers_are_read_or_refused_as_one_by_one(place: int, why: str) -> None:
+    """The plane of the gaps, and that of the steps; tiles before and after it are read as they are."""
+    gaps_and_steps = [FRAMES["raw"], FRAMES["raw"]]
+    gaps_and_steps[place] = FRAMES[why]
+    data = written(5, 1 << 3, 1, 100, *(b"\1" + plane for plane in gaps_and_steps), b"\0\0")
+    refused_and_read([data], size=4 * 100)
+
 
 BY_BLOCK: Any = np.array([[2, 0, 1], [4, 1, 1], [3, 0, 2]])
 SMALL = Heads(3, 121, BY_BLOCK[0], BY_BLOCK[1], BY_BLOCK[2], np.array([1, 200, BLOCK]), np.array([1, -90, 5]))

@@ -4,17 +4,19 @@ The bytes and the checks are those of `context`; here numpy goes once over all t
 of some hundred tiles more time than coding takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.core.types import Tile
+from pulsesync.core.types import DTYPES, Tile
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
-from pulsesync.format.codecs import context
+from pulsesync.format.codecs import context, planes
 from pulsesync.kernels import spec
+
+_MOST_CUT = {name: 1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)) for name, kind in DTYPES.items()}
 
 
 def build_many(
@@ -45,34 +47,61 @@ def build_many(
 def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
     """The cold changes of tiles, those of tile i from first[i] to the next one's: positions in the tile, and steps."""
     counts = np.diff(first)
-    few = np.repeat(counts <= context.FEW_COLD, counts)
-    pairs = np.empty((cold.size, 2), np.int64)
-    pairs[:, 0] = np.diff(cold, prepend=0) - 1
+    gaps = cold.copy()
+    gaps[1:] -= cold[:-1] + 1
     starts = first[:-1][counts > 0]
-    pairs[starts, 0] = cold[starts]
-    pairs[:, 1] = (steps << 1) ^ (steps >> 63)
-    out = wire.runs(pairs[few].reshape(-1), np.where(counts <= context.FEW_COLD, 2 * counts, 0))
-    for i in np.flatnonzero(counts > context.FEW_COLD).tolist():
-        out[i] = context.build_cold(cold[first[i] : first[i + 1]], steps[first[i] : first[i + 1]])
+    gaps[starts] = cold[starts]
+    codes = (steps << 1) ^ (steps >> 63)
+    many = counts > context.FEW_COLD
+    few = np.flatnonzero(np.repeat(~many, counts))
+    out = wire.runs(np.stack((gaps[few], codes[few]), axis=1).reshape(-1), np.where(many, 0, 2 * counts))
+    if many.any():
+        rest = np.flatnonzero(np.repeat(many, counts))
+        in_planes = planes.build(gaps[rest], codes[rest] - 1, counts[many])
+        for i, data in zip(np.flatnonzero(many).tolist(), in_planes, strict=True):
+            out[i] = data
     return out
 
 
 @dataclass(frozen=True)
-class OpenedPayload:
-    """A payload of which the table and the cut are read: what a reader must know to look for the hot weights."""
+class BegunPayloads:
+    """Payloads of which table and cut are read: what a reader must know to look for the hot weights."""
 
-    table: int
-    cut: int
-    reader: wire.ByteReader
-    tile: Tile
+    tiles: Sequence[Tile]
+    data: Sequence[memoryview]
+    tables: NDArray[np.int64]
+    cuts: NDArray[np.int64]
+    at: NDArray[np.int64]  # where in each the rest begins
+
+    def part(self, chosen: NDArray[np.intp]) -> "BegunPayloads":
+        """Some of them."""
+        if chosen.size == len(self.tiles):
+            return self
+        some = chosen.tolist()
+        tiles, data = [self.tiles[i] for i in some], [self.data[i] for i in some]
+        return BegunPayloads(tiles, data, self.tables[chosen], self.cuts[chosen], self.at[chosen])
 
 
-def begin(data: memoryview, tile: Tile) -> OpenedPayload:
-    """Begin to read the payload of a tile. Raises: FormatError, LimitError."""
-    reader = wire.ByteReader(data, "a context payload")
-    table, kind = reader.byte(), tile.tensor.kind
-    cut = reader.number(1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)))
-    return OpenedPayload(table, cut, reader, tile)
+def begin(data: Sequence[memoryview], tiles: Sequence[Tile]) -> BegunPayloads:
+    """Begin to read the payloads of tiles, at least one. Raises: FormatError, LimitError."""
+    most = np.array([_MOST_CUT[tile.tensor.dtype] for tile in tiles], np.int64)
+    if min(map(len, data)) < 3:  # which none has
+        return _begin_each(data, tiles, most)
+    tables, low, high = np.frombuffer(b"".join([one[:3] for one in data]), np.uint8).reshape(-1, 3).T.astype(np.int64)
+    long = low >= 0x80
+    cuts = np.where(long, low & 0x7F | high << 7, low)
+    if (long & ((high == 0) | (high >= 0x80)) | (cuts > most)).any():
+        return _begin_each(data, tiles, most)
+    return BegunPayloads(tiles, data, tables, cuts, 2 + long)
+
+
+def _begin_each(data: Sequence[memoryview], tiles: Sequence[Tile], most: NDArray[np.int64]) -> BegunPayloads:
+    """The same one by one, which says what is wrong."""
+    found = []
+    for one, limit in zip(data, most.tolist(), strict=True):
+        reader = wire.ByteReader(one, "a context payload")
+        found.append((reader.byte(), reader.number(limit), reader.at))
+    return BegunPayloads(tiles, data, *np.array(found, np.int64).T)
 
 
 @dataclass(frozen=True)
@@ -84,6 +113,7 @@ class PayloadStreams:
     lanes: NDArray[np.int64]
     words: NDArray[np.int64]
     colds: NDArray[np.int64]  # of each payload: how many cold changes follow
+    at: NDArray[np.int64]  # and where
 
 
 @dataclass(frozen=True)
@@ -96,55 +126,127 @@ class ColdChanges:
     checks: NDArray[np.uint32]  # and how: 0 where nothing changes
 
 
-def parse_streams_of(payloads: Sequence[OpenedPayload]) -> PayloadStreams:
+def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
     """Read what payloads say of their streams. Raises: FormatError, LimitError.
 
     Those whose streams all have changes are read at once; the others, and those that are wrong, one by one.
     """
-    sizes = [np.diff(one.tile.borders) for one in payloads]
-    counts = np.array([some.size for some in sizes], np.int64)
+    borders = [tile.borders for tile in payloads.tiles]
+    counts = np.array([some.size for some in borders], np.int64) - 1
     first = np.r_[0, np.cumsum(counts)]
-    heads, words, colds, good, lengths = _at_once(payloads, np.concatenate(sizes), counts)
+    from_tile_to_tile = first[1:-1] + np.arange(counts.size - 1)
+    sizes: NDArray[np.int64] = np.delete(np.diff(np.concatenate(borders)), from_tile_to_tile)
+    heads, words, colds, good, at = _at_once(payloads, sizes, first)
     changes, lanes = heads >> 3, 1 << (heads & 7)
-    for one, fine, used in zip(payloads, good.tolist(), lengths, strict=True):
-        one.reader.at += used if fine else 0
     for i in np.flatnonzero(~good).tolist():
-        some = np.array(context.parse_streams(payloads[i].reader, sizes[i].tolist()), np.int64).reshape(-1, 3)
-        changes[first[i] : first[i + 1]], lanes[first[i] : first[i + 1]], words[first[i] : first[i + 1]] = some.T
-        colds[i] = payloads[i].reader.number(payloads[i].tile.size)
-    return PayloadStreams(first, changes, lanes, words, colds)
+        reader, tile, mine = (
+            wire.ByteReader(payloads.data[i], "a context payload"),
+            payloads.tiles[i],
+            slice(*first[i : i + 2]),
+        )
+        reader.at = int(payloads.at[i])
+        some = np.array(context.parse_streams(reader, tile.stream_sizes), np.int64).reshape(-1, 3)
+        changes[mine], lanes[mine], words[mine] = some.T
+        colds[i], at[i] = reader.number(tile.size), reader.at
+    return PayloadStreams(first, changes, lanes, words, colds, at)
 
 
-def streams_of(payloads: Sequence[OpenedPayload], blocks: PayloadStreams) -> list[memoryview]:
+def _at_once(
+    payloads: BegunPayloads, sizes: NDArray[np.int64], first: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Two numbers a stream and one more of each payload, which payloads are right so, and where what follows begins.
+
+    sizes: of all streams, the weights that each is of; first: where those of each payload begin, and their end.
+    """
+    counts, number = np.diff(first), np.arange(first.size - 1)
+    wanted, begun = 2 * counts + 1, 2 * first[:-1] + number
+    windows = [
+        one[at : at + 4 * n] for one, at, n in zip(payloads.data, payloads.at.tolist(), wanted.tolist(), strict=True)
+    ]
+    borders = np.cumsum([0, *map(len, windows)])
+    data = np.frombuffer(b"".join((*windows, bytes(int(wanted.max()) + 4))), np.uint8)  # there is something to take
+    ends = np.flatnonzero(data < 0x80)
+    ended = np.searchsorted(ends, borders)
+    good = np.diff(ended) >= wanted
+    taken = np.repeat(ended[:-1] - begun, wanted)
+    taken += np.arange(taken.size)
+    last = ends[np.minimum(taken, ends.size - 1)]
+    at = np.empty_like(last)
+    at[1:] = np.minimum(last[:-1] + 1, data.size - 1)
+    at[begun] = borders[:-1]
+    long = last - at
+    bits = (data & 0x7F).astype(np.int64)
+    values = bits[at]
+    for k in range(1, 4):
+        longer = np.flatnonzero(long >= k)
+        values[longer] |= bits[at[longer] + k] << 7 * k
+    wrong = (long > 3) | (long > 0) & (data[last] == 0)
+    places = 2 * np.arange(sizes.size) + np.repeat(number, counts)
+    heads, words, colds = values[places], values[places + 1], values[begun + wanted - 1]
+    wrong[places] |= (heads > sizes << 3 | 7) | (heads < 8) | (heads & 7 > spec.MAX_LANES_LOG2)
+    wrong[places + 1] |= words > 64 + 3 * sizes
+    good &= ~np.logical_or.reduceat(wrong, begun) & (colds <= np.add.reduceat(sizes, first[:-1]))
+    return heads, words, colds, good, payloads.at + last[begun + wanted - 1] + 1 - borders[:-1]
+
+
+def streams_of(payloads: BegunPayloads, blocks: PayloadStreams) -> list[memoryview]:
     """The streams of each payload, which are its end. Raises: FormatError."""
     streams = 2 * np.diff(np.r_[0, np.cumsum(blocks.words)][blocks.first])
-    ends = (np.array([len(one.reader.data) for one in payloads], np.int64) - streams).tolist()
-    if any(end < one.reader.at for one, end in zip(payloads, ends, strict=True)):
+    begins = np.array([len(one) for one in payloads.data], np.int64) - streams
+    if (begins < blocks.at).any():
         raise FormatError("a context payload ends too early: its streams are longer than what is left")
-    return [one.reader.data[end:] for one, end in zip(payloads, ends, strict=True)]
+    return [one[begin:] for one, begin in zip(payloads.data, begins.tolist(), strict=True)]
 
 
-def parse_cold(payloads: Sequence[OpenedPayload], blocks: PayloadStreams, streams: Sequence[memoryview]) -> ColdChanges:
+def parse_cold(payloads: BegunPayloads, blocks: PayloadStreams, streams: Sequence[memoryview]) -> ColdChanges:
     """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
-    both = [(one.reader, len(stream)) for one, stream in zip(payloads, streams, strict=True)]
-    written = [reader.data[reader.at : len(reader.data) - end] for reader, end in both]
+    fields = zip(payloads.data, blocks.at.tolist(), streams, strict=True)
+    written = [data[at : len(data) - len(stream)] for data, at, stream in fields]
     counts = blocks.colds
     first = np.r_[0, np.cumsum(counts)]
     positions, steps = np.empty(first[-1], np.int64), np.empty(first[-1], np.int64)
-    for i in np.flatnonzero(counts > context.FEW_COLD).tolist():
-        tile, mine = payloads[i].tile, slice(first[i], first[i + 1])
-        reader = wire.ByteReader(written[i], "a context payload")
-        positions[mine], steps[mine] = context.parse_cold(reader, int(counts[i]), tile.size, tile.tensor.kind.itemsize)
-        written[i] = written[i][reader.at :]
-    few = np.where(counts > context.FEW_COLD, 0, counts)
-    checks: list[memoryview] = []
-    for i, one in enumerate(payloads):
-        end = _end_of(written[i], 2 * int(few[i])) if context.is_checked(one.tile) else len(written[i])
-        checks.append(written[i][end:])
-        written[i] = written[i][:end]
-    short = np.repeat(few > 0, counts)
-    positions[short], steps[short] = _few_cold(written, few, payloads)
-    return ColdChanges(positions, steps, *_checks(payloads, blocks, np.split(positions, first[1:-1]), checks))
+    many = counts > context.FEW_COLD
+    if many.any():
+        _many_cold(np.flatnonzero(many), payloads, first, written, positions, steps)
+    few = np.where(many, 0, counts)
+    checks: dict[int, memoryview] = {}
+    for i, tile in enumerate(payloads.tiles):
+        if context.is_checked(tile):
+            end = _end_of(written[i], 2 * int(few[i]))
+            written[i], checks[i] = written[i][:end], written[i][end:]
+    short = slice(None) if not many.any() else np.repeat(~many, counts)
+    positions[short], steps[short] = _few_cold(written, few, payloads.tiles)
+    return ColdChanges(positions, steps, *_checks(payloads.tiles, blocks, positions, first, checks))
+
+
+def _many_cold(
+    many: NDArray[np.intp],
+    payloads: BegunPayloads,
+    first: NDArray[np.int64],
+    written: list[memoryview],
+    positions: NDArray[np.int64],
+    steps: NDArray[np.int64],
+) -> None:
+    """Read the cold changes of payloads that have many, which are planes, and take them off what was written.
+
+    Those that are as they should be are read at once, the others one by one.
+    """
+    tiles, counts = [payloads.tiles[i] for i in many.tolist()], np.diff(first)
+    sizes = np.array([tile.size for tile in tiles], np.int64)
+    itemsizes = np.array([tile.tensor.kind.itemsize for tile in tiles], np.int64)
+    found = planes.parse([written[i] for i in many.tolist()], counts[many], sizes, itemsizes)
+    read = np.zeros(counts.size, np.bool_)
+    read[many[found.good]] = True
+    here = np.repeat(read, counts)
+    positions[here], steps[here] = found.positions, found.steps
+    for i, tile, fine, used in zip(many.tolist(), tiles, found.good.tolist(), found.used.tolist(), strict=True):
+        end = used
+        if not fine:
+            reader, mine = wire.ByteReader(written[i], "a context payload"), slice(*first[i : i + 2])
+            count, itemsize = int(counts[i]), tile.tensor.kind.itemsize
+            positions[mine], steps[mine] = context.parse_cold(reader, count, tile.size, itemsize)
+            end = reader.at
+        written[i] = written[i][end:]
 
 
 def _end_of(data: memoryview, count: int) -> int:
@@ -156,73 +258,43 @@ def _end_of(data: memoryview, count: int) -> int:
 
 
 def _checks(
-    payloads: Sequence[OpenedPayload],
+    tiles: Sequence[Tile],
     blocks: PayloadStreams,
-    cold: Sequence[NDArray[np.int64]],
-    written: Sequence[memoryview],
+    cold: NDArray[np.int64],
+    first: NDArray[np.int64],
+    written: Mapping[int, memoryview],
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
-    """Of all streams, whether the payload says how its digest moves, and how; cold: where those of each payload are."""
+    """Of all streams, whether the payload says how its digest moves, and how.
+
+    cold: where cold changes are, those of each payload from first on; written: by payload, of those that say so.
+    """
     checked, checks = np.zeros(blocks.changes.size, np.bool_), np.zeros(blocks.changes.size, np.uint32)
-    for i, one in enumerate(payloads):
-        if context.is_checked(one.tile):
-            mine = slice(blocks.first[i], blocks.first[i + 1])
-            moved = context.changing(one.tile, blocks.changes[mine], cold[i])
-            if len(written[i]) != 4 * moved.sum():
-                raise FormatError("a context payload has more or fewer checks than groups that change")
-            checked[mine] = True
-            checks[mine][moved] = np.frombuffer(written[i], "<u4")
+    for i, data in written.items():
+        mine = slice(blocks.first[i], blocks.first[i + 1])
+        moved = context.changing(tiles[i], blocks.changes[mine], cold[first[i] : first[i + 1]])
+        if len(data) != 4 * moved.sum():
+            raise FormatError("a context payload has more or fewer checks than groups that change")
+        checked[mine] = True
+        checks[mine][moved] = np.frombuffer(data, "<u4")
     return checked, checks
 
 
-def _at_once(
-    payloads: Sequence[OpenedPayload], sizes: NDArray[np.int64], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], list[int]]:
-    """Two numbers a stream and one more of each payload, which payloads are right so, and the bytes that this takes.
-
-    sizes: of all streams, the weights that each is of.
-    """
-    wanted = 2 * counts + 1
-    windows = [one.reader.data[one.reader.at :][: 4 * n] for one, n in zip(payloads, wanted.tolist(), strict=True)]
-    begins = np.cumsum([len(window) for window in windows]) - [len(window) for window in windows]
-    data = np.frombuffer(b"".join((*windows, bytes(int(wanted.max()) + 4))), np.uint8)  # there is something to take
-    ends = np.flatnonzero(data < 0x80)
-    first = np.searchsorted(ends, begins)
-    good = np.diff(first, append=np.searchsorted(ends, begins[-1] + len(windows[-1]))) >= wanted
-    of = np.repeat(np.arange(counts.size), wanted)
-    place = np.arange(of.size) - np.repeat(np.cumsum(wanted) - wanted, wanted)  # in its payload
-    taken = np.minimum(first[of] + place, ends.size - 1)
-    at = np.where(place == 0, begins[of], ends[taken - 1] + 1)
-    long = ends[taken] - at
-    values = np.zeros(of.size, np.int64)
-    for k in range(4):
-        values |= np.where(k <= long, data[np.minimum(at + k, data.size - 1)] & 0x7F, 0).astype(np.int64) << (7 * k)
-    heads, cold = place % 2 == 0, place == wanted[of] - 1
-    before = np.cumsum(counts) - counts  # streams
-    weights = sizes[np.minimum(before[of] + place // 2, sizes.size - 1)]
-    most = np.where(cold, np.add.reduceat(sizes, before)[of], np.where(heads, weights << 3 | 7, 64 + 3 * weights))
-    wrong = (long > 3) | ((long > 0) & (data[ends[taken]] == 0)) | (values > most)
-    wrong |= heads & ~cold & ((values < 8) | (values & 7 > spec.MAX_LANES_LOG2))
-    good &= ~np.logical_or.reduceat(wrong, np.cumsum(wanted) - wanted)
-    last = np.minimum(first + wanted - 1, ends.size - 1)
-    lengths = (ends[last] + 1 - begins).tolist()
-    return values[heads & ~cold], values[~heads], values[cold], good, lengths
-
-
 def _few_cold(
-    runs: Sequence[memoryview], counts: NDArray[np.int64], payloads: Sequence[OpenedPayload]
+    runs: Sequence[memoryview], counts: NDArray[np.int64], tiles: Sequence[Tile]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions and steps of cold changes that are pairs of numbers: so many each, in bytes that they fill."""
-    sizes = np.array([one.tile.size for one in payloads], np.int64)
-    circles = np.array([1 << 8 * one.tile.tensor.kind.itemsize for one in payloads], np.int64)
     values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
     first = np.cumsum(counts) - counts
     some = np.flatnonzero(counts)
     if some.size:
+        chosen = [tiles[i] for i in some.tolist()]
+        sizes = np.array([tile.size for tile in chosen], np.int64)
+        circles = np.array([1 << 8 * tile.tensor.kind.itemsize for tile in chosen], np.int64)
         spans = np.add.reduceat(gaps.astype(np.float64), first[some]) + counts[some]
-        if (spans > sizes[some]).any():
+        if (spans > sizes).any():
             raise FormatError("a context payload has cold changes outside its tile")
-        if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles[some]).any():
+        if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles).any():
             raise LimitError("a cold change is no step, or longer than its dtype has")
     ends = np.cumsum(gaps + 1)
     return ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1)
