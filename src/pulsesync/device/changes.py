@@ -122,6 +122,18 @@ def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool)
     return PileChanges(pile, offsets[pile.first_chunk], positions, before, after), ChangeMarks(bitmap, offsets)
 
 
+def join(pile: Pile, found: Sequence[tuple[PileChanges, ChangeMarks]]) -> tuple[PileChanges, ChangeMarks]:
+    """What was found in the blocks of a pile, some of them at a time and in order, as if it was found at once."""
+    if len(found) == 1:
+        return found[0]
+    runs, marks = [run for run, _ in found], [one for _, one in found]
+    columns = zip(*((run.positions, run.old, run.new) for run in runs), strict=True)
+    starts = scan(torch.cat([run.starts.diff() for run in runs]))
+    offsets = scan(torch.cat([one.offsets.diff() for one in marks]))
+    run = PileChanges(pile, starts, *(torch.cat(column) for column in columns))
+    return run, ChangeMarks(torch.cat([one.bitmap for one in marks]), offsets)
+
+
 def mark(run: PileChanges) -> ChangeMarks:
     """Marks of changes that are in order."""
     pile = run.pile

@@ -1,9 +1,10 @@
 """Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -200,34 +201,74 @@ def warps_of(lanes: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 class DeviceStream:
-    """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order."""
+    """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    Args:
+        device: Where it is done.
+        first: Its kernels begin before those of others that wait for a multiprocessor.
+    """
+
+    def __init__(self, device: torch.device, first: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if first else 0) if device.type == "cuda" else None
 
     @contextmanager
-    def __call__(self, after: Sequence["StreamPoint"] = ()) -> Iterator[None]:
-        """Do what is launched inside in this stream, after some marks, and wait for its end."""
-        if self._stream is None:
-            yield
-            return
-        for mark in after:
-            if mark.event is not None:
-                self._stream.wait_event(mark.event)
+    def __call__(self, after: Sequence["Point"] = ()) -> Iterator[None]:
+        """Do what is launched inside in this stream, after some points, and wait for its end."""
         try:
-            with torch.cuda.stream(self._stream):
+            with self.launches(after):
                 yield
         finally:
-            self._stream.synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def follow(self, points: Sequence["Point"]) -> None:
+        """Have what is launched in this stream from now on come after some points."""
+        for point in points:
+            point.precede(self._stream)
+
+    @contextmanager
+    def launches(self, after: Sequence["Point"] = ()) -> Iterator[None]:
+        """The same without waiting for the end."""
+        self.follow(after)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            yield
+
+
+class Point(Protocol):
+    """Something that work in a stream may have to come after."""
+
+    def precede(self, stream: torch.cuda.Stream | None) -> None:
+        """Have what is launched in a stream from now on come after it; None: there is one order, that of the calls."""
+        ...
 
 
 class StreamPoint:
     """A point in the caller's stream: what was launched before it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
-        if self.event is not None:
-            self.event.record(torch.cuda.current_stream(device))
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def precede(self, stream: torch.cuda.Stream | None) -> None:
+        if self._event is not None and stream is not None:
+            stream.wait_event(self._event)
+
+
+class ThreadPoint:
+    """A point that a thread reaches when all that it has launched is done."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def reached(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def precede(self, stream: torch.cuda.Stream | None) -> None:
+        self.wait()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
