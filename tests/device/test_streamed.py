@@ -30,6 +30,7 @@ from tests.device.test_baseline import (
     Model,
     by_both,
     equal,
+    find_by_place,
     kept,
     model,
     objects,
@@ -364,6 +365,41 @@ def test_versions_are_coalesced_and_start_from_the_one_before(device: str, small
     assert equal(read(store, 2, states[2]), states[2])
 
 
+def test_steps_that_are_skipped_are_not_compared(device: str, gate: Gate) -> None:
+    weights, held, store = model(device), optimizer(), MemoryStore()
+    with on(device), Publisher(store, codec="gap", keep="host", publish_every=2) as pub:
+        pub.hold(held)
+        pub.publish(weights, step=0)
+        found = []
+        for step in range(1, 5):
+            train_(weights, step)
+            gate.reached.clear()
+            found.append(pub.publish(weights, step=step, wait=False).result(PATIENCE_S).version)
+            assert gate.reached.is_set() == (found[-1] is not None)
+            held.step()
+    assert found == [None, 1, None, 2]
+    assert equal(read(store, 2, weights), kept(weights))
+
+
+def test_a_run_is_resumed_and_goes_on(device: str, small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, weights, states = MemoryStore(), model(device), []
+    find_by_place(monkeypatch)
+    with on(device):
+        for begin in (0, 2):
+            held = optimizer()
+            with Publisher(store, codec="gap", keep="host") as pub:
+                pub.hold(held)
+                for step in range(begin, begin + 2):
+                    future = pub.publish(weights, step=step, wait=False)
+                    states.append(kept(weights))
+                    held.step()
+                    train_(weights, step)
+                    assert future.result(PATIENCE_S).version == step
+    for version, state in enumerate(states):
+        assert equal(read(store, version, state), state)
+    assert len(objects(store)) == 4  # an anchor and three patches
+
+
 def test_the_base_moves_only_when_a_comparison_with_it_is_over(device: str, gate: Gate) -> None:
     """The first version is committed while the second is compared with the version before."""
     store, stopped, weights, held, states = Watched(), StoreGate(), model(device), optimizer(), []
@@ -491,6 +527,28 @@ def test_weights_that_something_else_writes_meanwhile_are_not_published(times: i
         assert "hold every optimizer" in str(error)
         held.step()
         assert pub.publish(weights, step=times + 1).version == times
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_the_thread_is_started_leaves_nobody_waiting(
+    when: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, held, start = model(device), optimizer(), baselines.start  # type: ignore[attr-defined]
+
+    def interrupted(work: Any) -> None:
+        if when == "after":
+            start(work)
+        raise KeyboardInterrupt
+
+    with on(device), Publisher(MemoryStore(), codec="gap", keep="host") as pub:
+        pub.hold(held)
+        pub.publish(weights)
+        with monkeypatch.context() as patched:
+            patched.setattr(baselines, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pub.publish(weights, step=1, wait=False)
+        held.step()
+        assert pub.publish(weights, step=2, wait=False).result(PATIENCE_S).version == 1
 
 
 def test_where_no_thread_can_be_started_publish_compares(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

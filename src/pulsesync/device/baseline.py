@@ -2,6 +2,7 @@
 
 What `compare` launches in the caller's stream reads the trainer's weights; everything after it reads the base and what
 was found, in a stream of its own. So training may continue at once: what it launches comes after the comparison.
+`compare_later` launches nothing there: a thread compares, and the trainer calls `wait` before it changes the weights.
 """
 
 import threading
@@ -271,12 +272,14 @@ class DeviceBaseline:
             return found
 
         later = LaterDifference(compare)
-        state.readers.append(later.over)
-        self._over = later.over
         try:
+            self._over = later.over
+            state.readers.append(later.over)
             start(later.run)
-        except RuntimeError:  # the interpreter is ending, and there are no threads to be had
+        except BaseException as e:  # so that nobody waits for a thread that was never started
             later.run()
+            if not isinstance(e, RuntimeError):  # that of an interpreter that is ending, which starts no threads
+                raise
         return later
 
     def _find(
@@ -465,10 +468,14 @@ class LaterDifference:
 
     def __init__(self, find: Callable[[], DeviceDifference]) -> None:
         self._find: Callable[[], DeviceDifference] | None = find
+        self._begun = threading.Lock()  # by the first that runs it
         self._found: Future[DeviceDifference] = Future()
         self.over = ThreadPoint()  # neither source nor base is read any more
 
     def run(self) -> None:
+        """Look for it, unless another thread has begun. Raises nothing."""
+        if not self._begun.acquire(blocking=False):
+            return
         assert self._find is not None
         try:
             self._found.set_result(self._find())

@@ -83,8 +83,8 @@ class Publisher:
         spool: A folder of this trainer alone, in which bodies are kept for a restart, and anchors until they are
             uploaded; a temporary one if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
-            default; "host", in pinned host memory; or "hook", nowhere, and the caller passes the old weights to every
-            publish, see `device.hook`.
+            default; "host", in pinned host memory, for which `hold` spares the trainer the time of the bus; or "hook",
+            nowhere, and the caller passes the old weights to every publish, see `device.hook`.
         executor: Encodes and sends in the background; None: a thread for versions and one for anchors. It is not shut
             down here.
         epoch_patches: As for a `Subscriber`.
@@ -187,9 +187,10 @@ class Publisher:
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
-        launched later in the same stream, or in one that waits for it; with `hold`, by the optimizer's next step);
-        encoding and sending happen in the background, and the future gives the report. A version that is being sent is not disturbed; one that is still queued is
-        replaced, and its future gives the report of the version that contains it.
+        launched later in the same stream, or in one that waits for it; with `hold`, by the next step of an optimizer);
+        encoding and sending happen in the background, and the future gives the report. A version that is being sent is
+        not disturbed; one that is still queued is replaced, and its future gives the report of the version that
+        contains it.
 
         A failure in the background is logged. If the caller has not read it from the future, the next publish raises it
         before it compares anything: that call publishes nothing, and may be repeated. A StoreError that is `retryable`
