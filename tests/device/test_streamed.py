@@ -22,6 +22,7 @@ from pulsesync.errors import ClosedError, StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.publish.baseline import Keep
+from pulsesync.publish.commit import root_record
 from pulsesync.state.sharding import layout_of, owner_of, share_of
 from pulsesync.store import MemoryStore
 from tests.device import test_bundles as bundled
@@ -125,22 +126,35 @@ def stepping(held: torch.optim.Optimizer) -> Iterator[threading.Event]:
 # What is found
 
 
+class Base:
+    """A base in host memory, and sources that are compared with it."""
+
+    def __init__(self, old: Model, layout_from: Any, cast: dict[str, str] | None = None, **grid: Any) -> None:
+        self.cast, self.baseline = cast or {}, DeviceBaseline(place(str(next(iter(old.values())).device)), "host")
+        shards = self.baseline.read(old, self.cast)
+        layout: Layout = layout_from(layout_of([shards.windows], shards.ties, **grid))
+        self.share = share_of(layout, owner_of(layout, [shards.windows]), 0, shards)
+        state = self.baseline.copy(self.share, shards)
+        assert isinstance(state, DeviceState)
+        self.state, self.last = state, root_record(None, 0, layout.id, state.digest, None, ())
+
+    def compare(self, new: Model) -> DeviceDifference:
+        return self.baseline.compare(self.share, self.state, self.baseline.read(new, self.cast), "auto", self.last)
+
+    def compare_later(self, new: Model) -> LaterDifference:
+        shards = self.baseline.read(new, self.cast)
+        later = self.baseline.compare_later(self.share, self.state, shards, "auto", self.last)
+        assert isinstance(later, LaterDifference)
+        return later
+
+
 def compared(
     old: Model, new: Model, layout_from: Any = layouts.bundle, cast: dict[str, str] | None = None, **grid: Any
 ) -> tuple[DeviceDifference, DeviceDifference]:
     """How a source differs from a base in host memory: found at once, and in pieces."""
-    where = place(str(next(iter(old.values())).device))
-    baseline = DeviceBaseline(where, "host")
-    shards = baseline.read(old, cast or {})
-    layout: Layout = layout_from(layout_of([shards.windows], shards.ties, **grid))
-    share = share_of(layout, owner_of(layout, [shards.windows]), 0, shards)
-    state = baseline.copy(share, shards)
-    assert isinstance(state, DeviceState)
-    given = baseline.read(new, cast or {})
-    at_once = baseline.compare(share, state, given, "auto", None)  # type: ignore[arg-type]  # nothing is encoded
-    later = baseline.compare_later(share, state, given, "auto", None)  # type: ignore[arg-type]
-    assert isinstance(later, LaterDifference)
-    baseline.wait()
+    base = Base(old, layout_from, cast, **grid)
+    at_once, later = base.compare(new), base.compare_later(new)
+    base.baseline.wait()
     return at_once, later._found.result(0)
 
 
@@ -423,6 +437,26 @@ def test_the_base_moves_only_when_a_comparison_with_it_is_over(device: str, gate
         assert [first.result(PATIENCE_S).version, second.result(PATIENCE_S).version] == [1, 2]
     for version, state in enumerate(states, 1):
         assert equal(read(store, version, state), state)
+
+
+def test_a_base_is_not_written_while_it_is_read(device: str, gate: Gate) -> None:
+    """Also where nobody needs what is found any more."""
+    weights, written = {"a": torch.randn(30, device=device)}, threading.Event()
+    base = Base(weights, layouts.bundle)
+    gate.close()
+    base.compare_later(weights)
+
+    def write() -> None:
+        with base.state.exclusive():
+            written.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert gate.reached.wait(PATIENCE_S)
+    assert not written.wait(0.05)
+    gate.open()
+    thread.join(PATIENCE_S)
+    assert written.is_set()
 
 
 # What fails
