@@ -402,7 +402,7 @@ def _find_in_pieces(
 ) -> FoundChanges:
     found = []
     for piece, old in islice(arriving, len(one.pieces)):
-        there = replace(new, at=new.at[piece.blocks].clone())  # kernels are compiled for tables that begin at a word
+        there = replace(new, at=new.at[piece.blocks].clone())  # Triton compiles anew for a table at an odd address
         found.append(find_changes(piece.pile, old, there, one.cast))
     return join(one.here, found)
 

@@ -143,7 +143,7 @@ class Publisher:
         )
         self._cadence = Cadence(publish_every, max_behind)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1)
-        self._holds: list[Any] = []  # hooks of optimizers, which remove themselves
+        self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
@@ -477,7 +477,7 @@ class Publisher:
         self._holds.append(register(lambda *_: self._wait_until_compared()))
 
     def _wait_until_compared(self) -> None:
-        """Wait until no comparison reads the trainer's weights. In a forked process, where its thread is not: no."""
+        """Wait until no comparison reads the trainer's weights. In a forked process there is no thread to wait for."""
         if self._process is not None and not self._is_forked and self._writer.baseline is not None:
             self._writer.baseline.wait()
 
