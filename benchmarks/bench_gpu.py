@@ -314,24 +314,62 @@ def hot_share(difference: DeviceDifference) -> float:
     return hot / max(total, 1)
 
 
-def held(weights: float, density: float, keep: str) -> dict[str, float]:
-    """How long publish(wait=False) holds a trainer, and how long a version takes to be in a store (in memory)."""
+def products(busy_ms: float) -> Callable[[], None]:
+    """Work of about so long that keeps the GPU busy, as a forward and backward pass do: matrix products."""
+    a, b, out = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    count = max(1, round(busy_ms / timed(lambda: torch.mm(a, b, out=out))))
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+
+    return work
+
+
+def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, float]:
+    """How long publish(wait=False) holds a trainer, and how long a version takes to be in a store (in memory).
+
+    The weights stay where they are and change in place, as a trainer's do. With "host+hook" work follows every publish,
+    and then an optimizer's step, which changes nothing; what the step waits is added to what publish took.
+    """
+    keep, _, hook = way.partition("+")
     model = make(weights, density)
+    for name, tensor in model.new.items():
+        tensor.view(torch.int16).bitwise_xor_(model.old[name].view(torch.int16))  # from one state to the other
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=DEVICE))], lr=0.0)
+    work = products(busy_ms)
+    alone = timed(work)
     before = torch.cuda.memory_allocated()
-    times, encodes = [], []
+    found: dict[str, list[float]] = {}
     with Publisher(MemoryStore(), keep=keep) as publisher:
+        if hook:
+            publisher.hold(optimizer)
         publisher.publish(model.old)
         kept = (torch.cuda.memory_allocated() - before) / 1e9
         torch.cuda.reset_peak_memory_stats()
         for n in range(7):
+            for name, tensor in model.old.items():
+                tensor.view(torch.int16).bitwise_xor_(model.new[name].view(torch.int16))
             torch.cuda.synchronize()
             began = time.perf_counter()
-            future = publisher.publish(model.old if n % 2 else model.new, step=n, wait=False)
-            times.append(1e3 * (time.perf_counter() - began))
-            encodes.append(1e3 * future.result().encode_s)
+            future = publisher.publish(model.old, step=n, wait=False)
+            published = worked = time.perf_counter()
+            if hook:
+                work()
+                torch.cuda.current_stream().synchronize()
+                worked = time.perf_counter()
+                optimizer.step()
+            stepped = time.perf_counter()
+            report = future.result()
+            ms = {"trainer held": published - began + stepped - worked, "encoded behind": report.encode_s}
+            if hook:
+                ms |= {"of it publish": published - began, "of it the step": stepped - worked}
+                ms |= {"work beside it": worked - published, "work alone": alone / 1e3}
+            for name, seconds in ms.items():
+                found.setdefault(f"{name}, ms", []).append(1e3 * seconds)
         most = (torch.cuda.max_memory_allocated() - before) / 1e9
-    names = ("trainer held, ms", "encoded behind, ms", "kept on the GPU, GB", "at the most, GB")
-    return dict(zip(names, (statistics.median(times[1:]), statistics.median(encodes[1:]), kept, most), strict=True))
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    return {**medians, "kept on the GPU, GB": kept, "at the most, GB": most}
 
 
 def kernels(weights: float, density: float) -> str:
@@ -428,7 +466,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[7.6], help="billions of weights")
     parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent that change")
-    parser.add_argument("--held", nargs="*", choices=["device", "host"], default=[], help="time whole publishes, too")
+    ways = ["device", "host", "host+hook"]
+    parser.add_argument("--held", nargs="*", choices=ways, default=[], help="time whole publishes, too")
+    parser.add_argument("--busy", type=float, default=400, help="ms of matrix products after each publish of host+hook")
     parser.add_argument("--kernels", action="store_true", help="profile one encode and decode of the first pair")
     parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time the host's work")
     parser.add_argument("--json", type=Path)
@@ -443,8 +483,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    for keep in given.held:
-        print(keep, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, keep)), flush=True)
+    for way in given.held:
+        print(way, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, way, given.busy)), flush=True)
     for codec in given.lines:
         print(lines(1e9 * given.sizes[0], given.densities[0] / 100, codec))
     if given.kernels:

@@ -124,6 +124,18 @@ def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool)
     return PileChanges(pile, chunks[pile.first_chunk], positions, before, after, chunks)
 
 
+def join(pile: Pile, runs: Sequence[PileChanges]) -> PileChanges:
+    """What was found in the blocks of a pile, some of them at a time and in order, as if it was found at once."""
+    if len(runs) == 1:
+        return runs[0]
+    starts = scan(torch.cat([run.starts.diff() for run in runs]))
+    chunks = scan(torch.cat([run.chunks().diff() for run in runs]))
+    positions, old, new = (
+        torch.cat(column) for column in zip(*((run.positions, run.old, run.new) for run in runs), strict=True)
+    )
+    return PileChanges(pile, starts, positions, old, new, chunks)
+
+
 def compose(first: Changes, then: Changes) -> list[PileChanges]:
     """What two sets of changes do one after the other, in order, without what the second takes back."""
     piles = sorted(dict.fromkeys(run.pile for run in (*first, *then)), key=order)

@@ -1,9 +1,10 @@
 """Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -252,24 +253,48 @@ def warps_of(lanes: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 class DeviceStream:
-    """Work of one kind on some devices, in order, beside what others do there. On a CPU there is only one order."""
+    """Work of one kind on some devices, in order, beside what others do there. On a CPU there is only one order.
 
-    def __init__(self, *devices: torch.device) -> None:
-        self._streams = [torch.cuda.Stream(device) for device in devices if device.type == "cuda"]
+    Args:
+        devices: Where it is done.
+        first: Its kernels begin before those of others that wait for a multiprocessor.
+    """
+
+    def __init__(self, *devices: torch.device, first: bool = False) -> None:
+        cuda = [device for device in devices if device.type == "cuda"]
+        self._streams = [torch.cuda.Stream(device, priority=-1 if first else 0) for device in cuda]
 
     @contextmanager
-    def __call__(self, after: Sequence["StreamPoint"] = ()) -> Iterator[None]:
+    def __call__(self, after: Sequence["Point"] = ()) -> Iterator[None]:
         """Do what is launched inside in these streams, after some points, and wait for its end."""
         try:
-            with ExitStack() as stack:
-                for stream in self._streams:
-                    for event in (event for point in after for event in point.events):
-                        stream.wait_event(event)
-                    stack.enter_context(torch.cuda.stream(stream))
+            with self.launches(after):
                 yield
         finally:
             for stream in self._streams:
                 stream.synchronize()
+
+    def follow(self, points: Sequence["Point"]) -> None:
+        """Have what is launched in these streams from now on come after some points."""
+        for point in points:
+            point.precede(self._streams)
+
+    @contextmanager
+    def launches(self, after: Sequence["Point"] = ()) -> Iterator[None]:
+        """The same without waiting for the end."""
+        self.follow(after)
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+class Point(Protocol):
+    """Something that work in streams may have to come after."""
+
+    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        """Have what is launched in some streams from now on come after it; none: there is the order of the calls."""
+        ...
 
 
 class StreamPoint:
@@ -277,12 +302,33 @@ class StreamPoint:
 
     def __init__(self, *devices: torch.device) -> None:
         streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
-        self.events = [stream.record_event() for stream in streams]
+        self._events = [stream.record_event() for stream in streams]
 
     def wait(self) -> None:
         """Wait until what was launched before it is done."""
-        for event in self.events:
+        for event in self._events:
             event.synchronize()
+
+    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        for stream in streams:
+            for event in self._events:
+                stream.wait_event(event)
+
+
+class ThreadPoint:
+    """A point that a thread reaches when all that it has launched is done."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def reached(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        self.wait()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -167,6 +167,32 @@ class Pile:
         """Those made last: most versions touch the same tiles."""
         return {}
 
+    def split(self, size_bytes: int) -> "list[Pile]":
+        """Its blocks as piles of at most this many bytes, one after the other; a block and a bundle are not split."""
+        cuts: list[dict[int, list[int]]] = []  # of each: which blocks of a tile, by the tile's number
+        room = 0
+        for i, tile in enumerate(self.tiles):
+            sizes = (self._coded[i][1] * self.kind.itemsize).tolist()
+            numbers = list(range(len(sizes)))
+            for together in [numbers] if tile.groups else [[n] for n in numbers]:
+                size = sum(sizes[n] for n in together)
+                if size > room or not cuts:
+                    cuts.append({})
+                    room = size_bytes
+                cuts[-1].setdefault(i, []).extend(together)
+                room -= size
+        if len(cuts) == 1:
+            return [self]
+        return [self._some(cut) for cut in cuts]
+
+    def _some(self, blocks: Mapping[int, Sequence[int]]) -> "Pile":
+        """The pile of some blocks of tiles, by the tile's number; of a bundle all."""
+        tiles = [
+            self.tiles[i] if self.tiles[i].groups else replace(self.tiles[i], kept=tuple(some))
+            for i, some in blocks.items()
+        ]
+        return Pile(tiles, [self.places[i] for i in blocks], self.device)
+
     def blocks_of(self, part: "Pile") -> NDArray[np.int64]:
         """The numbers here of the blocks of a part."""
         firsts = self.first_block[[self.index[tile.ordinal] for tile in part.tiles]]
@@ -392,3 +418,12 @@ def rectangle(flat: torch.Tensor, place: Tile) -> torch.Tensor:
         return flat[place.start : place.start + place.size]
     rows = flat.view(place.tensor.rows, place.tensor.columns)[place.row : place.row + place.rows]
     return rows[:, place.column : place.column + place.columns]
+
+
+def stretch(flat: torch.Tensor, place: Tile, begin: int, end: int) -> torch.Tensor:
+    """Weights begin to end of a tile, row by row: in place where they lie so in its tensor, else a copy."""
+    if place.contiguous:
+        return flat[place.start + begin : place.start + end]
+    first, last = begin // place.columns, -(-end // place.columns)
+    rows = rectangle(flat, place)[first:last].reshape(-1)
+    return rows[begin - first * place.columns : end - first * place.columns]

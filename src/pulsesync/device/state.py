@@ -29,7 +29,7 @@ from pulsesync.device.changes import (
 from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
 from pulsesync.device.hot import DeviceHistory, HotWeights, advance, find_hot
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, Tensors, to_device, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
 from pulsesync.errors import StateError
@@ -96,7 +96,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         self.tensors = Tensors(flats, object())  # they stay where they are: see `holds`
         self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and which of the memories of a tensor
         self.stream: DeviceStream | None = None  # of a publisher's base, which nothing else uses
-        self.readers: list[StreamPoint] = []  # launched comparisons with it: nothing is written before they are over
+        self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before they are over
         super().__init__(layout, flats, copies, slices, places)
 
     @staticmethod
