@@ -125,6 +125,60 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
             assert torch.equal(flats[name], after[name])
 
 
+CHUNK, GROUP, PROGRAM = (
+    1 << 12,
+    1 << 16,
+    1 << 18,
+)  # units: of a chunk; of 16, which are multiplied at once; of a program
+
+
+# Half a minute in all: the interpreter takes 0.1 s for a group of chunks.
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16"])
+@pytest.mark.parametrize(
+    ("start", "sizes", "shift"),
+    [
+        (0, (1, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1), 0),
+        (0, (GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + CHUNK + 3), 0),
+        (8, (1, CHUNK - 8, CHUNK - 7, GROUP), 0),
+        (CHUNK - 8, (7, 8, 9, GROUP + 8, GROUP + 9), 0),
+        (GROUP + 24, (3, GROUP), 8),  # bytes: words do not lie in pairs
+        (5, (1, 3, 11, CHUNK), 0),  # between words
+        (0, (PROGRAM + GROUP + 5,), 0),
+    ],
+)
+def test_a_tile_of_any_size_at_any_place_of_a_tensor_is_counted(
+    dtype: str, start: int, sizes: tuple[int, ...], shift: int, device: str
+) -> None:
+    rng = np.random.default_rng(start)
+    specs = [TensorSpec(str(n), dtype, (start + n,), row_cuts=(start,) if start else ()) for n in sizes]
+    layout, where = layouts.make(specs), torch.device(device)
+    bits = {spec.name: random_bits(rng, spec.kind.bits.type, (spec.size,)) for spec in specs}
+    apart = shift // specs[0].kind.itemsize
+    flats = {
+        name: to_device(np.concatenate([one[:apart], one]), where)[apart:] for name, one in bits.items()
+    }  # fmt: skip
+    (pile,) = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, where).values()
+    assert count_pile(pile, flats) == {t.ordinal: digest.count_tile(t, bits[t.tensor.name]) for t in pile.tiles}
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "F64"])
+def test_the_largest_sums_are_counted(dtype: str, device: str) -> None:
+    """Every bit is set, so that each sum of products of bytes is as large as it can be."""
+    spec = TensorSpec("w", dtype, (GROUP + CHUNK,))
+    bits = np.full(spec.size, np.iinfo(spec.kind.bits).max, spec.kind.bits)
+    (tile,) = layouts.make([spec]).tiles
+    (pile,) = make_piles([tile], {tile.ordinal: tile}, torch.device(device)).values()
+    flats = {"w": to_device(bits, torch.device(device))}
+    assert count_pile(pile, flats) == {tile.ordinal: digest.count_tile(tile, bits)}
+
+
+def test_weights_of_one_byte_are_read_in_words(device: str) -> None:
+    (tile,) = layouts.make([TensorSpec("w", "F8_E4M3", (1000,))]).tiles
+    pile = make_piles([tile], {tile.ordinal: tile}, torch.device(device))["F8_E4M3"]
+    words, others = pile.indices.runs
+    assert (words.block.numel(), others.block.numel()) == (1, 0)
+
+
 def test_blocks_of_several_dtypes_are_counted_together(device: str) -> None:
     rng = np.random.default_rng(8)
     tiles = [tile for tile in layouts.make(GRID).tiles if 0 < tile.size <= BLOCK]

@@ -1,6 +1,7 @@
 """Do the kernels compile for a GPU? Triton's compiler needs none: it comes with the assembler."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ ARGUMENTS = {
     "gather_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
     "digest_change": "*i64 *i64 *i64 *i64 *u32 bits bits *u32 *i64",
     "digest_bytes": "*u8 *i64 *i64 *i32 *u32 *i64",
-    "recount": "*i64 *i64 *u32 *i64",
+    "recount": "*i64 *i64 *u64 *i64",
     "recount_any": "*i64 *i64 *u32 *i64",
 }
 CONSTANTS = {
@@ -43,6 +44,7 @@ CONSTANTS = {
     "PLACES": True,
     "BINS": 32,
     "PER": 64,
+    "WARPS": 4,
     "BITS": 6,
 }
 TARGET = ("cuda", 90, 32)
@@ -50,16 +52,17 @@ SHIFTS = {1: 3, 2: 7, 4: 23, 8: 0}
 # Weights of 8 bytes are not coded.
 ANY_SIZE = {"compare", "collect", "apply", "apply_pieces", "gather", "gather_pieces", "digest_change", "recount_any"}
 BITS = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
-OPTIONS = {"encode": {"num_warps": 1}, "decode": {"num_warps": 1}, "recount": {"num_warps": 8, "maxnreg": 80}}
+OPTIONS = {"encode": {"num_warps": 1}, "decode": {"num_warps": 1}}
 
 
 def variants(kernel: str, names: list[str]) -> Iterator[dict[str, int | bool]]:
     """Constants that a kernel is launched with: each size of weights, with and without a history, cast or not."""
-    sizes = (1, 2, 4, 8) if kernel in ANY_SIZE else (1, 2, 4)
-    for item in sizes if {"ITEM", "WIDE"} & set(names) else (2,):
+    sizes = [1, 2] if "UNIT" in names else [1, 2, 4, 8] if kernel in ANY_SIZE else [1, 2, 4]
+    for item in sizes if {"ITEM", "WIDE", "UNIT"} & set(names) else [2]:
         for history in (False, True) if "HISTORY" in names else (False,):
             for cast in (False, True) if "CAST" in names and item == 2 else (False,):
-                yield {"ITEM": item, "SHIFT": SHIFTS[item], "WIDE": item == 4, "HISTORY": history, "CAST": cast}
+                size = {"ITEM": item, "UNIT": item, "SHIFT": SHIFTS[item], "WIDE": item == 4}
+                yield {**size, "HISTORY": history, "CAST": cast}
 
 
 def sources() -> Iterator[tuple[Any, dict[str, int]]]:
@@ -102,6 +105,17 @@ def assemble(source: Any, options: dict[str, int]) -> None:
     triton.compile(source, target=GPUTarget(*TARGET), options=options)
 
 
+def spread(source: Any, options: dict[str, int]) -> None:
+    """Compile a kernel whose threads must have one element of each tensor, and see that they have no other number."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(source, target=GPUTarget(*TARGET), options=options)
+    layouts = re.findall(r"^#\w+ = (#ttg.*)$", compiled.asm["ttgir"], re.MULTILINE)
+    one = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]"
+    assert layouts == [f"#ttg.blocked<{{{one}}}>"], layouts
+
+
 def run(step: str, kernel: str, cache: Path) -> int:
     """Take a step with one kernel, or with "all", in a process of its own: this one's Triton interprets."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -125,7 +139,7 @@ def test_all_kernels_are_here() -> None:
 @pytest.mark.timeout(300)
 def test_the_front_end_accepts_every_kernel(tmp_path: Path) -> None:
     """An error in a kernel is nearly always found here, in a tenth of the time that machine code takes."""
-    assert run("translate", "all", tmp_path) == 67
+    assert run("translate", "all", tmp_path) == 68
 
 
 @pytest.mark.timeout(300)
@@ -133,14 +147,19 @@ def test_a_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
     assert run("assemble", "gather", tmp_path) == 4
 
 
+@pytest.mark.timeout(300)
+def test_tensor_cores_find_the_bytes_of_a_recount_in_the_threads_that_have_them(tmp_path: Path) -> None:
+    assert run("spread", "recount", tmp_path) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
-    assert run("assemble", "all", tmp_path) == 67
+    assert run("assemble", "all", tmp_path) == 68
 
 
 if __name__ == "__main__":
     chosen = [one for one in sources() if sys.argv[2] in ("all", one[0].name)]
     for one in chosen:
-        {"translate": translate, "assemble": assemble}[sys.argv[1]](*one)
+        {"translate": translate, "assemble": assemble, "spread": spread}[sys.argv[1]](*one)
     print(len(chosen))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -96,13 +97,20 @@ class WriteAddresses:
 Changes = Sequence[PileChanges]
 
 
-_keys: dict[torch.device, torch.Tensor] = {}
-
-
+@cache
 def device_keys(device: torch.device) -> torch.Tensor:
-    if device not in _keys:
-        _keys[device] = unsigned(to_device(keys(), device))
-    return _keys[device]
+    return unsigned(to_device(keys(), device))
+
+
+@cache
+def device_key_planes(device: torch.device, unit: int) -> torch.Tensor:  # (4096,) uint64
+    """The keys' bytes as `recount` multiplies units of one or two bytes by them.
+
+    For each 64 bytes of a chunk there are eight columns: bytes 0 to 3 of the keys of their units, for either sum.
+    """
+    columns = keys().view(np.uint8).reshape(2, -1, 4).transpose(0, 2, 1)
+    planes = np.ascontiguousarray(columns.reshape(8, -1, 64 // unit).swapaxes(0, 1))
+    return unsigned(to_device(planes.reshape(-1).view(np.uint64), device))
 
 
 def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool) -> PileChanges:

@@ -23,6 +23,7 @@ from pulsesync.device.changes import (
     as_sums,
     block_moves,
     compose,
+    device_key_planes,
     device_keys,
     moves,
 )
@@ -440,13 +441,15 @@ def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], 
 
 def _count(indices: BlockIndices, at: torch.Tensor, sums: torch.Tensor) -> None:
     """Add to the two sums of each tile those of the weights of its blocks, given where these are."""
-    (words, others), keys = indices.runs, device_keys(indices.device)
-    each = 64  # chunks that a program sums up
+    words, others = indices.runs
+    each, warps = 64, 4  # chunks that a program sums up, and its warps
+    unit = min(indices.itemsize, 2)
     if count := words.block.numel():
         cuda.recount[(count, -(-words.chunks // each))](
-            words.addresses(at), words.rows, keys, sums, PER=each, num_warps=8, maxnreg=80
-        )
+            words.addresses(at), words.rows, device_key_planes(indices.device, unit), sums,
+            UNIT=unit, PER=each, WARPS=warps, num_warps=warps,
+        )  # fmt: skip
     if count := others.block.numel():
         cuda.recount_any[(count, min(others.chunks, 64))](
-            others.addresses(at), others.rows, keys, sums, ITEM=indices.itemsize, SPAN=1024
+            others.addresses(at), others.rows, device_keys(indices.device), sums, ITEM=indices.itemsize, SPAN=1024
         )
