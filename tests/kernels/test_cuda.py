@@ -15,14 +15,13 @@ from pulsesync.core.types import BLOCK, DTYPES, Bits, Sum, TensorSpec
 from pulsesync.device.changes import PileChanges, WriteAddresses, block_moves, find_changes, moves
 from pulsesync.device.decode import fetch
 from pulsesync.device.memory import starts_of, to_device
-from pulsesync.device.pile import make_piles
 from pulsesync.device.state import count_blocks, count_pile
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.kernels import reference
 from pulsesync.testing import mutate, random_bits
 from tests.device import interpreter
-from tests.device.pairs import host, locate, pile_of
+from tests.device.pairs import host, locate, pile_of, piles_of
 
 interpreter.mend()
 
@@ -110,8 +109,7 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
     layout, where = layouts.make(GRID), torch.device(device)
     old = {spec.name: random_bits(rng, spec.kind.bits.type, (spec.size,)) for spec in layout.tensors}
     new = {name: mutate(rng, bits, 0.2 if bits.size < 1000 else 0.01) for name, bits in old.items()}
-    devices = {spec.name: where for spec in layout.tensors}
-    for pile in make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, devices):
+    for pile in piles_of(layout, device):
         names = {tile.tensor.name for tile in pile.tiles}
         flats, after = ({name: to_device(state[name].copy(), where) for name in names} for state in (old, new))
         counted = count_pile(pile, flats)
@@ -125,11 +123,9 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
             assert torch.equal(flats[name], after[name])
 
 
-CHUNK, GROUP, PROGRAM = (
-    1 << 12,
-    1 << 16,
-    1 << 18,
-)  # units: of a chunk; of 16, which are multiplied at once; of a program
+CHUNK = 1 << 12  # units
+GROUP = 1 << 16  # those of 16 chunks, which are multiplied at once
+PROGRAM = 1 << 18
 
 
 # Half a minute in all: the interpreter takes 0.1 s for a group of chunks.
@@ -157,7 +153,7 @@ def test_a_tile_of_any_size_at_any_place_of_a_tensor_is_counted(
     flats = {
         name: to_device(np.concatenate([one[:apart], one]), where)[apart:] for name, one in bits.items()
     }  # fmt: skip
-    (pile,) = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, where).values()
+    (pile,) = piles_of(layout, device)
     assert count_pile(pile, flats) == {t.ordinal: digest.count_tile(t, bits[t.tensor.name]) for t in pile.tiles}
 
 
