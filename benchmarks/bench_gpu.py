@@ -26,8 +26,8 @@ import torch
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import block_moves, mark, moves
-from pulsesync.device.encode import code_pile
+from pulsesync.device.changes import block_moves, moves
+from pulsesync.device.encode import code_piles
 from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
@@ -70,7 +70,8 @@ SHARES = [
     0,
     0,
 ]
-PIECE = 1 << 26  # weights made at a time
+PIECE = 1 << 24  # weights made at a time
+LARGE = 16e9  # weights from which the two ends are measured one after the other: both together need too much memory
 FAMILIES = [  # up to how many weights; width, inner width, width of keys and values, words: as models of that size have
     (0.2e9, (576, 1536, 192, 49152)),
     (0.9e9, (896, 4864, 128, 151936)),
@@ -264,35 +265,111 @@ def measure(weights: float, density: float) -> Row:
     return row
 
 
+def measure_large(weights: float, density: float) -> Row:
+    """The same of a model of which a GPU holds two copies and little more: publishing, and then syncing by itself."""
+    model = make(weights, density)
+    bench = Bench(model)
+    state, size = bench.state, model.size
+    changed = sum(run.count for run in bench.compare().runs)
+    row = Row(size, changed / size, 0.0, 0)
+    row.ms["diff + compaction"] = timed(bench.compare, 3)
+    for codec in ("context", "history"):
+        row.ms[f"diff + {codec} encode + patch on the host"] = timed(partial(bench.encode, codec), 3)
+        row.gigabytes[f"diff + {codec} encode"] = peak(partial(bench.encode, codec))
+    parts = {}
+    for codec in ("context", "history"):
+        manifest, _, _ = bench.record(codec)
+        parts[codec] = manifest, bench.data
+    row.patch_bytes = len(parts["context"][1])
+    model.new.clear()
+    del bench
+    torch.cuda.empty_cache()
+    for codec, (manifest, data) in parts.items():
+        row.gigabytes[f"{codec} decode + apply"] = peak(partial(sync_and_undo, state, manifest, data))
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            back = state.commit(state.prepare(manifest, [Body.of(data, state.layout)]))
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - began))
+            assert state.recount() == manifest.digest
+            state.commit(back)
+        row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
+    row.ms["full digest recount"] = timed(state.count, 3)
+    return row
+
+
+def sync_and_undo(state: DeviceState, manifest: Manifest, data: bytes) -> None:
+    state.commit(state.commit(state.prepare(manifest, [Body.of(data, state.layout)])))
+
+
 def hot_share(difference: DeviceDifference) -> float:
     """The share of the weights that `context` codes as decisions."""
     hot = total = 0
     for run in difference.runs:
-        located, moved = run.pile.locate(difference.state.tensors), block_moves([run])[run.pile]
-        coded = code_pile(run, difference.marks.get(run.pile) or mark(run), moved, located, None, 0)
-        hot += int(coded.hot.counts.sum())
+        coded = code_piles([(run, run.pile.locate(difference.state.tensors))], None, 0)
+        hot += int(coded.hot[run.pile].counts.sum())
         total += int(run.pile.host_sizes.sum())
     return hot / max(total, 1)
 
 
-def held(weights: float, density: float, keep: str) -> dict[str, float]:
-    """How long publish(wait=False) holds a trainer, and how long a version takes to be in a store (in memory)."""
+def products(busy_ms: float) -> Callable[[], None]:
+    """Work of about so long that keeps the GPU busy, as a forward and backward pass do: matrix products."""
+    a, b, out = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    count = max(1, round(busy_ms / timed(lambda: torch.mm(a, b, out=out))))
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+
+    return work
+
+
+def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, float]:
+    """How long publish(wait=False) holds a trainer, and how long a version takes to be in a store (in memory).
+
+    The weights stay where they are and change in place, as a trainer's do. With "host+hook" work follows every publish,
+    and then an optimizer's step, which changes nothing; what the step waits is added to what publish took.
+    """
+    keep, _, hook = way.partition("+")
     model = make(weights, density)
+    for name, tensor in model.new.items():
+        tensor.view(torch.int16).bitwise_xor_(model.old[name].view(torch.int16))  # from one state to the other
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=DEVICE))], lr=0.0)
+    work = products(busy_ms)
+    alone = timed(work)
     before = torch.cuda.memory_allocated()
-    times, encodes = [], []
+    found: dict[str, list[float]] = {}
     with Publisher(MemoryStore(), keep=keep) as publisher:
+        if hook:
+            publisher.hold(optimizer)
         publisher.publish(model.old)
         kept = (torch.cuda.memory_allocated() - before) / 1e9
         torch.cuda.reset_peak_memory_stats()
         for n in range(7):
+            for name, tensor in model.old.items():
+                tensor.view(torch.int16).bitwise_xor_(model.new[name].view(torch.int16))
             torch.cuda.synchronize()
             began = time.perf_counter()
-            future = publisher.publish(model.old if n % 2 else model.new, step=n, wait=False)
-            times.append(1e3 * (time.perf_counter() - began))
-            encodes.append(1e3 * future.result().encode_s)
+            future = publisher.publish(model.old, step=n, wait=False)
+            published = worked = time.perf_counter()
+            if hook:
+                work()
+                torch.cuda.current_stream().synchronize()
+                worked = time.perf_counter()
+                optimizer.step()
+            stepped = time.perf_counter()
+            report = future.result()
+            ms = {"trainer held": published - began + stepped - worked, "encoded behind": report.encode_s}
+            if hook:
+                ms |= {"of it publish": published - began, "of it the step": stepped - worked}
+                ms |= {"work beside it": worked - published, "work alone": alone / 1e3}
+            for name, seconds in ms.items():
+                found.setdefault(f"{name}, ms", []).append(1e3 * seconds)
         most = (torch.cuda.max_memory_allocated() - before) / 1e9
-    names = ("trainer held, ms", "encoded behind, ms", "kept on the GPU, GB", "at the most, GB")
-    return dict(zip(names, (statistics.median(times[1:]), statistics.median(encodes[1:]), kept, most), strict=True))
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    return {**medians, "kept on the GPU, GB": kept, "at the most, GB": most}
 
 
 def kernels(weights: float, density: float) -> str:
@@ -317,9 +394,9 @@ def kernels(weights: float, density: float) -> str:
 
 
 LINES = {  # functions whose wall-clock time is told, by module; one inside another counts in both
-    "device.baseline": "block_moves code_pile _diffs moves",
-    "device.encode": "_choose_cuts find_hot _decide _choose_sizes _list_sizes _count _launch build_cold build_many"
-    " _payloads _packed _checks to_host",
+    "device.baseline": "_compare code_piles _diffs moves",
+    "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
+    "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
     "device.hot": "advance _advance _by_tile to_host",
     "device.state": "find_hot advance block_moves moves",
     "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload _hot parse_cold _cold"
@@ -331,7 +408,7 @@ LINES = {  # functions whose wall-clock time is told, by module; one inside anot
 
 
 def lines(weights: float, density: float, codec: str) -> str:
-    """Where the host's time goes: milliseconds and calls of functions, in the median encode and decode of five."""
+    """Where the host's time goes: median milliseconds of functions in seven encodes and decodes, and how often each."""
     import functools
     import importlib
 
@@ -357,14 +434,18 @@ def lines(weights: float, density: float, codec: str) -> str:
         bench.shards = bench.baseline.read(make(weights, density).old, {})
     manifest, _, _ = bench.record(codec)
     for module, names in LINES.items():
-        loaded = importlib.import_module(f"pulsesync.{module}")
+        at, _, inside = module.partition("._")
+        loaded = importlib.import_module(f"pulsesync.{at}")
+        loaded = getattr(loaded, f"_{inside}") if inside else loaded
         for name in names.split():
             setattr(loaded, name, told(f"{module}.{name}", getattr(loaded, name)))
     out = []
     for what in ("encode", "decode and commit"):
-        spent.clear()
         walls = []
-        for _ in range(6):
+        for n in range(9):
+            if n == 2:  # warm
+                spent.clear()
+                walls.clear()
             torch.cuda.synchronize()
             began = time.perf_counter()
             if what == "encode":
@@ -377,7 +458,7 @@ def lines(weights: float, density: float, codec: str) -> str:
                 state.commit(back)
         out.append(f"{what}, {codec}: {statistics.median(walls):.2f} ms")
         for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
-            out.append(f"  {sum(times) / 6:8.2f} ms  {len(times) / 6:5.1f} ×  {name}")
+            out.append(f"  {statistics.median(times):8.2f} ms  {len(times) / 7:5.1f} ×  {name}")
     return "\n".join(out)
 
 
@@ -385,7 +466,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[7.6], help="billions of weights")
     parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent that change")
-    parser.add_argument("--held", nargs="*", choices=["device", "host"], default=[], help="time whole publishes, too")
+    ways = ["device", "host", "host+hook"]
+    parser.add_argument("--held", nargs="*", choices=ways, default=[], help="time whole publishes, too")
+    parser.add_argument("--busy", type=float, default=400, help="ms of matrix products after each publish of host+hook")
     parser.add_argument("--kernels", action="store_true", help="profile one encode and decode of the first pair")
     parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time the host's work")
     parser.add_argument("--json", type=Path)
@@ -394,14 +477,14 @@ def main() -> None:
     rows = []
     for size in given.sizes:
         for density in given.densities:
-            row = measure(1e9 * size, density / 100)
+            row = (measure_large if 1e9 * size > LARGE else measure)(1e9 * size, density / 100)
             rows.append(row)
             print(json.dumps(asdict(row)), flush=True)
             torch.cuda.empty_cache()
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    for keep in given.held:
-        print(keep, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, keep)), flush=True)
+    for way in given.held:
+        print(way, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, way, given.busy)), flush=True)
     for codec in given.lines:
         print(lines(1e9 * given.sizes[0], given.densities[0] / 100, codec))
     if given.kernels:

@@ -2,6 +2,7 @@
 
     python -m pulsesync.lab.demo.smollm2 DIR
     python benchmarks/bench_gpu_rl.py --model DIR [--steps 30] [--warm 5] [--store FOLDER] [--json FILE]
+    python benchmarks/bench_gpu_rl.py --config qwen2.5-1.5b --prompts 64 [...]          # random, made on the GPU
     python benchmarks/bench_gpu_rl.py --tiny --steps 4 --warm 2 --prompts 8             # a trial; on a CPU some seconds
 
 GRPO on a language model that learns to add (pulsesync.lab.demo.language), all in one process: a trainer with FP32
@@ -17,49 +18,96 @@ to the new weights. Arms take turns in the same run, in blocks of steps, each as
 A block begins with bringing its worker up to date, which is not counted. After every block the worker's weights are
 compared bit for bit with the trainer's, cast, and a subscriber recounts its digest. A phase ends when the stream that
 plays and learns has done its work; what then still goes on behind is counted where it is felt.
+
+With --config the model has the shapes of a real one and random weights. These never guess a sum, and samples that are
+all wrong teach nothing, so the reward is another one: the share of a completion's tokens that have even numbers.
+Untrained policies differ in it, hence nearly every sample teaches. Rollouts, advantages, loss and optimizer are those
+of a checkpoint, and so is the work of a step; that the policy gets better at adding is not claimed.
 """
 
 import argparse
+import ctypes
 import gc
 import inspect
+import resource
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import save_results
 import torch
 from bench_codec import json_line, provenance
-from gpu_rl_report import ARMS, Measured, Step, report
+from gpu_rl_report import ARMS, Measured, Step, Version, report
 from torch import nn
 
 from pulsesync import Publisher, PublishReport, Subscriber
 from pulsesync.lab.demo import grpo
-from pulsesync.lab.demo.language import LanguageModel, transformers
+from pulsesync.lab.demo.grpo import Rollouts
+from pulsesync.lab.demo.language import ANSWER, LanguageModel, transformers
 
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED: list[str] = []  # names of the kernels that Triton compiled or loaded from its cache, by its own hook
 LESSONS = 300  # for --tiny: random weights never guess a sum, and what is never right teaches nothing
+LAUNCHES = 1000  # small operations by which the host's speed is measured before learning
+CONFIGURATIONS = {  # for --config
+    "qwen2.5-1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "trial": {  # the same in small, for a machine without a GPU
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
 
 
 # -- time and memory -------------------------------------------------------------------------------------------------
 
 
+class Collector:
+    """Seconds that Python's garbage collector has taken since the process began."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+
+
+COLLECTOR = Collector()
+
+
 @dataclass
 class Clock:
-    """Seconds of each phase of a step, and the most memory that was allocated on the GPU in it."""
+    """Seconds of each phase of a step, what the host did in it, and the most memory that was allocated on the GPU."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    host: dict[str, dict[str, float]] = field(default_factory=dict)
     _then: float = 0.0
+    _spent: dict[str, float] = field(default_factory=dict)
 
     def start(self) -> None:
+        self._spent = self._host(self._memory())
         self._reset()
         self._then = time.perf_counter()
 
@@ -69,9 +117,28 @@ class Clock:
             torch.cuda.current_stream().synchronize()
         now = time.perf_counter()
         self.seconds[phase], self._then = now - self._then, now
-        if self.device.type == "cuda":
-            self.peak_bytes[phase] = torch.cuda.max_memory_allocated()
+        memory = self._memory()
+        if memory:
+            self.peak_bytes[phase] = memory["allocated_bytes.all.peak"]
+        spent = self._host(memory)
+        self.host[phase] = {what: max(0.0, spent[what] - self._spent[what]) for what in spent}
+        self._spent = spent
         self._reset()
+
+    def _memory(self) -> dict[str, int]:
+        return torch.cuda.memory_stats() if self.device.type == "cuda" else {}
+
+    def _host(self, memory: dict[str, int]) -> dict[str, float]:
+        """What the process has spent so far, by which phases that take longer than they should can be explained."""
+        main = time.thread_time()
+        switches = resource.getrusage(resource.RUSAGE_THREAD)
+        return {
+            "main_s": main,  # of a core, by the thread that plays and learns
+            "others_s": time.process_time() - main,  # by all others: backward passes, the publisher
+            "preempted": float(switches.ru_nivcsw),  # times that this thread had to leave its core
+            "collector_s": COLLECTOR.seconds,
+            "allocations": float(memory.get("num_device_alloc", 0)),  # that went to the driver, which takes long
+        }
 
     def _reset(self) -> None:
         if self.device.type == "cuda":
@@ -82,6 +149,26 @@ def allocated(device: torch.device) -> int:
     """Bytes on the GPU that somebody holds; 0 on a CPU."""
     gc.collect()
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def current_core() -> int:
+    """The core that this thread runs on. A thread that has waited may go on on another one, farther from the GPU."""
+    return int(ctypes.CDLL(None).sched_getcpu())
+
+
+def time_launches(device: torch.device) -> float:
+    """Seconds for a number of small operations: how fast the host is just now, whatever an arm does.
+
+    Learning launches some thousands of small kernels for each piece of a batch, and waits for the host, not for the
+    GPU. A machine that is shared is slower at times, for some steps in a row and in any arm.
+    """
+    number = torch.zeros(1, device=device)
+    began = time.perf_counter()
+    for _ in range(LAUNCHES):
+        number.add_(1.0)
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter() - began
 
 
 # -- the arms --------------------------------------------------------------------------------------------------------
@@ -133,12 +220,21 @@ class Synced:
 
     name, lead = "sync", 0
 
-    def __init__(self, trainer: nn.Module, worker: nn.Module, publisher: Publisher, subscriber: Subscriber) -> None:
+    def __init__(
+        self,
+        trainer: nn.Module,
+        worker: nn.Module,
+        publisher: Publisher,
+        subscriber: Subscriber,
+        versions: list[Version],
+    ) -> None:
         self.trainer, self.worker, self.publisher, self.subscriber = trainer, worker, publisher, subscriber
+        self.versions = versions  # every one that was published, also those that are not counted
 
     def catch_up(self, step: int) -> None:
-        self.publisher.publish(self.trainer, step=step)
+        sent = self.publisher.publish(self.trainer, step=step)
         self.subscriber.sync(self.worker)
+        self._note(sent)
         self.publisher.flush()
 
     def follow(self, step: int, clock: Clock) -> dict[str, Any]:
@@ -156,7 +252,26 @@ class Synced:
         got = self.subscriber.sync(self.worker)
         clock.lap("sync")
         assert (got.version, got.step) == (sent.version, sent.step), f"{sent} was published, {got} was found"
+        self._note(sent)
         return {"published": asdict(sent), "synced": asdict(got)}
+
+    def _note(self, sent: PublishReport) -> None:
+        place = self.subscriber.position
+        assert place is not None
+        assert place.version == sent.version, f"{sent} was published, the worker is at {place}"
+        self.versions.append(
+            Version(
+                self.name,
+                place.version,
+                sent.step,
+                place.epoch,
+                place.index,
+                sent.changed,
+                sent.total,
+                sent.payload_bytes,
+                sent.codec,
+            )
+        )
 
     def check(self) -> float:
         """Compare the bits, recount the digest; return the seconds that the recount took."""
@@ -181,9 +296,10 @@ class Behind(Synced):
 
     def check(self) -> float:
         assert self._future is not None
-        self._future.result()
+        sent = self._future.result()
         self._future = None
         self.subscriber.sync(self.worker)
+        self._note(sent)
         return super().check()
 
 
@@ -210,13 +326,16 @@ class Training:
         clock.start()
         rollouts = self.game.play(arm.worker, self.prompts, self.number)
         clock.lap("play")
+        launches_s, core = time_launches(self.game.device), current_core()
+        clock.start()  # that is not counted
         self.game.learn(self.trainer, self.optimizer, rollouts)
         clock.lap("learn")
         self.number += 1
         done = arm.follow(self.number, clock)
         taught = int(grpo.advantages(rollouts.rewards, self.game.group).count_nonzero())
         reward = float(rollouts.rewards.mean())
-        return Step(arm.name, self.number, clock.seconds, clock.peak_bytes, reward, taught, **done)
+        measured = (clock.seconds, clock.peak_bytes, clock.host, launches_s, core)
+        return Step(arm.name, self.number, *measured, reward, taught, **done)
 
     def block(self, arm: Arm, steps: int) -> tuple[list[Step], float]:
         """Some steps with one arm, checked at their end; what the check took is told beside them."""
@@ -240,7 +359,7 @@ def turns(arms: list[Arm], steps: int, block: int) -> Iterator[tuple[Arm, int]]:
 
 
 def run(options: argparse.Namespace, folder: str, store: str) -> Measured:
-    game = LanguageModel(folder, options.group, options.device)
+    game = open_game(options, folder)
     trainer = game.policy()
     if options.tiny:
         teach(game, trainer)
@@ -252,7 +371,7 @@ def run(options: argparse.Namespace, folder: str, store: str) -> Measured:
     held = allocated(game.device)
     copy_weights(trainer, worker)  # both begin with a base checkpoint: no anchor has to be fetched
     with open_publisher(store, options.keep, game.device) as publisher:
-        ends = (trainer, worker, publisher, Subscriber(store))
+        ends = (trainer, worker, publisher, Subscriber(store), found.versions)
         arms = [arm for arm in (copied, Synced(*ends), Behind(*ends)) if arm.name in options.arms]
         for arm in arms[1:]:
             training.block(arm, options.warm)
@@ -264,38 +383,77 @@ def run(options: argparse.Namespace, folder: str, store: str) -> Measured:
     return found
 
 
-# -- a small model ---------------------------------------------------------------------------------------------------
+# -- models that are made --------------------------------------------------------------------------------------------
+
+MARKS = ["<end>", "<pad>", "<sys>", "<user>", "<bot>", "<unk>"]
+SYMBOLS = {symbol: i for i, symbol in enumerate([*MARKS, *"0123456789", "+", "?", " ", "="])}
 
 
-def make_tiny(folder: str, width: int, layers: int) -> None:
-    """A Llama of random weights with tied embeddings, and a tokenizer that takes letter by letter."""
+class RandomModel(LanguageModel):
+    """A model of random weights, made on the device: its folder has a configuration and a tokenizer, and no weights."""
+
+    def load(self) -> nn.Module:
+        configuration = transformers().AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        torch.manual_seed(0)
+        with self.device:
+            model: nn.Module = transformers().AutoModelForCausalLM.from_config(
+                configuration, dtype=torch.float32, attn_implementation="eager"
+            )
+        return model
+
+
+class EvenTokens(RandomModel):
+    """The same, with a reward that untrained policies differ in: the share of tokens that have even numbers."""
+
+    def play(self, policy: nn.Module, prompts: int, seed: int) -> Rollouts:
+        played = super().play(policy, prompts, seed)
+        counted = self.counted(played.tokens)
+        even = (played.tokens[:, -ANSWER:] % 2 == 0) & counted
+        return replace(played, rewards=even.sum(dim=1) / counted.sum(dim=1))
+
+
+def open_game(options: argparse.Namespace, folder: str) -> LanguageModel:
+    if options.model:
+        return LanguageModel(folder, options.group, options.device)
+    write_tokenizer(folder)
+    configure(options).save_pretrained(folder)
+    return (RandomModel if options.tiny else EvenTokens)(folder, options.group, options.device)
+
+
+def configure(options: argparse.Namespace) -> Any:
+    """The configuration of a model that is made: a small Llama, or one of the shapes above."""
+    alike = {
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": SYMBOLS["<end>"],
+        "pad_token_id": SYMBOLS["<pad>"],
+    }
+    if options.config:
+        return transformers().Qwen2Config(**CONFIGURATIONS[options.config], **alike)
+    return transformers().LlamaConfig(
+        vocab_size=len(SYMBOLS),
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.width // 16,
+        num_key_value_heads=options.width // 32,
+        **alike,
+    )
+
+
+def write_tokenizer(folder: str) -> None:
+    """One that takes letter by letter. A larger vocabulary of the model has tokens that it neither makes nor reads."""
     import tokenizers
 
-    marks = ["<end>", "<pad>", "<sys>", "<user>", "<bot>", "<unk>"]
-    symbols = {symbol: i for i, symbol in enumerate([*marks, *"0123456789", "+", "?", " ", "="])}
-    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(symbols, unk_token="<unk>"))
+    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(SYMBOLS, unk_token="<unk>"))
     letters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
     letters.decoder = tokenizers.decoders.Fuse()
-    letters.add_special_tokens(marks)
+    letters.add_special_tokens(MARKS)
     template = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}<bot>"
     transformers().PreTrainedTokenizerFast(
         tokenizer_object=letters, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=template
     ).save_pretrained(folder)
-    config = transformers().LlamaConfig(
-        vocab_size=len(symbols),
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 16,
-        num_key_value_heads=width // 32,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=symbols["<end>"],
-        pad_token_id=symbols["<pad>"],
-    )
-    torch.manual_seed(0)
-    transformers().LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def teach(game: LanguageModel, policy: nn.Module) -> None:
@@ -324,7 +482,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint")
-    model.add_argument("--tiny", action="store_true", help="a small one, made for the purpose")
+    model.add_argument(
+        "--config", choices=list(CONFIGURATIONS), help="random weights of these shapes, and a reward they differ in"
+    )
+    model.add_argument("--tiny", action="store_true", help="a small one, made for the purpose and shown some sums")
     parser.add_argument("--width", type=int, default=64, help="of --tiny, a multiple of 32")
     parser.add_argument("--layers", type=int, default=2, help="of --tiny: 64 wide and 2 deep it has 100,000 weights")
     parser.add_argument("--steps", type=int, default=30, help="of each arm")
@@ -356,16 +517,17 @@ def main() -> None:
     with ExitStack() as stack:
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         store = options.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-bench-", dir=shared))
-        folder = options.model or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-tiny-"))
-        if options.tiny:
+        folder = options.model or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-model-"))
+        if not cuda and not options.model:
             torch.set_num_threads(1)  # two that share a core with others wait for each other at every small operation
-            make_tiny(folder, options.width, options.layers)
         found = run(options, folder, store)
     asked = {name: value for name, value in vars(options).items() if name not in ("json", "store", "model")}
     fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}
     print(json_line(fields))
     if options.json:
-        save_results.write(options.json, [{**fields, "steps": [asdict(step) for step in found.steps]}])
+        every = {"before": found.before, "steps": found.steps, "published_versions": found.versions}
+        listed = {what: [asdict(one) for one in some] for what, some in every.items()}
+        save_results.write(options.json, [{**fields, **listed}])
 
 
 if __name__ == "__main__":

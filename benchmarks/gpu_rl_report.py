@@ -1,7 +1,11 @@
 """What a run of bench_gpu_rl.py showed, and how it is told: step by step, by arm, as tables."""
 
 import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,9 @@ class Step:
     number: int
     seconds: dict[str, float]
     peak_bytes: dict[str, int]
+    host: dict[str, dict[str, float]]  # what the process spent in each phase: see Clock
+    launches_s: float  # that a number of small operations took before learning
+    core: int  # on which learning began
     reward: float
     taught: int  # samples that had an advantage: learning takes the longer, the more there are
     published: dict[str, Any] = field(default_factory=dict)
@@ -37,6 +44,29 @@ class Step:
         return sum(self.seconds.get(phase, 0.0) for phase in SYNC)
 
 
+@dataclass(frozen=True)
+class Version:
+    """A version that was published, counted or not."""
+
+    arm: str
+    number: int
+    step: int
+    epoch: int
+    index: int  # in its epoch: 1 is the first patch, which has no history
+    changed: int
+    total: int
+    payload_bytes: int
+    codec: str | None
+
+    @property
+    def density(self) -> float:
+        return self.changed / self.total
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.payload_bytes / self.changed
+
+
 @dataclass
 class Measured:
     """All that a run showed."""
@@ -45,6 +75,7 @@ class Measured:
     before: list[Step] = field(default_factory=list)  # with copy, when there was no publisher yet
     steps: list[Step] = field(default_factory=list)
     checks_s: list[float] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
     kept_bytes: int = 0  # on the GPU, by publisher and subscriber between steps
 
     @property
@@ -127,6 +158,190 @@ ROWS = (  # what, of which series, times, digits
 )
 
 
+# -- learning --------------------------------------------------------------------------------------------------------
+
+LEARNING: tuple[tuple[str, Callable[[Step], float]], ...] = (  # what of the phase "learn", and what it is called
+    ("learn, s", lambda step: step.seconds["learn"]),
+    ("of a core: the thread that learns, s", lambda step: step.host["learn"]["main_s"]),
+    ("of a core: all other threads, s", lambda step: step.host["learn"]["others_s"]),
+    ("times the thread had to leave its core", lambda step: step.host["learn"]["preempted"]),
+    ("Python's garbage collector, s", lambda step: step.host["learn"]["collector_s"]),
+    ("allocations by the driver", lambda step: step.host["learn"]["allocations"]),
+)
+LAUNCHING = "1,000 small operations before it, ms: how fast the host was"
+COMPARED: dict[str, Callable[[Step], float]] = {  # of an arm and of copy
+    "seconds": lambda step: step.seconds["learn"],
+    "seconds of all threads": lambda step: step.host["learn"]["main_s"] + step.host["learn"]["others_s"],
+}
+
+
+def per_thousand(steps: list[Step], of: Callable[[Step], float]) -> list[float]:
+    """Step by step, for a thousand samples that teach: learning takes them alone, in pieces of equal size."""
+    return [1e3 * of(step) / step.taught for step in steps if step.taught]
+
+
+def against_copy(found: Measured, arm: str, block: int, of: Callable[[Step], float]) -> list[float]:
+    """Round by round, what learning a sample took with an arm, as a multiple of what it took with copy."""
+
+    def rounds(name: str) -> list[float]:
+        steps = found.of(name)
+        return [mean(per_thousand(steps[first : first + block], of)) for first in range(0, len(steps), block)]
+
+    pairs = zip(rounds(arm), rounds("copy"), strict=True)
+    return [with_ / without for with_, without in pairs if math.isfinite(with_ / without)]
+
+
+def mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+def mean_and_error(values: list[float]) -> dict[str, float]:
+    """Of the rounds; there are at least two."""
+    return {"mean": mean(values), "standard_error": float(np.std(values, ddof=1) / math.sqrt(len(values)))}
+
+
+def tell_learning(found: Measured, block: int) -> dict[str, Any]:
+    """Print whether learning is slowed; return what goes into the JSON."""
+    arms = {"copy, no publisher yet": found.before[1:], **{name: found.of(name) for name in found.arms}}
+    series = {name: {what: per_thousand(steps, of) for what, of in LEARNING} for name, steps in arms.items()}
+    rows = [[what, *(shown(one[what], 1.0, 4) for one in series.values())] for what, _ in LEARNING]
+    rows += [[LAUNCHING, *(shown([step.launches_s for step in steps], 1e3, 2) for steps in arms.values())]]
+    rows += [["cores it began on, and how often", *(cores(steps) for steps in arms.values())]]
+    print(table(["learning, for a thousand samples that teach", *arms], rows) + "\n")
+    compared = {}
+    for name in found.arms:
+        ratios = {what: against_copy(found, name, block, of) for what, of in COMPARED.items()}
+        if name == "copy" or min(map(len, ratios.values())) < 2:
+            continue
+        compared[name] = {what: mean_and_error(values) for what, values in ratios.items()}
+        told = (f"{what} {one['mean']:.3f} ± {one['standard_error']:.3f}" for what, one in compared[name].items())
+        print(f"Learning a sample with {name}, as a multiple of that with copy in the same round: {', '.join(told)}.")
+    if compared:
+        print("(Means of the rounds, and their standard errors.)")
+    taught = [step for step in found.steps if step.taught]
+    followed = correlation(per_thousand(taught, COMPARED["seconds"]), [step.launches_s for step in taught])
+    if followed is not None:
+        print(f"Over all steps its correlation with the small operations before it is {followed:.2f}.")
+    print()
+    return {
+        "per_thousand": {name: {what: spread(values) for what, values in one.items()} for name, one in series.items()},
+        "launches_s": {name: spread([step.launches_s for step in steps]) for name, steps in arms.items()},
+        "against_copy": compared,
+        "correlation_with_launches": followed,
+    }
+
+
+def correlation(one: list[float], other: list[float]) -> float | None:
+    varies = len(one) > 2 and np.std(one) > 0 and np.std(other) > 0
+    return float(np.corrcoef(one, other)[0, 1]) if varies else None
+
+
+def cores(steps: list[Step]) -> str:
+    found = Counter(step.core for step in steps)
+    return ", ".join(f"{core} × {times}" for core, times in sorted(found.items())) or "–"
+
+
+# -- versions --------------------------------------------------------------------------------------------------------
+
+
+def crossings(lr: float, last: int) -> list[int]:
+    """Steps at which weights of one binade change together for the first time, each binade twice as large as the last.
+
+    Masters begin at BF16 values. Adam moves them by about the learning rate, and a weight that moves the same way in
+    every step is rounded to the next BF16 value when it has come half the distance: |w| / 512 at the upper end of a
+    binade, |w| / 256 at the lower.
+    """
+    binades = (2.0**exponent for exponent in range(-40, 1))
+    steps = (math.floor(size / 256 / lr) + 1 for size in binades)
+    return sorted({step for step in steps if 1 < step <= last})
+
+
+def classes(versions: list[Version], borders: list[int]) -> dict[str, list[Version]]:
+    """Versions with changes, by what their bits depend on: the step, steps that were left out, and the epoch."""
+    found: dict[str, list[Version]] = {}
+    for before, version in pairwise(versions):
+        if not version.changed or not version.index:
+            continue
+        steps = version.step - before.step
+        if version.index == 1:
+            name = "the first of an epoch"
+        elif version.index == 2:
+            name = "the second of an epoch"
+        elif steps > 1:
+            name = "after steps that were not published"
+        else:
+            first = max((step for step in borders if step <= version.step), default=1)
+            later = [step for step in borders if step > version.step]
+            name = f"in a row, steps {first} to {later[0] - 1}" if later else f"in a row, from step {first}"
+        found.setdefault(name, []).append(version)
+    return dict(sorted(found.items(), key=lambda item: (not item[0].startswith("in a row"), item[1][0].step)))
+
+
+def tell_versions(found: Measured, options: argparse.Namespace) -> dict[str, Any]:
+    """Print what versions hold, one by one and by class; return what goes into the JSON."""
+    if not found.versions:
+        return {}
+    # Masters of --tiny have learnt before the first step, and are between BF16 values.
+    borders = [] if options.tiny else crossings(options.lr, found.versions[-1].step)
+    by_class = classes(found.versions, borders)
+    rows = [
+        [
+            name,
+            f"{len(some)}",
+            shown([one.density for one in some], 100.0, 3),
+            shown([one.bits for one in some], 1.0, 2),
+        ]
+        for name, some in by_class.items()
+    ]
+    print(table(["versions", "number", "changed, %", "bits a change"], rows) + "\n")
+    if borders:
+        print(
+            "Masters begin at BF16 values, so weights of one binade that moved by the learning rate in every step "
+            f"change together for the first time: at steps {_and(borders)}, each time weights twice as large.\n"
+        )
+    print(table(["version", *COLUMNS], [_row(*pair) for pair in pairwise(found.versions)]) + "\n")
+    return {
+        "crossings": borders,
+        "classes": {
+            name: {
+                "density": spread([one.density for one in some]),
+                "bits": spread([one.bits for one in some]),
+                "versions": [one.number for one in some],
+            }
+            for name, some in by_class.items()
+        },
+    }
+
+
+COLUMNS = ("arm", "step", "steps in it", "epoch", "place in it", "changed, %", "bytes", "bits a change", "codec")
+
+
+def _row(before: Version, version: Version) -> list[str]:
+    return [
+        f"{version.number}",
+        version.arm,
+        f"{version.step}",
+        f"{version.step - before.step}",
+        f"{version.epoch}",
+        f"{version.index}",
+        f"{100 * version.density:.3f}",
+        f"{version.payload_bytes:,}",
+        f"{version.bits:.2f}" if version.changed else "–",
+        version.codec or "–",
+    ]
+
+
+def _and(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+MADE = "Random weights of the shapes of {}; the reward is the share of a completion's tokens that have even numbers.\n"
+
+
 def conditions(found: Measured, options: argparse.Namespace, origin: dict[str, Any]) -> str:
     """What the numbers mean nothing without."""
     machine, versions = origin["machine"], origin["versions"]
@@ -137,6 +352,7 @@ def conditions(found: Measured, options: argparse.Namespace, origin: dict[str, A
         f"{found.weights:,} weights, FP32 masters, BF16 published; {options.prompts} prompts × {options.group} samples "
         f"a step, learning rate {options.lr:g}.\n{options.steps} steps of each arm in turns of {options.block}, after "
         f"{options.warm} of each that are not counted. Median of the steps (20th–80th percentile).\n"
+        f"{MADE.format(options.config) if options.config else ''}"
     )
 
 
@@ -154,6 +370,8 @@ def report(found: Measured, options: argparse.Namespace, origin: dict[str, Any])
         f"After each of {len(found.checks_s)} blocks with sync the worker's weights were the trainer's, bit for bit; "
         f"its digest was recounted in {shown(found.checks_s, 1e3, 2)} ms.\n"
     )
+    learning = tell_learning(found, options.block)
+    versions = tell_versions(found, options)
     if options.device == "cuda":
         sizes = [[what, f"{size / 1e6:,.0f}"] for what, size in memory(found).items()]
         print(table(["the most that was allocated on the GPU", "MB"], sizes) + "\n")
@@ -163,4 +381,6 @@ def report(found: Measured, options: argparse.Namespace, origin: dict[str, Any])
         "weights": found.weights,
         "memory_bytes": memory(found),
         "verify_s": spread(found.checks_s),
+        "learning": learning,
+        "version_classes": versions,
     }

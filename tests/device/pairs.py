@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulsesync.core.types import Bits, Codec, TensorSpec
+from pulsesync.core.types import Bits, Codec, TensorSpec, Tile
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, DeviceSource
 from pulsesync.device.memory import DeviceView, to_device, to_host
 from pulsesync.device.pile import Pile, PileAddresses, make_piles
@@ -45,10 +45,17 @@ def to_bits(flats: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
     return {name: to_host(flat)[0].copy().view(f"u{flat.element_size()}") for name, flat in flats.items()}
 
 
+def piles_of(layout: Layout, device: str, places: Mapping[int, Tile] | None = None) -> list[Pile]:
+    """The piles of a layout whose tensors are all on one device."""
+    if places is None:
+        places = {tile.ordinal: tile for tile in layout.tiles if tile.size}
+    return make_piles(layout.tiles, places, {spec.name: place(device) for spec in layout.tensors})
+
+
 def pile_of(dtype: str, sizes: list[int], device: str) -> Pile:
     """A pile of blocks, each a tensor of its own."""
     layout = layouts.make(TensorSpec(f"t{i:02}", dtype, (size,)) for i, size in enumerate(sizes))
-    return make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, place(device))[dtype]
+    return piles_of(layout, device)[0]
 
 
 def locate(pile: Pile, blocks: list[Bits], itemsize: int | None = None) -> PileAddresses:

@@ -17,7 +17,7 @@ from pulsesync import Publisher, Slice, Subscriber
 from pulsesync.core.types import TensorSpec
 from pulsesync.device import baseline, memory, pieces
 from pulsesync.device.changes import find_changes
-from pulsesync.device.pile import Pile, make_piles, place_of
+from pulsesync.device.pile import Pile, place_of
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.format import container, index, patch
@@ -31,7 +31,7 @@ from pulsesync.publish.baseline import Keep
 from pulsesync.state.host import HostState
 from pulsesync.state.live import find_places
 from pulsesync.store import MemoryStore
-from tests.device.pairs import place, to_bits, to_flats
+from tests.device.pairs import piles_of, to_bits, to_flats
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.device.test_large import count_launches
 from tests.helpers import Writer, random_state
@@ -425,7 +425,7 @@ def test_more_tensors_take_no_more_launches(device: str, many_lanes: None, monke
 def bundled_pile(dtype: str, device: str, sizes: Mapping[str, int]) -> tuple[Layout, Pile]:
     layout = layouts.bundle(layouts.make(TensorSpec(name, dtype, (size,)) for name, size in sizes.items()))
     places = {ordinal: place_of(found) for ordinal, found in find_places(layout, {}).items()}
-    return layout, make_piles(layout.tiles, places, place(device))[dtype]
+    return layout, piles_of(layout, device, places)[0]
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "I64"])
@@ -439,7 +439,7 @@ def test_groups_are_compared_wherever_they_begin(dtype: str, device: str) -> Non
         bits[[0, -1]] ^= bits.dtype.type(1)
         bits[bits.size // 2] ^= bits.dtype.type(6)
     before, after = (pile.locate(to_flats(state, device)) for state in (old, new))
-    found, _ = find_changes(pile, before, after, cast=False)
+    found = find_changes(pile, before, after, cast=False)
     starts = found.starts.tolist()
     assert pile.blocks == len(sizes)
     for b, name in enumerate(sizes):
@@ -455,9 +455,9 @@ def test_changes_of_bundles_are_written_where_their_tensors_are(dtype: str, devi
     layout, _ = bundled_pile(dtype, device, sizes)
     old, new = (random_state(np.random.default_rng(seed), layout) for seed in (1, 2))
     state = DeviceState(layout, to_flats(old, device))
-    pile = state.piles[dtype]
+    pile = state.piles[0]
     before, after = (pile.locate(to_flats(some, device)) for some in (old, new))
-    found, _ = find_changes(pile, before, after, cast=False)
+    found = find_changes(pile, before, after, cast=False)
     assert state.count() == {n: state.sums[n] for n in state.sums}
     state.write([found])
     assert {name: bits.tolist() for name, bits in to_bits(state.flats).items()} == {

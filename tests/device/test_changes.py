@@ -1,19 +1,20 @@
 """Changes on a device do what those on the host do: found, composed, turned round and written."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pulsesync.core.types import Bits, BlockChange, TensorSpec
-from pulsesync.device.changes import PileChanges, compose, find_changes, mark, on_whole
+from pulsesync.device.changes import PileChanges, compose, find_changes, on_whole
 from pulsesync.device.memory import to_host
-from pulsesync.device.pile import Pile, make_piles
+from pulsesync.device.pile import Pile
 from pulsesync.format import layout as layouts
 from pulsesync.format import weights
 from pulsesync.kernels import reference
 from pulsesync.testing import mutate
-from tests.device.pairs import place, to_flats
+from tests.device.pairs import piles_of, to_flats
 from tests.helpers import copied, random_state
 
 LAYOUT = layouts.make([TensorSpec("a", "BF16", (8, 9), column_cuts=(5,)), TensorSpec("b", "BF16", (50,))])
@@ -22,7 +23,7 @@ Changed = dict[int, BlockChange]
 
 @pytest.fixture(scope="module")
 def pile(device: str) -> Pile:
-    return make_piles(LAYOUT.tiles, {tile.ordinal: tile for tile in LAYOUT.tiles}, place(device))["BF16"]
+    return piles_of(LAYOUT, device)[0]
 
 
 def states(count: int, density: float = 0.1) -> list[dict[str, Bits]]:
@@ -35,7 +36,7 @@ def states(count: int, density: float = 0.1) -> list[dict[str, Bits]]:
 
 def find(pile: Pile, old: Mapping[str, Bits], new: Mapping[str, Bits]) -> PileChanges:
     flats = [to_flats(state, str(pile.device)) for state in (old, new)]
-    return find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)[0]
+    return find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)
 
 
 def on_host(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Changed:
@@ -100,13 +101,12 @@ def test_changes_with_nothing_before_or_after_are_composed_to_themselves(pile: P
         assert_same(fetched(both), on_host(old, new))
 
 
-def test_changes_are_marked_as_they_were_found(pile: Pile) -> None:
+def test_where_the_changes_of_chunks_begin_is_found_again(pile: Pile) -> None:
     old, new = states(2)
     flats = [to_flats(state, str(pile.device)) for state in (old, new)]
-    run, found = find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)
-    again = mark(run)
-    assert again.bitmap.tolist() == found.bitmap.tolist()
-    assert again.offsets.tolist() == found.offsets.tolist()
+    run = find_changes(pile, pile.locate(flats[0]), pile.locate(flats[1]), cast=False)
+    assert run.known_chunks is not None
+    assert replace(run, known_chunks=None).chunks().tolist() == run.known_chunks.tolist()
 
 
 def test_changes_of_a_part_are_changes_of_the_whole(pile: Pile) -> None:

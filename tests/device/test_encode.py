@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pulsesync.core.types import Codec, TensorSpec
-from pulsesync.device import encode
+from pulsesync.device import encode, pile
 from pulsesync.device.state import DeviceState
 from pulsesync.format import container, index, tables
 from pulsesync.format import layout as layouts
@@ -35,6 +35,25 @@ def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device:
         _, data = pair.advance(state)
         assert codecs_of(data, layout) == used  # integers always as gaps
         assert same(to_bits(pair.state.flats), state)
+
+
+@pytest.mark.parametrize("codec", ["history", "context"])
+def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
+    codec: CodecName, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large model the tiles of a dtype are in several piles, and what they decide is listed twice."""
+    monkeypatch.setattr(pile, "MOST", 60)
+    monkeypatch.setattr(encode, "LISTED_ONCE", 0)
+    layout, state = small(7, (*(TensorSpec(name, "BF16", (40,)) for name in "abc"), TensorSpec("d", "F32", (30,))))
+    pair = Pair(layout, state, device, codec)
+    worker = DeviceState(layout, to_flats(state, device))
+    assert [len(one.tiles) for one in pair.state.piles] == [1, 1, 1, 1]
+    for step in range(2):
+        state = trained(layout, state, step)
+        record, data = pair.advance(state)
+        worker.commit(worker.prepare(record, [data]))
+        assert same(to_bits(worker.flats), state)
+        assert worker.recount() == record.digest
 
 
 def test_auto_chooses_as_the_host_does(device: str, many_lanes: None) -> None:
@@ -77,15 +96,17 @@ def test_long_steps_and_every_float_are_coded_as_on_the_host(device: str, many_l
     assert codecs_of(data, layout) == {Codec.HISTORY}
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F32"])
+@pytest.mark.parametrize(("dtype", "listed_once"), [("BF16", True), ("BF16", False), ("F8_E4M3", True), ("F32", True)])
 def test_long_steps_that_occur_often_are_listed_as_on_the_host(
-    dtype: str, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+    dtype: str, listed_once: bool, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that leave zero go as far as each other, in the first patch of an epoch and in one with a history.
 
     With two contexts by magnitude, in place of 24, a few of them are enough to be worth it.
     """
     monkeypatch.setattr(tables, "CLASSES", 2)
+    if not listed_once:
+        monkeypatch.setattr(encode, "LISTED_ONCE", 0)
     layout, state = small(5, (TensorSpec("a", dtype, (330,)),))
     kind = layout.tensors[0].kind
     sign = kind.bits.type(1 << 8 * kind.itemsize - 1)
@@ -138,15 +159,13 @@ def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: s
 
 def test_tables_of_any_size_are_counted_by_the_kernels_of_the_first_two_patches(device: str) -> None:
     rows = torch.tensor([0, 1, 1], dtype=torch.int16, device=device)
-    symbols = torch.tensor([0, 3, 0], dtype=torch.uint8, device=device)
-    spans = np.array([0, 2]), np.array([2, 3])
+    blocks = encode._BlockCounts(*(np.array(some) for some in ([1, 1], [1, 1], [2, 1])))
+    plan = encode._StreamPlan.of(blocks, np.array([0, 2, 3]), torch.device(device))
     with counted() as compiled:
         for ages in (1, 2, 8, 32):  # the number of the patch in its epoch
             for classes in (5, 24):
-                found = encode._count(rows, symbols, spans, Contexts(0, classes, ages, 38))
-                counts = found.reshape(classes * ages, -1)
-                assert counts[0, 0] == counts[1, 0] == counts[1, 3] == 1
-                assert counts.sum() == 3
+                counts = encode._count_rows(rows, plan, Contexts(0, classes, ages, 38))
+                assert counts.tolist() == [1, 2, *(0 for _ in range(classes * ages - 2))]
             if ages == 2:
                 early = len(compiled)
     assert compiled[early:] == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pulsesync import Publisher, Subscriber
-from pulsesync.device import encode
+from pulsesync.device import encode, streamed
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
@@ -120,7 +120,29 @@ def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_
             trainer.train_()
 
         assert late(make, 7, compiled) == []
-    assert {one.kernel for one in compiled} >= {"compare", "count_symbols", "encode", "remember"}
+    assert {one.kernel for one in compiled} >= {"compare", "decide", "encode", "remember"}
+
+
+# A second: seven versions in the interpreter.
+def test_a_comparison_in_pieces_compiles_nothing_after_the_third_version(
+    device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces begin at any block of a pile."""
+    monkeypatch.setattr(encode, "COPIES", 1 << 15)
+    monkeypatch.setattr(streamed, "PIECE", 1)
+    monkeypatch.setattr("pulsesync.format.layout.SMALL", 0)  # so that each tensor is a tile
+    trainer = Trainer(device, [(torch.bfloat16, 500), (torch.bfloat16, 100), (torch.bfloat16, 300)])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with Publisher(MemoryStore(), codec="history", keep="host", epoch_patches=3) as publisher:
+        publisher.hold(optimizer)
+
+        def make() -> None:
+            future = publisher.publish(trainer.weights, wait=False)
+            optimizer.step()
+            future.result(30)
+            trainer.train_()
+
+        assert late(make, 7, compiled) == []
 
 
 def test_a_count_that_outgrows_32_bits_needs_no_other_kernel() -> None:

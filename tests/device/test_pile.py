@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from pulsesync.core.types import BLOCK, TensorSpec, Tile
-from pulsesync.device.decode import BlockPlaces, fetch
+from pulsesync.device import pile as pile_module
+from pulsesync.device.decode import BlockPlaces, fetch_weights
 from pulsesync.device.memory import to_device
 from pulsesync.device.pile import CHUNK, Pile, make_piles, place_of
 from pulsesync.format import layout as layouts
 from pulsesync.kernels.gpu import words
 from pulsesync.state.live import find_places
 from pulsesync.state.slices import Slice
-from tests.device.pairs import place, to_flats
+from tests.device.pairs import piles_of, place, to_flats
 from tests.helpers import random_state
 
 SPECS = [
@@ -26,8 +28,7 @@ SPECS = [
 
 
 def piles(device: str) -> dict[str, Pile]:
-    layout = layouts.make(SPECS)
-    return make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles if tile.size}, place(device))
+    return {pile.tiles[0].tensor.dtype: pile for pile in piles_of(layouts.make(SPECS), device)}
 
 
 def test_chunks_are_those_of_the_kernels() -> None:
@@ -70,6 +71,24 @@ def test_positions_in_groups_that_are_not_kept_are_in_no_block(device: str) -> N
     assert found.of(np.arange(11)).tolist() == found.inside.tolist()
 
 
+def test_a_large_dtype_has_several_piles_and_those_of_a_device_are_its_own(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layouts.make([TensorSpec(name, "BF16", (40,)) for name in "abcde"] + [TensorSpec("f", "F32", (200,))])
+    monkeypatch.setattr(pile_module, "MOST", 100)
+    names = [[tile.tensor.name for tile in pile.tiles] for pile in piles_of(layout, device)]
+    assert names == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    elsewhere = torch.device("cuda", 7)  # nothing is launched: there need not be one
+    devices = {spec.name: elsewhere if spec.name in "bd" else place(device) for spec in layout.tensors}
+    found = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, devices)
+    assert [([t.tensor.name for t in p.tiles], p.device == elsewhere) for p in found] == [
+        (["a", "c"], False),
+        (["b", "d"], True),
+        (["e"], False),
+        (["f"], False),
+    ]
+
+
 def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
     starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].geometry)
     assert starts == [0, 4, 0, 0, 3, 12]
@@ -82,7 +101,7 @@ def test_the_digest_reads_in_words_what_begins_at_one_in_memory_and_in_its_tenso
     specs = [TensorSpec(name, "BF16", (size,)) for name, size in sizes.items()]
     layout = layouts.bundle(layouts.make([*specs, TensorSpec("z", "BF16", (1 << 16, 6), (2,))]))
     assert [tile.names for tile in layout.tiles] == [["z"], ["z"], [*sizes]]
-    pile = make_piles(layout.tiles, {tile.ordinal: tile for tile in layout.tiles}, place(device))["BF16"]
+    (pile,) = piles_of(layout, device)
     words, others = pile.indices.runs
     assert words.rows[:, 1].tolist() == [12, (1 << 16) * 6 - 12, 8, 6, 7, 10]  # a, b, f and h, of the bundle
     assert others.rows[:, 1].tolist() == [5, 4, 1, 9]
@@ -112,7 +131,7 @@ def test_what_lies_in_a_row_at_a_word_is_read_in_place_and_the_rest_from_a_copy(
     assert in_place == [False, False, False, True, False, True]
     assert all(at % 8 == 0 for at in located.at.tolist())
     last = (pile.host_sizes - 1).astype(np.int32)
-    found, there = fetch(BlockPlaces.of(pile, np.ones(pile.blocks, np.int64), last), located)
+    found, there = fetch_weights(BlockPlaces.of(pile, np.ones(pile.blocks, np.int64), last), located)
     assert there.tolist() == found.view(np.int16).tolist()
     for b, bits in enumerate(found):
         tile = pile.tiles[pile.tile_of[b]]
@@ -130,15 +149,15 @@ def test_addresses_are_kept_while_tensors_stay_and_what_is_copied_is_copied_ever
     assert moved.at.tolist() == [memory.data_ptr()]
     odd = torch.arange(4, dtype=torch.int32, device=device)[1:]  # not at a multiple of 8 bytes
     one = BlockPlaces.of(pile, np.ones(1, np.int64), np.zeros(1, np.int32))
-    assert fetch(one, pile.locate({"b": odd}))[0].tolist() == [1]
+    assert fetch_weights(one, pile.locate({"b": odd}))[0].tolist() == [1]
     odd[0] = 9
-    assert fetch(one, pile.locate({"b": odd}))[0].tolist() == [9]
+    assert fetch_weights(one, pile.locate({"b": odd}))[0].tolist() == [9]
 
 
 def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 8), row_cuts=(2, 4)), TensorSpec("b", "BF16", (4,))])
     places = find_places(layout, {"a": Slice(rows=(2, 6)), "b": None})
-    pile = make_piles(layout.tiles, {n: place_of(held) for n, held in places.items()}, place(device))["BF16"]
+    (pile,) = piles_of(layout, device, {n: place_of(held) for n, held in places.items()})
     assert [tile.row for tile in pile.tiles] == [2, 4]
     assert [tile.row for tile in pile.places] == [0, 2]
     assert pile.indices.table[:, 1].tolist() == [16, 32]

@@ -14,7 +14,7 @@ import torch
 
 from pulsesync.core.types import DTYPES, Bits, Remembered, Sum
 from pulsesync.device import encode as encoding
-from pulsesync.device.changes import ChangeMarks, PileChanges, find_changes
+from pulsesync.device.changes import PileChanges, find_changes
 from pulsesync.device.hot import DeviceHistory, HotWeights, TileMemory, advance, find_hot
 from pulsesync.device.memory import starts_of, to_device, to_host, unsigned, warps_of
 from pulsesync.device.pile import PileAddresses
@@ -125,7 +125,7 @@ class Case:
         return locate(self.pile, self.old)
 
     @cached_property
-    def found(self) -> tuple[PileChanges, ChangeMarks]:
+    def found(self) -> PileChanges:
         return find_changes(self.pile, self.weights, locate(self.pile, self.new), cast=False)
 
     @cached_property
@@ -141,8 +141,7 @@ class Case:
     def hot(self) -> HotWeights:
         cuts = np.full(len(self.sizes), self.cut)
         rooms = np.array([3, *self.sizes[1:]])  # too little for the first, so that all are listed again
-        changed = self.found[1].bitmap
-        return find_hot(self.pile, self.weights, cuts, self.memories, changed, rooms, self.contexts, places=True)()
+        return find_hot(self.pile, self.weights, cuts, self.memories, self.found, rooms, self.contexts, places=True)()
 
     @property
     def borders(self) -> list[tuple[int, int]]:
@@ -152,8 +151,8 @@ class Case:
 
     @cached_property
     def decisions(self) -> tuple[torch.Tensor, ...]:
-        """Symbols, how far hot changes go, and cold positions and steps."""
-        run, marks = self.found
+        """Symbols, how far hot changes go, cold positions and steps; symbols by row; and how many go far."""
+        run = self.found
         hot_at, rows = self.hot.begins, self.hot.rows
         hots = sum(split[0].size for split in self.splits)
         cold = run.count - hots
@@ -161,11 +160,13 @@ class Case:
         symbols = torch.zeros(rows.numel(), dtype=torch.uint8, device=device)
         extras = torch.zeros(hots, dtype=torch.int32, device=device)
         cold_at, steps = (torch.zeros(cold, dtype=torch.int64, device=device) for _ in range(2))
+        shape = (2, self.contexts.classes * self.contexts.ages, 1 << self.contexts.bits)  # two copies
+        counts, longs = (torch.zeros(some, dtype=torch.int32, device=device) for some in (shape, 1))
         cuda.decide[(self.pile.chunks,)](
             self.pile.chunk_block,
             self.pile.first_chunk,
             unsigned(self.hot.bitmap),
-            marks.offsets,
+            run.chunks(),
             unsigned(run.positions),
             unsigned(run.old),
             unsigned(run.new),
@@ -176,12 +177,17 @@ class Case:
             unsigned(extras),
             cold_at,
             steps,
+            counts,
+            counts[0].numel(),
+            2,
+            longs,
+            BITS=self.contexts.bits,
             ITEM=self.wide,
             HISTORY=self.hot.remembers,
             SPAN=64,
             num_warps=1,
         )
-        return symbols, extras, cold_at, steps
+        return symbols, extras, cold_at, steps, counts, longs
 
     def encode(self, rooms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sizes of the streams, all of the buffer with its guards, and where each block's room begins in it."""
@@ -225,7 +231,7 @@ each = pytest.mark.parametrize(("dtype", "index"), CASES, ids=lambda value: str(
 @each
 def test_classes_are_counted_as_the_reference_does(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    run, pile = c.found[0], c.pile
+    run, pile = c.found, c.pile
     by_class, sampled = (torch.zeros(256 * len(c.sizes), dtype=torch.int64, device=pile.device) for _ in range(2))
     cuda.count_classes[(pile.blocks,)](
         unsigned(run.old),
@@ -261,7 +267,7 @@ def test_hot_weights_are_listed_as_the_reference_decides(dtype: str, index: int,
 @each
 def test_changes_become_the_symbols_and_steps_of_the_reference(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    symbols, sizes, cold_at, steps = (to_host(t)[0] for t in c.decisions)
+    symbols, sizes, cold_at, steps, _, longs = (to_host(t)[0] for t in c.decisions)
     for (begin, end), (_, found) in zip(c.borders, c.decided, strict=True):
         assert np.array_equal(symbols[begin:end], found)
     for got, k in ((cold_at, 4), (steps, 5)):
@@ -272,13 +278,16 @@ def test_changes_become_the_symbols_and_steps_of_the_reference(dtype: str, index
     long, expected = tables.long_steps(codes, extras)
     assert np.array_equal(sizes.view(np.uint32)[long], expected)
     assert np.array_equal(np.delete(sizes, long), (np.delete(codes, long) + 1) // 2)
+    assert longs.tolist() == [long.size]
 
 
 @each
 def test_symbols_are_counted_by_context(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    begins, ends = (np.array(some) for some in zip(*c.borders, strict=True))
-    counts = encoding._count(c.hot.rows, c.decisions[0], (begins, ends), c.contexts)
+    blocks = encoding._BlockCounts(c.hot.changes, np.ones_like(c.hot.counts), c.hot.counts)
+    plan = encoding._StreamPlan.of(blocks, c.hot.borders, c.pile.device)
+    by_row, in_copies = to_host(encoding._count_rows(c.hot.rows, plan, c.contexts), c.decisions[4])
+    counts = encoding._with_unchanged(by_row, in_copies.sum(axis=0), c.contexts)
     assert np.array_equal(counts.reshape(c.counts.shape), c.counts)
 
 
@@ -510,7 +519,7 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
 @pytest.mark.parametrize(("dtype", "index"), [("BF16", 3), ("F8_E5M2", 2)])
 def test_the_history_afterwards_is_that_of_the_reference(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    later = advance(c.memories, index, [c.hot], [c.found[0]])
+    later = advance(c.memories, index, [c.hot], [c.found])
     expected = {}
     for tile, old, new, last in zip(c.pile.tiles, c.old, c.new, c.last, strict=True):
         where, _, after = reference.changed(old, new)

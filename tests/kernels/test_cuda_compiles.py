@@ -1,6 +1,7 @@
 """Do the kernels compile for a GPU? Triton's compiler needs none: it comes with the assembler."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,10 @@ ARGUMENTS = {
     "compare": "*i64 *i64 *i64 *i32 *i64 *u32 *i32",
     "collect": "*i64 *i64 *i32 *i64 *u32 *i64 *u32 bits bits",
     "count_classes": "bits *i64 *i64 *i64 *i32 *i64 *i64",
-    "list_hot": "*i64 *i64 *i64 *i32 *i32 *i32 *u32 *i64 *i64 *u8 *u32 *u32 *i64 *i64 *u16 *u32 *i64 *i64 *i32"
+    "list_hot": "*i64 *i64 *i64 *i32 *i32 *i32 *i64 bits *i64 *i64 *u8 *u32 *u32 *i64 *i64 *u16 *u32 *i64 *i64 *i32"
     " i32 i32 i32 i32",
-    "decide": "*i32 *i64 *u32 *i64 *u32 bits bits *i64 *i64 *u16 *u8 *u32 *i64 *i64",
+    "decide": "*i32 *i64 *u32 *i64 *u32 bits bits *i64 *i64 *u16 *u8 *u32 *i64 *i64 *i32 i32 i32 *i32",
     "count_rows": "*u16 *i64 *i64 *i64",
-    "count_symbols": "*u16 *u8 *i64 *i64 *i32 i32 i32",
     "encode": "*i32 *i32 *i32 *u16 *u8 *u32 *i64 *i64 *i64 *u64 i32 *i64 *u16 *i64",
     "pack": "*u16 *i64 *i64 *i64 *u8",
     "decode": "*i32 *i32 *i32 *u16 *i64 *i64 *i64 *u16 *u16 *u64 i32 i32 *i64 *u32 *u32 *i32",
@@ -34,7 +34,7 @@ ARGUMENTS = {
     "gather_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
     "digest_change": "*i64 *i64 *i64 *i64 *u32 bits bits *u32 *i64",
     "digest_bytes": "*u8 *i64 *i64 *i32 *u32 *i64",
-    "recount": "*i64 *i64 *u32 *i64",
+    "recount": "*i64 *i64 *u64 *i64",
     "recount_any": "*i64 *i64 *u32 *i64",
 }
 CONSTANTS = {
@@ -44,6 +44,7 @@ CONSTANTS = {
     "PLACES": True,
     "BINS": 32,
     "PER": 64,
+    "WARPS": 4,
     "BITS": 6,
 }
 TARGET = ("cuda", 90, 32)
@@ -51,16 +52,17 @@ SHIFTS = {1: 3, 2: 7, 4: 23, 8: 0}
 # Weights of 8 bytes are not coded.
 ANY_SIZE = {"compare", "collect", "apply", "apply_pieces", "gather", "gather_pieces", "digest_change", "recount_any"}
 BITS = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
-OPTIONS = {"encode": {"num_warps": 1}, "decode": {"num_warps": 1}, "recount": {"num_warps": 8, "maxnreg": 80}}
+OPTIONS = {"encode": {"num_warps": 1}, "decode": {"num_warps": 1}}
 
 
 def variants(kernel: str, names: list[str]) -> Iterator[dict[str, int | bool]]:
     """Constants that a kernel is launched with: each size of weights, with and without a history, cast or not."""
-    sizes = (1, 2, 4, 8) if kernel in ANY_SIZE else (1, 2, 4)
-    for item in sizes if {"ITEM", "WIDE"} & set(names) else (2,):
+    sizes = [1, 2] if "UNIT" in names else [1, 2, 4, 8] if kernel in ANY_SIZE else [1, 2, 4]
+    for item in sizes if {"ITEM", "WIDE", "UNIT"} & set(names) else [2]:
         for history in (False, True) if "HISTORY" in names else (False,):
             for cast in (False, True) if "CAST" in names and item == 2 else (False,):
-                yield {"ITEM": item, "SHIFT": SHIFTS[item], "WIDE": item == 4, "HISTORY": history, "CAST": cast}
+                size = {"ITEM": item, "UNIT": item, "SHIFT": SHIFTS[item], "WIDE": item == 4}
+                yield {**size, "HISTORY": history, "CAST": cast}
 
 
 def sources() -> Iterator[tuple[Any, dict[str, int]]]:
@@ -103,6 +105,17 @@ def assemble(source: Any, options: dict[str, int]) -> None:
     triton.compile(source, target=GPUTarget(*TARGET), options=options)
 
 
+def spread(source: Any, options: dict[str, int]) -> None:
+    """Compile a kernel whose threads must have one element of each tensor, and see that they have no other number."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(source, target=GPUTarget(*TARGET), options=options)
+    layouts = re.findall(r"^#\w+ = (#ttg.*)$", compiled.asm["ttgir"], re.MULTILINE)
+    one = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]"
+    assert layouts == [f"#ttg.blocked<{{{one}}}>"], layouts
+
+
 def run(step: str, kernel: str, cache: Path) -> int:
     """Take a step with one kernel, or with "all", in a process of its own: this one's Triton interprets."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -134,6 +147,11 @@ def test_a_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
     assert run("assemble", "gather", tmp_path) == 4
 
 
+@pytest.mark.timeout(300)
+def test_tensor_cores_find_the_bytes_of_a_recount_in_the_threads_that_have_them(tmp_path: Path) -> None:
+    assert run("spread", "recount", tmp_path) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
@@ -143,5 +161,5 @@ def test_every_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
 if __name__ == "__main__":
     chosen = [one for one in sources() if sys.argv[2] in ("all", one[0].name)]
     for one in chosen:
-        {"translate": translate, "assemble": assemble}[sys.argv[1]](*one)
+        {"translate": translate, "assemble": assemble, "spread": spread}[sys.argv[1]](*one)
     print(len(chosen))

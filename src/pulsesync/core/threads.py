@@ -68,6 +68,18 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
     return out
 
 
+def begin(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Begin work in a thread, and return what waits for its end; what the work raises is raised there.
+
+    While the interpreter shuts down there are no threads to be had: then it is done at once.
+    """
+    try:
+        return _pool().submit(work).result
+    except RuntimeError:
+        done = work()
+        return lambda: done
+
+
 def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Future[Result]":
     """Run work(*args) once: on an executor, or in a thread of its own when the executor accepts no more work.
 

@@ -16,37 +16,28 @@ if TYPE_CHECKING:
 
 
 def find(source: Any) -> "torch.device | None":
-    """The GPU on which the tensors of a module, state dict or mapping are; None where they are in host memory.
+    """The first GPU on which tensors of a module, state dict or mapping are; None where all are in host memory.
 
     Those without weights count only where no other has any: ranks that hold nothing have them wherever torch puts them.
 
     Raises:
-        StateError: some are on one device and some on another.
+        StateError: a tensor is neither in host memory nor on a CUDA device.
     """
     library: Any = sys.modules.get("torch")
     if library is None:
         return None
     if not isinstance(source, Mapping):
         source = source.state_dict() if hasattr(source, "state_dict") else {}
-    first: tuple[str, Any] | None = None
-    empty = True  # so far
+    places: dict[Any, bool] = {}  # devices in order, and whether there are weights
     for name, tensor in source.items():
         where = getattr(tensor, "device", None) if isinstance(tensor, library.Tensor) else None
         if where is None:
             continue  # no tensor: whoever reads the source says so
-        if first is None or (empty and tensor.numel()):
-            first, empty = (name, where), not tensor.numel()
-        elif where != first[1] and tensor.numel():
-            raise StateError(
-                f"tensor {name!r} is on {where} and {first[0]!r} on {first[1]}: a state is on one device; bring them "
-                "together, or publish them as two runs",
-                tensor=name,
-            )
-    if first is None or is_host(first[1]):
-        return None
-    if first[1].type not in ("cuda", "cpu"):
-        raise StateError(f"tensor {first[0]!r} is on {first[1]}; host memory and CUDA devices are supported")
-    found: torch.device = first[1]
+        if where.type not in ("cuda", "cpu"):
+            raise StateError(f"tensor {name!r} is on {where}; host memory and CUDA devices are supported", tensor=name)
+        places[where] = places.get(where, False) or tensor.numel() > 0
+    full = [where for where, has_weights in places.items() if has_weights] or list(places)
+    found: torch.device | None = next((where for where in full if not is_host(where)), None)
     return found
 
 

@@ -2,30 +2,34 @@
 
 What `compare` launches in the caller's stream reads the trainer's weights; everything after it reads the base and what
 was found, in a stream of its own. So training may continue at once: what it launches comes after the comparison.
+`compare_later` launches nothing there: a thread compares, and the trainer calls `wait` before it changes the weights.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import groupby, islice, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
+from pulsesync.core.threads import start
+from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, TensorSpec, Tile
 from pulsesync.device.changes import (
-    ChangeMarks,
+    BlockMoves,
     PileChanges,
     block_moves,
     compose,
     find_changes,
-    mark,
+    join,
     moves,
     on_whole,
 )
-from pulsesync.device.encode import code_pile
+from pulsesync.device.encode import code_piles
 from pulsesync.device.hot import DeviceHistory, HotWeights
 from pulsesync.device.memory import (
     INTEGERS,
@@ -33,6 +37,8 @@ from pulsesync.device.memory import (
     DeviceView,
     StreamPoint,
     Tensors,
+    ThreadPoint,
+    check_reach,
     on,
     on_host,
     pinned,
@@ -40,9 +46,11 @@ from pulsesync.device.memory import (
     to_host,
     to_stream,
     view,
+    worker_of,
 )
-from pulsesync.device.pile import Pile, make_piles, place_of, rectangle
+from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
 from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.streamed import BasePiece, BaseStream, cut
 from pulsesync.errors import StateError
 from pulsesync.format import patch
 from pulsesync.format.container import new_bytes
@@ -75,6 +83,19 @@ class DeviceSource:
         """The same with the weights of a source that has the marks of the one that this was made of."""
         return replace(self, views=_LaterDeviceViews(self.views, tensors))
 
+    def detached(self) -> "DeviceSource":
+        """The same with the memory that the tensors have now, whatever they are assigned later."""
+        if not isinstance(self.views, _LaterDeviceViews):
+            return self
+        return replace(self, views=self.views.detached())
+
+    @property
+    def written(self) -> list[int]:
+        """How often torch has written each tensor in place; not by kernels of others, nor through `.data`."""
+        views = self.views
+        tensors = views.tensors if isinstance(views, _LaterDeviceViews) else [one.tensor for one in views.values()]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
     @property
     def tensors(self) -> Tensors:
         """The tensors as they are, flat; those that are cast are masters."""
@@ -94,6 +115,13 @@ class _LaterDeviceViews(Mapping[str, DeviceView]):
 
     def __init__(self, known: Mapping[str, DeviceView], tensors: Mapping[str, Any]) -> None:
         self._known, self._tensors = known, tensors
+
+    def detached(self) -> "_LaterDeviceViews":
+        return _LaterDeviceViews(self._known, {name: self._tensors[name].detach() for name in self._known})
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._tensors[name] for name in self._known]
 
     def __getitem__(self, name: str) -> DeviceView:
         tensor = self._tensors[name].detach()
@@ -127,6 +155,7 @@ class SourceReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._devices: Mapping[str, torch.device] = {}  # that work on the tensors
         self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
@@ -143,37 +172,52 @@ class SourceReader:
 
     def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
         views, ties = view(tensors)
-        if away := next((v for v in views.values() if v.tensor.numel() and v.tensor.device != self._device), None):
+        flats = {name: view.tensor for name, view in views.items() if view.tensor.numel()}
+        check_reach(flats, self._device)
+        devices = {name: worker_of(flat, self._device) for name, flat in flats.items()}
+        if away := next((name for name in devices if self._devices.get(name, devices[name]) != devices[name]), None):
             raise StateError(
-                f"tensor {away.spec.name!r} is on {away.tensor.device}, and was on {self._device}",
-                tensor=away.spec.name,
+                f"tensor {away!r} is on {devices[away]}, and was on {self._devices[away]}: leave it where the first "
+                "version was published from, or begin with another publisher",
+                tensor=away,
             )
+        self._devices = devices
         return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
 
 class DeviceBaseline:
-    """Source on a device, base there as well (keep "device") or in pinned host memory ("host")."""
+    """Source on a device, base there as well (keep "device") or in pinned host memory ("host").
+
+    A source that is spread over several devices has its base spread in the same way; device: the first of them.
+    """
 
     hands_over = False
 
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep
-        self._stream = DeviceStream(device)
+        self._stream: DeviceStream | None = None  # of all devices of a base, once there is one
         self._reader = SourceReader(device)
+        self._base_stream = BaseStream(device)
+        self._over: ThreadPoint | None = None  # where the last comparison in a thread ends
         self._pairs: tuple[TileShare, DeviceState, Mapping[str, str], Sequence[_PilePair]] | None = None
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         return self._reader.read(source, cast)
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:
-        flats = {}
+        flats, workers = {}, {}
         for name, window in share.tensors.items():
             if name in share.windows:
-                flats[name] = self._own(_weights_in(window, shards))
-        there = make_piles(share.tiles, _places_of(share), self.device)
-        for pile in there.values():
-            flats |= {name: self._own(run) for name, run in _bundles(pile, shards.published.tensors).items()}
-        return DeviceState(share.layout, flats, places=share.held, device=self.device)
+                weights = _weights_in(window, shards)
+                flats[name], workers[name] = self._own(weights), worker_of(weights, self.device)
+        tensors = shards.published.tensors
+        places = _places_of(share)
+        devices = {name: worker_of(tensors[name], self.device) for name in tensors}
+        for pile in make_piles(share.tiles, places, devices):
+            with on(pile.device):
+                for name, run in _bundles(pile, tensors).items():
+                    flats[name], workers[name] = self._own(run), pile.device
+        return DeviceState(share.layout, flats, places=share.held, device=self.device, workers=workers)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy of weights where the base is kept, flat."""
@@ -193,11 +237,12 @@ class DeviceBaseline:
             return state
         flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
         if isinstance(state, DeviceState):  # the host's, if the share has no tiles
-            for pile in state.piles.values():
+            for pile in state.piles:
                 flats |= _bundles(pile, state.tensors)
+        workers = {name: worker_of(flat, self.device) for name, flat in flats.items()}
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
-        kept = DeviceState(share.layout, flats, places=share.held, device=self.device)
+        kept = DeviceState(share.layout, flats, places=share.held, device=self.device, workers=workers)
         kept.history = kept.bring(state.history)
         return kept
 
@@ -205,45 +250,122 @@ class DeviceBaseline:
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
         assert isinstance(state, DeviceState)
-        runs, marks = [], {}
-        with on(self.device):
-            for pair in self._pairs_of(share, state, shards.published.dtypes):
-                run, marked = _compare(pair, state, shards.published)
-                if run.count:
-                    runs.append(run)
-                    marks[pair.here] = marked
-            launched = StreamPoint(self.device)
+        self.wait()
+        pairs, stream = self._pairs_of(share, state, shards.published.dtypes), self._stream_of(state)
+        found = self._find(pairs, state, stream, shards.published, lambda one, new: _find_at_once(one, new, state))
+        state.readers.append(found.found)
+        return found
+
+    def wait(self) -> None:
+        if self._over is not None:
+            self._over.wait()
+
+    def compare_later(
+        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+    ) -> "DeviceDifference | LaterDifference":
+        """Compare in a thread with a base in host memory, which comes over the bus piece by piece.
+
+        A source on several devices is compared at once.
+        """
+        assert isinstance(state, DeviceState)
+        if self.keep != "host" or len(state.devices) > 1:
+            return self.compare(share, state, shards, codec, last)
+        self.wait()  # there are two buffers for the base
+        pairs, stream = self._pairs_of(share, state, shards.published.dtypes), self._stream_of(state)
+        source = shards.published.detached()
+        launched, written = StreamPoint(self.device), source.written
+
+        def compare() -> DeviceDifference:
+            with on(self.device), self._base_stream.after(launched):
+                pieces = [piece for pair in pairs for one in pair.alike for piece in one.pieces]
+                arriving = self._base_stream.bring(pieces, state.tensors)
+                found = self._find(pairs, state, stream, source, lambda one, new: _find_in_pieces(one, new, arriving))
+            if source.written != written:
+                raise StateError(
+                    "the weights changed while they were compared in the background, so they are not published: hold "
+                    "every optimizer that changes them, leave out buffers that a forward pass writes, or publish with "
+                    "no optimizer held"
+                )
+            return found
+
+        later = LaterDifference(compare)
+        try:
+            self._over = later.over
+            state.readers.append(later.over)
+            start(later.run)
+        except BaseException as e:  # so that nobody waits for a thread that was never started
+            later.run()
+            if not isinstance(e, RuntimeError):  # that of an interpreter that is ending, which starts no threads
+                raise
+        return later
+
+    def _stream_of(self, state: DeviceState) -> DeviceStream:
+        """The stream in which a base is read and written, on all its devices."""
+        if self._stream is None:
+            self._stream = DeviceStream(*state.devices)
         state.stream = self._stream
-        state.readers.append(launched)
-        return DeviceDifference(state, self._stream, runs, marks, launched)
+        return self._stream
+
+    def _find(
+        self,
+        pairs: "Sequence[_PilePair]",
+        state: DeviceState,
+        stream: DeviceStream,
+        source: DeviceSource,
+        find: "Callable[[_AlikeTiles, PileAddresses], PileChanges]",
+    ) -> "DeviceDifference":
+        """Launch the comparison of all piles in the current streams."""
+        runs = []
+        for pair in pairs:
+            with on(pair.here.device):
+                run = _compare(pair, source, find)
+            if run.count:
+                runs.append(run)
+        return DeviceDifference(state, stream, runs, StreamPoint(*state.devices))
 
     def _pairs_of(self, share: TileShare, state: DeviceState, dtypes: Mapping[str, str]) -> "Sequence[_PilePair]":
         """The piles of a base, each with the same tiles in the shards: known as long as these stay."""
         known = self._pairs
         if known is None or known[0] is not share or known[1] is not state or known[2] != dtypes:
             places = _places_of(share)
-            both = [(pile, pile.elsewhere(places)) for pile in state.piles.values()]
+            both = [(pile, pile.elsewhere(places)) for pile in state.piles]
             known = self._pairs = share, state, dtypes, [_PilePair.of(*pair, dtypes) for pair in both]
         return known[3]
 
 
 @dataclass(frozen=True)
 class _PilePair:
-    """Tiles as they lie in a base and in a source, and which of them are masters there, to be rounded to BF16."""
+    """Tiles as they lie in a base and in a source.
+
+    Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
+    """
 
     here: Pile
-    there: Pile
-    masters: list[int]  # ordinals
-    others: list[int]
+    alike: "Sequence[_AlikeTiles]"
 
     @classmethod
     def of(cls, here: Pile, there: Pile, dtypes: Mapping[str, str]) -> "_PilePair":
-        masters: list[int] = []
+        masters: list[int] = []  # ordinals
         others: list[int] = []
         for place in there.places:
             alike = bool(dtypes) and all(dtypes.get(name) == "BF16" for name in place.names)
             (masters if alike else others).append(place.ordinal)
-        return cls(here, there, masters, others)
+        kinds = [(some, some is masters) for some in (masters, others) if some]
+        return cls(here, [_AlikeTiles(here.part(some), there.part(some), cast) for some, cast in kinds])
+
+
+@dataclass(frozen=True)
+class _AlikeTiles:
+    """Tiles of a pile that are compared at once: as they lie in a base and in a source, and if that has masters."""
+
+    here: Pile
+    there: Pile
+    cast: bool
+
+    @cached_property
+    def pieces(self) -> list[BasePiece]:
+        """Of the base, to be brought to the device one after the other."""
+        return cut(self.here)
 
 
 def _places_of(share: TileShare) -> dict[int, Tile]:
@@ -281,44 +403,45 @@ def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
     return source.views[spec.name].dtype
 
 
-def _compare(pair: _PilePair, state: DeviceState, source: DeviceSource) -> tuple[PileChanges, ChangeMarks]:
-    """Compare the tiles of a pile with the source.
-
-    Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
-    """
-    here, there = pair.here, pair.there
-    if not pair.masters or not pair.others:
-        return _compare_alike(here, there, state, source, cast=bool(pair.masters))
-    runs = [
-        on_whole(_compare_alike(here.part(some), there.part(some), state, source, cast=some is pair.masters)[0], here)
-        for some in (pair.masters, pair.others)
-    ]
-    run = next(iter(compose(runs, ())), runs[0])
-    return run, mark(run)
+def _compare(
+    pair: _PilePair, source: DeviceSource, find: Callable[[_AlikeTiles, PileAddresses], PileChanges]
+) -> PileChanges:
+    """Compare the tiles of a pile with the source."""
+    found = [find(one, one.there.locate(source.tensors, itemsize=4 if one.cast else None)) for one in pair.alike]
+    if len(found) == 1:
+        return found[0]
+    runs = [on_whole(run, pair.here) for run in found]
+    return next(iter(compose(runs, ())), runs[0])
 
 
-def _compare_alike(
-    pile: Pile, there: Pile, state: DeviceState, source: DeviceSource, cast: bool
-) -> tuple[PileChanges, ChangeMarks]:
-    new = there.locate(source.tensors, itemsize=4 if cast else None)
-    return find_changes(pile, pile.locate(state.tensors), new, cast)
+def _find_at_once(one: _AlikeTiles, new: PileAddresses, state: DeviceState) -> PileChanges:
+    return find_changes(one.here, one.here.locate(state.tensors), new, one.cast)
+
+
+def _find_in_pieces(
+    one: _AlikeTiles, new: PileAddresses, arriving: Iterator[tuple[BasePiece, PileAddresses]]
+) -> PileChanges:
+    found = []
+    for piece, old in islice(arriving, len(one.pieces)):
+        there = replace(new, at=new.at[piece.blocks].clone())  # Triton compiles anew for a table at an odd address
+        found.append(find_changes(piece.pile, old, there, one.cast))
+    return join(one.here, found)
 
 
 @dataclass(frozen=True)
 class DeviceDifference:
-    """What differs on a device. `marks` are of runs as they were found; others are marked again."""
+    """What differs on a device."""
 
     state: DeviceState
     stream: DeviceStream
     runs: Sequence[PileChanges]  # one a pile, in order
-    marks: Mapping[Pile, ChangeMarks]
     found: StreamPoint
 
     def after(self, done: AnyTransition) -> "DeviceDifference":
         assert isinstance(done, DeviceTransition)
         with self.stream([self.found]):
             runs = compose([run.inverse() for run in done.changes], self.runs)
-        return replace(self, runs=runs, marks={})
+        return replace(self, runs=runs)
 
     def try_step(self) -> None:
         """Changes are coded on the device, in less time than it takes to bring them to the host, which `step` needs."""
@@ -334,16 +457,15 @@ class DeviceDifference:
         shared: list[FrequencyTable] = []
         coded: dict[int, CodedTile] = {}
         hot: dict[Pile, HotWeights] = {}
-        by_block = block_moves(self.runs)
-        for run in self.runs:
-            if codec in ("auto", "context", "history") and run.pile.kind.exponent_shift is not None:
-                marks = self.marks.get(run.pile) or mark(run)
-                weights = run.pile.locate(state.tensors)
-                one = code_pile(run, marks, by_block[run.pile], weights, known, len(shared))
-                shared.append(one.table)
-                coded.update(one.tiles)
-                if known is not None:
-                    hot[run.pile] = one.hot
+        by_block: BlockMoves = {}
+        for dtype, some in groupby(self.runs, lambda run: run.pile.tiles[0].tensor.dtype):
+            if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
+                piles = code_piles([(run, run.pile.locate(state.tensors)) for run in some], known, len(shared))
+                shared.append(piles.table)
+                coded |= piles.tiles
+                hot |= piles.hot if known is not None else {}
+                by_block = {**by_block, **piles.moved}
+        by_block = {**by_block, **block_moves(run for run in self.runs if run.pile not in by_block)}
         found = (diff for run in self.runs for diff in _diffs(run, self.stream))
         diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
         by = moves(by_block)
@@ -354,6 +476,44 @@ class DeviceDifference:
         later = state.remember(memories, cuts, self.runs, set(after), hot)
         sums: dict[int, Sum] = {**state.sums, **after}
         return EncodedPart(done.id, done.data, (), after), DeviceTransition(self.runs, sums, later)
+
+
+class LaterDifference:
+    """A difference that a thread is still looking for; `encode` raises what stopped it.
+
+    Args:
+        find: Compares, and waits for its end.
+    """
+
+    def __init__(self, find: Callable[[], DeviceDifference]) -> None:
+        self._find: Callable[[], DeviceDifference] | None = find
+        self._begun = threading.Lock()  # by the first that runs it
+        self._found: Future[DeviceDifference] = Future()
+        self.over = ThreadPoint()  # neither source nor base is read any more
+
+    def run(self) -> None:
+        """Look for it, unless another thread has begun. Raises nothing."""
+        if not self._begun.acquire(blocking=False):
+            return
+        assert self._find is not None
+        try:
+            self._found.set_result(self._find())
+        except BaseException as e:  # noqa: BLE001 - carried to the thread that encodes and raised there
+            self._found.set_exception(e)
+        finally:
+            self._find = None  # and with it the source
+            self.over.reached()
+
+    def after(self, done: AnyTransition) -> "DeviceDifference | LaterDifference":
+        if self._found.exception() is not None:
+            return self  # the version that is encoded fails, not the one that was committed
+        return self._found.result().after(done)
+
+    def try_step(self) -> None:
+        """As for the difference that is found."""
+
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
+        return self._found.result().encode(last, codec)
 
 
 def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":

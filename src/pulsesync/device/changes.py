@@ -1,7 +1,8 @@
 """What changes on a device: found, composed, written and counted. It is also the undo log."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -9,8 +10,8 @@ from numpy.typing import NDArray
 
 from pulsesync.core.digest import keys
 from pulsesync.core.types import BLOCK, Sum
-from pulsesync.device.memory import INTEGERS, empty, scan, to_device, to_host, to_stream, unsigned
-from pulsesync.device.pile import WORDS, Pile, PileAddresses
+from pulsesync.device.memory import INTEGERS, empty, fetch, on, scan, to_device, to_stream, unsigned
+from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, order
 from pulsesync.kernels import cuda
 
 SPAN = 512  # changes that a program takes at a time
@@ -19,20 +20,30 @@ SPREAD = 4  # programs for a block
 
 @dataclass(frozen=True, eq=False)
 class PileChanges:
-    """Changes of a pile: of block b those from starts[b] to starts[b + 1], in any order."""
+    """Changes of a pile: of block b those from starts[b] to starts[b + 1]; in order where they are to be coded."""
 
     pile: Pile
     starts: torch.Tensor
     positions: torch.Tensor  # in the block
     old: torch.Tensor
     new: torch.Tensor
+    known_chunks: torch.Tensor | None = None  # where the changes of each chunk begin, if that was found on the way
 
     @property
     def count(self) -> int:
         return self.positions.numel()
 
     def inverse(self) -> "PileChanges":
-        return PileChanges(self.pile, self.starts, self.positions, self.new, self.old)
+        return replace(self, old=self.new, new=self.old)
+
+    def chunks(self) -> torch.Tensor:
+        """Where the changes of each chunk begin, and where those of the last end."""
+        if self.known_chunks is not None:
+            return self.known_chunks
+        pile, number = self.pile, torch.arange(self.pile.chunks, device=self.pile.device)
+        borders = pile.chunk_block * BLOCK + (number - pile.first_chunk[pile.chunk_block]) * CHUNK
+        found = torch.searchsorted(self.flat_keys(), borders)
+        return torch.cat((found, found.new_full((1,), self.count)))
 
     def flat_keys(self) -> torch.Tensor:
         """Number of the block times 2^20, plus the position."""
@@ -86,24 +97,23 @@ class WriteAddresses:
 Changes = Sequence[PileChanges]
 
 
-@dataclass(frozen=True)
-class ChangeMarks:
-    """What differs, as a bitmap, and where the changes of each chunk begin."""
-
-    bitmap: torch.Tensor
-    offsets: torch.Tensor
-
-
-_keys: dict[torch.device, torch.Tensor] = {}
-
-
+@cache
 def device_keys(device: torch.device) -> torch.Tensor:
-    if device not in _keys:
-        _keys[device] = unsigned(to_device(keys(), device))
-    return _keys[device]
+    return unsigned(to_device(keys(), device))
 
 
-def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool) -> tuple[PileChanges, ChangeMarks]:
+@cache
+def device_key_planes(device: torch.device, unit: int) -> torch.Tensor:  # (4096,) uint64
+    """The keys' bytes as `recount` multiplies units of one or two bytes by them.
+
+    For each 64 bytes of a chunk there are eight columns: bytes 0 to 3 of the keys of their units, for either sum.
+    """
+    columns = keys().view(np.uint8).reshape(2, -1, 4).transpose(0, 2, 1)
+    planes = np.ascontiguousarray(columns.reshape(8, -1, 64 // unit).swapaxes(0, 1))
+    return unsigned(to_device(planes.reshape(-1).view(np.uint64), device))
+
+
+def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool) -> PileChanges:
     """Compare two states of a pile. The caller waits for the number of changes; what follows is only launched."""
     wide, device = pile.kind.itemsize, pile.device
     bitmap = empty(pile.chunks * WORDS, torch.int32, device)
@@ -111,32 +121,32 @@ def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool)
     cuda.compare[(pile.chunks,)](
         old.at, new.at, pile.sizes, pile.chunk_block, pile.first_chunk, unsigned(bitmap), counts, ITEM=wide, CAST=cast
     )
-    offsets = scan(counts)
-    positions = empty(int(offsets[-1]), torch.int32, device)
+    chunks = scan(counts)
+    positions = empty(int(chunks[-1]), torch.int32, device)
     before, after = (empty(positions.numel(), INTEGERS[wide], device) for _ in range(2))
     if positions.numel():
         cuda.collect[(pile.chunks,)](
-            old.at, new.at, pile.chunk_block, pile.first_chunk, unsigned(bitmap), offsets, unsigned(positions),
+            old.at, new.at, pile.chunk_block, pile.first_chunk, unsigned(bitmap), chunks, unsigned(positions),
             unsigned(before), unsigned(after), ITEM=wide, CAST=cast,
         )  # fmt: skip
-    return PileChanges(pile, offsets[pile.first_chunk], positions, before, after), ChangeMarks(bitmap, offsets)
+    return PileChanges(pile, chunks[pile.first_chunk], positions, before, after, chunks)
 
 
-def mark(run: PileChanges) -> ChangeMarks:
-    """Marks of changes that are in order."""
-    pile = run.pile
-    bitmap = torch.zeros(pile.chunks * WORDS, dtype=torch.int32, device=pile.device)
-    chunk = pile.first_chunk[:-1].repeat_interleave(run.starts.diff(), output_size=run.count)
-    word = chunk * WORDS + run.positions // 32
-    bitmap.index_put_((word,), torch.ones_like(run.positions) << (run.positions % 32), accumulate=True)
-    counts = empty(pile.chunks, torch.int32, pile.device)
-    cuda.count_marks[(pile.chunks,)](unsigned(bitmap), counts)
-    return ChangeMarks(bitmap, scan(counts))
+def join(pile: Pile, runs: Sequence[PileChanges]) -> PileChanges:
+    """What was found in the blocks of a pile, some of them at a time and in order, as if it was found at once."""
+    if len(runs) == 1:
+        return runs[0]
+    starts = scan(torch.cat([run.starts.diff() for run in runs]))
+    chunks = scan(torch.cat([run.chunks().diff() for run in runs]))
+    positions, old, new = (
+        torch.cat(column) for column in zip(*((run.positions, run.old, run.new) for run in runs), strict=True)
+    )
+    return PileChanges(pile, starts, positions, old, new, chunks)
 
 
 def compose(first: Changes, then: Changes) -> list[PileChanges]:
     """What two sets of changes do one after the other, in order, without what the second takes back."""
-    piles = sorted(dict.fromkeys(run.pile for run in (*first, *then)), key=lambda pile: pile.tiles[0].tensor.dtype)
+    piles = sorted(dict.fromkeys(run.pile for run in (*first, *then)), key=order)
     out = []
     for pile in piles:
         earlier, later = ([run for run in runs if run.pile is pile] for runs in (first, then))
@@ -167,15 +177,24 @@ def _compose(runs: Sequence[PileChanges]) -> PileChanges | None:
 BlockMoves = Mapping[Pile, NDArray[np.uint64]]  # of each pile: two sums a block
 
 
-def block_moves(changes: Iterable[PileChanges]) -> BlockMoves:
-    """How the digest moves by the changes of each block, in the piles that have any."""
+def begin_moves(changes: Iterable[PileChanges]) -> Callable[[], BlockMoves]:
+    """Begin to count how the digest moves by the changes of each block, in the piles that have any.
+
+    Returns what waits for it.
+    """
     sums: dict[Pile, torch.Tensor] = {}
     for run in changes:
         if run.pile not in sums:
             sums[run.pile] = torch.zeros(2 * run.pile.blocks, dtype=torch.int64, device=run.pile.device)
-        run.count_moves(sums[run.pile])
-    found = to_host(*sums.values()) if sums else []
-    return {pile: counted.view(np.uint64).reshape(-1, 2) for pile, counted in zip(sums, found, strict=True)}
+        with on(run.pile.device):
+            run.count_moves(sums[run.pile])
+    found = fetch(*sums.values())
+    return lambda: {pile: sums_.view(np.uint64).reshape(-1, 2) for pile, sums_ in zip(sums, found(), strict=True)}
+
+
+def block_moves(changes: Iterable[PileChanges]) -> BlockMoves:
+    """How the digest moves by the changes of each block, in the piles that have any."""
+    return begin_moves(changes)()
 
 
 def moves(by_block: BlockMoves) -> dict[int, Sum]:

@@ -43,7 +43,7 @@ class OpenedPayloads:
 
     tables: Sequence[FrequencyTable]
     coded: Mapping[int, BegunPayloads]
-    plain: Mapping[str, Sequence[Plain]]  # by dtype
+    plain: Sequence[Plain]
     cuts: Mapping[int, int]  # of tiles coded with a history, by ordinal
 
 
@@ -58,7 +58,7 @@ def open_part(
     Raises:
         FormatError: and its branches, as `format.patch.decode_tiles`.
     """
-    plain: dict[str, list[Plain]] = {}
+    plain: list[Plain] = []
     predicted: list[tuple[Codec, Tile, memoryview]] = []
     for entry, body in patch.payloads(opened, sections, tiles):
         tile = tiles[entry.tile]
@@ -66,7 +66,7 @@ def open_part(
         if entry.codec in PREDICTING:
             predicted.append((entry.codec, tile, body))
         else:
-            plain.setdefault(tile.tensor.dtype, []).append((tile, entry.codec, body))
+            plain.append((tile, entry.codec, body))
     if not predicted:
         return OpenedPayloads(opened.tables, {}, plain, {})
     codecs, predicted_tiles, bodies = zip(*predicted, strict=True)
@@ -231,7 +231,7 @@ def _cold(
     places = BlockPlaces.of(pile, found.counts, found.positions)
     bits = (cuts << (pile.kind.exponent_shift or 0)).astype(pile.kind.bits)
     steps, least = found.of(colds.steps), found.of(np.repeat(bits, per_tile))
-    old, fetched = fetch(places, weights)
+    old, fetched = fetch_weights(places, weights)
     new = _move_cold(old, steps, least)
     return PileChanges(pile, places.starts, places.positions, fetched, to_stream(new, pile.device))
 
@@ -267,7 +267,7 @@ class BlockPlaces:
         return cls(pile, to_stream(starts_of(counts), pile.device), to_stream(positions, pile.device))
 
 
-def fetch(places: BlockPlaces, weights: PileAddresses) -> tuple[Bits, torch.Tensor]:
+def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Bits, torch.Tensor]:
     """Single weights; and the same on the device."""
     wide, count = places.pile.kind.itemsize, places.positions.numel()
     out = empty(count, INTEGERS[wide], places.pile.device)
@@ -295,7 +295,7 @@ def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pi
     decoded = [_positions_and_moves(*payload) for payload in payloads]
     per_tile = np.array([where.size for where, _ in decoded], np.int64)
     found = pile.find_blocks(per_tile, np.concatenate([where for where, _ in decoded]))
-    old, _ = fetch(BlockPlaces.of(pile, found.counts, found.positions), weights)
+    old, _ = fetch_weights(BlockPlaces.of(pile, found.counts, found.positions), weights)
     before = old
     if found.inside is not None:
         before = np.zeros(per_tile.sum(), old.dtype)  # of weights that are not here nobody looks at what they become
@@ -332,5 +332,4 @@ def _whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pil
         part = pile.part([payloads[n][0].ordinal for n in flipped])
         for n, old in zip(flipped, part.copy(weights.of(pile, part)), strict=True):
             tiles[n] ^= old
-    run, _ = find_changes(pile, weights, pile.located(tiles), cast=False)
-    return run
+    return find_changes(pile, weights, pile.located(tiles), cast=False)

@@ -1,20 +1,22 @@
 """Code changes against the old weights, all on the device: the bytes are those that `format.predict` would write.
 
-The host sees counts, from which it chooses cuts and makes tables, and at the end the streams.
+The host sees counts, from which it chooses cuts and makes tables, and at the end the streams. It waits for a pile five
+times: for changes by magnitude, for the number of hot weights, for counts of decisions, for the sizes of the streams,
+and for the streams.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.threads import begin
 from pulsesync.core.types import Codec
-from pulsesync.device.changes import ChangeMarks, PileChanges
+from pulsesync.device.changes import BlockMoves, PileChanges, begin_moves
 from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
-from pulsesync.device.memory import empty, starts_of, to_host, to_stream, unsigned, warps_of
+from pulsesync.device.memory import empty, fetch, on, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.format import tables
 from pulsesync.format.codecs.context import is_checked
@@ -26,15 +28,45 @@ from pulsesync.kernels import cuda, spec
 SPARE = 1.2  # room for hot weights, over what a sample of a tile lets expect, ...
 FEW = 1 << 12  # ... and this beside
 COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
+LISTED_ONCE = 1 << 33  # weights up to which decisions are kept until they are coded; those of more are listed again
 
 
 @dataclass(frozen=True)
-class CodedPile:
-    """The payloads of a pile's changed tiles by ordinal, their table, and the hot weights they were coded with."""
+class CodedPiles:
+    """Piles of a dtype, coded: their table, and by ordinal the payloads of their changed tiles."""
 
     table: FrequencyTable
     tiles: dict[int, CodedTile]
-    hot: HotWeights
+    hot: dict[Pile, HotWeights]  # that they were coded with, as far as they were kept
+    moved: BlockMoves
+
+
+def code_piles(
+    runs: Sequence[tuple[PileChanges, PileAddresses]], memories: DeviceHistory | None, number_of_table: int
+) -> CodedPiles:
+    """Code the changes of piles of one dtype, given where their old weights are.
+
+    With memories they are coded as `history`, else as `context`.
+    """
+    coders = [_PileCoder(run, weights, memories) for run, weights in runs]
+    moved = begin_moves(run for run, _ in runs)
+    highest = max(1, *(coder.choose_cuts() for coder in coders))
+    lo = max(0, highest - tables.CLASSES)
+    dtype, width = coders[0].pile.tiles[0].tensor.dtype, 8 * coders[0].pile.kind.itemsize
+    ages = memories.index + 1 if memories is not None else 1
+    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(width))
+    keep = sum(int(coder.pile.host_sizes.sum()) for coder in coders) <= LISTED_ONCE
+    counts = np.sum([coder.count(contexts, keep) for coder in coders], axis=0)
+    sizes = _choose_sizes([coder.long for coder in coders if coder.long is not None], width, ages)
+    if sizes.size:
+        contexts = replace(contexts, symbols=contexts.symbols + 2 * sizes.size)
+        counts = np.sum([coder.count_listed(contexts, sizes) for coder in coders], axis=0)
+    table = FrequencyTable(dtype, lo, tables.normalise(counts), sizes)
+    codec = Codec.CONTEXT if memories is None else Codec.HISTORY
+    tiles: dict[int, CodedTile] = {}
+    for coder in coders:
+        tiles |= coder.write(table, number_of_table, codec, moved)
+    return CodedPiles(table, tiles, {coder.pile: coder.kept.hot for coder in coders if coder.kept}, moved())
 
 
 @dataclass(frozen=True)
@@ -50,104 +82,210 @@ class _BlockCounts:
         """Those that have a stream."""
         return np.flatnonzero(self.hot_changes)
 
-    def spans(self, borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the decisions of those begin and end, given where those of all blocks begin."""
-        begins = borders[self.coded]
-        return begins, begins + self.decisions[self.coded]
 
+@dataclass(frozen=True)
+class _StreamPlan:
+    """What a launch must know of the blocks that have a stream; `rooms` in words."""
 
-def code_pile(
-    run: PileChanges,
-    marks: ChangeMarks,
-    moved: NDArray[np.uint64],
-    weights: PileAddresses,
-    memories: DeviceHistory | None,
-    number_of_table: int,
-) -> CodedPile:
-    """Code the changes of a pile; with memories as `history`, else as `context`.
+    changes: NDArray[np.int64]
+    lanes: NDArray[np.int64]
+    decisions: NDArray[np.int64]
+    spans: tuple[torch.Tensor, torch.Tensor]  # where the decisions of each begin and end
+    tables: tuple[torch.Tensor, ...]  # order and firsts of `warps_of`, lanes, and where the changes of each begin
+    rooms: NDArray[np.int64]
 
-    moved: how the digest moves by each block, two sums each.
-    """
-    pile = run.pile
-    cuts, changes, shares = _choose_cuts(run, weights, memories)
-    highest = max(1, int(cuts.max()))
-    lo = max(0, highest - tables.CLASSES)
-    ages, width = memories.index + 1 if memories is not None else 1, 8 * pile.kind.itemsize
-    contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(width))
-    likely = np.minimum(pile.host_sizes, (SPARE * shares[pile.tile_of] * pile.host_sizes).astype(np.int64) + FEW)
-    rooms = np.where(changes > 0, likely, 0)
-    hot = find_hot(pile, weights, cuts, memories or DeviceHistory(), marks.bitmap, rooms, contexts)()
-    blocks = _BlockCounts(changes, hot.changes, np.where(hot.changes > 0, hot.counts, 0))
-    decided = _decide(run, marks, hot, blocks)
-    sizes = _choose_sizes(decided.sizes, width, ages)
-    if sizes.size:
-        _list_sizes(decided, sizes, width)
-        contexts = replace(contexts, symbols=contexts.symbols + 2 * sizes.size)
-    counts = _count(hot.rows, decided.symbols, blocks.spans(hot.borders), contexts)
-    table = FrequencyTable(pile.tiles[0].tensor.dtype, lo, tables.normalise(counts), sizes)
-    codec = Codec.CONTEXT if memories is None else Codec.HISTORY
-    bodies = _write(pile, hot, decided, table, blocks, cuts, _checks(pile, blocks, moved), number_of_table)
-    coded_tiles = {o: CodedTile(codec, [body], cut) for o, cut, body in bodies}
-    return CodedPile(table, coded_tiles, hot)
+    @classmethod
+    def of(cls, blocks: _BlockCounts, borders: NDArray[np.int64], device: torch.device) -> "_StreamPlan":
+        coded = blocks.coded
+        decisions, changes, begins = blocks.decisions[coded], blocks.hot_changes[coded], borders[coded]
+        lanes = tables.lanes_for(decisions)
+        spans = to_stream(begins, device), to_stream(begins + decisions, device)
+        arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(changes))
+        on_device = tuple(to_stream(array, device) for array in arrays)
+        return cls(changes, lanes, decisions, spans, on_device, starts_of(2 * lanes + decisions // 4 + 3 * changes))
 
-
-def _choose_cuts(
-    run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """The cuts of tiles, 0 where nothing changed; the changes of blocks; and the share of each tile that is hot."""
-    pile = run.pile
-    by_class, sampled = (torch.zeros(256 * len(pile.tiles), dtype=torch.int64, device=pile.device) for _ in range(2))
-    over = pile.stretches
-    starts = run.starts if over.are_blocks else run.starts[over.blocks]
-    cuda.count_classes[(over.count,)](
-        unsigned(run.old), starts, over.sizes, over.addresses(weights), over.tiles, by_class, sampled,
-        ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, PERIOD=spec.SAMPLE_PERIOD, RUN=spec.SAMPLE_RUN,
-        SPAN=1024,
-    )  # fmt: skip
-    found, seen, borders = to_host(by_class, sampled, run.starts)
-    found, seen = found.reshape(-1, 256), seen.reshape(-1, 256)
-    touched = np.flatnonzero(found.any(axis=1))
-    cuts = np.zeros(len(pile.tiles), np.int64)
-    cuts[touched] = tables.choose_cuts(found[touched], seen[touched])
-    if memories is not None:
-        cuts[touched] = np.maximum(cuts, memories.cuts(pile))[touched]
-    below = np.where(np.arange(256) < cuts[:, None], seen, 0).sum(axis=1)
-    return cuts, np.diff(borders), below / np.maximum(seen.sum(axis=1), 1)
+    def with_most_room(self) -> "_StreamPlan":
+        """The same with room for a word a decision and two more a change."""
+        return replace(self, rooms=starts_of(2 * self.lanes + self.decisions + 3 * self.changes))
 
 
 @dataclass(frozen=True)
-class _DecidedPile:
+class _Decisions:
+    """The decisions of a pile on the device, and its cold changes."""
+
+    hot: HotWeights
     symbols: torch.Tensor
     sizes: torch.Tensor  # of hot changes: how far they go
-    cold: NDArray[np.int64]  # positions in the block
-    steps: NDArray[np.int64]
+    longs: torch.Tensor  # how many of them go further than a symbol says by itself
+    by_symbol: torch.Tensor  # how often each symbol of each row is decided, but "unchanged"
+    cold: torch.Tensor  # positions in the block
+    cold_steps: torch.Tensor
+
+    def list_sizes(self, sizes: NDArray[np.uint32]) -> None:
+        """Give the steps of these sizes symbols of their own, as `tables.list_sizes` does."""
+        if not sizes.size:
+            return
+        listed, wide = to_stream(sizes.astype(np.int64), self.sizes.device), _wide(self.sizes)
+        place = torch.searchsorted(listed, wide).clamp_(max=sizes.size - 1)
+        which = torch.nonzero(listed[place] == wide).view(-1)
+        at = torch.nonzero(self.symbols).view(-1)[which]  # changes, in order
+        down = (self.symbols[at].to(torch.int64) - 1) & 1
+        first = tables.symbol_count(8 * self.hot.pile.kind.itemsize)
+        self.symbols[at] = (first + 2 * place[which] + down).to(torch.uint8)
 
 
-def _decide(
-    run: PileChanges,
-    marks: ChangeMarks,
-    hot: HotWeights,
-    blocks: _BlockCounts,
-) -> _DecidedPile:
-    pile, device = run.pile, run.pile.device
-    hot_changes = int(blocks.hot_changes.sum())
-    cold = run.count - hot_changes
-    symbols = torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device)
-    sizes = empty(hot_changes, torch.int32, device)
-    cold_at, cold_steps = (empty(cold, torch.int64, device) for _ in range(2))
-    cuda.decide[(pile.chunks,)](
-        pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), marks.offsets, unsigned(run.positions),
-        unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), symbols,
-        unsigned(sizes), cold_at, cold_steps, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
-    )  # fmt: skip
-    where, steps = to_host(cold_at, cold_steps)
-    return _DecidedPile(symbols, sizes, where, steps)
+class _PileCoder:
+    """The changes of a pile on their way to payloads: `choose_cuts`, `count`, `write`."""
+
+    def __init__(self, run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None) -> None:
+        self.run, self.pile, self._weights, self._memories = run, run.pile, weights, memories
+        self.kept: _Decisions | None = None
+        self.long: torch.Tensor | None = None  # how far the hot changes go that go further than a symbol says, if any
+        with on(self.pile.device):
+            self._by_class = self._count_classes()
+
+    def _count_classes(self) -> Callable[[], list[NDArray[np.int64]]]:
+        """Begin to count changes and sampled weights by magnitude, of each tile."""
+        pile, over = self.pile, self.pile.stretches
+        found = torch.zeros((2, len(pile.tiles), 256), dtype=torch.int64, device=pile.device)
+        starts = self.run.starts if over.are_blocks else self.run.starts[over.blocks]
+        cuda.count_classes[(over.count,)](
+            unsigned(self.run.old), starts, over.sizes, over.addresses(self._weights), over.tiles, found[0], found[1],
+            ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, PERIOD=spec.SAMPLE_PERIOD, RUN=spec.SAMPLE_RUN,
+            SPAN=1024,
+        )  # fmt: skip
+        return fetch(found, self.run.starts)
+
+    def choose_cuts(self) -> int:
+        """Choose the cuts of tiles, 0 where nothing changed, and return the highest."""
+        (found, seen), borders = self._by_class()
+        cuts = tables.choose_cuts(found, seen)
+        if self._memories is not None:
+            cuts = np.maximum(cuts, self._memories.cuts(self.pile))
+        self.cuts = np.where(found.any(axis=1), cuts, 0)
+        sampled = np.zeros((len(self.pile.tiles), 257), np.int64)
+        np.cumsum(seen, axis=1, out=sampled[:, 1:])
+        shares = np.take_along_axis(sampled, self.cuts[:, None], 1)[:, 0] / np.maximum(sampled[:, -1], 1)
+        self._changes, sizes = np.diff(borders), self.pile.host_sizes
+        likely = np.minimum(sizes, (SPARE * shares[self.pile.tile_of] * sizes).astype(np.int64) + FEW)
+        self._rooms = np.where(self._changes > 0, likely, 0)
+        return int(self.cuts.max())
+
+    def count(self, contexts: tables.Contexts, keep: bool) -> NDArray[np.int64]:
+        """List the decisions; return how often each symbol of each context is decided: (classes, ages, symbols).
+
+        keep: until they are coded; else they are listed again then.
+        """
+        with on(self.pile.device):
+            decisions = self._decide(contexts)
+            hot = decisions.hot
+            self._blocks = _BlockCounts(self._changes, hot.changes, np.where(hot.changes > 0, hot.counts, 0))
+            self._plan = _StreamPlan.of(self._blocks, hot.borders, self.pile.device)
+            by_row = _count_rows(hot.rows, self._plan, contexts)
+            counted = fetch(by_row, decisions.by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)
+            self._by_row, by_symbol, (long,), cold, steps = counted()
+            self._colds = begin(lambda: self._build_cold(cold, steps))
+            if long:
+                wide = _wide(decisions.sizes)
+                self.long = wide[wide > spec.DIRECT]
+        if keep:
+            self.kept = decisions
+        return _with_unchanged(self._by_row, by_symbol, contexts)
+
+    def count_listed(self, contexts: tables.Contexts, sizes: NDArray[np.uint32]) -> NDArray[np.int64]:
+        """The same once the table lists steps of some sizes."""
+        with on(self.pile.device):
+            decisions = self.kept or self._decide(contexts)
+            decisions.list_sizes(sizes)
+            at = torch.nonzero(decisions.symbols).view(-1)
+            rows, places = decisions.hot.rows[at].to(torch.int64) & spec.ROW, 1 << contexts.bits
+            found = rows * places + decisions.symbols[at]
+            (by_symbol,) = to_host(torch.bincount(found, minlength=self._by_row.size * places))
+        return _with_unchanged(self._by_row, by_symbol.reshape(-1, places), contexts)
+
+    def _decide(self, contexts: tables.Contexts) -> _Decisions:
+        """Find the hot weights, which is waited for, and begin to write their changes among the decisions."""
+        run, pile, device = self.run, self.pile, self.pile.device
+        memories = self._memories or DeviceHistory()
+        hot = find_hot(pile, self._weights, self.cuts, memories, run, self._rooms, contexts)()
+        hot_changes = int(hot.changes.sum())
+        cold = run.count - hot_changes
+        counts = _SymbolCounts.of(contexts, device)
+        out = _Decisions(
+            hot,
+            symbols=torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device),
+            sizes=empty(hot_changes, torch.int32, device),
+            longs=torch.zeros(1, dtype=torch.int32, device=device),
+            by_symbol=counts.copies[0],
+            cold=empty(cold, torch.int64, device),
+            cold_steps=empty(cold, torch.int64, device),
+        )
+        cuda.decide[(pile.chunks,)](
+            pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), run.chunks(), unsigned(run.positions),
+            unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), out.symbols,
+            unsigned(out.sizes), out.cold, out.cold_steps, counts.copies, counts.places, counts.copies.shape[0],
+            out.longs, BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
+        )  # fmt: skip
+        return replace(out, by_symbol=counts.total())
+
+    def _build_cold(self, cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
+        """Of each tile its cold changes."""
+        in_blocks = self._blocks.changes - self._blocks.hot_changes
+        first = starts_of(in_blocks)[self.pile.first_block]
+        return build_cold(first, cold + np.repeat(self.pile.host_begins, in_blocks), steps)
+
+    def write(
+        self, table: FrequencyTable, number: int, codec: Codec, moved: Callable[[], BlockMoves]
+    ) -> dict[int, CodedTile]:
+        """The payloads of the tiles that changed, by ordinal; the cold changes are written meanwhile."""
+        pile, blocks, plan = self.pile, self._blocks, self._plan
+        words, streams = np.zeros(pile.blocks, np.int64), fetch()
+        with on(pile.device):
+            if plan.lanes.size:
+                decisions = self.kept
+                if decisions is None:
+                    decisions = self._decide(table.contexts)
+                    decisions.list_sizes(table.sizes)
+                coded = _launch(decisions, table, plan)
+                (sizes,) = to_host(coded.used)
+                if (sizes > np.diff(plan.rooms)).any():  # many changes
+                    coded = _launch(decisions, table, plan.with_most_room())
+                words[blocks.coded] = sizes
+                streams = fetch(_packed(coded, starts_of(2 * sizes)))
+        lanes, colds = tables.lanes_for(blocks.decisions), blocks.changes - blocks.hot_changes
+        in_tiles = starts_of(colds)[pile.first_block]
+        heads = build_many(number, self.cuts, pile.first_block, (blocks.hot_changes, lanes, words), np.diff(in_tiles))
+        touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
+        checks = self._checks(touched, moved)
+        ends = starts_of(2 * words)[pile.first_block].tolist()
+        cold, cuts = self._colds(), self.cuts.tolist()
+        data = streams()[0].data if plan.lanes.size else memoryview(b"")
+        out = {}
+        for i in touched:
+            head = heads[i] + cold[i] + checks.get(i, b"")
+            out[pile.tiles[i].ordinal] = CodedTile(codec, (head, data[ends[i] : ends[i + 1]]), cuts[i])
+        return out
+
+    def _checks(self, touched: Sequence[int], moved: Callable[[], BlockMoves]) -> dict[int, bytes]:
+        """The checks of bundles that say how the digest of each group moves, by number of the tile."""
+        out, pile = {}, self.pile
+        for i in touched:
+            if is_checked(pile.tiles[i]):
+                mine = slice(pile.first_block[i], pile.first_block[i + 1])
+                out[i] = moved()[pile][mine, 0][self._blocks.changes[mine] > 0].astype("<u4").tobytes()
+        return out
 
 
-def _choose_sizes(sizes: torch.Tensor, width: int, ages: int) -> NDArray[np.uint32]:
-    """`tables.choose_sizes` of long steps among some on the device: the host sees those that are common, and counts."""
-    wide = sizes.to(torch.int64) & 0xFFFFFFFF
-    long = wide[wide > spec.DIRECT]
+def _wide(sizes: torch.Tensor) -> torch.Tensor:
+    """Unsigned numbers of 32 bits in 64."""
+    return sizes.to(torch.int64) & 0xFFFFFFFF
+
+
+def _choose_sizes(found: Sequence[torch.Tensor], width: int, ages: int) -> NDArray[np.uint32]:
+    """`tables.choose_sizes` of long steps on devices: the host sees those that are common, and counts."""
+    if not found:
+        return tables.NO_SIZES
+    long = torch.cat([some.to(found[0].device) for some in found])
     stride = tables.sample_stride(long.numel())
     long = long[::stride]
     low = long & 0xFFFF
@@ -155,113 +293,51 @@ def _choose_sizes(sizes: torch.Tensor, width: int, ages: int) -> NDArray[np.uint
     common = long[often[low]]
     if not common.numel():
         return tables.NO_SIZES
-    found, counts = torch.unique(common, return_counts=True)
+    values, counts = torch.unique(common, return_counts=True)
     powers = torch.frexp(long.to(torch.float64))[1].to(torch.int64) - 1
-    by_power = torch.bincount(powers)
-    all_found, how_often, all_powers = to_host(found, counts, by_power)
+    all_found, how_often, all_powers = to_host(values, counts, torch.bincount(powers))
     return tables.choose_from(all_found, how_often, all_powers, stride, width, ages)
 
 
-def _list_sizes(decided: _DecidedPile, sizes: NDArray[np.uint32], width: int) -> None:
-    """Give the steps of these sizes symbols of their own, as `tables.list_sizes` does."""
-    device = decided.symbols.device
-    listed, wide = to_stream(sizes.astype(np.int64), device), decided.sizes.to(torch.int64) & 0xFFFFFFFF
-    place = torch.searchsorted(listed, wide).clamp_(max=sizes.size - 1)
-    which = torch.nonzero(listed[place] == wide).view(-1)
-    at = torch.nonzero(decided.symbols).view(-1)[which]  # changes, in order
-    down = (decided.symbols[at].to(torch.int64) - 1) & 1
-    decided.symbols[at] = (tables.symbol_count(width) + 2 * place[which] + down).to(torch.uint8)
+@dataclass(frozen=True)
+class _SymbolCounts:
+    """Counts of the symbols of each row, in copies that are added up at the end."""
+
+    copies: torch.Tensor  # (copies, rows, places of a row)
+
+    @classmethod
+    def of(cls, contexts: tables.Contexts, device: torch.device) -> "_SymbolCounts":
+        rows, places = contexts.classes * contexts.ages, 1 << contexts.bits
+        copies = max(1, min(256, COPIES // (rows * places)))
+        return cls(torch.zeros((copies, rows, places), dtype=torch.int32, device=device))
+
+    @property
+    def places(self) -> int:
+        """Of a copy."""
+        return self.copies[0].numel()
+
+    def total(self) -> torch.Tensor:
+        return self.copies.sum(dim=0, dtype=torch.int64)
 
 
-def _count(
-    rows: torch.Tensor,
-    symbols: torch.Tensor,
-    spans: tuple[NDArray[np.int64], NDArray[np.int64]],
-    contexts: tables.Contexts,
-) -> NDArray[np.int64]:
-    """How often each symbol of each context is decided: (classes, ages, symbols). spans: where decisions are."""
-    device = rows.device
-    shape = (contexts.classes * contexts.ages, 1 << contexts.bits)
-    copies = max(1, min(256, COPIES // (shape[0] * shape[1])))
+def _count_rows(rows: torch.Tensor, plan: _StreamPlan, contexts: tables.Contexts) -> torch.Tensor:
+    """Begin to count how many decisions each row of the tables has."""
+    count = contexts.classes * contexts.ages
     # BINS is compiled in: 32 for the first patch of an epoch, 1,024 for all others, so that nothing is compiled later.
-    bins = 32 if contexts.ages == 1 else max(1024, 1 << (shape[0] - 1).bit_length())
-    of_rows = torch.zeros(bins, dtype=torch.int64, device=device)
-    of_symbols = torch.zeros((copies, *shape), dtype=torch.int32, device=device)
-    if spans[0].size:
-        begins, ends = (to_stream(some, device) for some in spans)
-        cuda.count_rows[(begins.numel(), 2)](unsigned(rows), begins, ends, of_rows, BINS=bins, SPAN=4096)
-        cuda.count_symbols[(begins.numel(), 4)](
-            unsigned(rows), symbols, begins, ends, of_symbols, shape[0] * shape[1], copies, BITS=contexts.bits,
-            SPAN=4096,
-        )  # fmt: skip
-    every, changed = to_host(of_rows, of_symbols.sum(dim=0, dtype=torch.int64))
-    counts = changed.copy()
-    counts[:, 0] = every[: shape[0]] - changed.sum(axis=1)
+    bins = 32 if contexts.ages == 1 else max(1024, 1 << (count - 1).bit_length())
+    counts = torch.zeros(bins, dtype=torch.int64, device=rows.device)
+    if plan.lanes.size:
+        cuda.count_rows[(plan.lanes.size, 2)](unsigned(rows), *plan.spans, counts, BINS=bins, SPAN=4096)
+    return counts[:count]
+
+
+def _with_unchanged(
+    by_row: NDArray[np.int64], by_symbol: NDArray[np.int64], contexts: tables.Contexts
+) -> NDArray[np.int64]:
+    """Counts of all symbols, given those of changes and of all decisions: (classes, ages, symbols)."""
+    counts = by_symbol.copy()
+    counts[:, 0] = by_row - by_symbol.sum(axis=1)
     return counts.reshape(contexts.classes, contexts.ages, -1)[..., : contexts.symbols]
-
-
-def _checks(pile: Pile, blocks: _BlockCounts, moved: NDArray[np.uint64]) -> dict[int, bytes]:
-    """The checks of bundles that say how the digest of each group moves, by number of the tile."""
-    out = {}
-    for i, tile in enumerate(pile.tiles):
-        if is_checked(tile):
-            mine = slice(pile.first_block[i], pile.first_block[i + 1])
-            out[i] = moved[mine, 0][blocks.changes[mine] > 0].astype("<u4").tobytes()
-    return out
-
-
-def _write(
-    pile: Pile,
-    hot: HotWeights,
-    decided: _DecidedPile,
-    table: FrequencyTable,
-    blocks: _BlockCounts,
-    cuts: NDArray[np.int64],
-    checks: Mapping[int, bytes],
-    number: int,
-) -> list[tuple[int, int, memoryview]]:
-    """Ordinal, cut and payload of each tile that changed; the device codes while the cold changes are written here."""
-    coded = blocks.coded
-    decisions, changes = blocks.decisions[coded], blocks.hot_changes[coded]
-    lanes = tables.lanes_for(decisions)
-    likely = starts_of(2 * lanes + decisions // 4 + 3 * changes)
-    spans = blocks.spans(hot.borders)
-    streams = _launch(hot, decided, table, spans, changes, lanes, likely) if coded.size else None
-    first_cold = starts_of(blocks.changes - blocks.hot_changes)[pile.first_block]
-    cold = decided.cold + np.repeat(pile.host_begins, blocks.changes - blocks.hot_changes)
-    colds = build_cold(first_cold, cold, decided.steps)
-    words = np.zeros(pile.blocks, np.int64)
-    if streams is not None:
-        (sizes,) = to_host(streams.used)
-        if (sizes > np.diff(likely)).any():  # many changes: there is room for a word a decision and two a change
-            most = starts_of(2 * lanes + decisions + 3 * changes)
-            streams = _launch(hot, decided, table, spans, changes, lanes, most)
-        words[coded] = sizes
-    in_blocks = blocks.hot_changes, tables.lanes_for(blocks.decisions), words
-    begun = build_many(number, cuts, pile.first_block, in_blocks, np.diff(first_cold))
-    touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
-    bodies = _payloads(pile, touched, [begun[i] + colds[i] + checks.get(i, b"") for i in touched], words, streams)
-    return [(pile.tiles[i].ordinal, int(cuts[i]), body) for i, body in zip(touched, bodies, strict=True)]
-
-
-def _payloads(
-    pile: Pile, touched: Sequence[int], heads: Sequence[bytes], words: NDArray[np.int64], streams: "_Streams | None"
-) -> list[memoryview]:
-    """Payloads of tiles on the host, one after the other: heads are written into the gaps that the device leaves."""
-    in_tiles = np.diff(starts_of(2 * words)[pile.first_block])[touched]
-    long = np.array([len(head) for head in heads], np.int64)
-    begins = starts_of(long + in_tiles)
-    if streams is None:
-        data = np.empty(int(begins[-1]), np.uint8)
-    else:
-        at = np.zeros(len(pile.tiles), np.int64)
-        at[touched] = (begins[:-1] + long) - starts_of(2 * words)[pile.first_block][touched]
-        coded = np.flatnonzero(words)
-        data = _packed(streams, (starts_of(2 * words)[:-1] + at[pile.tile_of])[coded], int(begins[-1]))
-    for head, begin in zip(heads, begins.tolist(), strict=False):
-        data[begin : begin + len(head)] = np.frombuffer(head, np.uint8)
-    view = data.data
-    return [view[begin:end] for begin, end in pairwise(begins.tolist())]
 
 
 @dataclass(frozen=True)
@@ -273,36 +349,26 @@ class _Streams:
     used: torch.Tensor  # words
 
 
-def _launch(
-    hot: HotWeights,
-    decided: _DecidedPile,
-    table: FrequencyTable,
-    spans: tuple[NDArray[np.int64], NDArray[np.int64]],
-    changes: NDArray[np.int64],
-    lanes: NDArray[np.int64],
-    rooms: NDArray[np.int64],
-) -> _Streams:
-    device, kind = hot.pile.device, hot.pile.kind
-    room_starts = to_stream(rooms, device)
-    stream = empty(int(rooms[-1]), torch.int16, device)
-    used = empty(lanes.size, torch.int64, device)
-    order, firsts = warps_of(lanes)
-    cuda.encode[(firsts.size - 1,)](
-        to_stream(order, device), to_stream(firsts, device), to_stream(lanes.astype(np.int32), device),
-        unsigned(hot.rows), decided.symbols, unsigned(decided.sizes), *(to_stream(some, device) for some in spans),
-        to_stream(starts_of(changes), device), unsigned(to_stream(table.shares, device)), tables.listed_class(kind),
-        room_starts, unsigned(stream), used, BITS=table.contexts.bits, WIDE=kind.itemsize == 4, num_warps=1,
+def _launch(decisions: _Decisions, table: FrequencyTable, plan: _StreamPlan) -> _Streams:
+    hot, kind = decisions.hot, decisions.hot.pile.kind
+    device = hot.pile.device
+    rooms = to_stream(plan.rooms, device)
+    stream = empty(int(plan.rooms[-1]), torch.int16, device)
+    used = empty(plan.lanes.size, torch.int64, device)
+    order, firsts, lanes, change_starts = plan.tables
+    cuda.encode[(firsts.numel() - 1,)](
+        order, firsts, lanes, unsigned(hot.rows), decisions.symbols, unsigned(decisions.sizes), *plan.spans,
+        change_starts, unsigned(to_stream(table.shares, device)), tables.listed_class(kind), rooms, unsigned(stream),
+        used, BITS=table.contexts.bits, WIDE=kind.itemsize == 4, num_warps=1,
     )  # fmt: skip
-    return _Streams(stream, room_starts[1:], used)
+    return _Streams(stream, rooms[1:], used)
 
 
-def _packed(streams: _Streams, begins: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
-    """Payloads on the host, of which only the streams are written: each where it begins."""
+def _packed(streams: _Streams, begins: NDArray[np.int64]) -> torch.Tensor:
+    """The bytes of the streams, one after the other: each where it begins."""
     device = streams.stream.device
-    packed = empty(size, torch.uint8, device)
-    cuda.pack[(begins.size, 4)](
-        unsigned(streams.stream), streams.ends, streams.used, to_stream(begins, device), packed, SPAN=1024
+    packed = empty(int(begins[-1]), torch.uint8, device)
+    cuda.pack[(begins.size - 1, 4)](
+        unsigned(streams.stream), streams.ends, streams.used, to_stream(begins[:-1], device), packed, SPAN=1024
     )
-    (data,) = to_host(packed)
-    out: NDArray[np.uint8] = data
-    return out
+    return packed

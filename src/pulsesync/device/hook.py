@@ -107,6 +107,11 @@ class HookBaseline:
             state.tensors, state.source = NOTHING, shards
         return EncodedDifference(done)
 
+    compare_later = compare
+
+    def wait(self) -> None:
+        """A comparison is over when `compare` returns."""
+
 
 @dataclass(frozen=True)
 class EncodedDifference:

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Remembered
-from pulsesync.device.changes import SPAN, SPREAD, Changes, as_sums, device_keys
-from pulsesync.device.memory import empty, scan, starts_of, to_device, to_host, to_stream, unsigned
+from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, as_sums, device_keys
+from pulsesync.device.memory import INTEGERS, empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
@@ -96,7 +96,7 @@ class HotWeights:
     known_at: torch.Tensor  # where the bytes of each chunk begin
     last: torch.Tensor  # bytes
     counts: NDArray[np.int64]  # of blocks
-    changes: NDArray[np.int64]  # of blocks: those of hot weights; counted where a bitmap of changes was given
+    changes: NDArray[np.int64]  # of blocks: those of hot weights, where changes were given
     change_at: torch.Tensor  # where those of each chunk begin
     borders: NDArray[np.int64]
     begins: torch.Tensor  # where those of each chunk are listed
@@ -113,15 +113,16 @@ def find_hot(
     weights: PileAddresses,
     cuts: NDArray[np.int64],
     memories: DeviceHistory,
-    changed: torch.Tensor | None = None,
+    changed: PileChanges | None = None,
     rooms: NDArray[np.int64] | None = None,
     contexts: Contexts | None = None,
     places: bool = False,
 ) -> Callable[[], HotWeights]:
     """Begin to find the hot weights, and to list them where there is room. Returns what waits for the end of it.
 
-    changed: a bitmap, to count how many of them change. rooms: how many each block is likely to have, 0 for blocks that
-    are not listed; where one has more, all are listed again. contexts: which rows the tables have.
+    changed: changes, to count how many of them are of hot weights. rooms: how many hot weights each block is likely to
+    have, 0 for blocks that are not listed; where one has more, all are listed again. contexts: which rows the tables
+    have.
 
     Raises:
         VerificationError: from what is returned: the weights are not those that were remembered.
@@ -133,7 +134,7 @@ def find_hot(
     last = torch.zeros(1, dtype=torch.uint8, device=device)
     if remembered:
         sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-        last = _joined(remembered)
+        last = _joined(remembered).to(device)
     of_tiles = [to_stream(some.astype(np.int32), device) for some in (cuts, tracked)]
     known_starts = to_stream(starts_of(sizes), device)
     # Compiled in, so it follows the position in the epoch alone: the first patch has none, and every other patch has
@@ -144,6 +145,8 @@ def find_hot(
     begins, known_at, change_at = (torch.zeros(pile.chunks + 1, dtype=torch.int64, device=device) for _ in range(3))
     hots, knowns = (empty(pile.blocks, torch.int64, device) for _ in range(2))
     shape = contexts or Contexts(0, 1, 1, 1)
+    nothing = empty(0, INTEGERS[pile.kind.itemsize], device)
+    chunks, before = (begins, nothing) if changed is None else (changed.chunks(), changed.old)
 
     def launch(borders: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = empty(int(borders[-1]), torch.int16, device)
@@ -151,16 +154,17 @@ def find_hot(
         in_chunks = torch.zeros(pile.chunks, dtype=torch.int32, device=device)
         cuda.list_hot[(pile.blocks,)](
             weights.at, pile.sizes, pile.first_chunk, pile.block_tile, *of_tiles,
-            unsigned(bitmap if changed is None else changed), to_stream(borders, device), known_starts, last,
-            unsigned(bitmap), unsigned(known), begins, known_at, unsigned(rows), unsigned(where), hots, knowns,
-            in_chunks, int(changed is not None), shape.lo, shape.classes, shape.ages, ITEM=pile.kind.itemsize,
+            chunks, unsigned(before), to_stream(borders, device), known_starts, last, unsigned(bitmap),
+            unsigned(known), begins, known_at, unsigned(rows), unsigned(where), hots, knowns, in_chunks,
+            int(changed is not None), shape.lo, shape.classes, shape.ages, ITEM=pile.kind.itemsize,
             SHIFT=pile.kind.exponent_shift, HISTORY=history, PLACES=places,
         )  # fmt: skip
-        torch.cumsum(in_chunks, 0, out=change_at[1:])
+        if changed is not None:
+            torch.cumsum(in_chunks, 0, out=change_at[1:])
         return rows, where
 
     def wait() -> HotWeights:
-        counts, found, changes = to_host(hots, knowns, change_at[pile.first_chunk].diff())
+        counts, found, firsts = counted()
         if history and (found != sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
         borders, listed = likely, rows_and_places
@@ -168,11 +172,12 @@ def find_hot(
             borders = starts_of(np.where(np.diff(likely) > 0, counts, 0))
             listed = launch(borders)
         return HotWeights(
-            pile, cuts, bitmap, known, known_at, last, counts, changes, change_at, borders, begins, *listed
+            pile, cuts, bitmap, known, known_at, last, counts, np.diff(firsts), change_at, borders, begins, *listed
         )
 
     likely = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
     rows_and_places = launch(likely)
+    counted = fetch(hots, knowns, change_at[pile.first_chunk])
     return wait
 
 
@@ -188,7 +193,7 @@ def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def advance(memories: DeviceHistory, index: int, hot: Sequence[HotWeights], changes: Changes) -> DeviceHistory:
+def advance(memories: DeviceHistory, index: int, hot: Iterable[HotWeights], changes: Changes) -> DeviceHistory:
     """What is remembered after patch `index` of an epoch, of tiles whose cut is above 0, and of all others as before.
 
     The cut of a tile in hot is the one that it is remembered with.
@@ -196,7 +201,8 @@ def advance(memories: DeviceHistory, index: int, hot: Sequence[HotWeights], chan
     tiles = dict(memories.tiles)
     for one in hot:
         if one.cuts.any():
-            tiles.update(_advance(one, index, [run for run in changes if run.pile is one.pile]))
+            with on(one.pile.device):
+                tiles.update(_advance(one, index, [run for run in changes if run.pile is one.pile]))
     return DeviceHistory(index, tiles)
 
 

@@ -80,13 +80,15 @@ class BlockIndices:
         begins = np.maximum(self._begins[block], piece_begins)
         following = self._table[np.minimum(piece + 1, len(self._table) - 1), 0]
         ends = np.where(number == self._count[block] - 1, self._ends[block], following)
-        sizes, inside, tiles, per = ends - begins, begins - piece_begins, self._tile_of[block], self.itemsize // 2
-        in_words = (strides == 0) & ((starts + inside) * per % 4 == 0) & (begins * per % 4 == 0) & (per > 0)
+        sizes, inside, tiles = ends - begins, begins - piece_begins, self._tile_of[block]
+        per = max(self.itemsize // 2, 1)  # units of a weight
+        word = max(8 // self.itemsize, 1)  # weights of a word
+        in_words = (strides == 0) & ((starts + inside) % word == 0) & (begins % word == 0)
 
         def runs(some: NDArray[np.bool_], *columns: NDArray[np.int64]) -> IndexRuns:
             before = (begins - self._begins[block])[some] * self.itemsize
             rows = np.stack([column[some] for column in columns], axis=1)
-            chunks = -(-int(sizes[some].max(initial=0)) * max(per, 1) // CHUNK) + 1
+            chunks = -(-int(sizes[some].max(initial=0)) * per // CHUNK) + 1
             number, at, table = (to_device(one, self.device) for one in (block[some], before, rows))
             return IndexRuns(number, at, table, chunks)
 

@@ -1,9 +1,10 @@
 """Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -112,6 +113,48 @@ def cast(masters: torch.Tensor, dtype: str) -> torch.Tensor:
     return masters.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
 
 
+def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device of the first tensor that is on a GPU; without any, of the first."""
+    found = list(dict.fromkeys(tensor.device for tensor in tensors))
+    return next((device for device in found if device.type == "cuda"), found[0])
+
+
+def worker_of(tensor: torch.Tensor, main: torch.device) -> torch.device:
+    """The device that works on a tensor: its own, or the main one where it is in host memory."""
+    return tensor.device if tensor.device.type == "cuda" else main
+
+
+def check_reach(tensors: Mapping[str, torch.Tensor], main: torch.device) -> None:
+    """Refuse tensors that a GPU cannot read where they are, and let those that hold some reach each other.
+
+    A bundle, and tensors that are tied, may lie on several devices.
+
+    Raises:
+        StateError: a tensor is in host memory that is not pinned, or GPUs cannot read each other's memory.
+    """
+    if main.type != "cuda":
+        return
+    devices = {tensor.device: name for name, tensor in tensors.items() if tensor.numel()}
+    for device, name in devices.items():
+        for other in devices:
+            if "cpu" in (device.type, other.type) or device == other:
+                continue
+            if not torch.cuda.can_device_access_peer(device, other):
+                raise StateError(
+                    f"tensor {name!r} is on {device}, which cannot read the memory of {other}, where other tensors "
+                    "are: put the model on devices that can, or publish each device's tensors as a run of its own",
+                    tensor=name,
+                )
+            torch.empty(1, device=device).copy_(torch.empty(1, device=other))  # the first copy lets them
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu" and tensor.numel() and not tensor.is_pinned():
+            raise StateError(
+                f"tensor {name!r} is in host memory that is not pinned, and others are on {main}, which works on all "
+                "of them: pin it (parameter.data = parameter.data.pin_memory()), or bring it to a GPU",
+                tensor=name,
+            )
+
+
 def unsigned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as kernels take it: torch computes little with unsigned integers, Triton wants them."""
     return tensor.view(_UNSIGNED.get(tensor.dtype, tensor.dtype))
@@ -158,13 +201,23 @@ def _signed(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array.view(array.dtype.str.replace("u", "i")) if unsigned_ else array))
 
 
+def fetch(*tensors: torch.Tensor) -> Callable[[], list[NDArray[Any]]]:
+    """Begin to copy arrays to the host. Returns what waits for them, and for nothing that is launched after this."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return lambda: [tensor.numpy() for tensor in tensors]
+    copies = [on_host(t.shape, t.dtype, t.device).copy_(t, non_blocking=True) for t in tensors]
+    copied = StreamPoint(*dict.fromkeys(tensor.device for tensor in tensors))
+
+    def wait() -> list[NDArray[Any]]:
+        copied.wait()
+        return [copy.numpy() for copy in copies]
+
+    return wait
+
+
 def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
     """Copy arrays to the host, and wait for them once."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.numpy() for tensor in tensors]
-    copies = [on_host(t.shape, t.dtype, t.device).copy_(t, non_blocking=True) for t in tensors]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return [copy.numpy() for copy in copies]
+    return fetch(*tensors)()
 
 
 def pinned(size: int) -> NDArray[np.uint8]:
@@ -200,34 +253,82 @@ def warps_of(lanes: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 class DeviceStream:
-    """Work of one kind on a device, in order, beside what others do there. On a CPU there is only one order."""
+    """Work of one kind on some devices, in order, beside what others do there. On a CPU there is only one order.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    Args:
+        devices: Where it is done.
+        first: Its kernels begin before those of others that wait for a multiprocessor.
+    """
+
+    def __init__(self, *devices: torch.device, first: bool = False) -> None:
+        cuda = [device for device in devices if device.type == "cuda"]
+        self._streams = [torch.cuda.Stream(device, priority=-1 if first else 0) for device in cuda]
 
     @contextmanager
-    def __call__(self, after: Sequence["StreamPoint"] = ()) -> Iterator[None]:
-        """Do what is launched inside in this stream, after some marks, and wait for its end."""
-        if self._stream is None:
-            yield
-            return
-        for mark in after:
-            if mark.event is not None:
-                self._stream.wait_event(mark.event)
+    def __call__(self, after: Sequence["Point"] = ()) -> Iterator[None]:
+        """Do what is launched inside in these streams, after some points, and wait for its end."""
         try:
-            with torch.cuda.stream(self._stream):
+            with self.launches(after):
                 yield
         finally:
-            self._stream.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
+
+    def follow(self, points: Sequence["Point"]) -> None:
+        """Have what is launched in these streams from now on come after some points."""
+        for point in points:
+            point.precede(self._streams)
+
+    @contextmanager
+    def launches(self, after: Sequence["Point"] = ()) -> Iterator[None]:
+        """The same without waiting for the end."""
+        self.follow(after)
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+class Point(Protocol):
+    """Something that work in streams may have to come after."""
+
+    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        """Have what is launched in some streams from now on come after it; none: there is the order of the calls."""
+        ...
 
 
 class StreamPoint:
-    """A point in the caller's stream: what was launched before it."""
+    """A point in the caller's streams on some devices: what was launched before it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
-        if self.event is not None:
-            self.event.record(torch.cuda.current_stream(device))
+    def __init__(self, *devices: torch.device) -> None:
+        streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
+        self._events = [stream.record_event() for stream in streams]
+
+    def wait(self) -> None:
+        """Wait until what was launched before it is done."""
+        for event in self._events:
+            event.synchronize()
+
+    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        for stream in streams:
+            for event in self._events:
+                stream.wait_event(event)
+
+
+class ThreadPoint:
+    """A point that a thread reaches when all that it has launched is done."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def reached(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        self.wait()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -235,7 +336,8 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def wait(device: torch.device) -> None:
-    """Wait until nothing runs on a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def wait(devices: Iterable[torch.device]) -> None:
+    """Wait until nothing runs on some devices."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
-"""The blocks of all tiles of a dtype, in one pile: what a launch must know of each.
+"""The blocks of all tiles of a dtype on a device, in one pile: what a launch must know of each.
 
 Many small tensors cost no more launches than one large one. A block here is what is coded together: 2^20 weights of a
-tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into one run of memory first.
+tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into one run of memory first. A
+large model has several piles of a dtype, so that the memory that coding takes does not grow with the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ WORDS = CHUNK // 32  # of a bitmap, in a chunk
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # parts of a pile, and places where it was found
+MOST = 1 << 32  # weights of a pile, unless a tile has more
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +175,32 @@ class Pile:
     def _parts(self) -> "dict[tuple[int, ...], Pile]":
         """Those made last: most versions touch the same tiles."""
         return {}
+
+    def split(self, size_bytes: int) -> "list[Pile]":
+        """Its blocks as piles of at most this many bytes, one after the other; a block and a bundle are not split."""
+        cuts: list[dict[int, list[int]]] = []  # of each: which blocks of a tile, by the tile's number
+        room = 0
+        for i, tile in enumerate(self.tiles):
+            sizes = (self._coded[i][1] * self.kind.itemsize).tolist()
+            numbers = list(range(len(sizes)))
+            for together in [numbers] if tile.groups else [[n] for n in numbers]:
+                size = sum(sizes[n] for n in together)
+                if size > room or not cuts:
+                    cuts.append({})
+                    room = size_bytes
+                cuts[-1].setdefault(i, []).extend(together)
+                room -= size
+        if len(cuts) == 1:
+            return [self]
+        return [self._some(cut) for cut in cuts]
+
+    def _some(self, blocks: Mapping[int, Sequence[int]]) -> "Pile":
+        """The pile of some blocks of tiles, by the tile's number; of a bundle all."""
+        tiles = [
+            self.tiles[i] if self.tiles[i].groups else replace(self.tiles[i], kept=tuple(some))
+            for i, some in blocks.items()
+        ]
+        return Pile(tiles, [self.places[i] for i in blocks], self.device)
 
     def blocks_of(self, part: "Pile") -> NDArray[np.int64]:
         """The numbers here of the blocks of a part."""
@@ -353,15 +381,34 @@ class PileAddresses:
         return PileAddresses(self.at[to_stream(whole.blocks_of(part), whole.device)], self.memory)
 
 
-def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], device: torch.device) -> dict[str, Pile]:
-    """Piles by dtype, in the order of their names, of the tiles that have a place here."""
-    by_dtype: dict[str, list[Tile]] = {}
+def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> list[Pile]:
+    """Piles of the tiles that have a place here, in the order of dtypes, and then of tiles.
+
+    devices: those that work on the tensors, by name; a bundle is worked on where its first tensor is.
+    """
+    groups: dict[tuple[str, torch.device], list[list[Tile]]] = {}
+    weights: dict[tuple[str, torch.device], int] = {}  # of the last pile of a group
     for tile in tiles:
         if tile.ordinal in places:
-            by_dtype.setdefault(tile.tensor.dtype, []).append(tile)
-    return {
-        dtype: Pile(some, [places[tile.ordinal] for tile in some], device) for dtype, some in sorted(by_dtype.items())
-    }
+            place = places[tile.ordinal]
+            key = tile.tensor.dtype, devices[(place.pieces[0] if place.pieces else place).tensor.name]
+            some = groups.setdefault(key, [])
+            if not some or weights[key] + tile.size > MOST:
+                some.append([])
+                weights[key] = 0
+            some[-1].append(tile)
+            weights[key] += tile.size
+    found = [
+        Pile(some, [places[tile.ordinal] for tile in some], device)
+        for (_, device), piles in groups.items()
+        for some in piles
+    ]
+    return sorted(found, key=order)
+
+
+def order(pile: Pile) -> tuple[str, int]:
+    """By which piles are sorted: those of a dtype are together."""
+    return pile.tiles[0].tensor.dtype, pile.tiles[0].ordinal
 
 
 def place_of(place: TileStorage) -> Tile:
@@ -392,3 +439,12 @@ def rectangle(flat: torch.Tensor, place: Tile) -> torch.Tensor:
         return flat[place.start : place.start + place.size]
     rows = flat.view(place.tensor.rows, place.tensor.columns)[place.row : place.row + place.rows]
     return rows[:, place.column : place.column + place.columns]
+
+
+def stretch(flat: torch.Tensor, place: Tile, begin: int, end: int) -> torch.Tensor:
+    """Weights begin to end of a tile, row by row: in place where they lie so in its tensor, else a copy."""
+    if place.contiguous:
+        return flat[place.start + begin : place.start + end]
+    first, last = begin // place.columns, -(-end // place.columns)
+    rows = rectangle(flat, place)[first:last].reshape(-1)
+    return rows[begin - first * place.columns : end - first * place.columns]

@@ -23,13 +23,14 @@ from pulsesync.device.changes import (
     as_sums,
     block_moves,
     compose,
+    device_key_planes,
     device_keys,
     moves,
 )
 from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
 from pulsesync.device.hot import DeviceHistory, HotWeights, advance, find_hot
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import DeviceStream, DeviceView, StreamPoint, Tensors, to_device, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
 from pulsesync.errors import StateError
@@ -57,7 +58,8 @@ class DeviceTransition(Transition[Changes, DeviceHistory]):
 class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     """The tensors of one process on a GPU, in the layout of a run.
 
-    device: where the work is done; tensors may also lie in pinned host memory, which it reads and writes.
+    A tensor on a GPU is worked on there, so that a module may be spread over several. One in pinned host memory is read
+    and written by a GPU: that of `workers`, by name, else `device`.
     """
 
     overlays = False  # kernels read weights from memory alone
@@ -71,8 +73,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         slices: Slices | None = None,
         places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
+        workers: Mapping[str, torch.device] | None = None,
     ) -> None:
-        self.device = device or next(iter(flats.values())).device
+        self.device = device or memory.main_device(flats.values())
+        works_on = {name: memory.worker_of(flat, self.device) for name, flat in flats.items()} | dict(workers or {})
         places = find_places(layout, slices or {}) if places is None else places
         if cut := next((place for place in places.values() if place.apart), None):
             name = cut.tile.names[0] if cut.tile is not None else ""
@@ -86,11 +90,14 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         for ordinal, tile in self._tiles.items():
             if tile.kept is not None:
                 tiles[ordinal] = replace(tiles[ordinal], kept=tile.kept)
-        self.piles = make_piles(tiles, self._tiles, self.device)
+        memory.check_reach(flats, self.device)
+        self.piles = make_piles(tiles, self._tiles, works_on)
+        self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles))))
+        self._pile_of = {tile.ordinal: pile for pile in self.piles for tile in pile.tiles}
         self.tensors = Tensors(flats, object())  # they stay where they are: see `holds`
         self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and which of the memories of a tensor
         self.stream: DeviceStream | None = None  # of a publisher's base, which nothing else uses
-        self.readers: list[StreamPoint] = []  # launched comparisons with it: nothing is written before they are over
+        self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before they are over
         super().__init__(layout, flats, copies, slices, places)
 
     @staticmethod
@@ -109,7 +116,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     @staticmethod
     def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return torch.equal(a, b)
+        return torch.equal(a, b.to(a.device))
 
     def bring(self, history: History | DeviceHistory) -> DeviceHistory:
         return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
@@ -130,7 +137,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         """A block where it lies, or a copy; of groups of a bundle that are not here, zeros."""
         place = self._tiles[tile.ordinal]
         if place.pieces:
-            pile = self.piles[tile.tensor.dtype].part([tile.ordinal])
+            pile = self._pile_of[tile.ordinal].part([tile.ordinal])
             assert pile.pieces is not None
             return pile.pieces.gather(self.tensors, tile.tensor.kind.itemsize)[: tile.size]
         flat = self.tensors[place.tensor.name]
@@ -145,7 +152,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
         bits = self.block(tile, number)
-        pile = self.piles[tile.tensor.dtype]
+        pile = self._pile_of[tile.ordinal]
         i = pile.index[tile.ordinal]
         first, last = pile.first_block[i : i + 2].tolist()
         if not tile.groups:
@@ -167,11 +174,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return self.stream() if self.stream is not None else nullcontext()
 
     def batches(self) -> Iterable[Sequence[Tile]]:
-        return (pile.tiles for pile in self.piles.values())
+        return (pile.tiles for pile in self.piles)
 
     def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
-        pile = self.piles[tiles[0].tensor.dtype].part([tile.ordinal for tile in tiles])
-        with memory.on(self.device):
+        pile = self._pile_of[tiles[0].ordinal].part([tile.ordinal for tile in tiles])
+        with memory.on(pile.device):
             return count_pile(pile, self.tensors)
 
     # Decoding
@@ -195,8 +202,9 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                     checks.append(decoded.checks)
                     if decoded.hot.pile is pile:
                         hot[pile] = decoded.hot
-                for dtype, plain in opened.plain.items():
-                    runs += decode.decode_plain(self.piles[dtype], plain, located(self.piles[dtype]))
+                for pile, numbers in self._by_pile([tile for tile, *_ in opened.plain]):
+                    with memory.on(pile.device):
+                        runs += decode.decode_plain(pile, [opened.plain[n] for n in numbers], located(pile))
                 cuts.update(opened.cuts)
             by_block = block_moves(runs)
             for one in checks:
@@ -223,9 +231,18 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         """Decode the tiles that are coded against their old weights; of each pile those of a table."""
         for number, coded in opened.coded.items():
             table = opened.tables[number]
-            pile = self.piles[table.dtype]
             known = memories if memories is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
-            yield pile, decode.decode_coded(pile, coded, table, located(pile), known)
+            for pile, numbers in self._by_pile(coded.tiles):
+                with memory.on(pile.device):
+                    some = coded.part(np.array(numbers)) if len(numbers) < len(coded.tiles) else coded
+                    yield pile, decode.decode_coded(pile, some, table, located(pile), known)
+
+    def _by_pile(self, tiles: Sequence[Tile]) -> Iterable[tuple[Pile, list[int]]]:
+        """The piles of some tiles, and the numbers of those in each."""
+        found: dict[Pile, list[int]] = {}
+        for n, tile in enumerate(tiles):
+            found.setdefault(self._pile_of[tile.ordinal], []).append(n)
+        return found.items()
 
     def remember(
         self,
@@ -240,17 +257,22 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
         hot: what was found on the way; it serves where the cuts are these. located: where piles were found.
         """
-        marked = []
-        for pile in self.piles.values():
-            new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
-            then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
-            if then.any():
+
+        def find() -> Iterator[HotWeights]:
+            """Of one pile after the other, because they take memory."""
+            for pile in self.piles:
+                new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
+                then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
+                if not then.any():
+                    continue
                 one = (hot or {}).get(pile)
                 if one is None or (one.cuts != then).any():
-                    weights = located(pile) if located else pile.locate(self.tensors)
-                    one = find_hot(pile, weights, then, memories)()
-                marked.append(one)
-        return advance(memories, memories.index + 1, marked, runs)
+                    with memory.on(pile.device):
+                        weights = located(pile) if located else pile.locate(self.tensors)
+                        one = find_hot(pile, weights, then, memories)()
+                yield one
+
+        return advance(memories, memories.index + 1, find(), runs)
 
     # Changes
 
@@ -273,17 +295,17 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                 yield
             self.readers.clear()
             return
-        with memory.on(self.device):
-            memory.wait(self.device)
-            try:
-                yield
-            finally:
-                memory.wait(self.device)
+        memory.wait(self.devices)
+        try:
+            yield
+        finally:
+            memory.wait(self.devices)
 
     def write(self, changes: Changes) -> None:
         for run in changes:
-            for n in range(self._memories_of(run.pile)):
-                run.write(self._addresses_of(run.pile, n))
+            with memory.on(run.pile.device):
+                for n in range(self._memories_of(run.pile)):
+                    run.write(self._addresses_of(run.pile, n))
 
     def _memories_of(self, pile: Pile) -> int:
         """The most memories that a tensor of a pile has: those tied to it have their own."""
@@ -302,7 +324,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
             if pile.pieces is not None:
                 some = [self._memory(name, n) for name in pile.pieces.names]
                 pieces = pile.pieces.addresses(some, pile.kind.itemsize)
-            known = WriteAddresses(to_device(at, self.device), to_device(pieces, self.device))
+            known = WriteAddresses(to_device(at, pile.device), to_device(pieces, pile.device))
             self._written[pile, n] = known
         return known
 
@@ -419,13 +441,15 @@ def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], 
 
 def _count(indices: BlockIndices, at: torch.Tensor, sums: torch.Tensor) -> None:
     """Add to the two sums of each tile those of the weights of its blocks, given where these are."""
-    (words, others), keys = indices.runs, device_keys(indices.device)
-    each = 64  # chunks that a program sums up
+    words, others = indices.runs
+    each, warps = 64, 4  # chunks that a program sums up, and its warps
+    unit = min(indices.itemsize, 2)
     if count := words.block.numel():
         cuda.recount[(count, -(-words.chunks // each))](
-            words.addresses(at), words.rows, keys, sums, PER=each, num_warps=8, maxnreg=80
-        )
+            words.addresses(at), words.rows, device_key_planes(indices.device, unit), sums,
+            UNIT=unit, PER=each, WARPS=warps, num_warps=warps,
+        )  # fmt: skip
     if count := others.block.numel():
         cuda.recount_any[(count, min(others.chunks, 64))](
-            others.addresses(at), others.rows, keys, sums, ITEM=indices.itemsize, SPAN=1024
+            others.addresses(at), others.rows, device_keys(indices.device), sums, ITEM=indices.itemsize, SPAN=1024
         )

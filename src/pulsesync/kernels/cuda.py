@@ -11,7 +11,7 @@ ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of 
 """
 
 from pulsesync.kernels.gpu.coder import decode, encode, pack
-from pulsesync.kernels.gpu.decisions import count_rows, count_symbols, decide, land
+from pulsesync.kernels.gpu.decisions import count_rows, decide, land
 from pulsesync.kernels.gpu.digest import (
     apply,
     apply_pieces,
@@ -40,7 +40,6 @@ __all__ = [
     "count_classes",
     "count_marks",
     "count_rows",
-    "count_symbols",
     "decide",
     "decode",
     "digest_bytes",

@@ -6,6 +6,7 @@ numba caches compiled kernels by the age of their own file alone: after changing
 
 from typing import Final
 
+ROW: Final = 0x7FFF  # of a decision on a GPU, the row of the tables; the top bit: the weight last went down
 SAMPLE_PERIOD: Final = 1021  # of every so many weights of a block ...
 SAMPLE_RUN: Final = 16  # ... the first so many are looked at to choose the hot cut
 SAMPLE_SCALE: Final = 64  # and each stands for so many

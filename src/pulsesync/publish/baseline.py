@@ -79,6 +79,16 @@ class Baseline(Protocol):
         """
         ...
 
+    def compare_later(
+        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+    ) -> Difference:
+        """The same for a source that changes only after `wait`: it may return before the source is compared."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until no comparison reads a source any more. What stopped one is raised by its difference."""
+        ...
+
 
 def check_keep(keep: Keep | None) -> None:
     """Raises: ValueError, if there is no such place to keep a base."""
@@ -150,6 +160,11 @@ class HostBaseline:
         diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
         return HostDifference(state, changes, diffs, codec)
+
+    compare_later = compare
+
+    def wait(self) -> None:
+        """A comparison is over when `compare` returns."""
 
 
 def _memory_of(share: TileShare) -> dict[str, Bits]:

@@ -83,8 +83,8 @@ class Publisher:
         spool: A folder of this trainer alone, in which bodies are kept for a restart, and anchors until they are
             uploaded; a temporary one if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
-            default; "host", in pinned host memory; or "hook", nowhere, and the caller passes the old weights to every
-            publish, see `device.hook`.
+            default; "host", in pinned host memory, for which `hold` spares the trainer the time of the bus; or "hook",
+            nowhere, and the caller passes the old weights to every publish, see `device.hook`.
         executor: Encodes and sends in the background; None: a thread for versions and one for anchors. It is not shut
             down here.
         epoch_patches: As for a `Subscriber`.
@@ -143,6 +143,7 @@ class Publisher:
         )
         self._cadence = Cadence(publish_every, max_behind)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1)
+        self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
@@ -186,9 +187,10 @@ class Publisher:
         """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
 
         With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
-        launched later in the same stream, or in one that waits for it); encoding and sending happen in the background,
-        and the future gives the report. A version that is being sent is not disturbed; one that is still queued is
-        replaced, and its future gives the report of the version that contains it.
+        launched later in the same stream, or in one that waits for it; with `hold`, by the next step of an optimizer);
+        encoding and sending happen in the background, and the future gives the report. A version that is being sent is
+        not disturbed; one that is still queued is replaced, and its future gives the report of the version that
+        contains it.
 
         A failure in the background is logged. If the caller has not read it from the future, the next publish raises it
         before it compares anything: that call publishes nothing, and may be repeated. A StoreError that is `retryable`
@@ -274,13 +276,14 @@ class Publisher:
         try:
             version.step = checked_step(version.step)
             if writer.base is None or writer.baseline is None:
+                self._wait_until_compared()
                 writer.baseline = baseline_for(source, self.keep)
             shards = writer.baseline.read(source, self.cast)
             if self._queue.is_alone:
                 check_complete(shards)
             if keeps_source:
                 version.shards, version.source = shards, source
-            writer.compare(version, shards, old)
+            writer.compare(version, shards, old, later=bool(self._holds) and not version.waits)
         except Exception as e:
             if self._queue.is_alone:
                 raise
@@ -442,6 +445,42 @@ class Publisher:
             )
         self._options.continues = state.copy()
 
+    def hold(self, optimizer: Any) -> None:
+        """Have an optimizer wait before each step until no comparison reads the weights any more.
+
+            publisher = Publisher("s3://bucket/run", keep="host")
+            publisher.hold(optimizer)
+
+        With keep="host" and weights on a GPU, publish(wait=False) then returns at once, and the weights are compared
+        during the next forward and backward pass, for which two buffers of 256 MB are needed on the GPU. What is
+        published may change in the steps of optimizers that are held, and nowhere else before such a step: hold all
+        that change it, and leave out buffers that a forward pass writes. Where torch notices another write, the version
+        fails with a StateError. Everything else is as without it: publish(wait=True), and every other `keep`, with
+        which the optimizer never waits.
+
+        The optimizer is released when the publisher is closed.
+
+        Args:
+            optimizer: A `torch.optim.Optimizer`; call this once for each.
+
+        Raises:
+            TypeError: it has no hooks before its steps; ClosedError: the publisher was closed.
+        """
+        if self._queue.closed:
+            raise ClosedError("this Publisher is closed; create a new one, which resumes the run")
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None:
+            raise TypeError(
+                "hold needs an optimizer with register_step_pre_hook, as every torch.optim.Optimizer has; got "
+                f"{type(optimizer).__name__}"
+            )
+        self._holds.append(register(lambda *_: self._wait_until_compared()))
+
+    def _wait_until_compared(self) -> None:
+        """Wait until no comparison reads the trainer's weights. In a forked process there is no thread to wait for."""
+        if self._process is not None and not self._is_forked and self._writer.baseline is not None:
+            self._writer.baseline.wait()
+
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too. Of a team every rank calls it.
 
@@ -478,6 +517,9 @@ class Publisher:
         try:
             self._finish("close")
         finally:
+            self._wait_until_compared()
+            for hook in self._holds:
+                hook.remove()
             for executor in (self._sender, self._anchor_sender):
                 if executor is not self._given:
                     executor.shutdown()

@@ -152,8 +152,10 @@ class RunWriter:
 
     # Comparing, in the caller's thread
 
-    def compare(self, version: PendingVersion, shards: Shards, old: Any = None) -> None:
+    def compare(self, version: PendingVersion, shards: Shards, old: Any = None, later: bool = False) -> None:
         """Compare a source with the base, if there is one; when this returns, the source may change.
+
+        later: It changes only after `wait` of the baseline, and may be compared until then.
 
         Raises:
             StateError: tensors came, went, changed shape, tie or shard.
@@ -162,8 +164,9 @@ class RunWriter:
         if base is None or baseline is None:
             return
         base.share.check(shards)
+        compare = baseline.compare_later if later else baseline.compare
         try:
-            version.difference = baseline.compare(base.share, base.state, shards, self._codec, base.last, old)
+            version.difference = compare(base.share, base.state, shards, self._codec, base.last, old)
         except BaseException as e:
             if baseline.hands_over and not isinstance(e, ValueError | StateError):
                 self.base = None  # what was handed over is lost, and no later version follows the last one

@@ -87,6 +87,20 @@ def test_a_policy_has_fp32_weights_of_bf16_values_each_under_one_name(game: Lang
         assert torch.equal(weight, weight.bfloat16().float())
 
 
+def test_a_model_that_is_made_and_not_read_is_rounded_and_named_alike(folder: str, game: LanguageModel) -> None:
+    class Made(LanguageModel):
+        def load(self) -> torch.nn.Module:
+            config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            torch.manual_seed(2)
+            model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return model
+
+    made, read = Made(folder, 4, "cpu").policy().state_dict(), game.policy().state_dict()
+    assert list(made) == list(read)
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in made.values())
+    assert not all(torch.equal(weight, read[name]) for name, weight in made.items())
+
+
 def test_a_policy_can_be_saved_and_loaded_again(game: LanguageModel) -> None:
     one: Any = game.policy()
     other: Any = game.policy()

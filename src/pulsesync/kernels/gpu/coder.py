@@ -7,9 +7,7 @@ firsts[w + 1], which all have the same number of lanes. What holds of a block is
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import DIRECT, LOW, ROW, TOTAL, P, ballot, popcount
-
-PLACES = tl.constexpr(1 << 20)  # that a decision can have in a block; a change is its decision plus so often its symbol
+from pulsesync.kernels.gpu.words import DIRECT, LOW, PLACES, ROW, TOTAL, P, ballot, popcount
 
 
 @triton.jit

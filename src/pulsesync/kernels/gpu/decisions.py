@@ -3,16 +3,21 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.coder import PLACES
-from pulsesync.kernels.gpu.words import CHUNK, DIRECT, ROW, ROWS, load_bits, popcount, prefix, step_of
+from pulsesync.kernels.gpu.words import CHUNK, DIRECT, PLACES, ROW, ROWS, load_bits, popcount, prefix, step_of
 
 
-@triton.jit
+# Counts differ in every patch: no value is worth a compilation.
+@triton.jit(do_not_specialize=["places", "copies"])
 def decide(
     chunk_block, first_chunk, hot_map, offsets, positions, before, after, hot_at, hot_change_at, rows,
-    symbols, sizes, cold_positions, cold_steps, ITEM: tl.constexpr, HISTORY: tl.constexpr, SPAN: tl.constexpr,
+    symbols, sizes, cold_positions, cold_steps, counts, places, copies, longs,
+    BITS: tl.constexpr, ITEM: tl.constexpr, HISTORY: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write the changes of hot weights among the decisions, as symbols, and how far they go; cold ones as steps."""
+    """Write the changes of hot weights among the decisions, as symbols, and how far they go; cold ones as steps.
+
+    counts: how often each symbol of each row is written, in copies, which are then added, to keep programs out of each
+    other's way. longs: how many hot changes go further than a symbol says by itself.
+    """
     c = tl.program_id(0).to(tl.int64)
     change, end = tl.load(offsets + c), tl.load(offsets + c + 1)
     if change < end:
@@ -21,6 +26,7 @@ def decide(
         ranks = prefix(popcount(hot))
         decided, hot_change = tl.load(hot_at + c), tl.load(hot_change_at + c)
         cold = change - hot_change
+        mine = counts + (c % copies) * places
         for k in range(change, end, SPAN):
             j = k + tl.arange(0, SPAN)
             some = j < end
@@ -33,15 +39,22 @@ def decide(
             is_hot = some & ((word & bit) != 0)
             is_cold = some & ((word & bit) == 0)
             d = decided + tl.gather(ranks, inside >> 5, 0) + popcount(word & (bit - 1))
+            row = tl.load(rows + d, mask=is_hot, other=0).to(tl.int32)
             if HISTORY:
-                symbol = ((symbol - 1) ^ (tl.load(rows + d, mask=is_hot, other=0) >> 15).to(tl.int32)) + 1
+                symbol = ((symbol - 1) ^ (row >> 15)) + 1
             tl.store(symbols + d, symbol.to(tl.uint8), mask=is_hot)
+            tl.atomic_add(
+                mine + ((row & ROW) << BITS) + symbol, tl.full([SPAN], 1, tl.int32), mask=is_hot, sem="relaxed"
+            )
             hots, colds = is_hot.to(tl.int32), is_cold.to(tl.int32)
             tl.store(sizes + hot_change + prefix(hots), size.to(tl.uint32), mask=is_hot)
             tl.store(cold_positions + cold + prefix(colds), i, mask=is_cold)
             tl.store(cold_steps + cold + prefix(colds), tl.where(falls, -size, size), mask=is_cold)
             hot_change += tl.sum(hots)
             cold += tl.sum(colds)
+            long = tl.sum((is_hot & (size > DIRECT)).to(tl.int32))
+            if long > 0:
+                tl.atomic_add(longs, long, sem="relaxed")
 
 
 @triton.jit
@@ -55,22 +68,6 @@ def count_rows(rows, begins, ends, counts, BINS: tl.constexpr, SPAN: tl.constexp
         r = tl.load(rows + j, mask=j < end, other=0).to(tl.int32) & ROW
         found += tl.histogram(r, BINS, mask=j < end)
     tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0)
-
-
-# Counts differ in every patch: no value is worth a compilation.
-@triton.jit(do_not_specialize=["places", "copies"])
-def count_symbols(
-    rows, symbols, begins, ends, counts, places, copies, BITS: tl.constexpr, SPAN: tl.constexpr
-):  # fmt: skip
-    """Of decisions that are changes: how many each symbol of each row has. Counted in copies, which are then added."""
-    b = tl.program_id(0)
-    begin, end = tl.load(begins + b), tl.load(ends + b)
-    mine = counts + ((b * tl.num_programs(1) + tl.program_id(1)) % copies) * places
-    for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
-        j = k + tl.arange(0, SPAN)
-        s = tl.load(symbols + j, mask=j < end, other=0).to(tl.int32)
-        r = tl.load(rows + j, mask=s > 0, other=0).to(tl.int32) & ROW
-        tl.atomic_add(mine + (r << BITS) + s, tl.full([SPAN], 1, tl.int32), mask=s > 0, sem="relaxed")
 
 
 @triton.jit

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import CHUNK, CHUNK_BITS, FIRST_SEED, SECOND_SEED, load_bits, store_bits
+from pulsesync.kernels.gpu.words import (
+    CHUNK,
+    CHUNK_BITS,
+    FIRST_SEED,
+    INTERPRETED,
+    SECOND_SEED,
+    load_bits,
+    store_bits,
+)
+
+UNROLL = tl.constexpr(2)  # pieces of chunks that are under way together
 
 
 @triton.jit
@@ -108,6 +118,13 @@ def _chunk_keys(chunk):
 
 
 @triton.jit
+def _chunk_key(chunk, which):
+    """The first of both keys, or the second."""
+    z = chunk.to(tl.uint64) * 0x9E3779B97F4A7C15
+    return _mix(tl.where(which == 0, z + FIRST_SEED, z + SECOND_SEED))
+
+
+@triton.jit
 def digest_change(
     begins, block_pieces, pieces, change_starts, positions, before, after, keys, sums,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
@@ -170,70 +187,185 @@ def digest_bytes(data, starts, begins, block_tile, keys, sums, SPAN: tl.constexp
 
 
 @triton.jit
-def _wide(a, b):
-    """The product of words of 32 bits, in 64."""
-    return a.to(tl.uint64) * b.to(tl.uint64)
+def _every_other_byte(x, HIGH: tl.constexpr):
+    """Bytes 0, 2, 4 and 6 of words of eight as words of four, or bytes 1, 3, 5 and 7."""
+    if INTERPRETED:
+        x = x >> (8 * HIGH)
+        x = (x & 0xFF) | ((x >> 8) & 0xFF00) | ((x >> 16) & 0xFF0000) | ((x >> 24) & 0xFF000000)
+        return x.to(tl.uint32)
+    else:
+        halves = [x.to(tl.uint32), (x >> 32).to(tl.uint32)]
+        asm: tl.constexpr = "prmt.b32 $0, $1, $2, 0x7531;" if HIGH else "prmt.b32 $0, $1, $2, 0x6420;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", halves, dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _units(at, i, size):
-    """Words of four units; those outside are zero."""
-    left = size - 4 * i
-    x = tl.load(at + i, mask=(i >= 0) & (left > 0), other=0)
-    bits = (16 * tl.minimum(tl.maximum(left, 0), 3)).to(tl.uint64)
-    return tl.where(left >= 4, x, x & ((tl.full(i.shape, 1, tl.uint64) << bits) - 1))
+def _spread_bytes(x, y):
+    """Two words of each of four threads as a row of 32 bytes: (warps, 8, 32)."""
+    spread = (tl.join(x, y)[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
+    return tl.reshape(spread, [x.shape[0] // 32, 8, 32]).to(tl.float32)
 
 
 @triton.jit
-def _weighed(x, k0, k1, k2, k3):
-    """Of each column the sum of its words' units times their keys."""
-    low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
-    all_ = _wide(low & 0xFFFF, k0) + _wide(low >> 16, k1) + _wide(high & 0xFFFF, k2) + _wide(high >> 16, k3)
-    return tl.sum(all_.to(tl.int64), axis=0).to(tl.uint64)
+def _row_sums(a0, a1, b0, b1, c0, c1):
+    """Eight rows of `_multiply_add`, as the interpreter can do it; 32 products are far below 2^24, so it is exact."""
+    sums = tl.dot(_spread_bytes(a0, a1), tl.permute(_spread_bytes(b0, b1), 0, 2, 1)).to(tl.int32)
+    even, odd = tl.split(tl.reshape(sums, [c0.shape[0], 2]))
+    return c0 + even, c1 + odd
 
 
 @triton.jit
-def recount(run_at, rows, keys, sums, PER: tl.constexpr):
-    """Sum the 16-bit units of runs of weights times their keys: program (r, q) takes the q-th PER (even) chunks.
+def _multiply_add(a0, a1, a2, a3, b, c0, c1, c2, c3):
+    """Multiply matrices of bytes, (16, 32) by (32, 8), on the tensor cores of each warp, and add c: sums of 32 bits.
 
-    rows: of each run its tile, units, the index of the first in its tensor, a multiple of 4, and the tensor's offset.
+    Which thread has what is as PTX has it (mma.m16n8k32). With g = lane // 4 and t = lane % 4: a0 and a2 are of row g,
+    a1 and a3 of row g + 8, and both halves of b of column g. a0, a1 and the low half of b are bytes 4 t to 4 t + 3 of
+    these, a2, a3 and the high half the same 16 on. c0 and c1 are columns 2 t and 2 t + 1 of row g, c2 and c3 of row
+    g + 8. Every tensor has one element for each thread, so that there is no other place for it.
     """
+    b0, b1 = b.to(tl.uint32), (b >> 32).to(tl.uint32)
+    if INTERPRETED:
+        c0, c1 = _row_sums(a0, a2, b0, b1, c0, c1)
+        c2, c3 = _row_sums(a1, a3, b0, b1, c2, c3)
+        return c0, c1, c2, c3
+    else:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _pair(at, i):
+    """Words i and i + 1, both inside, by one instruction: their address is a multiple of 16."""
+    if INTERPRETED:
+        return tl.load(at + i), tl.load(at + i + 1)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.L1::no_allocate.v2.b64 {$0, $1}, [$2];",
+            "=l,=l,l",
+            [(at + i).to(tl.int64)],
+            dtype=(tl.uint64, tl.uint64),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _word(at, i, size, UNIT: tl.constexpr):
+    """Word i of a run of units; those outside are zero."""
+    left = size - (8 // UNIT) * i
+    x = tl.load(at + i, mask=(i >= 0) & (left > 0), other=0)
+    bits = (8 * UNIT * tl.minimum(tl.maximum(left, 0), 8 // UNIT - 1)).to(tl.uint64)
+    return tl.where(left >= 8 // UNIT, x, x & ((tl.full(i.shape, 1, tl.uint64) << bits) - 1))
+
+
+@triton.jit
+def _group_sums(at, i, size, planes, WHOLE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr):
+    """Of 16 chunks the sums of a warp's units times each byte of their keys; see `_multiply_add` for who has which.
+
+    A piece is eight words of each chunk, two for each of four threads. The bytes of units of two have their own sums.
+    WHOLE: all units are inside, and words lie in pairs.
+    """
+    c0 = tl.zeros(i.shape, tl.int32)
+    c1, c2, c3, d0, d1, d2, d3 = c0, c0, c0, c0, c0, c0, c0
+    below: tl.constexpr = CHUNK * UNIT  # words from a chunk to the eighth after it
+    for _ in range(0, PIECES, UNROLL):
+        for piece in tl.static_range(UNROLL):
+            w = i + 8 * piece
+            if WHOLE:
+                x, y = _pair(at, w)
+                u, v = _pair(at, w + below)
+            else:
+                x, y = _word(at, w, size, UNIT), _word(at, w + 1, size, UNIT)
+                u, v = _word(at, w + below, size, UNIT), _word(at, w + below + 1, size, UNIT)
+            if UNIT == 2:
+                key = tl.load(planes + 32 * piece)
+                c0, c1, c2, c3 = _multiply_add(
+                    _every_other_byte(x, False), _every_other_byte(u, False),
+                    _every_other_byte(y, False), _every_other_byte(v, False), key, c0, c1, c2, c3,
+                )  # fmt: skip
+                d0, d1, d2, d3 = _multiply_add(
+                    _every_other_byte(x, True), _every_other_byte(u, True),
+                    _every_other_byte(y, True), _every_other_byte(v, True), key, d0, d1, d2, d3,
+                )  # fmt: skip
+            else:
+                key, next_key = tl.load(planes + 64 * piece), tl.load(planes + 64 * piece + 1)
+                c0, c1, c2, c3 = _multiply_add(
+                    x.to(tl.uint32), u.to(tl.uint32), (x >> 32).to(tl.uint32), (u >> 32).to(tl.uint32),
+                    key, c0, c1, c2, c3,
+                )  # fmt: skip
+                d0, d1, d2, d3 = _multiply_add(
+                    y.to(tl.uint32), v.to(tl.uint32), (y >> 32).to(tl.uint32), (v >> 32).to(tl.uint32),
+                    next_key, d0, d1, d2, d3,
+                )  # fmt: skip
+        i += 8 * UNROLL
+        planes += 64 // UNIT * UNROLL
+    return _join(c0, c1, d0, d1, UNIT), _join(c2, c3, d2, d3, UNIT)
+
+
+@triton.jit
+def _join(c0, c1, d0, d1, UNIT: tl.constexpr):
+    """The sum of units times two bytes of a key."""
+    c = c0.to(tl.uint64) + (c1.to(tl.uint64) << 8)
+    d = d0.to(tl.uint64) + (d1.to(tl.uint64) << 8)
+    return c + (d << (8 * (UNIT - 1)))
+
+
+@triton.jit
+def recount(run_at, rows, planes, sums, UNIT: tl.constexpr, PER: tl.constexpr, WARPS: tl.constexpr):
+    """Sum the units of runs of weights times their keys: program (r, q) takes the q-th PER chunks, a multiple of 16.
+
+    Units have UNIT bytes: one for weights of one byte, otherwise two. The keys of the 4,096 places in a chunk are the
+    same for every chunk, so a matrix of bytes, a row for each chunk, is multiplied by the bytes of these keys: two keys
+    of four bytes are eight columns. A sum has at most 4,096 products of two bytes, which 32 bits hold. Each row is then
+    multiplied by the key of its chunk.
+
+    rows: of each run its tile, units, the index of the first in its tensor, a multiple of 8 // UNIT, and the tensor's
+    offset. planes: `device_key_planes`. WARPS: those of a program, each of which has its own places of all chunks.
+    """
+    warps: tl.constexpr = 32 * UNIT if INTERPRETED else WARPS  # it takes as long for one as for all
+    per: tl.constexpr = 8 // UNIT
+    pieces: tl.constexpr = CHUNK // (8 * per * warps)
     r = tl.program_id(0)
-    at = tl.load(run_at + r).to(tl.pointer_type(tl.uint64))
     row = rows + 4 * r
     size, begin, offset = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    word = tl.arange(0, 4)[:, None] * 256 + tl.arange(0, 256)[None, :]  # of a chunk; a thread has a column
-    k = keys + 4 * word
-    k0, k1, k2, k3 = tl.load(k), tl.load(k + 1), tl.load(k + 2), tl.load(k + 3)
-    k += CHUNK
-    q0, q1, q2, q3 = tl.load(k), tl.load(k + 1), tl.load(k + 2), tl.load(k + 3)
-    first = tl.zeros([256], tl.uint64)
-    second = tl.zeros([256], tl.uint64)
     chunk = (begin >> CHUNK_BITS) + tl.program_id(1) * PER
     last = (begin + size - 1) >> CHUNK_BITS
-    for _ in range((tl.minimum(PER, last + 1 - chunk) + 1) // 2):
-        skipped = chunk * CHUNK - begin
-        i = skipped // 4 + word
-        # both chunks are under way before either is used
-        if (skipped >= 0) & (skipped + 2 * CHUNK <= size):
-            x, y = tl.load(at + i), tl.load(at + i + CHUNK // 4)
-        else:
-            x, y = _units(at, i, size), _units(at, i + CHUNK // 4, size)
-        one, two = _chunk_keys(offset + chunk)
-        first += _weighed(x, k0, k1, k2, k3) * one
-        second += _weighed(x, q0, q1, q2, q3) * two
-        one, two = _chunk_keys(offset + chunk + 1)
-        first += _weighed(y, k0, k1, k2, k3) * one
-        second += _weighed(y, q0, q1, q2, q3) * two
-        chunk += 2
-    tile = tl.load(row)
-    tl.atomic_add(sums + 2 * tile, tl.sum(first.to(tl.int64)))
-    tl.atomic_add(sums + 2 * tile + 1, tl.sum(second.to(tl.int64)))
+    if chunk <= last:
+        address = tl.load(run_at + r)
+        at = address.to(tl.pointer_type(tl.uint64))
+        in_pairs = (address - begin * UNIT) % 16 == 0
+        thread = tl.arange(0, 32 * warps)
+        warp, lane = thread // 32, thread % 32
+        g, t = lane // 4, lane % 4
+        own = planes + warp * (CHUNK // warps) + lane * (2 // UNIT)
+        word = g * (CHUNK // per) + warp * (8 * pieces) + 2 * t
+        total = tl.zeros([32 * warps], tl.uint64)
+        for _ in range((tl.minimum(PER, last + 1 - chunk) + 15) // 16):
+            skipped = chunk * CHUNK - begin
+            i = skipped // per + word
+            if (skipped >= 0) & (skipped + 16 * CHUNK <= size) & in_pairs:
+                upper, lower = _group_sums(at, i, size, own, True, UNIT, pieces)
+            else:
+                upper, lower = _group_sums(at, i, size, own, False, UNIT, pieces)
+            total += upper * _chunk_key(offset + chunk + g, t // 2)
+            total += lower * _chunk_key(offset + chunk + g + 8, t // 2)
+            chunk += 16
+        total = (total << (16 * (t % 2)).to(tl.uint64)).to(tl.int64)  # of the two lower bytes of keys, or the two upper
+        tile = tl.load(row)
+        tl.atomic_add(sums + 2 * tile, tl.sum(tl.where(t < 2, total, 0)))
+        tl.atomic_add(sums + 2 * tile + 1, tl.sum(tl.where(t < 2, 0, total)))
 
 
 @triton.jit
 def recount_any(run_at, rows, keys, sums, ITEM: tl.constexpr, SPAN: tl.constexpr):
-    """The same of any run: of single bytes, of columns of a tensor, or beginning between words.
+    """The same of any run: of columns of a tensor, or beginning between words.
 
     rows: of each run its tile and weights, how many weights of its piece are before it, the index in its tensor of the
     first weight of the piece, the piece's columns, weights from row to row (0: it lies in a row), and the offset.

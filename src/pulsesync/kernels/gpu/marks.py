@@ -103,14 +103,15 @@ def count_classes(
 # What the data decides is not compiled in; a piece of what is remembered begins anywhere.
 @triton.jit(do_not_specialize=["changes", "lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
 def list_hot(
-    old_at, sizes, first_chunk, block_tile, cuts, tracked, bitmap, rooms, known_starts, last, hot_map, known_map,
-    hot_at, known_at, rows, places, hots, knowns, hot_changes, changes, lowest, classes, ages,
+    old_at, sizes, first_chunk, block_tile, cuts, tracked, offsets, before, rooms, known_starts, last, hot_map,
+    known_map, hot_at, known_at, rows, places, hots, knowns, hot_changes, changes, lowest, classes, ages,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Mark the weights of a block that are below the cut, and list them in its room, as far as there is some.
 
     Of each in order: the row of the tables (see ROW), and its position. With a history those that it knows are marked
-    too. hots, knowns: how many the block has, listed or not; hot_changes: of each chunk, where changes are counted.
+    too. hots, knowns: how many the block has, listed or not. hot_changes: of each chunk, where changes are given, as
+    their old bits: those of chunk c from offsets[c] on. A chunk is under way while the one before it is listed.
     """
     b = tl.program_id(0)
     tile = tl.load(block_tile + b)
@@ -123,14 +124,21 @@ def list_hot(
     row = tl.arange(0, ROWS)
     mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
     found, known_found = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    count = tl.minimum(size, CHUNK).to(tl.int32)
+    x = chunk_words(at, tl.zeros([], tl.int64), count, ITEM)
     for begin in range(0, size, CHUNK):
-        count = tl.minimum(size - begin, CHUNK).to(tl.int32)
-        x = chunk_words(at, begin, count, ITEM)
+        next_count = tl.maximum(tl.minimum(size - begin - CHUNK, CHUNK), 0).to(tl.int32)
+        next_x = chunk_words(at, begin + CHUNK, next_count, ITEM)
         words = inside(below_cut(x, cut, ITEM), count)
         tl.store(hot_map + c * ROWS + row, words)
         tl.store(hot_at + c, place + found)
         if changes != 0:
-            tl.store(hot_changes + c, tl.sum(popcount(words & tl.load(bitmap + c * ROWS + row))))
+            moved = tl.zeros([ROWS], tl.int32)
+            end = tl.load(offsets + c + 1)
+            for k in range(tl.load(offsets + c), end, ROWS):
+                old = tl.load(before + k + row, mask=k + row < end, other=mask)
+                moved += ((k + row < end) & ((old & mask).to(tl.int64) < cut)).to(tl.int32)
+            tl.store(hot_changes + c, tl.sum(moved))
         n = popcount(words)
         to = place + found + prefix(n)
         found += tl.sum(n)
@@ -161,6 +169,7 @@ def list_hot(
                 to += (words != 0).to(tl.int64)
                 words &= words - 1
         c += 1
+        x, count = next_x, next_count
     tl.store(hots + b, found)
     tl.store(knowns + b, known_found)
 

@@ -55,11 +55,15 @@ class LanguageModel:
         # One for all shards, so that they can be joined. The longest prompt is one with the longest number twice.
         self._width = max(len(self._encode(number, number)) for number in range(SMALLEST, LARGEST + 1))
 
-    def policy(self) -> nn.Module:
-        load = transformers().AutoModelForCausalLM.from_pretrained
-        model: nn.Module = load(
+    def load(self) -> nn.Module:
+        """The checkpoint's model, with FP32 weights."""
+        model: nn.Module = transformers().AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).to(self.device)
+        )
+        return model
+
+    def policy(self) -> nn.Module:
+        model = self.load().to(self.device)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(weight.bfloat16())

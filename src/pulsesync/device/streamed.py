@@ -1,0 +1,102 @@
+"""A base in pinned host memory that is read piece by piece, while the trainer computes.
+
+The copy engine brings a piece into one of two buffers on the device while the one before it is compared in the other.
+So the bus is always busy and no multiprocessor waits for it; kernels that read the base over the bus would keep those
+of the trainer waiting.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from pulsesync.device.memory import INTEGERS, DeviceStream, Point, StreamPoint, empty, starts_of, to_device
+from pulsesync.device.pile import Pile, PileAddresses, stretch
+
+PIECE = 1 << 28  # bytes of a buffer; there are two
+
+
+class BasePiece:
+    """Some blocks of a pile in a row: where they lie in the base, and where in a buffer.
+
+    Args:
+        pile: The blocks.
+        first: The number of the first of them in the pile that they are of.
+    """
+
+    def __init__(self, pile: Pile, first: int) -> None:
+        self.pile, self.blocks = pile, slice(first, first + pile.blocks)
+        wide, ends = pile.kind.itemsize, pile.host_begins + pile.host_sizes
+        self._begins = pile.host_begins[pile.first_block[:-1]]  # in the tile
+        self._ends = ends[pile.first_block[1:] - 1]
+        starts = starts_of(-(-(self._ends - self._begins) // 8) * 8)  # in the buffer: kernels read words of eight bytes
+        self._starts, self.size_bytes = starts[:-1], int(starts[-1]) * wide
+        self._offsets = ((self._starts - self._begins)[pile.tile_of] + pile.host_begins) * wide
+        self._located: dict[int, torch.Tensor] = {}  # by where a buffer begins
+
+    def copy(self, flats: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
+        """Launch the copies of the base into a buffer."""
+        run = buffer[: self.size_bytes].view(INTEGERS[self.pile.kind.itemsize])
+        borders = np.stack((self._starts, self._begins, self._ends), axis=1).tolist()
+        for place, (start, begin, end) in zip(self.pile.places, borders, strict=True):
+            weights = stretch(flats[place.tensor.name], place, begin, end)
+            run[start : start + end - begin].copy_(weights, non_blocking=True)
+
+    def located(self, buffer: torch.Tensor) -> PileAddresses:
+        """The blocks in a buffer."""
+        begin = buffer.data_ptr()
+        if begin not in self._located:
+            self._located[begin] = to_device(self._offsets + begin, self.pile.device)
+        return PileAddresses(self._located[begin], (buffer,))
+
+
+def cut(pile: Pile) -> list[BasePiece]:
+    """The pieces of a pile, in order."""
+    parts = pile.split(PIECE)
+    firsts = starts_of(np.array([part.blocks for part in parts])).tolist()
+    return [BasePiece(part, first) for part, first in zip(parts, firsts, strict=False)]
+
+
+class BaseStream:
+    """Brings the pieces of a base to a device. For one thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # What reads a piece is short, and would otherwise wait behind every large kernel of the trainer
+        self._copies, self._reads = DeviceStream(device), DeviceStream(device, first=True)
+        self._buffers: list[torch.Tensor] = []  # two, once they are needed
+
+    @contextmanager
+    def after(self, point: Point) -> Iterator[None]:
+        """Launch what is launched inside in the stream in which pieces are read, after a point; wait for its end."""
+        with self._copies(), self._reads([point]):
+            yield
+
+    def bring(
+        self, pieces: Sequence[BasePiece], flats: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[BasePiece, PileAddresses]]:
+        """Each piece in a buffer, for what is launched in this stream (`after`) before the next piece is asked for."""
+        buffers = self._room_for(max(piece.size_bytes for piece in pieces))
+        ready: Point = StreamPoint(self._device)  # the memory may have had another use in this stream
+        free = [ready, ready]
+
+        def copy(n: int) -> Point:
+            with self._copies.launches([free[n % 2]]):
+                pieces[n].copy(flats, buffers[n % 2])
+                return StreamPoint(self._device)
+
+        arrived = copy(0)
+        for n, piece in enumerate(pieces):
+            here = arrived
+            if n + 1 < len(pieces):
+                arrived = copy(n + 1)
+            self._reads.follow([here])
+            yield piece, piece.located(buffers[n % 2])
+            free[n % 2] = StreamPoint(self._device)
+
+    def _room_for(self, size_bytes: int) -> list[torch.Tensor]:
+        """The two buffers, which are kept: where pieces are in them is then known."""
+        if not self._buffers or self._buffers[0].numel() < size_bytes:
+            self._buffers = [empty(size_bytes, torch.uint8, self._device) for _ in range(2)]
+        return self._buffers
