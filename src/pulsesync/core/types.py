@@ -75,7 +75,7 @@ class TensorSpec:
     def size(self) -> int:
         return self.rows * self.columns
 
-    @property
+    @cached_property
     def kind(self) -> Dtype:
         return DTYPES[self.dtype]
 
@@ -110,7 +110,7 @@ class Tile:
     groups: tuple[int, ...] = field(default=(), compare=False, repr=False)  # where those of a bundle begin, and the end
     kept: tuple[int, ...] | None = field(default=None, compare=False)  # groups that this process has; None: all
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.rows * self.columns
 

@@ -3,9 +3,11 @@
 Everything a reader must know before it decodes is here, so one fetch of header and index is enough to choose sections.
 """
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +74,7 @@ def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> byt
         out.append(bytes(codecs))
         out.append(wire.numbers(_steps(1, sections)))
         out.append(wire.numbers(np.array(sizes, np.int64)))
-        out.append(np.array(sums, "<u8").tobytes())
+        out.append(struct.pack(f"<{2 * len(sums)}Q", *chain.from_iterable(sums)))
     data = b"".join(out)
     return wire.number(len(data)) + wire.plane(data)
 

@@ -240,17 +240,16 @@ def numbers(values: NDArray[np.int64]) -> bytes:
 
 def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
     """Write many LEB128 numbers, and cut them into runs of so many."""
-    out, ends = _written(values)
-    borders = [0, *np.r_[0, ends][np.cumsum(counts)].tolist()]
+    out, borders = _written(values)
     data = out.tobytes()
-    return [data[begin:end] for begin, end in pairwise(borders)]
+    return [data[begin:end] for begin, end in pairwise([0, *borders[np.cumsum(counts)].tolist()])]
 
 
 def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The bytes of numbers, and where each ends."""
+    """The bytes of numbers, and where each begins, and where the last ends."""
     largest = int(values.max()) if values.size else 0
     if largest < 0x80:
-        return values.astype(np.uint8), np.arange(1, values.size + 1)
+        return values.astype(np.uint8), np.arange(values.size + 1)
     rest = values.astype(np.uint32) if largest < 1 << 32 else values  # half the memory to go through
     longest = max(1, -(-largest.bit_length() // 7))
     places, used = np.empty((values.size, longest), np.uint8), np.ones((values.size, longest), np.bool_)
@@ -263,7 +262,9 @@ def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np
             places[:, k] |= longer.view(np.uint8) << 7
             used[:, k + 1] = longer
             lengths += longer
-    return places[used], np.cumsum(lengths)
+    borders = np.zeros(values.size + 1, np.int64)
+    np.cumsum(lengths, out=borders[1:])
+    return places[used], borders
 
 
 def plane(data: bytes) -> bytes:

@@ -53,7 +53,7 @@ class HotChanges(NamedTuple):
     entering: NDArray[np.uint8]  # 0x80 where they go down
 
 
-def _borders_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def borders_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each of some runs begins, laid end to end, and where the last one ends."""
     out = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=out[1:])
@@ -125,7 +125,7 @@ def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: Freque
     )
     if lanes.size == 1:  # nearly all are, and each step of numpy between two kernels costs as much as 10,000 weights
         return BlockStreams(np.array([decisions.changed.size]), lanes, ends[1:], words)
-    changes = np.searchsorted(decisions.changed, _borders_of(decisions.counts))
+    changes = np.searchsorted(decisions.changed, borders_of(decisions.counts))
     return BlockStreams(changes[1:] - changes[:-1], lanes, ends[1:] - ends[:-1], words)
 
 
@@ -338,7 +338,7 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
     if tile.block_count == 1 and tile.kept is None:  # nearly all are, and a dozen steps of numpy cost 20 µs
         streams = BlockStreams(heads.changes, heads.lanes, heads.words, payload.words)
         return _BlockView(old, tile.borders, streams, heads.cold, heads.steps)
-    ends = _borders_of(heads.words)
+    ends = borders_of(heads.words)
     words = payload.words[ends[which.start] : ends[which.stop]]
     streams = BlockStreams(heads.changes[which], heads.lanes[which], heads.words[which], words)
     cold, steps = heads.cold, heads.steps
@@ -367,7 +367,7 @@ class KeptGroups(NamedTuple):
     def of(cls, tile: Tile) -> "KeptGroups":
         kept = np.array(tile.kept or (), np.int64)
         begins, ends = tile.borders[kept], tile.borders[kept + 1]
-        return cls(begins, ends, _borders_of(ends - begins))
+        return cls(begins, ends, borders_of(ends - begins))
 
     def pick(self, weights: Bits) -> Bits:
         runs = [weights[begin:end] for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True)]

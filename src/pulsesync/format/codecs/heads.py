@@ -32,14 +32,14 @@ def build_many(
     """
     changes, lanes, words = blocks
     coded = changes > 0
-    before = np.r_[0, np.cumsum(1 + coded)]  # numbers of the blocks before each
+    before = context.borders_of(1 + coded)  # numbers of the blocks before each
     counts = 2 + np.diff(before[first_block])
     begins = np.cumsum(counts) - counts
     values = np.empty(counts.sum(), np.int64)
     values[begins], values[begins + counts - 1] = cuts, colds
     tile = np.repeat(np.arange(cuts.size), np.diff(first_block))
     at = begins[tile] + 1 + before[:-1] - before[first_block[tile]]
-    values[at] = np.where(coded, changes << 3 | np.log2(lanes).astype(np.int64), 0)
+    values[at] = np.where(coded, changes << 3 | np.frexp(lanes)[1] - 1, 0)
     values[at[coded] + 1] = words[coded]
     return [bytes((table,)) + run for run in wire.runs(values, counts)]
 
@@ -133,7 +133,7 @@ def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
     """
     borders = [tile.borders for tile in payloads.tiles]
     counts = np.array([some.size for some in borders], np.int64) - 1
-    first = np.r_[0, np.cumsum(counts)]
+    first = context.borders_of(counts)
     from_tile_to_tile = first[1:-1] + np.arange(counts.size - 1)
     sizes: NDArray[np.int64] = np.delete(np.diff(np.concatenate(borders)), from_tile_to_tile)
     heads, words, colds, good, at = _at_once(payloads, sizes, first)
@@ -163,7 +163,7 @@ def _at_once(
     windows = [
         one[at : at + 4 * n] for one, at, n in zip(payloads.data, payloads.at.tolist(), wanted.tolist(), strict=True)
     ]
-    borders = np.cumsum([0, *map(len, windows)])
+    borders = context.borders_of(np.array([len(window) for window in windows], np.int64))
     data = np.frombuffer(b"".join((*windows, bytes(int(wanted.max()) + 4))), np.uint8)  # there is something to take
     ends = np.flatnonzero(data < 0x80)
     ended = np.searchsorted(ends, borders)
@@ -191,7 +191,7 @@ def _at_once(
 
 def streams_of(payloads: BegunPayloads, blocks: PayloadStreams) -> list[memoryview]:
     """The streams of each payload, which are its end. Raises: FormatError."""
-    streams = 2 * np.diff(np.r_[0, np.cumsum(blocks.words)][blocks.first])
+    streams = 2 * np.diff(context.borders_of(blocks.words)[blocks.first])
     begins = np.array([len(one) for one in payloads.data], np.int64) - streams
     if (begins < blocks.at).any():
         raise FormatError("a context payload ends too early: its streams are longer than what is left")
@@ -203,7 +203,7 @@ def parse_cold(payloads: BegunPayloads, blocks: PayloadStreams, streams: Sequenc
     fields = zip(payloads.data, blocks.at.tolist(), streams, strict=True)
     written = [data[at : len(data) - len(stream)] for data, at, stream in fields]
     counts = blocks.colds
-    first = np.r_[0, np.cumsum(counts)]
+    first = context.borders_of(counts)
     positions, steps = np.empty(first[-1], np.int64), np.empty(first[-1], np.int64)
     many = counts > context.FEW_COLD
     if many.any():
@@ -296,8 +296,8 @@ def _few_cold(
             raise FormatError("a context payload has cold changes outside its tile")
         if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles).any():
             raise LimitError("a cold change is no step, or longer than its dtype has")
-    ends = np.cumsum(gaps + 1)
-    return ends - 1 - np.repeat(np.r_[0, ends][first], counts), (codes >> 1) ^ -(codes & 1)
+    past = context.borders_of(gaps + 1)
+    return past[1:] - 1 - np.repeat(past[first], counts), (codes >> 1) ^ -(codes & 1)
 
 
 def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:
