@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pulsesync.format import wire
 
-MOST_GAP_BYTES = 6
+MOST_GAP_BYTES = 4  # of what is read at once: sums of such gaps do not overflow 64 bits
 _ENDS = 1 << 8 * np.arange(1, 8)  # beyond the numbers of one byte, two, ...
 _MAGIC = np.frombuffer(b"\x28\xb5\x2f\xfd", np.uint8)
 _HEAD = 12  # bytes of a plain frame, at most, before the content of its block
@@ -60,8 +60,8 @@ def parse(
 ) -> ParsedPlanes:
     """Read gaps and steps of tiles, so many each (at least one), of so many weights of so many bytes.
 
-    Those are good that `gap.parse_gaps` and `step.parse_steps` would read, and of them at least those with frames as
-    `build` writes them.
+    Good are tiles that `gap.parse_gaps` and `step.parse_steps` would read, and of these at least those with frames as
+    `build` writes them and gaps of four bytes at most.
     """
     lengths = np.array([len(one) for one in written], np.int64)
     ends = np.cumsum(lengths)
@@ -75,25 +75,30 @@ def parse(
         good[:] = False
         unpacked = (np.empty(0, np.uint8),) * 2
     gaps, codes = unpacked
-    first = np.cumsum(counts[good]) - counts[good]
-    if gaps.size:
-        # gaps of six bytes would overflow 64 bits: look at the sum in floating point first
-        inside = np.add.reduceat(gaps, first, dtype=np.float64) + counts[good] <= sizes[good]
-        if not inside.all():
-            of_inside = np.repeat(inside, counts[good])
-            gaps, codes = gaps[of_inside], codes[of_inside]
-            good[good] = inside
-            first = np.cumsum(counts[good]) - counts[good]
-    positions = np.cumsum(gaps, dtype=np.int64)
-    before = np.r_[0, positions][first]
-    positions += np.arange(positions.size)
-    positions -= np.repeat(before + first, counts[good])
+    positions, inside = _positions(gaps, counts[good], sizes[good])
+    if not inside.all():
+        of_inside = np.repeat(inside, counts[good])
+        positions, codes = positions[of_inside], codes[of_inside]
+        good[good] = inside
     steps = codes.astype(np.int64)
     steps += 1
     down = steps & 1
     steps >>= 1
     steps ^= np.negative(down, out=down)
     return ParsedPlanes(good, at - (ends - lengths), positions, steps)
+
+
+def _positions(
+    gaps: NDArray[np.unsignedinteger], counts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Positions in tiles of so many weights, and in which tiles all of them are."""
+    past = np.zeros(gaps.size + 1, np.int64)
+    np.cumsum(gaps, out=past[1:])
+    past += np.arange(gaps.size + 1)  # of each, where the next one could be, all tiles laid end to end
+    ends = np.cumsum(counts)
+    before = past[ends - counts]
+    inside: NDArray[np.bool_] = past[ends] - before <= sizes
+    return past[1:] - np.repeat(before + 1, counts), inside
 
 
 class _Bytes(NamedTuple):
