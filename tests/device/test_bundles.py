@@ -258,7 +258,7 @@ def with_other_check(data: bytes, record: Manifest, layout: Layout) -> tuple[Man
     assert heads.checks.size == 2
     heads = heads._replace(checks=heads.checks ^ np.array([0, 1], np.uint32))
     payload = context.build_heads(heads) + bytes(body[begin:])
-    lists = [[index.build(opened.tables, [replace(entry, size=len(payload))])], [payload]]
+    lists = [[index.build(opened.tables, [entry._replace(size=len(payload))])], [payload]]
     name, forged = container.build(layout.id, lists)
     return replace(record, parts=(PartRef(name, len(forged)),)), bytes(forged)
 
