@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from pulsesync.publish.lifecycle import PublishReport
     from pulsesync.publish.publisher import Publisher
     from pulsesync.publish.sharded import ShardedPublisher
+    from pulsesync.publish.warmup import warm_up
     from pulsesync.run.pointers import read_pointers
     from pulsesync.run.subscriber import Subscriber, SyncReport
-    from pulsesync.run.warmup import warm_up
     from pulsesync.state.sharding import Placed, tensor_parallel
     from pulsesync.state.slices import Slice
     from pulsesync.store import open_store
@@ -133,7 +133,7 @@ _HOMES = {
     "open_store": "store",
     "read_pointers": "run.pointers",
     "tensor_parallel": "state.sharding",
-    "warm_up": "run.warmup",
+    "warm_up": "publish.warmup",
 }
 
 

@@ -42,6 +42,21 @@ def test_what_the_host_writes_is_decoded_here(codec: CodecName, device: str, man
         assert here.digest == record.digest
 
 
+def test_an_epoch_remembers_through_a_patch_that_is_coded_without_its_history(device: str, many_lanes: None) -> None:
+    layout, state = small(4, (TensorSpec("a", "BF16", (80,)),))
+    writer = Writer(layout, state, "history")
+    here = DeviceState(layout, to_flats(state, device))
+    codecs: list[CodecName] = ["history", "context", "history"]
+    for step, codec in enumerate(codecs):
+        writer.codec = codec
+        state = trained(layout, state, step)
+        record, parts = writer.advance(state)
+        assert codecs_of(parts[0], layout) == {Codec[codec.upper()]}
+        here.commit(here.prepare(record, parts))
+        assert here.history.digest() == record.history
+        assert same(to_bits(here.flats), state)
+
+
 def test_tiles_of_a_dtype_may_be_stored_raw_or_coded_by_gaps(device: str) -> None:
     layout, state = small(2, (TensorSpec("a", "I16", (16, 9), column_cuts=(4,)), TensorSpec("g", "I16", (9,))))
     new = {"a": random_bits(np.random.default_rng(2), np.uint16, (144,)), "g": state["g"].copy()}

@@ -42,7 +42,8 @@ def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
     codec: CodecName, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a large model the tiles of a dtype are in several piles, and what they decide is listed twice."""
-    monkeypatch.setattr(pile, "MOST", 60)
+    monkeypatch.setattr(pile, "MOST", 0)
+    monkeypatch.setattr(pile, "EACH", 60)
     monkeypatch.setattr(encode, "LISTED_ONCE", 0)
     layout, state = small(7, (*(TensorSpec(name, "BF16", (40,)) for name in "abc"), TensorSpec("d", "F32", (30,))))
     pair = Pair(layout, state, device, codec)
@@ -96,15 +97,19 @@ def test_long_steps_and_every_float_are_coded_as_on_the_host(device: str, many_l
     assert codecs_of(data, layout) == {Codec.HISTORY}
 
 
-@pytest.mark.parametrize(("dtype", "listed_once"), [("BF16", True), ("BF16", False), ("F8_E4M3", True), ("F32", True)])
+@pytest.mark.parametrize(
+    ("dtype", "listed_once", "few"),
+    [("BF16", True, 1 << 13), ("BF16", False, 10), ("F8_E4M3", True, 10), ("F32", True, 1 << 13)],
+)
 def test_long_steps_that_occur_often_are_listed_as_on_the_host(
-    dtype: str, listed_once: bool, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+    dtype: str, listed_once: bool, few: int, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that leave zero go as far as each other, in the first patch of an epoch and in one with a history.
 
     With two contexts by magnitude, in place of 24, a few of them are enough to be worth it.
     """
     monkeypatch.setattr(tables, "CLASSES", 2)
+    monkeypatch.setattr(encode, "FEW_LONG", few)
     if not listed_once:
         monkeypatch.setattr(encode, "LISTED_ONCE", 0)
     layout, state = small(5, (TensorSpec("a", dtype, (330,)),))

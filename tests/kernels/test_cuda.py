@@ -162,15 +162,14 @@ def test_the_largest_sums_are_counted(dtype: str, device: str) -> None:
     """Every bit is set, so that each sum of products of bytes is as large as it can be."""
     spec = TensorSpec("w", dtype, (GROUP + CHUNK,))
     bits = np.full(spec.size, np.iinfo(spec.kind.bits).max, spec.kind.bits)
-    (tile,) = layouts.make([spec]).tiles
-    (pile,) = make_piles([tile], {tile.ordinal: tile}, torch.device(device)).values()
+    (pile,) = piles_of(layouts.make([spec]), device)
+    (tile,) = pile.tiles
     flats = {"w": to_device(bits, torch.device(device))}
     assert count_pile(pile, flats) == {tile.ordinal: digest.count_tile(tile, bits)}
 
 
 def test_weights_of_one_byte_are_read_in_words(device: str) -> None:
-    (tile,) = layouts.make([TensorSpec("w", "F8_E4M3", (1000,))]).tiles
-    pile = make_piles([tile], {tile.ordinal: tile}, torch.device(device))["F8_E4M3"]
+    (pile,) = piles_of(layouts.make([TensorSpec("w", "F8_E4M3", (1000,))]), device)
     words, others = pile.indices.runs
     assert (words.block.numel(), others.block.numel()) == (1, 0)
 

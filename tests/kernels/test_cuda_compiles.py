@@ -19,7 +19,7 @@ ARGUMENTS = {
     "count_classes": "bits *i64 *i64 *i64 *i32 *i64 *i64",
     "list_hot": "*i64 *i64 *i64 *i32 *i32 *i32 *i64 bits *i64 *i64 *u8 *u32 *u32 *i64 *i64 *u16 *u32 *i64 *i64 *i32"
     " i32 i32 i32 i32",
-    "decide": "*i32 *i64 *u32 *i64 *u32 bits bits *i64 *i64 *u16 *u8 *u32 *i64 *i64 *i32 i32 i32 *i32",
+    "decide": "*i32 *i64 *u32 *i64 *u32 bits bits *i64 *i64 *u16 *u8 *u32 *i64 *i64 *i32 i32 i32 *i32 i32",
     "count_rows": "*u16 *i64 *i64 *i64",
     "encode": "*i32 *i32 *i32 *u16 *u8 *u32 *i64 *i64 *i64 *u64 i32 *i64 *u16 *i64",
     "pack": "*u16 *i64 *i64 *i64 *u8",

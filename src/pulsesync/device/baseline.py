@@ -221,15 +221,22 @@ class DeviceBaseline:
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy of weights where the base is kept, flat."""
-        if self.keep == "host":
-            return on_host(weights.shape, weights.dtype, self.device).copy_(weights).view(-1)
-        return _clone(weights)
+        return self._pinned(weights) if self.keep == "host" else self._clone(weights)
+
+    def _clone(self, weights: torch.Tensor) -> torch.Tensor:
+        """A copy of weights on their device, flat; in host memory it is pinned, so that a GPU can read it there."""
+        if weights.device.type == "cpu":
+            return self._pinned(weights)
+        return weights.clone(memory_format=torch.contiguous_format).view(-1)
+
+    def _pinned(self, weights: torch.Tensor) -> torch.Tensor:
+        return on_host(weights.shape, weights.dtype, self.device).copy_(weights).view(-1)
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         out = {}
         for name, window in share.windows.items():
             dtype = _torch_dtype(window.tensor, shards.published)
-            out[name] = _clone(_weights_in(window, shards)).view(dtype).view(window.local.shape)
+            out[name] = self._clone(_weights_in(window, shards)).view(dtype).view(window.local.shape)
         return out
 
     def adopt(self, share: TileShare, state: AnyState) -> AnyState:
@@ -390,10 +397,6 @@ def _weights_in(window: Window, shards: Shards) -> torch.Tensor:
     row, column = window.rows[0] - shard.rows[0], window.columns[0] - shard.columns[0]
     place = Tile(0, shard.local, row, column, window.local.rows, window.local.columns)
     return rectangle(shards.published.cast(name), place)
-
-
-def _clone(weights: torch.Tensor) -> torch.Tensor:
-    return weights.clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:

@@ -28,7 +28,12 @@ from pulsesync.kernels import cuda, spec
 SPARE = 1.2  # room for hot weights, over what a sample of a tile lets expect, ...
 FEW = 1 << 12  # ... and this beside
 COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
+FEW_LONG = 1 << 13  # steps longer than a symbol says that the host sees all of
 LISTED_ONCE = 1 << 33  # weights up to which decisions are kept until they are coded; those of more are listed again
+
+
+LongSteps = NDArray[np.int64] | torch.Tensor  # how far hot changes go; on the host, or many on the device
+NO_LONG_STEPS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def code_piles(
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(width))
     keep = sum(int(coder.pile.host_sizes.sum()) for coder in coders) <= LISTED_ONCE
     counts = np.sum([coder.count(contexts, keep) for coder in coders], axis=0)
-    sizes = _choose_sizes([coder.long for coder in coders if coder.long is not None], width, ages)
+    sizes = _choose_sizes([coder.long for coder in coders], width, ages)
     if sizes.size:
         contexts = replace(contexts, symbols=contexts.symbols + 2 * sizes.size)
         counts = np.sum([coder.count_listed(contexts, sizes) for coder in coders], axis=0)
@@ -116,7 +121,7 @@ class _Decisions:
     hot: HotWeights
     symbols: torch.Tensor
     sizes: torch.Tensor  # of hot changes: how far they go
-    longs: torch.Tensor  # how many of them go further than a symbol says by itself
+    longs: torch.Tensor  # how many of them go further than a symbol says by itself, and of some of these how far
     by_symbol: torch.Tensor  # how often each symbol of each row is decided, but "unchanged"
     cold: torch.Tensor  # positions in the block
     cold_steps: torch.Tensor
@@ -140,7 +145,7 @@ class _PileCoder:
     def __init__(self, run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None) -> None:
         self.run, self.pile, self._weights, self._memories = run, run.pile, weights, memories
         self.kept: _Decisions | None = None
-        self.long: torch.Tensor | None = None  # how far the hot changes go that go further than a symbol says, if any
+        self.long: LongSteps = NO_LONG_STEPS
         with on(self.pile.device):
             self._by_class = self._count_classes()
 
@@ -183,9 +188,10 @@ class _PileCoder:
             self._plan = _StreamPlan.of(self._blocks, hot.borders, self.pile.device)
             by_row = _count_rows(hot.rows, self._plan, contexts)
             counted = fetch(by_row, decisions.by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)
-            self._by_row, by_symbol, (long,), cold, steps = counted()
+            self._by_row, by_symbol, longs, cold, steps = counted()
             self._colds = begin(lambda: self._build_cold(cold, steps))
-            if long:
+            self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
+            if longs[0] > FEW_LONG:
                 wide = _wide(decisions.sizes)
                 self.long = wide[wide > spec.DIRECT]
         if keep:
@@ -215,7 +221,7 @@ class _PileCoder:
             hot,
             symbols=torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device),
             sizes=empty(hot_changes, torch.int32, device),
-            longs=torch.zeros(1, dtype=torch.int32, device=device),
+            longs=torch.zeros(1 + FEW_LONG, dtype=torch.int32, device=device),
             by_symbol=counts.copies[0],
             cold=empty(cold, torch.int64, device),
             cold_steps=empty(cold, torch.int64, device),
@@ -224,7 +230,8 @@ class _PileCoder:
             pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), run.chunks(), unsigned(run.positions),
             unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), out.symbols,
             unsigned(out.sizes), out.cold, out.cold_steps, counts.copies, counts.places, counts.copies.shape[0],
-            out.longs, BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
+            out.longs, FEW_LONG, BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64,
+            num_warps=1,
         )  # fmt: skip
         return replace(out, by_symbol=counts.total())
 
@@ -281,11 +288,13 @@ def _wide(sizes: torch.Tensor) -> torch.Tensor:
     return sizes.to(torch.int64) & 0xFFFFFFFF
 
 
-def _choose_sizes(found: Sequence[torch.Tensor], width: int, ages: int) -> NDArray[np.uint32]:
-    """`tables.choose_sizes` of long steps on devices: the host sees those that are common, and counts."""
-    if not found:
-        return tables.NO_SIZES
-    long = torch.cat([some.to(found[0].device) for some in found])
+def _choose_sizes(found: Sequence[LongSteps], width: int, ages: int) -> NDArray[np.uint32]:
+    """`tables.choose_sizes` of the long steps of piles; of many, the host sees those that are common, and counts."""
+    on_device = [some for some in found if isinstance(some, torch.Tensor)]
+    if not on_device:
+        return tables.choose_sizes(np.concatenate([np.asarray(some) for some in found]), width, ages)
+    where = on_device[0].device
+    long = torch.cat([torch.as_tensor(some).to(where) for some in found])
     stride = tables.sample_stride(long.numel())
     long = long[::stride]
     low = long & 0xFFFF

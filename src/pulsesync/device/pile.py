@@ -25,7 +25,8 @@ WORDS = CHUNK // 32  # of a bitmap, in a chunk
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # parts of a pile, and places where it was found
-MOST = 1 << 32  # weights of a pile, unless a tile has more
+MOST = 1 << 33  # weights of a dtype on a device up to which they are one pile ...
+EACH = 1 << 31  # ... and of a pile where there are more, unless a tile has more
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,24 +387,29 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mappi
 
     devices: those that work on the tensors, by name; a bundle is worked on where its first tensor is.
     """
-    groups: dict[tuple[str, torch.device], list[list[Tile]]] = {}
-    weights: dict[tuple[str, torch.device], int] = {}  # of the last pile of a group
+    groups: dict[tuple[str, torch.device], list[Tile]] = {}
     for tile in tiles:
         if tile.ordinal in places:
             place = places[tile.ordinal]
-            key = tile.tensor.dtype, devices[(place.pieces[0] if place.pieces else place).tensor.name]
-            some = groups.setdefault(key, [])
-            if not some or weights[key] + tile.size > MOST:
-                some.append([])
-                weights[key] = 0
-            some[-1].append(tile)
-            weights[key] += tile.size
-    found = [
-        Pile(some, [places[tile.ordinal] for tile in some], device)
-        for (_, device), piles in groups.items()
-        for some in piles
-    ]
-    return sorted(found, key=order)
+            name = (place.pieces[0] if place.pieces else place).tensor.name
+            groups.setdefault((tile.tensor.dtype, devices[name]), []).append(tile)
+    split = ((device, some) for (_, device), group in groups.items() for some in _split(group))
+    return sorted((Pile(some, [places[tile.ordinal] for tile in some], device) for device, some in split), key=order)
+
+
+def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
+    """Tiles in a row as piles."""
+    if sum(tile.size for tile in tiles) <= MOST:
+        return [list(tiles)]
+    out: list[list[Tile]] = []
+    room = 0
+    for tile in tiles:
+        if tile.size > room or not out:
+            out.append([])
+            room = EACH
+        out[-1].append(tile)
+        room -= tile.size
+    return out
 
 
 def order(pile: Pile) -> tuple[str, int]:

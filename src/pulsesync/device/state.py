@@ -255,7 +255,8 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     ) -> DeviceHistory:
         """The history after changes of the tiles that were touched; cuts: of those coded with a history.
 
-        hot: what was found on the way; it serves where the cuts are these. located: where piles were found.
+        hot: what was found on the way; it serves where the cuts are these, and what is remembered was looked up, which
+        a patch coded without a history does not do. located: where piles were found.
         """
 
         def find() -> Iterator[HotWeights]:
@@ -266,7 +267,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                 if not then.any():
                     continue
                 one = (hot or {}).get(pile)
-                if one is None or (one.cuts != then).any():
+                if one is None or (one.cuts != then).any() or one.remembers != (memories.index > 0):
                     with memory.on(pile.device):
                         weights = located(pile) if located else pile.locate(self.tensors)
                         one = find_hot(pile, weights, then, memories)()

@@ -7,16 +7,17 @@ from pulsesync.kernels.gpu.words import CHUNK, DIRECT, PLACES, ROW, ROWS, load_b
 
 
 # Counts differ in every patch: no value is worth a compilation.
-@triton.jit(do_not_specialize=["places", "copies"])
+@triton.jit(do_not_specialize=["places", "copies", "most"])
 def decide(
     chunk_block, first_chunk, hot_map, offsets, positions, before, after, hot_at, hot_change_at, rows,
-    symbols, sizes, cold_positions, cold_steps, counts, places, copies, longs,
+    symbols, sizes, cold_positions, cold_steps, counts, places, copies, longs, most,
     BITS: tl.constexpr, ITEM: tl.constexpr, HISTORY: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Write the changes of hot weights among the decisions, as symbols, and how far they go; cold ones as steps.
 
     counts: how often each symbol of each row is written, in copies, which are then added, to keep programs out of each
-    other's way. longs: how many hot changes go further than a symbol says by itself.
+    other's way. longs: how many hot changes go further than a symbol says by itself; then how far, in any order, of the
+    first `most` of them.
     """
     c = tl.program_id(0).to(tl.int64)
     change, end = tl.load(offsets + c), tl.load(offsets + c + 1)
@@ -52,9 +53,11 @@ def decide(
             tl.store(cold_steps + cold + prefix(colds), tl.where(falls, -size, size), mask=is_cold)
             hot_change += tl.sum(hots)
             cold += tl.sum(colds)
-            long = tl.sum((is_hot & (size > DIRECT)).to(tl.int32))
+            far = (is_hot & (size > DIRECT)).to(tl.int32)
+            long = tl.sum(far)
             if long > 0:
-                tl.atomic_add(longs, long, sem="relaxed")
+                at = tl.atomic_add(longs, long, sem="relaxed") + prefix(far)
+                tl.store(longs + 1 + at, size.to(tl.uint32).to(tl.int32, bitcast=True), mask=(far != 0) & (at < most))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from pulsesync.lab.demo.rounds import Peer
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.trainer import DemoTrainer
 from pulsesync.lab.demo.worker import DemoWorker
-from pulsesync.run.warmup import warm_up
+from pulsesync.publish.warmup import warm_up
 
 WRONG = 3  # exit code: a check failed, and the run must stop
 

@@ -28,9 +28,9 @@ from pulsesync.lab.demo.run import WRONG, DemoRun
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
+from pulsesync.publish.warmup import warm_up
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.run.warmup import warm_up
 from pulsesync.store import Store, ThrottledStore, open_store
 
 RECORDED = Path(__file__).parent / "data" / "grpo-slice.npz"
