@@ -397,9 +397,9 @@ LINES = {  # functions whose wall-clock time is told, by module; one inside anot
     "device.baseline": "_compare code_piles _diffs moves",
     "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
-    "device.hot": "advance _advance _by_tile to_host",
-    "device.state": "find_hot advance block_moves moves",
-    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload _hot parse_cold _cold"
+    "device.hot": "_begin _by_tile",
+    "device.state": "find_hot begin_advance begin_moves moves",
+    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload _hot parse_cold _begin_cold"
     " to_host",
     "format.patch": "finish choose _assemble",
     "format.container": "build open_part",

@@ -15,7 +15,7 @@ import torch
 from pulsesync.core.types import DTYPES, Bits, Remembered, Sum
 from pulsesync.device import encode as encoding
 from pulsesync.device.changes import PileChanges, find_changes
-from pulsesync.device.hot import DeviceHistory, HotWeights, TileMemory, advance, find_hot
+from pulsesync.device.hot import DeviceHistory, HotWeights, TileMemory, begin_advance, find_hot
 from pulsesync.device.memory import starts_of, to_device, to_host, unsigned, warps_of
 from pulsesync.device.pile import PileAddresses
 from pulsesync.errors import VerificationError
@@ -521,7 +521,7 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
 @pytest.mark.parametrize(("dtype", "index"), [("BF16", 3), ("F8_E5M2", 2)])
 def test_the_history_afterwards_is_that_of_the_reference(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    later = advance(c.memories, index, [c.hot], [c.found])
+    later = begin_advance(c.memories, index, [c.hot], [c.found])()
     expected = {}
     for tile, old, new, last in zip(c.pile.tiles, c.old, c.new, c.last, strict=True):
         where, _, after = reference.changed(old, new)

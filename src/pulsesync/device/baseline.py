@@ -6,7 +6,7 @@ was found, in a stream of its own. So training may continue at once: what it lau
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -473,10 +473,15 @@ class DeviceDifference:
         diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
         by = moves(by_block)
         after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
+        # Nearly always all that is coded is also chosen, so that the device finds this while the host writes the file.
+        likely = _cuts_of(coded.items())
+        remembering = state.begin_remember(memories, likely, self.runs, set(after), hot)
         allocate = pinned if state.device.type == "cuda" else new_bytes
         done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
-        cuts = {d.tile.ordinal: c.cut for d, c in zip(diffs, done.chosen, strict=True) if c.codec == Codec.HISTORY}
-        later = state.remember(memories, cuts, self.runs, set(after), hot)
+        cuts = _cuts_of((diff.tile.ordinal, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
+        if cuts != likely:
+            remembering = state.begin_remember(memories, cuts, self.runs, set(after), hot)
+        later = remembering()
         sums: dict[int, Sum] = {**state.sums, **after}
         return EncodedPart(done.id, done.data, (), after), DeviceTransition(self.runs, sums, later)
 
@@ -517,6 +522,11 @@ class LaterDifference:
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         return self._found.result().encode(last, codec)
+
+
+def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:
+    """The cuts of those tiles, by ordinal, that are coded with a history."""
+    return {ordinal: tile.cut for ordinal, tile in tiles if tile.codec == Codec.HISTORY}
 
 
 def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":

@@ -1,17 +1,18 @@
 """Decode parts on the device: their streams go up, and what they change stays there."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pulsesync.core.threads import begin as begin_work
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, Codec, Tile
 from pulsesync.device.changes import SPREAD, BlockMoves, PileChanges, find_changes, on_whole
 from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
-from pulsesync.device.memory import INTEGERS, empty, on_host, starts_of, to_host, to_stream, unsigned, warps_of
+from pulsesync.device.memory import INTEGERS, empty, fetch, on_host, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
@@ -132,16 +133,20 @@ def decode_coded(
     kept = pile.kept_streams
     blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
+    reading = begin_work(lambda: parse_cold(coded, streams, contents))
     found = find_hot(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, places=True)
     stream = _upload(_kept_contents(contents, streams, kept), pile.device)
-    hot = found()
-    runs = []
+    hot = replace(found(), changes=blocks.changes)
+    cold = reading()
+    if (hot.counts < blocks.changes).any():  # before memory is taken for them
+        raise FormatError(spec.FAULTS[3])
+    moving = _begin_cold(pile, cuts, streams.colds, cold, weights)
+    runs, faults = [], None
     if blocks.changes.any():
         moved, faults = _hot(weights, table, stream, hot, blocks)
         runs.append(moved)
-    cold = parse_cold(coded, streams, contents)
-    runs.append(_cold(pile, cuts, streams.colds, cold, weights))
-    if blocks.changes.any() and (met := to_host(faults)[0]).any():
+    runs.append(moving())
+    if faults is not None and (met := to_host(faults)[0]).any():
         raise FormatError(spec.FAULTS[int(met[met > 0][0])])
     checked = cold.checked[kept]
     checks = GroupChecks(whole, whole.blocks_of(pile)[checked], cold.checks[kept][checked])
@@ -186,8 +191,6 @@ def _hot(
     total, coded = int(changes.sum()), np.flatnonzero(changes)
     chosen = to_stream(coded, device)
     out_starts = to_stream(starts_of(changes[coded]), device)
-    if (hot.counts < changes).any():
-        raise FormatError(spec.FAULTS[3])
     begins = hot.borders[coded]
     first, end = (to_stream(some, device) for some in (begins, begins + hot.counts[coded]))
     decoded, extras = (empty(total, torch.int32, device) for _ in range(2))
@@ -223,17 +226,21 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
     return host.to(device, non_blocking=True).view(torch.int16)
 
 
-def _cold(
+def _begin_cold(
     pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: ColdChanges, weights: PileAddresses
-) -> PileChanges:
-    """The cold changes: few, so that the host can move them; only their old weights are fetched."""
+) -> Callable[[], PileChanges]:
+    """Begin with the cold changes: few, so that the host can move them; only their old weights are fetched."""
     found = pile.find_blocks(per_tile, colds.positions)
     places = BlockPlaces.of(pile, found.counts, found.positions)
     bits = (cuts << (pile.kind.exponent_shift or 0)).astype(pile.kind.bits)
     steps, least = found.of(colds.steps), found.of(np.repeat(bits, per_tile))
-    old, fetched = fetch_weights(places, weights)
-    new = _move_cold(old, steps, least)
-    return PileChanges(pile, places.starts, places.positions, fetched, to_stream(new, pile.device))
+    wait, fetched = fetch_weights(places, weights)
+
+    def finish() -> PileChanges:
+        new = _move_cold(wait(), steps, least)
+        return PileChanges(pile, places.starts, places.positions, fetched, to_stream(new, pile.device))
+
+    return finish
 
 
 def _move_cold(old: Bits, steps: NDArray[np.int64], least: Bits) -> Bits:
@@ -267,16 +274,17 @@ class BlockPlaces:
         return cls(pile, to_stream(starts_of(counts), pile.device), to_stream(positions, pile.device))
 
 
-def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Bits, torch.Tensor]:
-    """Single weights; and the same on the device."""
+def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Callable[[], Bits], torch.Tensor]:
+    """Begin to fetch single weights: what waits for them, and the same on the device."""
     wide, count = places.pile.kind.itemsize, places.positions.numel()
     out = empty(count, INTEGERS[wide], places.pile.device)
     if not count:
-        return np.empty(0, places.pile.kind.bits), out
+        return lambda: np.empty(0, places.pile.kind.bits), out
     at = torch.repeat_interleave(weights.at, places.starts.diff(), output_size=count)
     at += places.positions.to(torch.int64) * wide
     cuda.gather[(-(-count // 1024),)](at, count, unsigned(out), ITEM=wide, SPAN=1024)
-    return to_host(out)[0].view(places.pile.kind.bits), out
+    found = fetch(out)
+    return lambda: found()[0].view(places.pile.kind.bits), out
 
 
 def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> list[PileChanges]:
@@ -295,7 +303,8 @@ def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pi
     decoded = [_positions_and_moves(*payload) for payload in payloads]
     per_tile = np.array([where.size for where, _ in decoded], np.int64)
     found = pile.find_blocks(per_tile, np.concatenate([where for where, _ in decoded]))
-    old, _ = fetch_weights(BlockPlaces.of(pile, found.counts, found.positions), weights)
+    wait, _ = fetch_weights(BlockPlaces.of(pile, found.counts, found.positions), weights)
+    old = wait()
     before = old
     if found.inside is not None:
         before = np.zeros(per_tile.sum(), old.dtype)  # of weights that are not here nobody looks at what they become

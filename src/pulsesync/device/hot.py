@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import Remembered
 from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, as_sums, device_keys
-from pulsesync.device.memory import INTEGERS, empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
+from pulsesync.device.memory import empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
 from pulsesync.format.tables import Contexts
 from pulsesync.kernels import cuda, spec
+
+MARKS = 8  # chunks whose marks a program counts
 
 
 @dataclass(frozen=True)
@@ -128,57 +130,66 @@ def find_hot(
         VerificationError: from what is returned: the weights are not those that were remembered.
     """
     device = pile.device
-    tracked = np.where(cuts, memories.cuts(pile), 0)
-    remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
-    sizes = np.zeros(pile.blocks, np.int64)
-    last = torch.zeros(1, dtype=torch.uint8, device=device)
-    if remembered:
-        sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-        last = _joined(remembered).to(device)
-    of_tiles = [to_stream(some.astype(np.int32), device) for some in (cuts, tracked)]
-    known_starts = to_stream(starts_of(sizes), device)
     # Compiled in, so it follows the position in the epoch alone: the first patch has none, and every other patch has
     # one, even if nothing is tracked in it.
     history = memories.index > 0
+    known_of_tiles, known_starts, last = pile.nothing_known
+    sizes = np.zeros(pile.blocks, np.int64)
+    if history:
+        tracked = np.where(cuts, memories.cuts(pile), 0)
+        remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
+        if remembered:
+            sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+            last = _joined(remembered).to(device)
+        known_of_tiles = to_stream(tracked.astype(np.int32), device)
+        known_starts = to_stream(starts_of(sizes), device)
+    of_tiles = to_stream(cuts.astype(np.int32), device)
     bitmap = empty(pile.chunks * WORDS, torch.int32, device)
     known = empty(bitmap.numel(), torch.int32, device) if history else bitmap
-    begins, known_at, change_at = (torch.zeros(pile.chunks + 1, dtype=torch.int64, device=device) for _ in range(3))
+    begins, known_at = (empty(pile.chunks, torch.int64, device) for _ in range(2))
+    change_at = begins if changed is None else _count_changes(changed, of_tiles)
     hots, knowns = (empty(pile.blocks, torch.int64, device) for _ in range(2))
     shape = contexts or Contexts(0, 1, 1, 1)
-    nothing = empty(0, INTEGERS[pile.kind.itemsize], device)
-    chunks, before = (begins, nothing) if changed is None else (changed.chunks(), changed.old)
 
     def launch(borders: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = empty(int(borders[-1]), torch.int16, device)
         where = empty(rows.numel() if places else 0, torch.int32, device)
-        in_chunks = torch.zeros(pile.chunks, dtype=torch.int32, device=device)
         cuda.list_hot[(pile.blocks,)](
-            weights.at, pile.sizes, pile.first_chunk, pile.block_tile, *of_tiles,
-            chunks, unsigned(before), to_stream(borders, device), known_starts, last, unsigned(bitmap),
-            unsigned(known), begins, known_at, unsigned(rows), unsigned(where), hots, knowns, in_chunks,
-            int(changed is not None), shape.lo, shape.classes, shape.ages, ITEM=pile.kind.itemsize,
-            SHIFT=pile.kind.exponent_shift, HISTORY=history, PLACES=places,
+            weights.at, pile.sizes, pile.first_chunk, pile.block_tile, of_tiles, known_of_tiles,
+            to_stream(borders, device), known_starts, last, unsigned(bitmap), unsigned(known), begins, known_at,
+            unsigned(rows), unsigned(where), hots, knowns, shape.lo, shape.classes, shape.ages,
+            ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history, PLACES=places,
         )  # fmt: skip
-        if changed is not None:
-            torch.cumsum(in_chunks, 0, out=change_at[1:])
         return rows, where
 
     def wait() -> HotWeights:
-        counts, found, firsts = counted()
+        counts, found, *firsts = counted()
         if history and (found != sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
         borders, listed = likely, rows_and_places
+        changes = np.diff(firsts[0]) if firsts else np.zeros(pile.blocks, np.int64)
         if (counts > np.diff(likely))[np.diff(likely) > 0].any():
             borders = starts_of(np.where(np.diff(likely) > 0, counts, 0))
             listed = launch(borders)
         return HotWeights(
-            pile, cuts, bitmap, known, known_at, last, counts, np.diff(firsts), change_at, borders, begins, *listed
+            pile, cuts, bitmap, known, known_at, last, counts, changes, change_at, borders, begins, *listed
         )
 
     likely = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
     rows_and_places = launch(likely)
-    counted = fetch(hots, knowns, change_at[pile.first_chunk])
+    counted = fetch(hots, knowns, *(() if changed is None else (change_at[pile.first_chunk],)))
     return wait
+
+
+def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
+    """Begin to count the changes of hot weights: where those of each chunk begin, and where those of the last end."""
+    pile = run.pile
+    counts = empty(pile.chunks, torch.int32, pile.device)
+    cuda.count_hot_changes[(pile.blocks,)](
+        pile.block_tile, cuts, pile.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old), counts,
+        ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, SPAN=1024,
+    )  # fmt: skip
+    return scan(counts)
 
 
 def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
@@ -193,20 +204,30 @@ def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def advance(memories: DeviceHistory, index: int, hot: Iterable[HotWeights], changes: Changes) -> DeviceHistory:
-    """What is remembered after patch `index` of an epoch, of tiles whose cut is above 0, and of all others as before.
+def begin_advance(
+    memories: DeviceHistory, index: int, hot: Iterable[HotWeights], changes: Changes
+) -> Callable[[], DeviceHistory]:
+    """Begin to find what is remembered after patch `index` of an epoch. Returns what waits for it.
 
-    The cut of a tile in hot is the one that it is remembered with.
+    That is of tiles whose cut is above 0, and of all others as before. The cut of a tile in hot is the one that it is
+    remembered with.
     """
-    tiles = dict(memories.tiles)
+    begun = []
     for one in hot:
         if one.cuts.any():
             with on(one.pile.device):
-                tiles.update(_advance(one, index, [run for run in changes if run.pile is one.pile]))
-    return DeviceHistory(index, tiles)
+                begun.append(_begin(one, index, [run for run in changes if run.pile is one.pile]))
+
+    def wait() -> DeviceHistory:
+        tiles = dict(memories.tiles)
+        for found in begun:
+            tiles.update(found())
+        return DeviceHistory(index, tiles)
+
+    return wait
 
 
-def _advance(hot: HotWeights, index: int, changes: Changes) -> dict[int, TileMemory]:
+def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[int, TileMemory]]:
     pile, device = hot.pile, hot.pile.device
     kind = pile.kind
     later = hot.bitmap.clone()
@@ -220,30 +241,33 @@ def _advance(hot: HotWeights, index: int, changes: Changes) -> dict[int, TileMem
                 SHIFT=kind.exponent_shift, SPAN=SPAN,
             )  # fmt: skip
     counts = empty(pile.chunks, torch.int32, device)
-    cuda.count_marks[(pile.chunks,)](unsigned(later), counts)
+    cuda.count_marks[(-(-pile.chunks // MARKS),)](unsigned(later), counts, pile.chunks, SPAN=MARKS)
     later_at = scan(counts)
-    content = empty(int(later_at[-1]), torch.uint8, device)
+    # What is remembered is hot, or a cold weight that changes: so many bytes at the most are known without waiting.
+    most = int(hot.counts.sum() - hot.changes.sum()) + sum(run.count for run in changes)
+    content = empty(most, torch.uint8, device)
     known = hot.known if hot.remembers else torch.zeros_like(later)
     known_at = hot.known_at if hot.remembers else later_at
-    if content.numel():
+    starts, sums = later_at[pile.first_chunk], torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=device)
+    if most:
         cuda.remember[(pile.chunks,)](
             unsigned(known), unsigned(changed), unsigned(down), unsigned(later), known_at, later_at, hot.last, index,
             content,
         )  # fmt: skip
-    return _by_tile(hot, content, later_at[pile.first_chunk])
-
-
-def _by_tile(hot: HotWeights, content: torch.Tensor, starts: torch.Tensor) -> dict[int, TileMemory]:
-    """Cut bytes at the borders of tiles, and count their digests."""
-    pile = hot.pile
-    (borders,) = to_host(starts)
-    begins = borders[:-1] - borders[pile.first_block[pile.tile_of]]
-    sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
-    if content.numel():
+        begins = starts[:-1] - starts[pile.tile_starts][pile.block_tile]  # in the tile
         cuda.digest_bytes[(pile.blocks, SPREAD)](
-            content, starts, to_stream(begins, pile.device), pile.block_tile, device_keys(pile.device), sums, SPAN=1024
+            content, starts, begins, pile.block_tile, device_keys(device), sums, SPAN=1024
         )
-    totals = as_sums(pile, to_host(sums)[0])
+    counted = fetch(starts, sums)
+    return lambda: _by_tile(hot, content, *counted())
+
+
+def _by_tile(
+    hot: HotWeights, content: torch.Tensor, borders: NDArray[np.int64], sums: NDArray[np.int64]
+) -> dict[int, TileMemory]:
+    """Bytes cut at the borders of tiles, with their digests."""
+    pile = hot.pile
+    totals = as_sums(pile, sums)
     sizes, of_tiles, firsts = np.diff(borders), borders[pile.first_block].tolist(), pile.first_block.tolist()
     out = {}
     for i in np.flatnonzero(hot.cuts).tolist():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import INTEGERS, Tensors, shared, starts_of, to_device, to_stream
+from pulsesync.device.memory import INTEGERS, Tensors, shared, starts_of, to_device, to_stream, wait
 from pulsesync.device.pieces import Pieces, PieceTable
 from pulsesync.state.slices import BundledTile, TileStorage
 
@@ -139,6 +139,19 @@ class Pile:
     def chunk_block(self) -> torch.Tensor:
         blocks = np.repeat(np.arange(self.blocks, dtype=np.int32), np.diff(self.host_first_chunk))
         return to_device(blocks, self.device)
+
+    @cached_property
+    def tile_starts(self) -> torch.Tensor:
+        """The first block of each tile."""
+        return to_device(self.first_block[:-1], self.device)
+
+    @cached_property
+    def nothing_known(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a history without any tile says: cuts of tiles, where the bytes of each block begin, and the bytes."""
+        cuts = torch.zeros(len(self.tiles), dtype=torch.int32, device=self.device)
+        starts = torch.zeros(self.blocks + 1, dtype=torch.int64, device=self.device)
+        wait([self.device])  # other streams use them
+        return cuts, starts, torch.zeros(1, dtype=torch.uint8, device=self.device)
 
     @cached_property
     def geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

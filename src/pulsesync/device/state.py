@@ -21,14 +21,14 @@ from pulsesync.device.changes import (
     PileChanges,
     WriteAddresses,
     as_sums,
-    block_moves,
+    begin_moves,
     compose,
     device_key_planes,
     device_keys,
     moves,
 )
 from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
-from pulsesync.device.hot import DeviceHistory, HotWeights, advance, find_hot
+from pulsesync.device.hot import DeviceHistory, HotWeights, begin_advance, find_hot
 from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
@@ -206,13 +206,14 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                     with memory.on(pile.device):
                         runs += decode.decode_plain(pile, [opened.plain[n] for n in numbers], located(pile))
                 cuts.update(opened.cuts)
-            by_block = block_moves(runs)
+            moving, remembering = begin_moves(runs), None
+            if history is not None:
+                remembering = self.begin_remember(history, cuts, runs, set(touched), hot, located)
+            by_block = moving()
             for one in checks:
                 one.verify(by_block)
             by = moves(by_block)
-            later = None
-            if history is not None:
-                later = self.remember(history, cuts, runs, set(touched), hot, located)
+            later = remembering() if remembering is not None else None
             counted = later.digest() if later is not None and later.tiles and self.whole else None
         moved = {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}
         return VersionChanges(runs, [moved], later, [counted])
@@ -244,7 +245,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
             found.setdefault(self._pile_of[tile.ordinal], []).append(n)
         return found.items()
 
-    def remember(
+    def begin_remember(
         self,
         memories: DeviceHistory,
         cuts: Mapping[int, int],
@@ -252,8 +253,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         touched: set[int],
         hot: Mapping[Pile, HotWeights] | None = None,
         located: Callable[[Pile], PileAddresses] | None = None,
-    ) -> DeviceHistory:
-        """The history after changes of the tiles that were touched; cuts: of those coded with a history.
+    ) -> Callable[[], DeviceHistory]:
+        """Begin to find the history after changes of the tiles that were touched. Returns what waits for it.
+
+        cuts: of those tiles that were coded with a history.
 
         hot: what was found on the way; it serves where the cuts are these, and what is remembered was looked up, which
         a patch coded without a history does not do. located: where piles were found.
@@ -273,7 +276,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                         one = find_hot(pile, weights, then, memories)()
                 yield one
 
-        return advance(memories, memories.index + 1, find(), runs)
+        return begin_advance(memories, memories.index + 1, find(), runs)
 
     # Changes
 
@@ -443,8 +446,8 @@ def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], 
 def _count(indices: BlockIndices, at: torch.Tensor, sums: torch.Tensor) -> None:
     """Add to the two sums of each tile those of the weights of its blocks, given where these are."""
     words, others = indices.runs
-    each, warps = 64, 4  # chunks that a program sums up, and its warps
     unit = min(indices.itemsize, 2)
+    each, warps = 64, 8 // unit  # chunks that a program sums up, and its warps
     if count := words.block.numel():
         cuda.recount[(count, -(-words.chunks // each))](
             words.addresses(at), words.rows, device_key_planes(indices.device, unit), sums,

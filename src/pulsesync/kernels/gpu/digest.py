@@ -13,7 +13,7 @@ from pulsesync.kernels.gpu.words import (
     store_bits,
 )
 
-UNROLL = tl.constexpr(2)  # pieces of chunks that are under way together
+UNROLL = tl.constexpr(8)  # pieces of chunks that are under way together
 
 
 @triton.jit
@@ -275,8 +275,9 @@ def _group_sums(at, i, size, planes, WHOLE: tl.constexpr, UNIT: tl.constexpr, PI
     c0 = tl.zeros(i.shape, tl.int32)
     c1, c2, c3, d0, d1, d2, d3 = c0, c0, c0, c0, c0, c0, c0
     below: tl.constexpr = CHUNK * UNIT  # words from a chunk to the eighth after it
-    for _ in range(0, PIECES, UNROLL):
-        for piece in tl.static_range(UNROLL):
+    together: tl.constexpr = min(UNROLL, PIECES)
+    for _ in range(0, PIECES, together):
+        for piece in tl.static_range(together):
             w = i + 8 * piece
             if WHOLE:
                 x, y = _pair(at, w)
@@ -304,8 +305,8 @@ def _group_sums(at, i, size, planes, WHOLE: tl.constexpr, UNIT: tl.constexpr, PI
                     y.to(tl.uint32), v.to(tl.uint32), (y >> 32).to(tl.uint32), (v >> 32).to(tl.uint32),
                     next_key, d0, d1, d2, d3,
                 )  # fmt: skip
-        i += 8 * UNROLL
-        planes += 64 // UNIT * UNROLL
+        i += 8 * together
+        planes += 64 // UNIT * together
     return _join(c0, c1, d0, d1, UNIT), _join(c2, c3, d2, d3, UNIT)
 
 

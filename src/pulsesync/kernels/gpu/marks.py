@@ -100,18 +100,37 @@ def count_classes(
     tl.atomic_add(sampled + tile * 256 + bins, seen.to(tl.int64), mask=seen > 0)
 
 
+@triton.jit
+def count_hot_changes(
+    block_tile, cuts, first_chunk, change_starts, positions, before, counts,
+    ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """How many changes of each chunk are of weights below the cut, by their old bits."""
+    b = tl.program_id(0)
+    cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
+    mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+    end = tl.load(change_starts + b + 1)
+    found = tl.zeros([256], tl.int32)  # a block has so many chunks at the most
+    for k in range(tl.load(change_starts + b), end, SPAN):
+        j = k + tl.arange(0, SPAN)
+        chunk = (tl.load(positions + j, mask=j < end, other=0) // CHUNK).to(tl.int32)
+        old = tl.load(before + j, mask=j < end, other=0) & mask
+        found += tl.histogram(chunk, 256, mask=(j < end) & (old.to(tl.int64) < cut))
+    c = tl.load(first_chunk + b) + tl.arange(0, 256)
+    tl.store(counts + c, found, mask=c < tl.load(first_chunk + b + 1))
+
+
 # What the data decides is not compiled in; a piece of what is remembered begins anywhere.
-@triton.jit(do_not_specialize=["changes", "lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
+@triton.jit(do_not_specialize=["lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
 def list_hot(
-    old_at, sizes, first_chunk, block_tile, cuts, tracked, offsets, before, rooms, known_starts, last, hot_map,
-    known_map, hot_at, known_at, rows, places, hots, knowns, hot_changes, changes, lowest, classes, ages,
+    old_at, sizes, first_chunk, block_tile, cuts, tracked, rooms, known_starts, last, hot_map, known_map, hot_at,
+    known_at, rows, places, hots, knowns, lowest, classes, ages,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Mark the weights of a block that are below the cut, and list them in its room, as far as there is some.
 
     Of each in order: the row of the tables (see ROW), and its position. With a history those that it knows are marked
-    too. hots, knowns: how many the block has, listed or not. hot_changes: of each chunk, where changes are given, as
-    their old bits: those of chunk c from offsets[c] on. A chunk is under way while the one before it is listed.
+    too. hots, knowns: how many the block has, listed or not.
     """
     b = tl.program_id(0)
     tile = tl.load(block_tile + b)
@@ -124,21 +143,12 @@ def list_hot(
     row = tl.arange(0, ROWS)
     mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
     found, known_found = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    count = tl.minimum(size, CHUNK).to(tl.int32)
-    x = chunk_words(at, tl.zeros([], tl.int64), count, ITEM)
     for begin in range(0, size, CHUNK):
-        next_count = tl.maximum(tl.minimum(size - begin - CHUNK, CHUNK), 0).to(tl.int32)
-        next_x = chunk_words(at, begin + CHUNK, next_count, ITEM)
+        count = tl.minimum(size - begin, CHUNK).to(tl.int32)
+        x = chunk_words(at, begin, count, ITEM)
         words = inside(below_cut(x, cut, ITEM), count)
         tl.store(hot_map + c * ROWS + row, words)
         tl.store(hot_at + c, place + found)
-        if changes != 0:
-            moved = tl.zeros([ROWS], tl.int32)
-            end = tl.load(offsets + c + 1)
-            for k in range(tl.load(offsets + c), end, ROWS):
-                old = tl.load(before + k + row, mask=k + row < end, other=mask)
-                moved += ((k + row < end) & ((old & mask).to(tl.int64) < cut)).to(tl.int32)
-            tl.store(hot_changes + c, tl.sum(moved))
         n = popcount(words)
         to = place + found + prefix(n)
         found += tl.sum(n)
@@ -169,7 +179,6 @@ def list_hot(
                 to += (words != 0).to(tl.int64)
                 words &= words - 1
         c += 1
-        x, count = next_x, next_count
     tl.store(hots + b, found)
     tl.store(knowns + b, known_found)
 
@@ -202,10 +211,12 @@ def mark_later(
 
 
 @triton.jit
-def count_marks(bitmap, counts):
-    """How many bits each chunk has."""
-    c = tl.program_id(0).to(tl.int64)
-    tl.store(counts + c, tl.sum(popcount(tl.load(bitmap + c * ROWS + tl.arange(0, ROWS)))))
+def count_marks(bitmap, counts, chunks, SPAN: tl.constexpr):
+    """How many bits each chunk has: a program takes SPAN chunks."""
+    c = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    word = c[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    marks = tl.load(bitmap + word, mask=(c < chunks)[:, None], other=0)
+    tl.store(counts + c, tl.sum(popcount(marks), axis=1), mask=c < chunks)
 
 
 @triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["last"])
