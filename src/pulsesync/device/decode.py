@@ -133,17 +133,18 @@ def decode_coded(
     kept = pile.kept_streams
     blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
-    reading = begin_work(lambda: parse_cold(coded, streams, contents))
     found = find_hot(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, places=True)
-    stream = _upload(_kept_contents(contents, streams, kept), pile.device)
-    hot = replace(found(), changes=blocks.changes)
-    cold = reading()
-    if (hot.counts < blocks.changes).any():  # before memory is taken for them
-        raise FormatError(spec.FAULTS[3])
-    moving = _begin_cold(pile, cuts, streams.colds, cold, weights)
-    runs, faults = [], None
+    reading = begin_work(lambda: parse_cold(coded, streams, contents))
+    decoder = None
     if blocks.changes.any():
-        moved, faults = _hot(weights, table, stream, hot, blocks)
+        stream = _upload(_kept_contents(contents, streams, kept), pile.device)
+        decoder = _StreamDecoder(pile, weights, table, stream, blocks)
+    cold = reading()
+    moving = _begin_cold(pile, cuts, streams.colds, cold, weights)
+    hot = replace(found(), changes=blocks.changes)
+    runs, faults = [], None
+    if decoder is not None:
+        moved, faults = decoder.begin(hot)
         runs.append(moved)
     runs.append(moving())
     if faults is not None and (met := to_host(faults)[0]).any():
@@ -178,38 +179,51 @@ def _kept_contents(
     return out
 
 
-def _hot(
-    weights: PileAddresses,
-    table: FrequencyTable,
-    stream: torch.Tensor,
-    hot: HotWeights,
-    blocks: _Blocks,
-) -> tuple[PileChanges, torch.Tensor]:
-    """Have the streams decoded; what is found is right if there turn out to be no faults."""
-    pile, device = hot.pile, hot.pile.device
-    changes, lanes, words = blocks.changes, blocks.lanes, blocks.words
-    total, coded = int(changes.sum()), np.flatnonzero(changes)
-    chosen = to_stream(coded, device)
-    out_starts = to_stream(starts_of(changes[coded]), device)
-    begins = hot.borders[coded]
-    first, end = (to_stream(some, device) for some in (begins, begins + hot.counts[coded]))
-    decoded, extras = (empty(total, torch.int32, device) for _ in range(2))
-    faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
-    (order, firsts), shares = warps_of(lanes[coded]), to_stream(table.cumulative, device)
-    cuda.decode[(firsts.size - 1,)](
-        to_stream(order, device), to_stream(firsts, device), to_stream(lanes[coded].astype(np.int32), device),
-        unsigned(stream), to_stream(starts_of(words[coded]), device), first, end, unsigned(hot.rows),
-        unsigned(shares), unsigned(shares.view(torch.int64)), table.contexts.symbols, tables.listed_class(pile.kind),
-        out_starts, unsigned(decoded), unsigned(extras), faults, BITS=table.contexts.bits,
-        WIDE=pile.kind.itemsize == 4, num_warps=1,
-    )  # fmt: skip
-    positions, sizes = empty(total, torch.int32, device), to_stream(np.append(table.sizes, np.uint32(0)), device)
-    old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
-    cuda.land[(coded.size, SPREAD)](
-        weights.at[chosen], first, unsigned(hot.places), out_starts, unsigned(decoded), unsigned(extras),
-        unsigned(sizes), unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
-    )  # fmt: skip
-    return PileChanges(pile, to_stream(starts_of(changes), device), positions, old, new), faults
+class _StreamDecoder:
+    """Decodes the streams of a pile's blocks; what does not wait for the hot weights goes up at once."""
+
+    def __init__(
+        self, pile: Pile, weights: PileAddresses, table: FrequencyTable, stream: torch.Tensor, blocks: _Blocks
+    ) -> None:
+        self._pile, self._table, self._stream, self._blocks = pile, table, stream, blocks
+        self._coded = coded = np.flatnonzero(blocks.changes)
+        lanes, device = blocks.lanes[coded], pile.device
+        arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(blocks.words[coded]))
+        self._warps = [to_stream(array, device) for array in arrays]
+        self._out_starts = to_stream(starts_of(blocks.changes[coded]), device)
+        self._starts = to_stream(starts_of(blocks.changes), device)
+        self._at = weights.at[to_stream(coded, device)]
+        self._shares = to_stream(table.cumulative, device)
+        self._sizes = to_stream(np.append(table.sizes, np.uint32(0)), device)
+
+    def begin(self, hot: HotWeights) -> tuple[PileChanges, torch.Tensor]:
+        """Have the streams decoded; what is found is right if there turn out to be no faults.
+
+        Raises:
+            FormatError: a stream has more changes than there are hot weights.
+        """
+        if (hot.counts < self._blocks.changes).any():  # before memory is taken for them
+            raise FormatError(spec.FAULTS[3])
+        pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
+        order, firsts, lanes, word_starts = self._warps
+        total, begins = int(self._blocks.changes.sum()), hot.borders[coded]
+        first, end = (to_stream(some, device) for some in (begins, begins + hot.counts[coded]))
+        decoded, extras = (empty(total, torch.int32, device) for _ in range(2))
+        faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
+        cuda.decode[(firsts.numel() - 1,)](
+            order, firsts, lanes, unsigned(self._stream), word_starts, first, end, unsigned(hot.rows),
+            unsigned(self._shares), unsigned(self._shares.view(torch.int64)), table.contexts.symbols,
+            tables.listed_class(pile.kind), self._out_starts, unsigned(decoded), unsigned(extras), faults,
+            BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
+        )  # fmt: skip
+        positions = empty(total, torch.int32, device)
+        old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
+        cuda.land[(coded.size, SPREAD)](
+            self._at, first, unsigned(hot.places), self._out_starts, unsigned(decoded), unsigned(extras),
+            unsigned(self._sizes), unsigned(positions), unsigned(old), unsigned(new), faults,
+            ITEM=pile.kind.itemsize, SPAN=512,
+        )  # fmt: skip
+        return PileChanges(pile, self._starts, positions, old, new), faults
 
 
 def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor:
@@ -277,7 +291,7 @@ class BlockPlaces:
 def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Callable[[], Bits], torch.Tensor]:
     """Begin to fetch single weights: what waits for them, and the same on the device."""
     wide, count = places.pile.kind.itemsize, places.positions.numel()
-    out = empty(count, INTEGERS[wide], places.pile.device)
+    out = torch.empty(count, dtype=INTEGERS[wide], device=places.pile.device)
     if not count:
         return lambda: np.empty(0, places.pile.kind.bits), out
     at = torch.repeat_interleave(weights.at, places.starts.diff(), output_size=count)

@@ -96,7 +96,7 @@ class _StreamPlan:
     lanes: NDArray[np.int64]
     decisions: NDArray[np.int64]
     spans: tuple[torch.Tensor, torch.Tensor]  # where the decisions of each begin and end
-    tables: tuple[torch.Tensor, ...]  # order and firsts of `warps_of`, lanes, and where the changes of each begin
+    tables: tuple[torch.Tensor, ...]  # order and firsts of `warps_of`, lanes, where changes begin, and where rooms do
     rooms: NDArray[np.int64]
 
     @classmethod
@@ -105,13 +105,14 @@ class _StreamPlan:
         decisions, changes, begins = blocks.decisions[coded], blocks.hot_changes[coded], borders[coded]
         lanes = tables.lanes_for(decisions)
         spans = to_stream(begins, device), to_stream(begins + decisions, device)
-        arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(changes))
-        on_device = tuple(to_stream(array, device) for array in arrays)
-        return cls(changes, lanes, decisions, spans, on_device, starts_of(2 * lanes + decisions // 4 + 3 * changes))
+        rooms = starts_of(2 * lanes + decisions // 4 + 3 * changes)
+        arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(changes), rooms)
+        return cls(changes, lanes, decisions, spans, tuple(to_stream(array, device) for array in arrays), rooms)
 
     def with_most_room(self) -> "_StreamPlan":
         """The same with room for a word a decision and two more a change."""
-        return replace(self, rooms=starts_of(2 * self.lanes + self.decisions + 3 * self.changes))
+        rooms = starts_of(2 * self.lanes + self.decisions + 3 * self.changes)
+        return replace(self, tables=(*self.tables[:-1], to_stream(rooms, self.spans[0].device)), rooms=rooms)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class _PileCoder:
             by_row = _count_rows(hot.rows, self._plan, contexts)
             counted = fetch(by_row, decisions.by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)
             self._by_row, by_symbol, longs, cold, steps = counted()
-            self._colds = begin(lambda: self._build_cold(cold, steps))
+            self._cold = cold, steps
             self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
             if longs[0] > FEW_LONG:
                 wide = _wide(decisions.sizes)
@@ -235,8 +236,9 @@ class _PileCoder:
         )  # fmt: skip
         return replace(out, by_symbol=counts.total())
 
-    def _build_cold(self, cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
+    def _build_cold(self) -> list[bytes]:
         """Of each tile its cold changes."""
+        cold, steps = self._cold
         in_blocks = self._blocks.changes - self._blocks.hot_changes
         first = starts_of(in_blocks)[self.pile.first_block]
         return build_cold(first, cold + np.repeat(self.pile.host_begins, in_blocks), steps)
@@ -246,7 +248,7 @@ class _PileCoder:
     ) -> dict[int, CodedTile]:
         """The payloads of the tiles that changed, by ordinal; the cold changes are written meanwhile."""
         pile, blocks, plan = self.pile, self._blocks, self._plan
-        words, streams = np.zeros(pile.blocks, np.int64), fetch()
+        words, streams, colds = np.zeros(pile.blocks, np.int64), fetch(), self._build_cold
         with on(pile.device):
             if plan.lanes.size:
                 decisions = self.kept
@@ -254,18 +256,20 @@ class _PileCoder:
                     decisions = self._decide(table.contexts)
                     decisions.list_sizes(table.sizes)
                 coded = _launch(decisions, table, plan)
-                (sizes,) = to_host(coded.used)
+                used = fetch(coded.used)
+                colds = begin(self._build_cold)
+                (sizes,) = used()
                 if (sizes > np.diff(plan.rooms)).any():  # many changes
                     coded = _launch(decisions, table, plan.with_most_room())
                 words[blocks.coded] = sizes
                 streams = fetch(_packed(coded, starts_of(2 * sizes)))
-        lanes, colds = tables.lanes_for(blocks.decisions), blocks.changes - blocks.hot_changes
-        in_tiles = starts_of(colds)[pile.first_block]
+        lanes, in_tiles = tables.lanes_for(blocks.decisions), starts_of(blocks.changes - blocks.hot_changes)
+        in_tiles = in_tiles[pile.first_block]
         heads = build_many(number, self.cuts, pile.first_block, (blocks.hot_changes, lanes, words), np.diff(in_tiles))
         touched = np.flatnonzero(np.diff(starts_of(blocks.changes)[pile.first_block])).tolist()
         checks = self._checks(touched, moved)
         ends = starts_of(2 * words)[pile.first_block].tolist()
-        cold, cuts = self._colds(), self.cuts.tolist()
+        cold, cuts = colds(), self.cuts.tolist()
         data = streams()[0].data if plan.lanes.size else memoryview(b"")
         out = {}
         for i in touched:
@@ -361,10 +365,9 @@ class _Streams:
 def _launch(decisions: _Decisions, table: FrequencyTable, plan: _StreamPlan) -> _Streams:
     hot, kind = decisions.hot, decisions.hot.pile.kind
     device = hot.pile.device
-    rooms = to_stream(plan.rooms, device)
     stream = empty(int(plan.rooms[-1]), torch.int16, device)
     used = empty(plan.lanes.size, torch.int64, device)
-    order, firsts, lanes, change_starts = plan.tables
+    order, firsts, lanes, change_starts, rooms = plan.tables
     cuda.encode[(firsts.numel() - 1,)](
         order, firsts, lanes, unsigned(hot.rows), decisions.symbols, unsigned(decisions.sizes), *plan.spans,
         change_starts, unsigned(to_stream(table.shares, device)), tables.listed_class(kind), rooms, unsigned(stream),

@@ -1,7 +1,7 @@
 """Hot weights on a device: marked, listed with the rows of the tables, and what is remembered of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -109,6 +109,10 @@ class HotWeights:
     def remembers(self) -> bool:
         return self.known is not self.bitmap
 
+    def without_list(self) -> "HotWeights":
+        """The same without what is listed, which takes most of the memory."""
+        return replace(self, rows=self.rows[:0].clone(), places=self.places[:0].clone())
+
 
 def find_hot(
     pile: Pile,
@@ -212,19 +216,16 @@ def begin_advance(
     That is of tiles whose cut is above 0, and of all others as before. The cut of a tile in hot is the one that it is
     remembered with.
     """
-    begun = []
+    done = dict(memories.tiles)
+    before: Callable[[], dict[int, TileMemory]] | None = None
     for one in hot:
         if one.cuts.any():
             with on(one.pile.device):
-                begun.append(_begin(one, index, [run for run in changes if run.pile is one.pile]))
+                waits = _begin(one, index, [run for run in changes if run.pile is one.pile])
+            done.update(before() if before is not None else {})  # of one pile at a time: it takes memory
+            before = waits
 
-    def wait() -> DeviceHistory:
-        tiles = dict(memories.tiles)
-        for found in begun:
-            tiles.update(found())
-        return DeviceHistory(index, tiles)
-
-    return wait
+    return lambda: DeviceHistory(index, {**done, **(before() if before is not None else {})})
 
 
 def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[int, TileMemory]]:

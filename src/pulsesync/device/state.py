@@ -200,8 +200,8 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                 for pile, decoded in self._decode(opened, history, located):
                     runs += decoded.runs
                     checks.append(decoded.checks)
-                    if decoded.hot.pile is pile:
-                        hot[pile] = decoded.hot
+                    if history is not None and decoded.hot.pile is pile and pile in self._small:
+                        hot[pile] = decoded.hot.without_list()
                 for pile, numbers in self._by_pile([tile for tile, *_ in opened.plain]):
                     with memory.on(pile.device):
                         runs += decode.decode_plain(pile, [opened.plain[n] for n in numbers], located(pile))
@@ -217,6 +217,12 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
             counted = later.digest() if later is not None and later.tiles and self.whole else None
         moved = {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}
         return VersionChanges(runs, [moved], later, [counted])
+
+    @cached_property
+    def _small(self) -> set[Pile]:
+        """The piles that have a dtype on their device to themselves: of others little is kept in memory at a time."""
+        keys = [(pile.kind, pile.device) for pile in self.piles]
+        return {pile for pile, key in zip(self.piles, keys, strict=True) if keys.count(key) == 1}
 
     @cached_property
     def _wanted(self) -> Mapping[int, Tile]:
