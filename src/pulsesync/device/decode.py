@@ -12,7 +12,18 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, Codec, Tile
 from pulsesync.device.changes import SPREAD, BlockMoves, PileChanges, find_changes, on_whole
 from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
-from pulsesync.device.memory import INTEGERS, empty, fetch, on_host, starts_of, to_host, to_stream, unsigned, warps_of
+from pulsesync.device.memory import (
+    INTEGERS,
+    all_to_stream,
+    empty,
+    fetch,
+    on_host,
+    starts_of,
+    to_host,
+    to_stream,
+    unsigned,
+    warps_of,
+)
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
@@ -189,12 +200,12 @@ class _StreamDecoder:
         self._coded = coded = np.flatnonzero(blocks.changes)
         lanes, device = blocks.lanes[coded], pile.device
         arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(blocks.words[coded]))
-        self._warps = [to_stream(array, device) for array in arrays]
-        self._out_starts = to_stream(starts_of(blocks.changes[coded]), device)
-        self._starts = to_stream(starts_of(blocks.changes), device)
-        self._at = weights.at[to_stream(coded, device)]
-        self._shares = to_stream(table.cumulative, device)
-        self._sizes = to_stream(np.append(table.sizes, np.uint32(0)), device)
+        changes = starts_of(blocks.changes[coded]), starts_of(blocks.changes)
+        shares = table.cumulative, np.append(table.sizes, np.uint32(0))
+        *self._warps, self._out_starts, self._starts, self._shares, self._sizes, chosen = all_to_stream(
+            (*arrays, *changes, *shares, coded), device
+        )
+        self._at = weights.at[chosen]
 
     def begin(self, hot: HotWeights) -> tuple[PileChanges, torch.Tensor]:
         """Have the streams decoded; what is found is right if there turn out to be no faults.
@@ -207,7 +218,7 @@ class _StreamDecoder:
         pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
         order, firsts, lanes, word_starts = self._warps
         total, begins = int(self._blocks.changes.sum()), hot.borders[coded]
-        first, end = (to_stream(some, device) for some in (begins, begins + hot.counts[coded]))
+        first, end = all_to_stream((begins, begins + hot.counts[coded]), device)
         decoded, extras = (empty(total, torch.int32, device) for _ in range(2))
         faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
         cuda.decode[(firsts.numel() - 1,)](

@@ -16,7 +16,7 @@ from pulsesync.core.threads import begin
 from pulsesync.core.types import Codec
 from pulsesync.device.changes import BlockMoves, PileChanges, begin_moves
 from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
-from pulsesync.device.memory import empty, fetch, on, starts_of, to_host, to_stream, unsigned, warps_of
+from pulsesync.device.memory import all_to_stream, empty, fetch, on, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.format import tables
 from pulsesync.format.codecs.context import is_checked
@@ -104,10 +104,10 @@ class _StreamPlan:
         coded = blocks.coded
         decisions, changes, begins = blocks.decisions[coded], blocks.hot_changes[coded], borders[coded]
         lanes = tables.lanes_for(decisions)
-        spans = to_stream(begins, device), to_stream(begins + decisions, device)
         rooms = starts_of(2 * lanes + decisions // 4 + 3 * changes)
-        arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(changes), rooms)
-        return cls(changes, lanes, decisions, spans, tuple(to_stream(array, device) for array in arrays), rooms)
+        warps = (*warps_of(lanes), lanes.astype(np.int32), starts_of(changes), rooms)
+        begin, end, *rest = all_to_stream((begins, begins + decisions, *warps), device)
+        return cls(changes, lanes, decisions, (begin, end), tuple(rest), rooms)
 
     def with_most_room(self) -> "_StreamPlan":
         """The same with room for a word a decision and two more a change."""

@@ -202,6 +202,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                     checks.append(decoded.checks)
                     if history is not None and decoded.hot.pile is pile and pile in self._small:
                         hot[pile] = decoded.hot.without_list()
+                    del decoded  # it takes memory while the next pile is decoded
                 for pile, numbers in self._by_pile([tile for tile, *_ in opened.plain]):
                     with memory.on(pile.device):
                         runs += decode.decode_plain(pile, [opened.plain[n] for n in numbers], located(pile))
