@@ -399,8 +399,9 @@ LINES = {  # functions whose wall-clock time is told, by module; one inside anot
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
     "device.hot": "_begin _by_tile",
     "device.state": "find_hot begin_advance begin_moves moves",
-    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload _hot parse_cold _begin_cold"
+    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload parse_cold _begin_cold"
     " to_host",
+    "device.decode._StreamDecoder": "__init__ begin",
     "format.patch": "finish choose _assemble",
     "format.container": "build open_part",
     "format.tables": "normalise choose_cuts choose_from",

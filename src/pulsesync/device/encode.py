@@ -116,7 +116,7 @@ class _StreamPlan:
 
 
 @dataclass(frozen=True)
-class _Decisions:
+class _PileDecisions:
     """The decisions of a pile on the device, and its cold changes."""
 
     hot: HotWeights
@@ -145,7 +145,7 @@ class _PileCoder:
 
     def __init__(self, run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None) -> None:
         self.run, self.pile, self._weights, self._memories = run, run.pile, weights, memories
-        self.kept: _Decisions | None = None
+        self.kept: _PileDecisions | None = None
         self.long: LongSteps = NO_LONG_STEPS
         with on(self.pile.device):
             self._by_class = self._count_classes()
@@ -210,7 +210,7 @@ class _PileCoder:
             (by_symbol,) = to_host(torch.bincount(found, minlength=self._by_row.size * places))
         return _with_unchanged(self._by_row, by_symbol.reshape(-1, places), contexts)
 
-    def _decide(self, contexts: tables.Contexts) -> _Decisions:
+    def _decide(self, contexts: tables.Contexts) -> _PileDecisions:
         """Find the hot weights, which is waited for, and begin to write their changes among the decisions."""
         run, pile, device = self.run, self.pile, self.pile.device
         memories = self._memories or DeviceHistory()
@@ -218,7 +218,7 @@ class _PileCoder:
         hot_changes = int(hot.changes.sum())
         cold = run.count - hot_changes
         counts = _SymbolCounts.of(contexts, device)
-        out = _Decisions(
+        out = _PileDecisions(
             hot,
             symbols=torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device),
             sizes=empty(hot_changes, torch.int32, device),
@@ -362,7 +362,7 @@ class _Streams:
     used: torch.Tensor  # words
 
 
-def _launch(decisions: _Decisions, table: FrequencyTable, plan: _StreamPlan) -> _Streams:
+def _launch(decisions: _PileDecisions, table: FrequencyTable, plan: _StreamPlan) -> _Streams:
     hot, kind = decisions.hot, decisions.hot.pile.kind
     device = hot.pile.device
     stream = empty(int(plan.rooms[-1]), torch.int16, device)
