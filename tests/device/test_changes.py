@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from pulsesync.core.types import Bits, BlockChange, TensorSpec
 from pulsesync.device.changes import PileChanges, compose, find_changes, on_whole
@@ -120,3 +121,13 @@ def test_changes_of_a_part_are_changes_of_the_whole(pile: Pile) -> None:
     del expected[pile.tiles[1].ordinal]
     assert_same(fetched([whole]), expected)
     assert on_whole(whole, pile) is whole
+
+
+def test_chunks_are_found_in_a_pile_of_thousands_of_blocks(device: str) -> None:
+    """Their number times the size of a block is beyond 32 bits."""
+    count = 2100
+    pile = piles_of(layouts.make(TensorSpec(f"t{n:04}", "BF16", (5,)) for n in range(count)), device)[0]
+    ones = torch.ones(count, dtype=torch.int32, device=device)
+    starts = torch.arange(count + 1, device=device)
+    run = PileChanges(pile, starts, ones, ones.to(torch.int16), ones.to(torch.int16))
+    assert run.chunks().tolist() == starts.tolist()

@@ -34,7 +34,10 @@ def find(source: Any) -> "torch.device | None":
         if where is None:
             continue  # no tensor: whoever reads the source says so
         if where.type not in ("cuda", "cpu"):
-            raise StateError(f"tensor {name!r} is on {where}; host memory and CUDA devices are supported", tensor=name)
+            if tensor.numel() or not places:
+                found_on = f"tensor {name!r} is on {where}"
+                raise StateError(f"{found_on}; host memory and CUDA devices are supported", tensor=name)
+            continue
         places[where] = places.get(where, False) or tensor.numel() > 0
     full = [where for where, has_weights in places.items() if has_weights] or list(places)
     found: torch.device | None = next((where for where in full if not is_host(where)), None)

@@ -39,6 +39,7 @@ from pulsesync.device.memory import (
     Tensors,
     ThreadPoint,
     check_reach,
+    meet,
     on,
     on_host,
     pinned,
@@ -156,6 +157,7 @@ class SourceReader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._devices: Mapping[str, torch.device] = {}  # that work on the tensors
+        self.in_host_memory = False  # some of the last source
         self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
@@ -182,6 +184,7 @@ class SourceReader:
                 tensor=away,
             )
         self._devices = devices
+        self.in_host_memory = self._device.type == "cuda" and any(flat.device.type == "cpu" for flat in flats.values())
         return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
 
 
@@ -213,6 +216,7 @@ class DeviceBaseline:
         tensors = shards.published.tensors
         places = _places_of(share)
         devices = {name: worker_of(tensors[name], self.device) for name in tensors}
+        meet(list(dict.fromkeys(devices.values())))
         for pile in make_piles(share.tiles, places, devices):
             with on(pile.device):
                 for name, run in _bundles(pile, tensors).items():
@@ -245,7 +249,8 @@ class DeviceBaseline:
         flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
         if isinstance(state, DeviceState):  # the host's, if the share has no tiles
             for pile in state.piles:
-                flats |= _bundles(pile, state.tensors)
+                with on(pile.device):
+                    flats |= _bundles(pile, state.tensors)
         workers = {name: worker_of(flat, self.device) for name, flat in flats.items()}
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
@@ -261,6 +266,8 @@ class DeviceBaseline:
         pairs, stream = self._pairs_of(share, state, shards.published.dtypes), self._stream_of(state)
         found = self._find(pairs, state, stream, shards.published, lambda one, new: _find_at_once(one, new, state))
         state.readers.append(found.found)
+        if self._reader.in_host_memory:  # which the caller may write at once: no stream keeps it waiting
+            found.found.wait()
         return found
 
     def wait(self) -> None:
@@ -323,11 +330,13 @@ class DeviceBaseline:
     ) -> "DeviceDifference":
         """Launch the comparison of all piles in the current streams."""
         runs = []
+        meet(state.devices)
         for pair in pairs:
             with on(pair.here.device):
                 run = _compare(pair, source, find)
             if run.count:
                 runs.append(run)
+        meet(state.devices)
         return DeviceDifference(state, stream, runs, StreamPoint(*state.devices))
 
     def _pairs_of(self, share: TileShare, state: DeviceState, dtypes: Mapping[str, str]) -> "Sequence[_PilePair]":
@@ -463,7 +472,7 @@ class DeviceDifference:
         by_block: BlockMoves = {}
         for dtype, some in groupby(self.runs, lambda run: run.pile.tiles[0].tensor.dtype):
             if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
-                piles = code_piles([(run, run.pile.locate(state.tensors)) for run in some], known, len(shared))
+                piles = code_piles([(run, _locate(run.pile, state)) for run in some], known, len(shared))
                 shared.append(piles.table)
                 coded |= piles.tiles
                 hot |= piles.hot if known is not None else {}
@@ -522,6 +531,11 @@ class LaterDifference:
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         return self._found.result().encode(last, codec)
+
+
+def _locate(pile: Pile, state: DeviceState) -> PileAddresses:
+    with on(pile.device):
+        return pile.locate(state.tensors)
 
 
 def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:

@@ -41,7 +41,7 @@ class PileChanges:
         if self.known_chunks is not None:
             return self.known_chunks
         pile, number = self.pile, torch.arange(self.pile.chunks, device=self.pile.device)
-        borders = pile.chunk_block * BLOCK + (number - pile.first_chunk[pile.chunk_block]) * CHUNK
+        borders = pile.chunk_block.to(torch.int64) * BLOCK + (number - pile.first_chunk[pile.chunk_block]) * CHUNK
         found = torch.searchsorted(self.flat_keys(), borders)
         return torch.cat((found, found.new_full((1,), self.count)))
 

@@ -61,7 +61,7 @@ def code_piles(
     ages = memories.index + 1 if memories is not None else 1
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(width))
     keep = sum(int(coder.pile.host_sizes.sum()) for coder in coders) <= LISTED_ONCE
-    counts = np.sum([coder.count(contexts, keep) for coder in coders], axis=0)
+    counts = np.sum([coder.count(contexts, keep, len(coders) == 1) for coder in coders], axis=0)
     sizes = _choose_sizes([coder.long for coder in coders], width, ages)
     if sizes.size:
         contexts = replace(contexts, symbols=contexts.symbols + 2 * sizes.size)
@@ -177,10 +177,10 @@ class _PileCoder:
         self._rooms = np.where(self._changes > 0, likely, 0)
         return int(self.cuts.max())
 
-    def count(self, contexts: tables.Contexts, keep: bool) -> NDArray[np.int64]:
+    def count(self, contexts: tables.Contexts, keep: bool, alone: bool) -> NDArray[np.int64]:
         """List the decisions; return how often each symbol of each context is decided: (classes, ages, symbols).
 
-        keep: until they are coded; else they are listed again then.
+        keep: until they are coded; else they are listed again then. alone: no other pile has this dtype.
         """
         with on(self.pile.device):
             decisions = self._decide(contexts)
@@ -192,7 +192,7 @@ class _PileCoder:
             self._by_row, by_symbol, longs, cold, steps = counted()
             self._cold = cold, steps
             self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
-            if longs[0] > FEW_LONG:
+            if longs[0] > (FEW_LONG if alone else 0):  # those of several piles may be sampled, in the order of tiles
                 wide = _wide(decisions.sizes)
                 self.long = wide[wide > spec.DIRECT]
         if keep:

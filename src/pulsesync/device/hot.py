@@ -144,7 +144,7 @@ def find_hot(
         remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
         if remembered:
             sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-            last = _joined(remembered).to(device)
+            last = _joined(remembered, device)
         known_of_tiles = to_stream(tracked.astype(np.int32), device)
         known_starts = to_stream(starts_of(sizes), device)
     of_tiles = to_stream(cuts.astype(np.int32), device)
@@ -196,7 +196,7 @@ def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
     return scan(counts)
 
 
-def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
+def _joined(tiles: Sequence[TileMemory], device: torch.device) -> torch.Tensor:
     """What is remembered of tiles, one after the other: most often it lies so."""
     pieces: list[tuple[torch.Tensor, int, int]] = []
     for tile in tiles:
@@ -204,7 +204,7 @@ def _joined(tiles: Sequence[TileMemory]) -> torch.Tensor:
         if pieces and pieces[-1][0] is tile.memory and pieces[-1][2] == begin:
             begin = pieces.pop()[1]
         pieces.append((tile.memory, begin, tile.end))
-    found = [memory[begin:end] for memory, begin, end in pieces]
+    found = [memory[begin:end].to(device) for memory, begin, end in pieces]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -125,6 +125,19 @@ def worker_of(tensor: torch.Tensor, main: torch.device) -> torch.device:
     return tensor.device if tensor.device.type == "cuda" else main
 
 
+def reachable(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor where a device can read it: a copy of host memory that is not pinned, as casts and reshapes make it."""
+    apart = device.type == "cuda" and flat.device.type == "cpu" and flat.numel() > 0 and not flat.is_pinned()
+    return flat.to(device) if apart else flat
+
+
+def meet(devices: Sequence[torch.device]) -> None:
+    """Have what is launched from now on, on any of some devices, come after all that was launched on the others."""
+    if len(devices) > 1:
+        here = StreamPoint(*devices)
+        here.precede([torch.cuda.current_stream(device) for device in devices if device.type == "cuda"])
+
+
 def check_reach(tensors: Mapping[str, torch.Tensor], main: torch.device) -> None:
     """Refuse tensors that a GPU cannot read where they are, and let those that hold some reach each other.
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Tile
-from pulsesync.device.memory import INTEGERS, Tensors, cast, shared, starts_of, to_device, unsigned
+from pulsesync.device.memory import INTEGERS, Tensors, cast, reachable, shared, starts_of, to_device, unsigned
 from pulsesync.kernels import cuda
 
 CHUNK = 4096  # weights that a program copies; as kernels/cuda.py has it
@@ -111,12 +111,13 @@ class Pieces:
         key = (place, itemsize)
         if place is not None and (known := self._found.get(key)) is not None:
             return known
-        memory = [flats[name] for name in self.names]
+        given = [flats[name] for name in self.names]
+        memory = [reachable(flat, self.device) for flat in given]
         at = self.addresses(memory, itemsize)
         wide = np.array([itemsize == self._itemsize and name in masters for name in self.names], np.bool_)
         at[wide] += (4 - itemsize) * self._starts[wide]
         found = _Found(self._at(at, ~wide), self._at(at, wide))
-        if place is None:
+        if place is None or any(flat is not here for flat, here in zip(given, memory, strict=True)):
             return found._replace(memory=memory)
         for old in list(self._found)[: len(self._found) - KEPT + 1]:
             self._found.pop(old, None)

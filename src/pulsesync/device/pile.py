@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import INTEGERS, Tensors, shared, starts_of, to_device, to_stream, wait
+from pulsesync.device.memory import INTEGERS, Tensors, reachable, shared, starts_of, to_device, to_stream, wait
 from pulsesync.device.pieces import Pieces, PieceTable
 from pulsesync.state.slices import BundledTile, TileStorage
 
@@ -266,7 +266,9 @@ class Pile:
                 key = (wide, flats.place)
                 if (known := self._found.get(key)) is not None:
                     return PileAddresses(shared(known), (flats,))
-        memory = tuple(flats[name] for name in names)
+        given = [flats[name] for name in names]
+        memory = tuple(reachable(flat, self.device) for flat in given)
+        moved = any(flat is not here for flat, here in zip(given, memory, strict=True))
         addresses = np.array([flat.data_ptr() for flat in memory], np.int64)
         if key is None:
             key = (wide, addresses.tobytes())
@@ -275,12 +277,12 @@ class Pile:
         bases = addresses[tensor_of] + starts * wide
         copies = []
         for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
-            lying = rectangle(flats[self.places[i].tensor.name], self.places[i])
+            lying = rectangle(memory[tensor_of[i]], self.places[i])
             copies.append(lying.clone(memory_format=torch.contiguous_format).view(-1).to(self.device))
             bases[i] = copies[-1].data_ptr()
         blocks = slice(int(self.first_block[self.first_gathered]))
         at = to_device(bases[self.tile_of[blocks]] + self.host_begins[blocks] * wide, self.device)
-        if not copies:
+        if not copies and not moved:
             _keep(self._found, key, at)
         return PileAddresses(at, (*copies, *memory))
 

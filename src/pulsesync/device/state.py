@@ -90,9 +90,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         for ordinal, tile in self._tiles.items():
             if tile.kept is not None:
                 tiles[ordinal] = replace(tiles[ordinal], kept=tile.kept)
-        memory.check_reach(flats, self.device)
+        tied = {f"{name}, tied": other for name, others in (copies or {}).items() for other in others}
+        memory.check_reach({**flats, **tied}, self.device)
         self.piles = make_piles(tiles, self._tiles, works_on)
-        self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles))))
+        holding = [memory.worker_of(other, self.device) for other in tied.values()]
+        self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles), *holding)))
         self._pile_of = {tile.ordinal: pile for pile in self.piles for tile in pile.tiles}
         self.tensors = Tensors(flats, object())  # they stay where they are: see `holds`
         self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and which of the memories of a tensor
@@ -139,7 +141,8 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         if place.pieces:
             pile = self._pile_of[tile.ordinal].part([tile.ordinal])
             assert pile.pieces is not None
-            return pile.pieces.gather(self.tensors, tile.tensor.kind.itemsize)[: tile.size]
+            with memory.on(pile.device):
+                return pile.pieces.gather(self.tensors, tile.tensor.kind.itemsize)[: tile.size]
         flat = self.tensors[place.tensor.name]
         return flat[self._where(flat, tile, number, min(BLOCK, tile.size - number * BLOCK))]
 

@@ -100,7 +100,7 @@ def baseline_for(source: Any, keep: Keep | None) -> Baseline:
     """How the base of a source is kept: on its device, if it is on one, unless something else is asked for.
 
     Raises:
-        ValueError: keep is for another kind of source; StateError: tensors of a source are on several devices.
+        ValueError: keep is for another kind of source; StateError: a tensor is neither in host memory nor on a GPU.
     """
     where = device.find(local_tensors(source))
     if where is None:

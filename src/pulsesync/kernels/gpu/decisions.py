@@ -55,7 +55,7 @@ def decide(
             cold += tl.sum(colds)
             far = (is_hot & (size > DIRECT)).to(tl.int32)
             long = tl.sum(far)
-            if long > 0:
+            if (long > 0) & (tl.load(longs) <= most):  # a number far beyond that would not fit
                 at = tl.atomic_add(longs, long, sem="relaxed") + prefix(far)
                 tl.store(longs + 1 + at, size.to(tl.uint32).to(tl.int32, bitcast=True), mask=(far != 0) & (at < most))
 
