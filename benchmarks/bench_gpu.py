@@ -393,7 +393,7 @@ def kernels(weights: float, density: float) -> str:
     return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=48))
 
 
-LINES = {  # functions whose wall-clock time is told, by module; one inside another counts in both
+LINES = {  # the functions to time, by module; where one calls another, the time of the inner counts for both
     "device.baseline": "_compare code_piles _diffs moves",
     "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",

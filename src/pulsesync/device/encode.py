@@ -28,7 +28,7 @@ from pulsesync.kernels import cuda, spec
 SPARE = 1.2  # room for hot weights, over what a sample of a tile lets expect, ...
 FEW = 1 << 12  # ... and this beside
 COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
-FEW_LONG = 1 << 13  # steps longer than a symbol says that the host sees all of
+FEW_LONG = 1 << 13  # long steps of a pile up to which all of them are copied to the host
 LISTED_ONCE = 1 << 33  # weights up to which decisions are kept until they are coded; those of more are listed again
 
 
@@ -191,8 +191,9 @@ class _PileCoder:
             counted = fetch(by_row, decisions.by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)
             self._by_row, by_symbol, longs, cold, steps = counted()
             self._cold = cold, steps
-            self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
-            if longs[0] > (FEW_LONG if alone else 0):  # those of several piles may be sampled, in the order of tiles
+            if alone and longs[0] <= FEW_LONG:
+                self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
+            elif longs[0]:  # those of several piles may be sampled, in the order of tiles
                 wide = _wide(decisions.sizes)
                 self.long = wide[wide > spec.DIRECT]
         if keep:
@@ -216,25 +217,18 @@ class _PileCoder:
         memories = self._memories or DeviceHistory()
         hot = find_hot(pile, self._weights, self.cuts, memories, run, self._rooms, contexts)()
         hot_changes = int(hot.changes.sum())
-        cold = run.count - hot_changes
         counts = _SymbolCounts.of(contexts, device)
-        out = _PileDecisions(
-            hot,
-            symbols=torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device),
-            sizes=empty(hot_changes, torch.int32, device),
-            longs=torch.zeros(1 + FEW_LONG, dtype=torch.int32, device=device),
-            by_symbol=counts.copies[0],
-            cold=empty(cold, torch.int64, device),
-            cold_steps=empty(cold, torch.int64, device),
-        )
+        symbols = torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device)
+        sizes = empty(hot_changes, torch.int32, device)
+        longs = torch.zeros(1 + FEW_LONG, dtype=torch.int32, device=device)
+        cold, cold_steps = (empty(run.count - hot_changes, torch.int64, device) for _ in range(2))
         cuda.decide[(pile.chunks,)](
             pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), run.chunks(), unsigned(run.positions),
-            unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), out.symbols,
-            unsigned(out.sizes), out.cold, out.cold_steps, counts.copies, counts.places, counts.copies.shape[0],
-            out.longs, FEW_LONG, BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64,
-            num_warps=1,
+            unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), symbols,
+            unsigned(sizes), cold, cold_steps, counts.copies, counts.places, counts.copies.shape[0], longs, FEW_LONG,
+            BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
         )  # fmt: skip
-        return replace(out, by_symbol=counts.total())
+        return _PileDecisions(hot, symbols, sizes, longs, counts.total(), cold, cold_steps)
 
     def _build_cold(self) -> list[bytes]:
         """Of each tile its cold changes."""

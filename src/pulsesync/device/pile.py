@@ -87,7 +87,7 @@ class Pile:
         return {tile.ordinal: i for i, tile in enumerate(self.tiles)}
 
     def find_blocks(self, per_tile: NDArray[np.int64], positions: NDArray[np.int64]) -> "FoundBlocks":
-        """Find the blocks of ascending positions in tiles, those of all tiles one after the other, so many of each."""
+        """Find the block of each position; they are given tile after tile, ascending, and each tile has so many."""
         offsets, begins, ends = self._laid_out
         where = positions + np.repeat(offsets, per_tile)
         first = np.searchsorted(where, begins)  # a fifth of the time that it takes to look for every position
