@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from pulsesync.core.types import Bits, Codec, TensorSpec, Tile
-from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, DeviceSource
+from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.memory import DeviceView, to_device, to_host
 from pulsesync.device.pile import Pile, PileAddresses, make_piles
+from pulsesync.device.source import DeviceSource
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format import container, index, patch
 from pulsesync.format import layout as layouts

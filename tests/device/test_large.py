@@ -8,8 +8,9 @@ import torch
 
 from pulsesync.core import digest
 from pulsesync.core.types import Sum, TensorSpec
-from pulsesync.device.baseline import DeviceBaseline, DeviceSource
+from pulsesync.device.baseline import DeviceBaseline
 from pulsesync.device.memory import DeviceView, to_device
+from pulsesync.device.source import DeviceSource
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout

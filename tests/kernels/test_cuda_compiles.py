@@ -32,6 +32,10 @@ ARGUMENTS = {
     "apply_pieces": "i32 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *u32 bits",
     "gather": "*i64 i64 bits",
     "gather_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
+    "scatter_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
+    "write_table": "*i64 *i64 *i64 *i64 *u32 bits",
+    "table_starts": "*i32 *i64 *i64 *i64 *i64 *i64",
+    "read_table": "*i64 *i64 *i64 *i64 *i64 *i64 *u32 bits bits *i32",
     "digest_change": "*i64 *i64 *i64 *i64 *u32 bits bits *u32 *i64",
     "digest_bytes": "*u8 *i64 *i64 *i32 *u32 *i64",
     "recount": "*i64 *i64 *u64 *i64",
@@ -50,7 +54,10 @@ CONSTANTS = {
 TARGET = ("cuda", 90, 32)
 SHIFTS = {1: 3, 2: 7, 4: 23, 8: 0}
 # Weights of 8 bytes are not coded.
-ANY_SIZE = {"compare", "collect", "apply", "apply_pieces", "gather", "gather_pieces", "digest_change", "recount_any"}
+ANY_SIZE = {
+    "compare", "collect", "apply", "apply_pieces", "gather", "gather_pieces", "scatter_pieces", "write_table",
+    "read_table", "digest_change", "recount_any",
+}  # fmt: skip
 BITS = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
 OPTIONS = {"encode": {"num_warps": 1}, "decode": {"num_warps": 1}}
 

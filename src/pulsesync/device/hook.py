@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from pulsesync.device.baseline import DeviceBaseline, SourceReader
+from pulsesync.device.baseline import DeviceBaseline
 from pulsesync.device.changes import Changes
 from pulsesync.device.memory import Tensors, to_host
+from pulsesync.device.source import SourceReader
 from pulsesync.device.state import DeviceState
 from pulsesync.errors import StateError
 from pulsesync.format.manifest import Manifest

@@ -50,24 +50,41 @@ class PieceTable:
             shared(self._chunk_piece), shared(self._first_chunk), unsigned(run), ITEM=run.element_size(),
         )  # fmt: skip
 
+    def scatter(self, run: torch.Tensor, at: torch.Tensor) -> None:
+        """Copy the pieces from their places in a run to some addresses."""
+        cuda.scatter_pieces[(self._chunk_piece.numel(),)](
+            at, self.sizes, self.columns, self.strides, self.begins, self._chunk_piece, self._first_chunk,
+            unsigned(run), ITEM=run.element_size(),
+        )  # fmt: skip
+
 
 class Pieces:
     """The pieces of bundles, in the tensors of a process.
 
     Args:
         tiles: The bundles.
-        places: The same, with the pieces in the tensors here, of those groups that are kept.
+        places: The same, with the pieces in the tensors here, of those groups that are kept; one that has no pieces is
+            its only piece.
         device: Where the work is done.
+        starts: Where each tile begins in the run, in weights, and where the last ends; if not given, one after the
+            other, each from a multiple of 8 weights on.
     """
 
-    def __init__(self, tiles: Sequence[Tile], places: Sequence[Tile], device: torch.device) -> None:
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        places: Sequence[Tile],
+        device: torch.device,
+        starts: NDArray[np.int64] | None = None,
+    ) -> None:
         self.device, spec = device, tiles[0].tensor
         self._itemsize, self._dtype = spec.kind.itemsize, spec.dtype
-        self.starts = starts_of(np.array([-(-tile.size // 8) * 8 for tile in tiles], np.int64))  # of tiles in the run
+        self.starts = starts_of(np.array([padded(tile.size) for tile in tiles], np.int64)) if starts is None else starts
         self._partial = any(tile.kept is not None for tile in tiles)
-        some = [piece for place in places for piece in place.pieces]
+        some = [piece for place in places for piece in place.pieces or (place,)]
         self.names = [piece.tensor.name for piece in some]
-        self.begins = np.concatenate([at + piece_begins(tile) for tile, at in zip(tiles, self.starts, strict=False)])
+        begins = [piece_begins(place if tile.kept is None else tile) for tile, place in zip(tiles, places, strict=True)]
+        self.begins = np.concatenate([at + some for at, some in zip(self.starts, begins, strict=False)])
         self._starts = np.array([piece.start for piece in some], np.int64)
         self._geometry = (
             np.array([piece.size for piece in some], np.int64),
@@ -85,14 +102,16 @@ class Pieces:
         sizes, columns, strides = (column[numbers] for column in self._geometry)
         return PieceTable(self.begins[numbers], (sizes, columns, strides), self.device)
 
-    def gather(self, flats: Mapping[str, torch.Tensor], itemsize: int) -> torch.Tensor:
-        """The weights of all bundles, one after the other, each from a multiple of 8 weights on.
+    def gather(
+        self, flats: Mapping[str, torch.Tensor], itemsize: int, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The weights of all bundles where they belong in a run, which is made if none is given.
 
         Masters are cast, unless itemsize is theirs. Of groups that are not kept the weights are zeros.
         """
         plain, masters, _memory = self._locate(flats, itemsize)  # of copies, held until they are read
         new = torch.zeros if self._partial else torch.empty
-        run = new(int(self.starts[-1]), dtype=INTEGERS[itemsize], device=self.device)
+        run = new(int(self.starts[-1]), dtype=INTEGERS[itemsize], device=self.device) if into is None else into
         if plain is not None:
             plain.table.gather(plain.at, run)
         if masters is None:
@@ -100,7 +119,7 @@ class Pieces:
         wide = torch.empty(run.numel(), dtype=torch.int32, device=self.device)
         masters.table.gather(masters.at, wide)
         narrow = cast(wide, self._dtype)
-        if plain is None:
+        if plain is None and into is None:
             return narrow
         masters.table.gather(masters.table.begins * itemsize + narrow.data_ptr(), run, in_a_row=True)
         return run
@@ -151,9 +170,14 @@ class _Found(NamedTuple):
     memory: Sequence[torch.Tensor] = ()  # not where the place of the tensors is known: those hold it who have them
 
 
+def padded(size: int) -> int:
+    """The next multiple of 8."""
+    return -(-size // 8) * 8
+
+
 def piece_begins(tile: Tile) -> NDArray[np.int64]:
     """Where the pieces of a bundle begin in it: of those groups that are kept."""
-    begins = starts_of(np.array([piece.size for piece in tile.pieces], np.int64))[:-1]
+    begins = starts_of(np.array([piece.size for piece in tile.pieces or (tile,)], np.int64))[:-1]
     if tile.kept is None:
         return begins
     groups = np.searchsorted(tile.borders, begins, "right") - 1

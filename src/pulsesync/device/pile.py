@@ -5,7 +5,7 @@ tile, or a group of a bundle. A bundle whose weights lie in many tensors is gath
 large model has several piles of a dtype, so that the memory that coding takes does not grow with the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +24,8 @@ CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-KEPT = 8  # parts of a pile, and places where it was found
+KEPT = 8  # places where a pile was found
+PARTS = 64  # of a pile
 MOST = 1 << 33  # weights of a dtype on a device up to which they are one pile ...
 EACH = 1 << 31  # ... and of a pile where there are more, unless a tile has more
 
@@ -182,7 +183,7 @@ class Pile:
         if (found := self._parts.get(key)) is None:
             chosen = [self.index[ordinal] for ordinal in ordinals]
             found = Pile([self.tiles[i] for i in chosen], [self.places[i] for i in chosen], self.device)
-            _keep(self._parts, key, found)
+            keep(self._parts, key, found, PARTS)
         return found
 
     @cached_property
@@ -283,7 +284,7 @@ class Pile:
         blocks = slice(int(self.first_block[self.first_gathered]))
         at = to_device(bases[self.tile_of[blocks]] + self.host_begins[blocks] * wide, self.device)
         if not copies and not moved:
-            _keep(self._found, key, at)
+            keep(self._found, key, at, KEPT)
         return PileAddresses(at, (*copies, *memory))
 
     def elsewhere(self, places: Mapping[int, Tile]) -> "Pile":
@@ -432,6 +433,14 @@ def order(pile: Pile) -> tuple[str, int]:
     return pile.tiles[0].tensor.dtype, pile.tiles[0].ordinal
 
 
+def parts_of(pile_of: Mapping[int, Pile], ordinals: Iterable[int]) -> list[tuple[Pile, Pile]]:
+    """The piles of some tiles, each with the pile of those alone, in order."""
+    found: dict[Pile, list[int]] = {}
+    for ordinal in sorted(ordinals):
+        found.setdefault(pile_of[ordinal], []).append(ordinal)
+    return [(pile, pile.part(found[pile])) for pile in sorted(found, key=order)]
+
+
 def place_of(place: TileStorage) -> Tile:
     """A tile where it lies in tensors here; one that lies in many of them with its pieces there."""
     assert place.tile is not None
@@ -447,9 +456,9 @@ def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return begins[kept], sizes[kept]
 
 
-def _keep(some: dict[Key, Value], key: Key, value: Value) -> None:
-    """Remember a thing, and forget the oldest if there are many; from any thread."""
-    for old in list(some)[: len(some) - KEPT + 1]:
+def keep(some: dict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Remember a thing, and forget the oldest beyond so many; from any thread."""
+    for old in list(some)[: max(len(some) - most + 1, 0)]:
         some.pop(old, None)
     some[key] = value
 

@@ -32,7 +32,7 @@ from pulsesync.device.hot import DeviceHistory, HotWeights, begin_advance, find_
 from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
-from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
+from pulsesync.device.pile import Pile, PileAddresses, make_piles, parts_of, place_of, rectangle
 from pulsesync.errors import StateError
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
@@ -74,6 +74,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
         workers: Mapping[str, torch.device] | None = None,
+        sums: Mapping[int, Sum] | None = None,
     ) -> None:
         self.device = device or memory.main_device(flats.values())
         works_on = {name: memory.worker_of(flat, self.device) for name, flat in flats.items()} | dict(workers or {})
@@ -100,7 +101,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and which of the memories of a tensor
         self.stream: DeviceStream | None = None  # of a publisher's base, which nothing else uses
         self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before they are over
-        super().__init__(layout, flats, copies, slices, places)
+        super().__init__(layout, flats, copies, slices, places, sums)
 
     @staticmethod
     def views(source: Any) -> Mapping[str, DeviceView]:
@@ -248,6 +249,14 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                     some = coded.part(np.array(numbers)) if len(numbers) < len(coded.tiles) else coded
                     yield pile, decode.decode_coded(pile, some, table, located(pile), known)
 
+    def pile_of(self, ordinal: int) -> Pile:
+        """The pile of a local tile."""
+        return self._pile_of[ordinal]
+
+    def parts(self, ordinals: Iterable[int]) -> list[tuple[Pile, Pile]]:
+        """The piles of some local tiles, each with the pile of those alone, in order."""
+        return parts_of(self._pile_of, ordinals)
+
     def _by_pile(self, tiles: Sequence[Tile]) -> Iterable[tuple[Pile, list[int]]]:
         """The piles of some tiles, and the numbers of those in each."""
         found: dict[Pile, list[int]] = {}
@@ -318,10 +327,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     def write(self, changes: Changes) -> None:
         for run in changes:
             with memory.on(run.pile.device):
-                for n in range(self._memories_of(run.pile)):
+                for n in range(self.memories_of(run.pile)):
                     run.write(self._addresses_of(run.pile, n))
 
-    def _memories_of(self, pile: Pile) -> int:
+    def memories_of(self, pile: Pile) -> int:
         """The most memories that a tensor of a pile has: those tied to it have their own."""
         if not self.copies:
             return 1
@@ -332,17 +341,17 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         """The addresses of the n-th memory that each tensor has, or of the last."""
         if (known := self._written.get((pile, n))) is None:
             first = pile.first_gathered
-            flats = [self._memory(place.tensor.name, n) for place in pile.places[:first]]
+            flats = [self.memory(place.tensor.name, n) for place in pile.places[:first]]
             at = np.array([flat.data_ptr() for flat in flats], np.int64)
             pieces = np.zeros(0, np.int64)
             if pile.pieces is not None:
-                some = [self._memory(name, n) for name in pile.pieces.names]
+                some = [self.memory(name, n) for name in pile.pieces.names]
                 pieces = pile.pieces.addresses(some, pile.kind.itemsize)
             known = WriteAddresses(to_device(at, pile.device), to_device(pieces, pile.device))
             self._written[pile, n] = known
         return known
 
-    def _memory(self, name: str, n: int) -> torch.Tensor:
+    def memory(self, name: str, n: int) -> torch.Tensor:
         """The n-th memory that a tensor has, or the last."""
         others = self.copies.get(name, ())
         return others[min(n, len(others)) - 1] if n and others else self.flats[name]
@@ -391,7 +400,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         place = self._tiles[block.tile.ordinal]
         if place.pieces:
             return False
-        flats = [self._memory(place.tensor.name, n) for n in range(self._copies_of(place))]
+        flats = [self.memory(place.tensor.name, n) for n in range(self._copies_of(place))]
         runs = [flat[self._where(flat, block.tile, block.number, block.size)] for flat in flats]
         return all(torch.equal(run, bits.to(run.device)) for run in runs)
 
@@ -419,10 +428,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         place = self._tiles[tile.ordinal]
         for n in range(self._copies_of(place)):
             if not place.pieces:
-                flat = self._memory(place.tensor.name, n)
+                flat = self.memory(place.tensor.name, n)
                 flat[self._where(flat, tile, number, bits.numel())] = bits.to(flat.device)
                 continue
-            places = [rectangle(self._memory(piece.tensor.name, n), piece) for piece in place.pieces]
+            places = [rectangle(self.memory(piece.tensor.name, n), piece) for piece in place.pieces]
             begins = piece_begins(replace(tile, kept=place.kept)).tolist()
             runs = [bits[at : at + to.numel()].view(to.shape) for at, to in zip(begins, places, strict=True)]
             torch._foreach_copy_(places, runs)
@@ -430,7 +439,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
     """Count the digests of a pile's tiles from all their weights."""
-    weights = pile.locate(flats)
+    return count_located(pile, pile.locate(flats))
+
+
+def count_located(pile: Pile, weights: PileAddresses) -> dict[int, Sum]:
+    """The same of weights that were found."""
     sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
     _count(pile.indices, weights.at, sums)
     return dict(as_sums(pile, to_host(sums)[0]))

@@ -29,12 +29,19 @@ from pulsesync.errors import GroupError, StateError, VerificationError
 from pulsesync.group import bundles
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
-from pulsesync.group.ends import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
+from pulsesync.group.ends import (
+    BUCKET_WEIGHTS,
+    GroupEnd,
+    Job,
+    LocalModel,
+    RankVersion,
+    ReceiverEnd,
+    SourceEnd,
+    addresses_of,
+)
 from pulsesync.group.session import FailureCollector, SyncSession
-from pulsesync.state.sharding import Shards, shards_of
 from pulsesync.state.views import mapping_of
 
-BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
 NOTE_BYTES = 1024  # of what ranks send each other at a time, besides 16 for each source
 
 
@@ -70,7 +77,8 @@ class Broadcast:
         cast: The dtype of the receivers, for all FP32 tensors of a source or by name pattern.
         timeout_s: How long to wait for the other ranks, at each message.
         method: How to send; "auto" takes the quickest by what was measured.
-        bucket_weights: How many weights a bucket covers at most; the same on every rank.
+        bucket_weights: How many weights a bucket covers at most; the same on every rank. If not given, 2^24 in host
+            memory; of weights on a GPU 2^28 where all are sent, 2^31 where changes are.
     """
 
     def __init__(
@@ -81,18 +89,18 @@ class Broadcast:
         cast: str | Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
         method: Method | Literal["auto"] = "auto",
-        bucket_weights: int = BUCKET_WEIGHTS,
+        bucket_weights: int | None = None,
     ) -> None:
         if method != "auto" and method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(map(repr, ('auto', *METHODS)))}; got {method!r}")
         self.method = method
-        self.costs = CostModel(bucket_weights=bucket_weights)
+        self.costs = CostModel()
         self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
         self._model: LocalModel | None = None  # the last one, if the next sync can recognize it by its addresses
         self._end: GroupEnd | None = None  # what this rank is since it first joined
         self._latency_s = 1.0
-        self._pushes = False
+        self._pushes = self._on_gpu = False
         self.regroup(group, src)
 
     # For people
@@ -150,8 +158,9 @@ class Broadcast:
         end, notes = self._meet(source)
         version = 1 + max(int(note["at"].partition(":")[0] or 0) for note in notes)
         base, late = _choose_base(notes, self._sources)
+        end.weights.begin()
         end.reach(base)
-        stream = SyncSession(team, self._sources, end, self._bucket_weights)
+        stream = SyncSession(team, self._sources, end, self._bucket_weights or BUCKET_WEIGHTS)
         if late:
             stream.bring(late, base)
         started = time.perf_counter()
@@ -166,7 +175,7 @@ class Broadcast:
         if self._pushes:
             self._learn(stream, jobs, notes, started)
         tiles, whole = end.wire.layout.tiles, any(bucket.whole for bucket in stream.made)
-        changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
+        changed = sum(bucket.changed for bucket in stream.made)
         return BroadcastReport(
             point.version,
             point.digest,
@@ -211,7 +220,7 @@ class Broadcast:
         if len(methods) != 1 or notes[self._team.rank]["method"] == "full":  # the first is slow for reasons of its own
             return
         tiles = [tile for _, some in jobs for tile in some]
-        changed = sum(patch.changed for bucket in stream.made for patch in bucket.patches)
+        changed = sum(bucket.changed for bucket in stream.made)
         load = TransferLoad(sum(tile.size for tile in tiles), bundles.bytes_of(tiles), changed)
         took = MethodTiming(source_s, work_s, time.perf_counter() - began, stream.sent_bytes)
         self.costs.learn(methods.pop(), load, took)
@@ -231,7 +240,7 @@ class Broadcast:
             )
         end = self._end
         if end is None or not all(note["joined"] for note in notes) or len({note["wire"] for note in notes}) > 1:
-            end = self._join(model.shards)
+            end = self._join(model, all(note["on_gpu"] for rank, note in enumerate(notes) if rank not in self._sources))
             notes = self._exchange({})
         return end, notes
 
@@ -241,28 +250,31 @@ class Broadcast:
         addresses = addresses_of(tensors)
         if self._model is not None and self._model.addresses == addresses:
             return self._model
-        model = LocalModel(shards_of(tensors, self._cast if self._pushes else None), addresses)
+        model = LocalModel.of(tensors, self._cast if self._pushes else None, addresses)
         if not self._pushes:
             model.check_writable()
+        if self._end is not None and self._end.device != model.device:
+            self._end = None  # its memory is not where the weights are now
         if self._end is not None:
             self._end.attach(model.shards)
+        self._on_gpu = model.device is not None
         self._model = None if model.copied else model
         return model
 
-    def _join(self, shards: Shards) -> GroupEnd:
+    def _join(self, model: LocalModel, receivers_on_gpu: bool) -> GroupEnd:
         """Agree on bundles with all ranks. Raises: StateError, on all ranks alike, and their ends are unchanged."""
         team = self._team
-        wire = bundles.agree(team.gather(bundles.tell(shards)), self._sources)
+        wire = bundles.agree(team.gather(bundles.tell(model.shards)), self._sources)
         tiles = wire.owned_by(self._sources.index(team.rank)) if self._pushes else wire.held_by(team.rank)
         if self._end is not None and (self._end.wire.id, self._end.tiles) == (wire.id, tiles):
-            self._end.bind(wire, shards)
+            self._end.bind(wire, model.shards)
         elif self._pushes:
-            end = SourceEnd(wire, tiles, shards)
+            end = SourceEnd(wire, tiles, model, keeps=self.method != "dense")
             if self.method == "auto":
-                end.calibrate(self.costs)
+                end.calibrate(self.costs, receivers_on_gpu)
             self._end = end
         else:
-            self._end = ReceiverEnd(wire, tiles, shards)
+            self._end = ReceiverEnd(wire, tiles, model)
         return self._end
 
     def _exchange(
@@ -278,8 +290,9 @@ class Broadcast:
             "alike": alike.hexdigest()[:16],
             "joined": end is not None and end.joined,
             "wire": end.wire.id[:16] if end else "",
-            "at": end.at.name if end and end.at else "",
+            "at": end.at.name if end and end.at and end.keeps else "",
             "before": end.before[0].name if end and end.before else "",
+            "on_gpu": self._on_gpu,
             "fault": _short(faults[0]) if faults else "",
             **note,
         }

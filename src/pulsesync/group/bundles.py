@@ -8,7 +8,7 @@ wherever its pieces lie in memory.
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -53,10 +53,10 @@ class TensorRegion:
         rows_fit = top <= self.row and self.row + self.rows <= bottom
         return rows_fit and left <= self.column and self.column + self.columns <= right
 
-    def local(self, window: Window) -> Tile:
+    def local(self, window: Window, ordinal: int = 0) -> Tile:
         """The piece where a process holds it."""
         row, column = self.row - window.rows[0], self.column - window.columns[0]
-        return Tile(0, window.local, row, column, self.rows, self.columns)
+        return Tile(ordinal, window.local, row, column, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class BundlePlan:
     owners: tuple[int, ...]  # of each tile, by place among the sources
     holders: tuple[frozenset[int], ...]  # of each tile, by rank: who holds all of it
     ties: Mapping[str, str]
+    gathered: frozenset[int] = frozenset()  # tiles that do not lie in one run for every rank; a GPU gathers them first
 
     @cached_property
     def id(self) -> str:
@@ -134,6 +135,7 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
         StateError: ranks hold different tensors by one name, or something that no source holds.
     """
     groups: dict[tuple[str, int, frozenset[int]], list[TensorRegion]] = {}
+    apart = set[TensorRegion]()  # regions that do not lie in a row for a rank
     for tile in layout_of(everyones).tiles:
         for piece in _split(tile):
             holders = frozenset(n for n, windows in enumerate(everyones) if piece.inside(windows.get(piece.tensor)))
@@ -146,9 +148,12 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
                 )
             if owner is not None:
                 groups.setdefault((tile.tensor.dtype, owner, holders), []).append(piece)
+                if piece.rows > 1 and any(_is_wider(everyones[rank][piece.tensor], piece) for rank in holders):
+                    apart.add(piece)
     rows = []  # in the order in which what the same ranks hold first appears, whatever numbers these have
     for (dtype, owner, holders), pieces in groups.items():
         rows += [(dtype, owner, holders, bundle) for bundle in _bundles(pieces)]
+    rows.sort(key=lambda row: _is_gathered(row[3], apart))  # last, as the GPU's tables have them; the rest in order
     specs = [TensorSpec(f"{n:08d}", row[0], (sum(p.size for p in row[3]),)) for n, row in enumerate(rows)]
     return BundlePlan(
         layouts.make(specs),
@@ -156,7 +161,17 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
         tuple(row[1] for row in rows),
         tuple(row[2] for row in rows),
         dict(ties),
+        frozenset(n for n, row in enumerate(rows) if _is_gathered(row[3], apart)),
     )
+
+
+def _is_wider(window: Window, piece: TensorRegion) -> bool:
+    """Whether a process has more columns than a piece, whose rows then lie apart."""
+    return window.columns != (piece.column, piece.column + piece.columns)
+
+
+def _is_gathered(pieces: Sequence[TensorRegion], apart: Collection[TensorRegion]) -> bool:
+    return len(pieces) > 1 or pieces[0] in apart
 
 
 def _split(tile: Tile) -> Iterator[TensorRegion]:

@@ -1,86 +1,87 @@
-"""Try every method of a sync on some of a model's own weights, to know what each takes on this machine."""
+"""Try every method of a sync on some of a model's own weights, to know what each takes on this machine.
+
+Both ends are real ones, in the memory that the weights are in; the receiver has them in memory of its own.
+"""
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import numpy as np
-
-from pulsesync.core.types import Bits, TensorSpec
+from pulsesync.core.types import TensorSpec
 from pulsesync.format import layout as layouts
-from pulsesync.format.history import History
-from pulsesync.format.layout import Layout
-from pulsesync.format.weights import by_block
-from pulsesync.group import messages
-from pulsesync.group.bundles import BundlePlan, LocalBundles, TensorRegion
+from pulsesync.group.bundles import BundlePlan, TensorRegion
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTrial, TransferLoad
 from pulsesync.group.messages import Bucket, SyncTimes
-from pulsesync.state.host import HostState, HostTransition
-from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import Slice
-from pulsesync.state.views import BitView, HostSource
 
-FEWEST, MOST = 1 << 16, 1 << 21  # weights that are tried on
+FEWEST = 1 << 16  # weights: fewer tell nothing
 DENSITIES = (0.002, 0.02)
-Result = TypeVar("Result")
 HOT = 0.08  # share of the weights, the smallest, on which changes fall
+Result = TypeVar("Result")
 
 
-def try_methods(costs: CostModel, sample: Bits, dtype: str) -> None:
-    """Take in what each method takes on these weights; too few of them tell nothing."""
-    if sample.size >= FEWEST:
-        found = [_TrialEnds(sample, dtype, density) for density in DENSITIES]
-        for method in METHODS:
-            costs.tried(method, [ends.try_method(method) for ends in found])
+def try_methods(costs: CostModel, trials: "Sequence[TrialEnds]", receivers_alike: bool) -> None:
+    """Take in what each method takes in some trials, of loads as `CostModel.tried` wants them.
+
+    receivers_alike: whether the receivers of the group have their weights in memory of the same kind.
+    """
+    for method in METHODS:
+        costs.tried(method, [ends.try_method(method) for ends in trials], receivers_alike)
 
 
-class _TrialEnds:
-    """Both ends of a sync of one tile, of which some weights have changed as training would change them."""
+class TrialEnds:
+    """Both ends of a sync of one tile, of which some weights have changed as training would change them.
 
-    def __init__(self, old: Bits, dtype: str, density: float) -> None:
-        self.layout = layouts.make([TensorSpec("sample", dtype, (old.size,))])
-        self.base = HostState(self.layout, {"sample": old})
-        self.live = _bundle(self.layout, old.copy())
-        self.receiver = HostState(self.layout, {"sample": old}, places=self.live.places, sums=self.base.sums)
-        magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
-        border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
-        hot = np.flatnonzero(magnitude <= border)
-        positions = np.random.default_rng(0).choice(hot, min(int(density * old.size), hot.size), replace=False)
-        new = old.copy()
-        new[positions] ^= 1
-        self.new = _bundle(self.layout, new)
-        self.load = TransferLoad(old.size, old.nbytes, positions.size)
+    Args:
+        old: The weights that were last sent, as `sample_shards` has them, on both ends.
+        new: The weights of the source now.
+        received: The old ones, in memory that is written.
+        changed: How many weights differ.
+        make_source: Makes the source's end of bundles, tiles and shards.
+        make_receiver: Makes the receiver's end, given the digests of its weights as well.
+    """
+
+    def __init__(
+        self,
+        old: Shards,
+        new: Shards,
+        received: Shards,
+        changed: int,
+        make_source: Callable[..., Any],
+        make_receiver: Callable[..., Any],
+    ) -> None:
+        (spec,) = old.tensors
+        layout = layouts.make([spec])
+        whole = TensorRegion(spec.name, 0, 0, spec.rows, spec.columns)
+        wire = BundlePlan(layout, ((whole,),), (0,), (frozenset(),), {})
+        self._tiles = layout.tiles
+        self._source = make_source(wire, layout.tiles, old)
+        before = self._source.encode(layout.tiles, "dense", SyncTimes())
+        self._sums = before.sums
+        self._source.write_whole([before], before.sums)
+        self._source.bind(wire, new)
+        self._receiver = make_receiver(wire, layout.tiles, received, before.sums)
+        self._load = TransferLoad(spec.size, spec.size * spec.kind.itemsize, changed)
 
     def try_method(self, method: Method) -> MethodTrial:
-        receiver, sums, tiles = (self.receiver, self.live), self.base.sums, self.layout.tiles
+        bucket, source_s = _time(lambda: self._source.encode(self._tiles, method, SyncTimes()))
+        got, receiver_s = _time(lambda: self._receiver.read(bucket.message, self._sums, SyncTimes()))
+        _, apply_s = _time(lambda: self._write(got))
+        before = self._source.saved(self._tiles, SyncTimes(), self._sums)
+        self._write(self._receiver.read(before.message, self._sums, SyncTimes()))
+        return MethodTrial(self._load, (source_s, receiver_s, apply_s), bucket.message.nbytes)
 
-        def encode() -> Bucket:
-            if method == "dense":
-                return messages.raw(self.new, tiles, SyncTimes())
-            bucket = messages.encode(self.base, self.new, tiles, method, SyncTimes())
-            assert bucket is not None
-            return bucket
-
-        bucket, source_s = _time(encode)
-        got, receiver_s = _time(lambda: messages.read(bucket.message, self.layout, receiver, sums, SyncTimes()))
-        there = HostTransition(by_block(got.patches), got.sums, History())
-
-        def write() -> AnyTransition:
-            back = self.receiver.commit(there)
-            self.receiver.load_tiles(got.whole, got.sums)
-            return back
-
-        _, apply_s = _time(write)
-        self.receiver.load_tiles({0: self.base.flats["sample"]}, sums)
-        return MethodTrial(self.load, (source_s, receiver_s, apply_s), bucket.message.size)
+    def _write(self, got: Bucket) -> None:
+        sums = {**self._sums, **got.sums}
+        self._receiver.write_changes([got], sums)
+        self._receiver.write_whole([got] if got.whole else [], {n: sums[n] for n in got.whole})
 
 
-def _bundle(layout: Layout, bits: Bits) -> LocalBundles:
-    spec = layout.tensors[0]
-    shards = Shards({spec.name: Slice().of(spec)}, HostSource({spec.name: BitView(spec, bits, True)}, {}), {})
-    whole = TensorRegion(spec.name, 0, 0, spec.rows, spec.columns)
-    return LocalBundles(BundlePlan(layout, ((whole,),), (0,), (frozenset(),), {}), layout.tiles, shards)
+def sample_shards(dtype: str, size: int, make_source: Callable[[TensorSpec], Any]) -> Shards:
+    """Weights of a dtype as the shards of a model of one tensor."""
+    spec = TensorSpec("sample", dtype, (size,))
+    return Shards({spec.name: Slice().of(spec)}, make_source(spec), {})
 
 
 def _time(work: Callable[[], Result]) -> tuple[Result, float]:

@@ -42,15 +42,16 @@ class EndpointTime:
 
     per_weight: float
     per_change: float
+    per_bucket: float = 0.0
 
-    def of(self, load: TransferLoad) -> float:
-        return self.per_weight * load.weights + self.per_change * load.changed
+    def of(self, load: TransferLoad, buckets: float = 1.0) -> float:
+        return self.per_weight * load.weights + self.per_change * load.changed + self.per_bucket * buckets
 
-    def learnt(self, load: TransferLoad, measured_s: float) -> "EndpointTime":
+    def learnt(self, load: TransferLoad, measured_s: float, buckets: float = 1.0) -> "EndpointTime":
         """The same, scaled towards what a load has really taken."""
-        off = measured_s / max(self.of(load), 1e-9)
+        off = measured_s / max(self.of(load, buckets), 1e-9)
         by = min(max(1 + NEW * (off - 1), 0.25), 4.0)
-        return EndpointTime(self.per_weight * by, self.per_change * by)
+        return EndpointTime(self.per_weight * by, self.per_change * by, self.per_bucket * by)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class CostModel:
 
     methods: dict[Method, MethodCost] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
-    bucket_weights: int = 1 << 24
+    bucket_weights: dict[Method, int] = field(default_factory=lambda: dict.fromkeys(METHODS, 1 << 24))
     link_known: bool = False
     last: Method | None = None  # that a sync went by as a whole
     off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than their stages say
@@ -93,10 +94,13 @@ class CostModel:
 
     def _by_stages(self, method: Method, load: TransferLoad) -> float:
         """Its longest stage, and of the others what the first bucket cannot hide. Ends that share cores take longer."""
-        cost = self.methods[method]
-        stages = [cost.source.of(load), cost.wire_bytes(load) * self.byte_s, cost.receiver.of(load)]
-        buckets = max(1.0, load.weights / self.bucket_weights)
+        cost, buckets = self.methods[method], self._buckets(method, load)
+        ends = cost.source.of(load, buckets), cost.receiver.of(load, buckets)
+        stages = [ends[0], cost.wire_bytes(load) * self.byte_s, ends[1]]
         return max(stages) + (sum(stages) - max(stages)) / buckets + cost.apply.of(load)
+
+    def _buckets(self, method: Method, load: TransferLoad) -> float:
+        return max(1.0, load.weights / self.bucket_weights[method])
 
     def choose(self, loads: Sequence[TransferLoad]) -> list[Method]:
         """The method for each tile: one for all where that is quickest, else each its own.
@@ -132,7 +136,9 @@ class CostModel:
         change_bytes = cost.change_bytes
         if change_bytes is not None:
             change_bytes += NEW * (took.sent_bytes / load.changed - change_bytes)
-        source, receiver = cost.source.learnt(load, took.source_s), cost.receiver.learnt(load, took.receiver_s)
+        buckets = self._buckets(method, load)
+        source = cost.source.learnt(load, took.source_s, buckets)
+        receiver = cost.receiver.learnt(load, took.receiver_s, buckets)
         self.methods[method] = MethodCost(source, receiver, cost.apply, change_bytes)
         off = min(max(took.total_s / max(self._by_stages(method, load), 1e-9), 1 / MOST_OFF), MOST_OFF)
         mean = sum(self.off.values(), off) / (1 + len(self.off))
@@ -153,14 +159,20 @@ class CostModel:
             self.byte_s += (NEW if self.link_known else 1.0) * (took_s - self.byte_s)
             self.link_known = True
 
-    def tried(self, method: Method, trials: Sequence["MethodTrial"]) -> None:
-        """Take in what a method took on some weights, changed by little and by more."""
-        low, high = trials
-        source, receiver, apply = (
-            _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
-        )
-        change_bytes = None if self.methods[method].change_bytes is None else high.sent_bytes / high.load.changed
-        self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
+    def tried(self, method: Method, trials: Sequence["MethodTrial"], receivers_alike: bool = True) -> None:
+        """Take in what a method took on some weights, changed by little and by more; perhaps, before, on few weights.
+
+        receivers_alike: whether the trials' receiver is like those of the group; else what is known of these stays.
+        """
+        high = trials[-1]
+        times = zip(*(trial.seconds for trial in trials), strict=True)
+        source, receiver, apply = (_fit([trial.load for trial in trials], list(seconds)) for seconds in times)
+        known = self.methods[method]
+        change_bytes = None if known.change_bytes is None else high.sent_bytes / high.load.changed
+        if receivers_alike:
+            self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
+        else:
+            self.methods[method] = MethodCost(source, known.receiver, known.apply, change_bytes)
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,17 @@ class MethodTrial:
     sent_bytes: int
 
 
-def _line(low: TransferLoad, high: TransferLoad, low_s: float, high_s: float) -> EndpointTime:
-    """Through two measurements: so much a weight, so much a change."""
-    per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-10)
-    return EndpointTime(max((low_s - per_change * low.changed) / low.weights, 1e-11), per_change)
+def _fit(loads: Sequence[TransferLoad], seconds: Sequence[float]) -> EndpointTime:
+    """Through two measurements: so much a weight, so much a change. Through three, the first of few weights: and more.
+
+    What the first takes beyond its weights and changes is what every bucket takes.
+    """
+    *few, low, high = loads
+    *few_s, low_s, high_s = seconds
+    per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-13 if few else 1e-10)
+    rest_s = low_s - per_change * low.changed
+    if not few:
+        return EndpointTime(max(rest_s / low.weights, 1e-11), per_change)
+    first_s = few_s[0] - per_change * few[0].changed
+    per_weight = max((rest_s - first_s) / max(low.weights - few[0].weights, 1), 1e-14)
+    return EndpointTime(per_weight, per_change, max(first_s - per_weight * few[0].weights, 0.0))

@@ -7,27 +7,32 @@ An end outlives its group: the next group uses it again where its bundles are th
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from pulsesync import device as devices
 from pulsesync.core.threads import finish
-from pulsesync.core.types import Bits, Sum, Tile
+from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import StateError, VerificationError
-from pulsesync.format.history import History
-from pulsesync.format.weights import by_block
-from pulsesync.group import bundles, messages
-from pulsesync.group.bundles import BundlePlan, LocalBundles
-from pulsesync.group.calibrate import MOST, try_methods
+from pulsesync.group import messages
+from pulsesync.group.bundles import BundlePlan
+from pulsesync.group.calibrate import TrialEnds, try_methods
 from pulsesync.group.cost_model import METHODS, CostModel, Method, TransferLoad
-from pulsesync.group.messages import Bucket, SpareBuffers
-from pulsesync.state.host import HostState, HostTransition
-from pulsesync.state.live import AnyTransition
-from pulsesync.state.sharding import Placed, Shards
-from pulsesync.state.slices import LocalTile, TileStorage
+from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
+from pulsesync.group.messages import Bucket, Message, SyncTimes
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
 
-SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
+if TYPE_CHECKING:
+    import torch
+
+BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
+# On a GPU a bucket costs about ten launches and some waits for the host. Whole weights take memory until they are sent.
+DEVICE_BUCKET_WEIGHTS: Mapping[Method, int] = {"dense": 1 << 28, "plain": 1 << 31, "gap": 1 << 31, "coded": 1 << 31}
 
 Job = tuple[Method, Sequence[Tile]]  # a bucket to be encoded
 
@@ -51,6 +56,16 @@ class LocalModel:
 
     shards: Shards
     addresses: Sequence[int]
+    device: "torch.device | None"  # the first GPU that it is on; None: host memory
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], cast: Mapping[str, str] | None, addresses: Sequence[int]) -> "LocalModel":
+        """Read tensors as shards, in host memory or on a GPU. Raises: StateError, if they cannot be read."""
+        found = devices.find(local_tensors(tensors))
+        if found is None:
+            return cls(shards_of(tensors, cast), addresses, None)
+        shards = devices.load("source").read_shards(tensors, cast or {}, found)
+        return cls(shards, addresses, found)
 
     @property
     def copied(self) -> list[str]:
@@ -63,7 +78,9 @@ class LocalModel:
             raise StateError(
                 f"tensor {name!r} is not contiguous, or read-only: it cannot be written in place", tensor=name
             )
-        HostState.check_apart({name: view.flat for name, view in self.shards.published.views.items()})
+        flats = {name: view.flat for name, view in self.shards.published.views.items()}
+        state: type[AnyState] = HostState if self.device is None else devices.load("state").DeviceState
+        state.check_apart(flats)
 
 
 def addresses_of(source: Mapping[str, Any]) -> list[int]:
@@ -81,24 +98,84 @@ def _address(value: Any) -> tuple[Any, ...]:
     return (value.data_ptr(), value.shape, value.dtype) if hasattr(value, "data_ptr") else (id(value),)
 
 
+class EndWeights(Protocol):
+    """The weights of an end, in host memory (`host_weights`) or on a GPU (`device_weights`)."""
+
+    def begin(self) -> None:
+        """A sync begins: what is done with the weights comes after what the calling thread has done with them."""
+
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
+        """Write what buckets change; return the transition back, if there is one."""
+
+    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        """Write the tiles that buckets have whole, and keep memory for the next sync."""
+
+    def roll_back(self, back: AnyTransition) -> None:
+        """Undo `write_changes`."""
+
+
+class SourceWeights(EndWeights, Protocol):
+    """What a rank sends, and its copy of what it last sent."""
+
+    def bind(self, wire: BundlePlan, shards: Shards) -> None:
+        """Read the weights from these shards from now on; the copy stays."""
+
+    def sample(self, seed: int) -> list[TransferLoad]:
+        """Estimate how much of each bundle has changed, from some of its weights."""
+
+    def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
+        """What takes tiles from the copy to the weights, or all their weights; None if nothing changed."""
+
+    def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
+        """Tiles as they were last sent, whole."""
+
+    def trials(self) -> list[TrialEnds]:
+        """Both ends of syncs of some of these weights; none if there are too few."""
+
+    def forget(self, made: Sequence[Bucket]) -> None:
+        """Keep no copy of what these buckets have whole."""
+
+
+class ReceiverWeights(EndWeights, Protocol):
+    """What a rank receives, in its live weights."""
+
+    def room(self, size: int, carrier: Any) -> Message:
+        """Memory for a message of so many bytes, which travels from a device."""
+
+    def read(self, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
+        """Check a message and decode its tiles that are local, against the digests that tiles had before.
+
+        Raises:
+            FormatError: and branches, for bad bytes; VerificationError: its tiles would not have the digests that it
+            names.
+        """
+
+    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
+        """Recount the weights; return a bundle that does not have its digest, or of which tied tensors differ."""
+
+
 class GroupEnd(ABC):
     """What both ends have: bundles and their memory, the version they are at, and how to return to the one before."""
 
-    state: HostState  # a source's copy of what it last sent, or a receiver's live weights
+    weights: EndWeights
+    keeps = True  # whether it has the weights of the version it is at: a source that sends all each time has no copy
 
-    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         self.tiles = tiles  # the bundles that this rank sends, or those that it receives
         self.at: RankVersion | None = None
         self.before: tuple[RankVersion, AnyTransition] | None = (
             None  # where the last sync began, and how to return there
         )
-        self.spare = SpareBuffers()
-        self.bind(wire, shards)
+        self.device = model.device
+        self.wire, self.shards, self.joined = wire, model.shards, True
 
     def bind(self, wire: BundlePlan, shards: Shards) -> None:
         """Find the bundles, on which the group has agreed, in the memory of these shards."""
-        self.live = LocalBundles(wire, self.tiles, shards)
+        self._bind_weights(wire, shards)
         self.wire, self.shards, self.joined = wire, shards, True
+
+    @abstractmethod
+    def _bind_weights(self, wire: BundlePlan, shards: Shards) -> None: ...
 
     def attach(self, shards: Shards) -> None:
         """Continue with tensors in other memory; unless they are the same parts of a model, all ranks join again."""
@@ -113,86 +190,97 @@ class GroupEnd(ABC):
             point, back = self.before
 
             def roll_back() -> None:
-                self.state.commit(back)
+                self.weights.roll_back(back)
                 self.at, self.before = point, None
 
             finish(roll_back)
         if self.at is None or self.at.name != name:
             self.at = self.before = None
 
+    def sent(self, bucket: Bucket) -> Bucket:
+        """A bucket that was sent, as it is needed until the commit."""
+        return bucket
+
     def commit(self, made: Sequence[Bucket], point: RankVersion) -> None:
         """Write what was received into the weights, or what was sent into the copy of it."""
-        sums = {ordinal: point.sums[ordinal] for ordinal in self.state.places}
-        changes = by_block([patch for bucket in made for patch in bucket.patches])
-        whole = {ordinal: bits for bucket in made for ordinal, bits in bucket.whole.items()}
-        back = self.state.commit(HostTransition(changes, sums, History()))
+        back = self.weights.write_changes(made, point.sums)
         before, self.before = self.at, None
-        if whole:
+        dense = [bucket for bucket in made if bucket.whole]
+        if dense:
             self.at = None  # if writing them fails, the weights are those of no version
-        self._commit_whole([bucket for bucket in made if bucket.whole], whole, {n: sums[n] for n in whole})
-        self.before = (before, back) if before and not whole else None
+        self._write_whole(dense, {n: point.sums[n] for bucket in dense for n in bucket.whole})
+        self.before = (before, back) if before and back and not dense else None
         self.at = point
 
-    @abstractmethod
-    def _commit_whole(self, dense: Sequence[Bucket], whole: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Write the tiles that buckets have whole, and keep memory for the next sync."""
+    def _write_whole(self, dense: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        self.weights.write_whole(dense, sums)
 
 
 class SourceEnd(GroupEnd):
     """An end that sends what differs between its live weights and its copy of what it last sent."""
 
-    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
-        super().__init__(wire, tiles, shards)
-        self.state = _state(wire, {tile.ordinal: LocalTile(tile, True) for tile in tiles}, {})
-        self.messages: list[tuple[Bits, set[int]]] = []  # in whose memory the copy lies, and which tiles of it
+    weights: SourceWeights
 
-    def calibrate(self, costs: CostModel) -> None:
-        """Try every method on some of these weights."""
-        coded = [tile for tile in self.tiles if tile.tensor.kind.exponent_shift is not None]
-        if coded:
-            largest = max(coded, key=lambda tile: tile.size)
-            try_methods(costs, self.live.read(largest, 0, min(MOST, largest.size)).copy(), largest.tensor.dtype)
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel, keeps: bool = True) -> None:
+        super().__init__(wire, tiles, model)
+        self.keeps = keeps
+        if model.device is None:
+            self.weights = HostSourceWeights(wire, tiles, model.shards)
+        else:
+            self.weights = _on_device().DeviceSourceWeights(wire, tiles, model.shards, model.device)
 
-    def plan(self, method: Method | Literal["auto"], costs: CostModel, bucket_weights: int) -> tuple[list[Job], str]:
+    def _bind_weights(self, wire: BundlePlan, shards: Shards) -> None:
+        self.weights.bind(wire, shards)
+
+    def calibrate(self, costs: CostModel, receivers_on_gpu: bool) -> None:
+        """Try every method on some of these weights, with a receiver in the same memory; others are assumed."""
+        costs.bucket_weights = dict(DEVICE_BUCKET_WEIGHTS if self.device else dict.fromkeys(METHODS, BUCKET_WEIGHTS))
+        if trials := self.weights.trials():
+            try_methods(costs, trials, receivers_on_gpu == (self.device is not None))
+
+    def plan(
+        self, method: Method | Literal["auto"], costs: CostModel, bucket_weights: int | None
+    ) -> tuple[list[Job], str]:
         """What to send, bucket by bucket, and by which method: decided before any bundle is compared."""
         if self.at is None:
-            return [("dense", some) for some in messages.cut(self.wire, self.tiles, bucket_weights)], "full"
-        chosen = costs.choose(self._sample(self.at.version)) if method == "auto" else [method] * len(self.tiles)
+            return self._jobs("dense", self.tiles, bucket_weights), "full" if self.keeps else "dense"
+        chosen = costs.choose(self.weights.sample(self.at.version)) if method == "auto" else [method] * len(self.tiles)
         jobs: list[Job] = []
         for one in METHODS:
             tiles = [tile for tile, its in zip(self.tiles, chosen, strict=True) if its == one]
-            jobs += [(one, some) for some in messages.cut(self.wire, tiles, bucket_weights)]
+            jobs += self._jobs(one, tiles, bucket_weights)
         used = {one for one, _ in jobs}
         return jobs, "mixed" if len(used) > 1 else next(iter(used), "coded")
 
-    def _sample(self, seed: int) -> list[TransferLoad]:
-        """Estimate how much of each bundle has changed, from some of its weights."""
-        rng = np.random.default_rng(seed)
-        loads = []
-        for tile, at in zip(self.tiles, rng.random(len(self.tiles)), strict=True):
-            begin = int(at * max(tile.size - SAMPLE, 0))
-            end = min(begin + SAMPLE, tile.size)
-            old = self.state.flats[tile.tensor.name][begin:end]
-            differ = np.count_nonzero(old != self.live.read(tile, begin, end))
-            loads.append(TransferLoad(tile.size, bundles.bytes_of([tile]), differ / (end - begin) * tile.size))
-        return loads
+    def _jobs(self, method: Method, tiles: Sequence[Tile], bucket_weights: int | None) -> list[Job]:
+        most = bucket_weights or (BUCKET_WEIGHTS if self.device is None else DEVICE_BUCKET_WEIGHTS[method])
+        return [(method, some) for some in messages.cut(self.wire, tiles, most)]
 
-    def _commit_whole(self, dense: Sequence[Bucket], whole: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Move the copy into the new messages; an old one in which no tile is left is free for the next sync."""
-        self.state.adopt(whole, sums)
-        left = [(message, tiles - whole.keys()) for message, tiles in self.messages]
-        self.spare.replace(message for message, tiles in left if dense and not tiles)
-        self.messages = [(message, tiles) for message, tiles in left if tiles]
-        self.messages += [(bucket.message, set(bucket.whole)) for bucket in dense]
+    def sent(self, bucket: Bucket) -> Bucket:
+        return bucket if self.device is None else replace(bucket, message=messages.NOTHING)
+
+    def _write_whole(self, dense: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        if self.keeps:
+            self.weights.write_whole(dense, sums)
+        else:
+            self.weights.forget(dense)
 
 
 class ReceiverEnd(GroupEnd):
     """An end that writes what it receives into its live weights."""
 
-    def bind(self, wire: BundlePlan, shards: Shards) -> None:
-        super().bind(wire, shards)
-        known = {ordinal: self.at.sums[ordinal] for ordinal in self.live.places} if self.at else {}
-        self.state = _state(wire, self.live.places, known)
+    weights: ReceiverWeights
+
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
+        super().__init__(wire, tiles, model)
+        self._bind_weights(wire, model.shards)
+
+    def _bind_weights(self, wire: BundlePlan, shards: Shards) -> None:
+        known = {tile.ordinal: self.at.sums[tile.ordinal] for tile in self.tiles} if self.at else {}
+        if self.device is None:
+            self.weights = HostReceiverWeights(wire, self.tiles, shards, known)
+        else:
+            self.weights = _on_device().DeviceReceiverWeights(wire, self.tiles, shards, known, self.device)
 
     def attach(self, shards: Shards) -> None:
         self.at = self.before = None  # the other memory does not have what was pulled
@@ -200,22 +288,19 @@ class ReceiverEnd(GroupEnd):
 
     def verify(self, point: RankVersion) -> None:
         """Recount the weights. Raises: VerificationError, if they are not those of the version."""
-        for ordinal, counted in self.state.count().items():
-            if counted != point.sums[ordinal] or self.live.places[ordinal].untied():
-                names = sorted({piece.tensor for piece in self.wire.pieces[ordinal]})
-                among = names[0] if len(names) == 1 else f"{names[0]}, or of {len(names) - 1} tensors bundled with it,"
-                raise VerificationError(
-                    f"weights of {among} are not those last pulled: something else wrote them; pull with a new "
-                    "Broadcast on this rank to get all weights again",
-                    tensor=names[0],
-                )
-
-    def _commit_whole(self, dense: Sequence[Bucket], whole: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        self.state.load_tiles(whole, sums)
-        self.spare.replace(bucket.message for bucket in dense)
+        ordinal = self.weights.find_damaged(point.sums)
+        if ordinal is None:
+            return
+        names = sorted({piece.tensor for piece in self.wire.pieces[ordinal]})
+        among = names[0] if len(names) == 1 else f"{names[0]}, or of {len(names) - 1} tensors bundled with it,"
+        raise VerificationError(
+            f"weights of {among} are not those last pulled: something else wrote them; pull with a new "
+            "Broadcast on this rank to get all weights again",
+            tensor=names[0],
+        )
 
 
-def _state(wire: BundlePlan, places: Mapping[int, TileStorage], sums: Mapping[int, Sum]) -> HostState:
-    """A state of bundles, whose weights lie where the places know, or wherever the state is given them later."""
-    nowhere: Bits = np.empty(0, np.uint8)
-    return HostState(wire.layout, {spec.name: nowhere for spec in wire.layout.tensors}, places=places, sums=sums)
+def _on_device() -> Any:
+    """The module of weights on a GPU: all torch and Triton."""
+    devices.load("bundles")  # says what is missing
+    return import_module("pulsesync.group.device_weights")

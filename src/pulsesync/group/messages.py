@@ -1,37 +1,35 @@
-"""The messages of a sync inside a group: a part of a patch, or a table of tiles; made, read and checked one by one.
+"""The messages of a sync inside a group, in whichever memory: a part of a patch, or a table of tiles.
 
 A part is as docs/format.md has it. A table holds how many tiles it has (8 bytes), of each its number (8), how many
 changes (8; -1: all its weights) and the digest it must have (16), and then of each its weights, or where they change
-(4 bytes each, ascending) and what they become; all of these begin at a multiple of 8. After either come 8 bytes that
-belong to the session, not to the bucket: how long the next message is, if that is known.
+(4 bytes each, ascending) and what they become; all of these begin at a multiple of 8, and what is between them is zero.
+After either come 8 bytes that belong to the session, not to the bucket: how long the next message is, if that is known.
+
+`host_weights` makes and reads messages in host memory, `device_weights` on a GPU; the bytes are the same.
 """
 
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pulsesync.core import digest
-from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import container, patch
-from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
-from pulsesync.format.weights import Changes, Weights
-from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
+from pulsesync.group.bundles import BundlePlan
 from pulsesync.group.cost_model import Method
-from pulsesync.state.host import HostState, count_moves
 
+Message = Any  # bytes: a numpy array in host memory, or a torch tensor of uint8
 _COUNT = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<Qq16s")
-_TABLE = b"\x89PulsTab"
-_WHOLE = -1
-Receiver = tuple[HostState, LocalBundles]  # live weights, and the bundles in which they lie
+TABLE = b"\x89PulsTab"
+WHOLE = -1
 NOTHING: Bits = np.empty(0, np.uint8)
 TRAILER = 8  # bytes that a message has room for, after the bucket
 CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
@@ -59,30 +57,33 @@ class SyncTimes:
 class Bucket:
     """A message, and what its tiles will be: what changes in them, or all their weights."""
 
-    message: Bits  # bytes; empty where a receiver does not need them any more
-    patches: tuple[TilePatch, ...]
-    whole: Mapping[int, Bits]
+    message: Message  # empty where a receiver does not need it any more
+    changes: Any  # as the memory has them that the weights are in
+    changed: int  # weights
+    whole: Mapping[int, Any]  # tiles that are sent whole, by ordinal
     sums: Mapping[int, Sum]
 
 
-class SpareBuffers:
-    """Messages whose memory may be used again: new memory costs as much as what is copied into it."""
+def size_of(message: Message) -> int:
+    """The bytes of a message."""
+    return int(message.nbytes)
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[Bits]] = {}
 
-    def take(self, size: int) -> Bits:
-        """Bytes to be written over."""
-        try:
-            return self._free[size].pop()
-        except (KeyError, IndexError):  # two threads may ask at once
-            return np.empty(size, np.uint8)
+def write_next(message: Message, length: int) -> None:
+    """Write how long the next message is."""
+    number = np.array([length], np.int64).view(np.uint8)
+    if isinstance(message, np.ndarray):
+        message[-TRAILER:] = number
+    else:
+        import torch
 
-    def replace(self, messages: Iterable[Bits]) -> None:
-        """Keep these, and none that were kept before."""
-        self._free = {}
-        for message in messages:
-            self._free.setdefault(message.size, []).append(message)
+        message[-TRAILER:] = torch.from_numpy(number).to(message.device)
+
+
+def read_next(message: Message) -> int:
+    """How long a message says that the next is."""
+    trailer = message[-TRAILER:] if isinstance(message, np.ndarray) else message[-TRAILER:].cpu().numpy()
+    return int(trailer.copy().view(np.int64)[0])
 
 
 def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Tile]]:
@@ -98,98 +99,16 @@ def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Til
         yield some
 
 
-def encode(
-    base: HostState, new: LocalBundles, tiles: Sequence[Tile], method: Method, clock: SyncTimes
-) -> Bucket | None:
-    """What takes these tiles of the base to the new weights, by a method that compares; None if nothing changed."""
-    with clock.timed("diff"):
-        changes = new.changes(tiles, base)
-    if not changes:
-        return None
-    if method == "plain":
-        return _plain(base, changes, clock)
-    codec = CODECS[method]
-    with clock.timed("encode"):
-        diffs = patch.diff_of(tiles, base, changes, codec)
-        part = patch.encode_diff(base.layout, diffs, base, base.sums, codec=codec)
-        message = np.empty(len(part.data) + TRAILER, np.uint8)
-        message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
-    return Bucket(message, part.patches, {}, part.sums)
-
-
-def _plain(base: HostState, changes: Changes, clock: SyncTimes) -> Bucket:
-    blocks: dict[int, list[BlockChange]] = {}
-    for (ordinal, _), change in changes.items():
-        blocks.setdefault(ordinal, []).append(change)
-    patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
-    with clock.timed("digest"):
-        moves = spread(digest.moved, patches)
-        sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
-    with clock.timed("encode"):
-        shape = [(patch.tile, patch.changed) for patch in patches]
-        message = _head(shape, sums)
-        for one, (places, values) in zip(patches, _bodies(message, shape), strict=True):
-            at = 0
-            for block in one.blocks:
-                here = slice(at, at + block.positions.size)
-                np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
-                values[here] = block.new
-                at = here.stop
-    return Bucket(message, patches, {}, sums)
-
-
-def raw_size(tiles: Sequence[Tile]) -> int:
-    """How long the message is that holds these tiles whole."""
-    return _size([(tile, _WHOLE) for tile in tiles])
-
-
-def raw(
-    weights: Weights,
-    tiles: Sequence[Tile],
-    clock: SyncTimes,
-    sums: Mapping[int, Sum] | None = None,
-    spare: SpareBuffers | None = None,
-) -> Bucket:
-    """These tiles as they are; their digests are counted unless they are known."""
-    shape = [(tile, _WHOLE) for tile in tiles]
-    with clock.timed("encode"):
-        message = (spare or SpareBuffers()).take(_size(shape))
-        whole = {tile.ordinal: bits for tile, (_, bits) in zip(tiles, _bodies(message, shape), strict=True)}
-
-        def copy(job: tuple[Tile, int]) -> None:
-            tile, n = job
-            whole[tile.ordinal][n * BLOCK : (n + 1) * BLOCK] = weights.block(tile, n)
-
-        spread(copy, [(tile, n) for tile in tiles for n in range(tile.block_count)])
-    if sums is None:
-        with clock.timed("digest"):
-            sums = _count(tiles, whole)
-    _head(shape, sums, message)
-    return Bucket(message, (), whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
-
-
-def read(
-    message: Bits, layout: Layout, receiver: Receiver | None, before: Mapping[int, Sum], clock: SyncTimes
-) -> Bucket:
-    """Check a message and decode its tiles that are local, against the digests that tiles had before.
+def read_sums(message: Bits, layout: Layout) -> dict[int, Sum]:
+    """The digests that a message in host memory names: what a source needs of the other sources' messages.
 
     Raises:
-        FormatError: and branches, for bad bytes; VerificationError: its tiles would not have the digests that it names.
+        FormatError: and branches, for bad bytes.
     """
-    if bytes(message[:8]) == _TABLE:
-        return _read_table(message, layout, receiver, before, clock)
-    data = message[:-TRAILER].data
-    if receiver is None:  # a source, which needs the digests of the other sources' tiles
-        header, sections = container.open_part(data)
-        index = patch.open_index(header, sections[0], layout)
-        return Bucket(NOTHING, (), {}, {entry.tile: entry.sum for entry in index.entries})
-    state, _ = receiver
-    with clock.timed("prepare"):
-        body = Body.of(data, layout)
-        part = state.decode_part(body)
-    with clock.timed("digest"):
-        state.check_moves(count_moves(part.patches), part.sums, before)
-    return Bucket(NOTHING, part.patches, {}, {entry.tile: entry.sum for entry in body.index.entries})
+    if bytes(message[:8]) == TABLE:
+        return open_table(message, message.size, layout)[1]
+    header, sections = container.open_part(message[:-TRAILER].data)
+    return {entry.tile: entry.sum for entry in patch.open_index(header, sections[0], layout).entries}
 
 
 # Tables
@@ -197,106 +116,87 @@ def read(
 Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
 
 
-def _read_table(
-    message: Bits, layout: Layout, receiver: Receiver | None, before: Mapping[int, Sum], clock: SyncTimes
-) -> Bucket:
-    shape, promised = _open(message, layout)
-    if receiver is None:
-        return Bucket(NOTHING, (), {}, promised)
-    state, live = receiver
-    whole, patches = {}, []
-    with clock.timed("undo"):  # for which the old weights are read
-        for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
-            if tile.ordinal not in live.places:
-                continue
-            if changes == _WHOLE:
-                whole[tile.ordinal] = bits
-            else:
-                patches.append(_changes(tile, places, bits, live.places[tile.ordinal]))
-    with clock.timed("digest"):
-        state.check_moves(count_moves(patches), promised, before)
-        counted = _count([layout.tiles[ordinal] for ordinal in whole], whole)
-    for ordinal, sum_ in counted.items():
-        if sum_ != promised[ordinal]:
-            name = layout.tiles[ordinal].tensor.name
-            raise VerificationError(
-                f"digest mismatch: bundle {name} is not what was sent; weights unchanged", tensor=name
-            )
-    return Bucket(message if whole else NOTHING, tuple(patches), whole, promised)
+class TablePlace(NamedTuple):
+    """Where the places and values of a tile begin in the message of a table, in bytes."""
+
+    places: int
+    values: int
 
 
-def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatch:
-    if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
-        raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
-    borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
-    blocks = []
-    for number in range(tile.block_count):
-        here = slice(borders[number], borders[number + 1])
-        if here.start < here.stop:
-            positions = places[here] - np.uint32(number * BLOCK)
-            blocks.append(BlockChange(number, positions, bundle.pick(number, positions), values[here]))
-    return TilePatch(tile, Codec.GAP, tuple(blocks))
+def table_head(shape: Shape, sums: Mapping[int, Sum]) -> bytes:
+    """The front of a table: which tiles it holds."""
+    entries = (_ENTRY.pack(tile.ordinal, changes, sums[tile.ordinal].to_bytes()) for tile, changes in shape)
+    return b"".join((_COUNT.pack(TABLE, len(shape)), *entries))
 
 
-def _head(shape: Shape, sums: Mapping[int, Sum], message: Bits | None = None) -> Bits:
-    """Write which tiles a table holds, at the front of its message; return that."""
-    message = np.empty(_size(shape), np.uint8) if message is None else message
-    _COUNT.pack_into(message.data, 0, _TABLE, len(shape))
-    for n, (tile, changes) in enumerate(shape):
-        entry = tile.ordinal, changes, sums[tile.ordinal].to_bytes()
-        _ENTRY.pack_into(message.data, _COUNT.size + n * _ENTRY.size, *entry)
-    return message
+def longest_head(layout: Layout) -> int:
+    """The most bytes that the front of a table has."""
+    return _COUNT.size + _ENTRY.size * len(layout.tiles)
 
 
-def _open(message: Bits, layout: Layout) -> tuple[list[tuple[Tile, int]], dict[int, Sum]]:
-    """Read which tiles a table holds, and the digests they must have. Raises: FormatError."""
-    if message.size < _COUNT.size + TRAILER:
+def open_table(head: Bits, size: int, layout: Layout) -> tuple[list[tuple[Tile, int]], dict[int, Sum]]:
+    """Read which tiles a table of so many bytes holds, and the digests they must have. Raises: FormatError.
+
+    head: its front, up to `longest_head`, or all of it.
+    """
+    if size < _COUNT.size + TRAILER:
         raise FormatError("a table is cut off")
-    _, count = _COUNT.unpack_from(message.data)
-    if count > len(layout.tiles) or message.size < _COUNT.size + count * _ENTRY.size + TRAILER:
-        raise FormatError(f"a table of {message.size} bytes cannot have {count} tiles")
-    entries = [_ENTRY.unpack_from(message.data, _COUNT.size + n * _ENTRY.size) for n in range(count)]
+    _, count = _COUNT.unpack_from(head.data)
+    if count > len(layout.tiles) or size < _COUNT.size + count * _ENTRY.size + TRAILER:
+        raise FormatError(f"a table of {size} bytes cannot have {count} tiles")
+    entries = [_ENTRY.unpack_from(head.data, _COUNT.size + n * _ENTRY.size) for n in range(count)]
     ordinals = [ordinal for ordinal, _, _ in entries]
     if any(ordinal >= len(layout.tiles) for ordinal in ordinals) or len(set(ordinals)) != count:
         raise FormatError("a table names a tile twice, or one that the layout does not have")
     shape = [(layout.tiles[ordinal], changes) for ordinal, changes, _ in entries]
-    if any(not _WHOLE <= changes <= tile.size for tile, changes in shape) or message.size != _size(shape):
-        raise FormatError(f"a table of {message.size} bytes does not have the changes that its entries count")
+    if any(not WHOLE <= changes <= tile.size for tile, changes in shape) or size != table_size(shape):
+        raise FormatError(f"a table of {size} bytes does not have the changes that its entries count")
     return shape, {ordinal: Sum.from_bytes(sum_) for ordinal, _, sum_ in entries}
 
 
-def _lengths(tile: Tile, changes: int) -> tuple[int, int]:
+def body_lengths(tile: Tile, changes: int) -> tuple[int, int]:
     """Bytes of the places and values of a tile in a table."""
     itemsize = tile.tensor.kind.itemsize
-    return (0, tile.size * itemsize) if changes == _WHOLE else (4 * changes, changes * itemsize)
+    return (0, tile.size * itemsize) if changes == WHOLE else (4 * changes, changes * itemsize)
 
 
-def _size(shape: Shape) -> int:
-    bodies = sum(_padded(length) for tile, changes in shape for length in _lengths(tile, changes))
+def table_size(shape: Shape) -> int:
+    """How long the message of a table is."""
+    bodies = sum(_padded(length) for tile, changes in shape for length in body_lengths(tile, changes))
     return _COUNT.size + _ENTRY.size * len(shape) + bodies + TRAILER
 
 
-def _bodies(message: Bits, shape: Shape) -> Iterator[tuple[Bits, Bits]]:
-    """Places and values of each tile of a table, as views of its message."""
+def raw_size(tiles: Sequence[Tile]) -> int:
+    """How long the message is that holds these tiles whole."""
+    return table_size([(tile, WHOLE) for tile in tiles])
+
+
+def table_places(shape: Shape) -> Iterator[TablePlace]:
+    """Where the places and values of each tile of a table begin."""
     at = _COUNT.size + _ENTRY.size * len(shape)
     for tile, changes in shape:
-        places, values = _lengths(tile, changes)
-        between = at + _padded(places)
-        yield message[at : at + places].view(np.uint32), message[between : between + values].view(tile.tensor.kind.bits)
-        at = between + _padded(values)
+        places, values = body_lengths(tile, changes)
+        yield TablePlace(at, at + _padded(places))
+        at += _padded(places) + _padded(values)
+
+
+def table_gaps(shape: Shape) -> Iterator[slice]:
+    """The bytes of a table that are between bodies, and mean nothing."""
+    for (tile, changes), place in zip(shape, table_places(shape), strict=True):
+        for begin, length in zip(place, body_lengths(tile, changes), strict=True):
+            if length % 8:
+                yield slice(begin + length, begin + _padded(length))
 
 
 def _padded(length: int) -> int:
     return -(-length // 8) * 8
 
 
-def _count(tiles: Sequence[Tile], whole: Mapping[int, Bits]) -> dict[int, Sum]:
-    jobs = [(tile, n) for tile in tiles for n in range(tile.block_count)]
-    counted = spread(
-        lambda job: digest.count_block(job[0], job[1], whole[job[0].ordinal][job[1] * BLOCK : (job[1] + 1) * BLOCK]),
-        jobs,
-    )
-    sums = {tile.ordinal: Sum(0, 0) for tile in tiles}
-    for (tile, _), one in zip(jobs, counted, strict=True):
-        sums[tile.ordinal] += one
-    return sums
+def check_whole(promised: Mapping[int, Sum], counted: Mapping[int, Sum], layout: Layout) -> None:
+    """Raises: VerificationError, if tiles that came whole do not have the digests that were promised."""
+    for ordinal, sum_ in counted.items():
+        if sum_ != promised[ordinal]:
+            name = layout.tiles[ordinal].tensor.name
+            raise VerificationError(
+                f"digest mismatch: bundle {name} is not what was sent; weights unchanged", tensor=name
+            )

@@ -18,13 +18,13 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import finish
-from pulsesync.core.types import Bits, Sum, Tile
+from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import FormatError, GroupError, VerificationError
 from pulsesync.group import messages
 from pulsesync.group.bundles import bytes_of
 from pulsesync.group.collective import Collective
-from pulsesync.group.ends import GroupEnd, Job, RankVersion, ReceiverEnd
-from pulsesync.group.messages import TRAILER, Bucket, SyncTimes
+from pulsesync.group.ends import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd
+from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes
 
 AHEAD = 2  # buckets that are encoded before they are sent
 _END, _UNKNOWN, _FAULT = 0, -1, -2  # in place of a length: no more, not encoded yet, cannot be encoded
@@ -54,14 +54,15 @@ class SyncSession:
         """
         got: list[Bucket] = []
         sums: dict[int, Sum] = {}
-        state, wire, known = self.end.state, self.end.wire, self._sums_before()
+        end, wire, known = self.end, self.end.wire, self._sums_before()
         for place, rank in enumerate(self.sources):
             for tiles in messages.cut(wire, wire.owned_by(place), self.bucket_weights):
                 to = [one for one in late if one in wire.holders[tiles[0].ordinal]]
                 if rank == self.team.rank and to:
-                    self.team.send_(messages.raw(state, tiles, self.clock, known).message, rank, to)
+                    assert isinstance(end, SourceEnd)
+                    self.team.send_(end.weights.saved(tiles, self.clock, known).message, rank, to)
                 elif self.team.rank in to:
-                    message = np.empty(messages.raw_size(tiles), np.uint8)
+                    message = self._room(messages.raw_size(tiles))
                     self.team.send_(message, rank, to)
                     with FailureCollector(self.faults):
                         got.append(self._read(message, place, {}))
@@ -75,9 +76,8 @@ class SyncSession:
                 raise VerificationError(
                     f"digest mismatch: what was sent is not version {name} of the other ranks; weights unchanged"
                 )
-            whole = {ordinal: bits for bucket in got for ordinal, bits in bucket.whole.items()}
-            finish(lambda: state.load_tiles(whole, {n: sums[n] for n in whole}))
-            self.end.at = version
+            finish(lambda: end.weights.write_whole(got, {n: sums[n] for bucket in got for n in bucket.whole}))
+            end.at = version
 
     def _sums_before(self) -> Mapping[int, Sum]:
         return self.end.at.sums if self.end.at else {}
@@ -120,14 +120,13 @@ class SyncSession:
 
     def _encode(self, job: Job) -> Bucket | None:
         method, tiles = job
-        if method == "dense":
-            return messages.raw(self.end.live, tiles, self.clock, spare=self.end.spare)
-        return messages.encode(self.end.state, self.end.live, tiles, method, self.clock)
+        assert isinstance(self.end, SourceEnd)
+        return self.end.weights.encode(tiles, method, self.clock)
 
     def _next_length(self, ahead: "_Prefetcher") -> int:
         with FailureCollector(self.faults):
             bucket = ahead.peek()
-            return bucket.message.size if bucket else _END
+            return messages.size_of(bucket.message) if bucket else _END
         return _FAULT
 
     def _share_length(self, length: int, rank: int) -> int:
@@ -141,10 +140,10 @@ class SyncSession:
         while length > 0:
             bucket = ahead.take()
             following = self._next_length(ahead) if ahead.ready() else _UNKNOWN
-            bucket.message[-TRAILER:].view(np.int64)[0] = following
+            messages.write_next(bucket.message, following)
             self.team.broadcast_(bucket.message, rank)
-            self.sent_bytes += bucket.message.nbytes
-            self.made.append(bucket)
+            self.sent_bytes += messages.size_of(bucket.message)
+            self.made.append(self.end.sent(bucket))
             if following == _UNKNOWN:
                 began = time.perf_counter()
                 following = self._next_length(ahead)
@@ -152,7 +151,7 @@ class SyncSession:
                 self._share_length(following, rank)
             length = following
 
-    def _receive(self, rank: int, length: int) -> Iterator[Bits]:
+    def _receive(self, rank: int, length: int) -> Iterator[Message]:
         most = 2 * bytes_of(self.end.wire.owned_by(self.sources.index(rank))) + (1 << 26)
         while length not in (_END, _FAULT):
             if not TRAILER < length <= most:
@@ -161,17 +160,25 @@ class SyncSession:
                     f"{most} are allowed; form a new group and call regroup",
                     rank=self.team.rank,
                 )
-            message = self.end.spare.take(length)
+            message = self._room(length)
             self.team.broadcast_(message, rank)
             yield message
-            length = int(message[-TRAILER:].copy().view(np.int64)[0])
+            length = messages.read_next(message)
             if length == _UNKNOWN:
                 length = self._share_length(0, rank)
 
-    def _read(self, message: Bits, place: int, before: Mapping[int, Sum]) -> Bucket:
+    def _room(self, size: int) -> Message:
+        """Memory for a message that will be received; of other sources' messages a source needs digests alone."""
+        if isinstance(self.end, ReceiverEnd):
+            return self.end.weights.room(size, self.team.device)
+        return np.empty(size, np.uint8)
+
+    def _read(self, message: Message, place: int, before: Mapping[int, Sum]) -> Bucket:
         end, wire = self.end, self.end.wire
-        receiver = (end.state, end.live) if isinstance(end, ReceiverEnd) else None
-        bucket = messages.read(message, wire.layout, receiver, before, self.clock)
+        if isinstance(end, ReceiverEnd):
+            bucket = end.weights.read(message, before, self.clock)
+        else:
+            bucket = Bucket(messages.NOTHING, (), 0, {}, messages.read_sums(message, wire.layout))
         if any(wire.owners[ordinal] != place for ordinal in bucket.sums):
             raise FormatError(f"rank {self.sources[place]} sent a bundle that another source owns")
         return bucket

@@ -21,6 +21,7 @@ from pulsesync.kernels.gpu.digest import (
     gather_pieces,
     recount,
     recount_any,
+    scatter_pieces,
 )
 from pulsesync.kernels.gpu.marks import (
     collect,
@@ -32,6 +33,7 @@ from pulsesync.kernels.gpu.marks import (
     mark_later,
     remember,
 )
+from pulsesync.kernels.gpu.tables import read_table, table_starts, write_table
 
 __all__ = [
     "apply",
@@ -53,7 +55,11 @@ __all__ = [
     "list_hot",
     "mark_later",
     "pack",
+    "read_table",
     "recount",
     "recount_any",
     "remember",
+    "scatter_pieces",
+    "table_starts",
+    "write_table",
 ]

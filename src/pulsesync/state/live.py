@@ -105,7 +105,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self._marks: SourceMarks | None = None  # of the source, when its addresses were these
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
-        self.untied = self._find_untied(self.copies)  # a tensor from which one tied to it differs: needs an anchor
+        self.untied = self.find_untied()  # a tensor from which one tied to it differs: needs an anchor
 
     # The verbs of a backend
 
@@ -288,7 +288,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         Raises:
             VerificationError: a tied tensor differs from the one it is tied to.
         """
-        self.untied = self._find_untied(self.copies)
+        self.untied = self.find_untied()
         if self.untied:
             raise VerificationError(f"a tensor tied to {self.untied!r} differs from it", tensor=self.untied)
         self.sums = self.count()
@@ -300,7 +300,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         Of a bundle, those of all its tensors: its digest does not tell them apart. What was counted is remembered.
         """
         with self.lock:
-            before, self.sums, self.untied = self.sums, self.count(), self._find_untied(self.copies)
+            before, self.sums, self.untied = self.sums, self.count(), self.find_untied()
             damaged = [self.layout.tiles[n] for n, total in self.sums.items() if total != before[n]]
         names = {name for tile in damaged for name in tile.names}
         return sorted(names | {self.untied} if self.untied else names)
@@ -326,6 +326,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def _zero_sums(self) -> dict[int, Sum]:
         """A sum for each tile that the digest is over: of a whole state, those without weights too."""
         return {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self.whole or tile.ordinal in self.places}
+
+    def find_untied(self) -> str | None:
+        """The first tensor from which one that is tied to it differs."""
+        return self._find_untied(self.copies)
 
     def _find_untied(self, names: Collection[str]) -> str | None:
         """The first of these tensors from which one that is tied to it differs."""

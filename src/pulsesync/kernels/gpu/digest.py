@@ -60,6 +60,20 @@ def gather_pieces(
 
 
 @triton.jit
+def scatter_pieces(
+    piece_at, sizes, piece_columns, piece_strides, begins, chunk_piece, first_chunk, run, ITEM: tl.constexpr
+):  # fmt: skip
+    """Copy pieces from their places in one run to tensors: the other way than `gather_pieces`."""
+    c = tl.program_id(0).to(tl.int64)
+    piece = tl.load(chunk_piece + c)
+    at, size, place = tl.load(piece_at + piece), tl.load(sizes + piece), tl.load(begins + piece)
+    columns, stride = tl.load(piece_columns + piece), tl.load(piece_strides + piece)
+    j = (c - tl.load(first_chunk + piece)) * CHUNK + tl.arange(0, CHUNK)
+    bits = tl.load(run + place + j, mask=j < size, other=0)
+    store_bits(at, _flat(0, j, 0, columns, stride), bits, j < size, ITEM)
+
+
+@triton.jit
 def _find_piece(begins, first, count, i, STRIDE: tl.constexpr):
     """The piece that weight i is in, of `count` from the one numbered first on, looked for by halves.
 

@@ -1,0 +1,374 @@
+"""Bundles on a device, as ranks of a group send them: laid into messages, read from them, compared and sampled.
+
+A message is bytes on a device. What this knows of it is where tiles begin: `group.messages` has the rest of the format.
+Launches do not grow with the number of tensors, nor with that of bundles.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.core.types import Sum, Tile
+from pulsesync.device.changes import PileChanges, block_moves, moves
+from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
+from pulsesync.device.memory import (
+    INTEGERS,
+    all_to_stream,
+    empty,
+    fetch,
+    on,
+    starts_of,
+    to_device,
+    to_host,
+    to_stream,
+    unsigned,
+    worker_of,
+)
+from pulsesync.device.pieces import Pieces, padded
+from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, parts_of, place_of
+from pulsesync.device.source import DeviceSource
+from pulsesync.device.state import DeviceState, count_located
+from pulsesync.errors import FormatError
+from pulsesync.format.layout import Layout
+from pulsesync.kernels import cuda
+from pulsesync.state.slices import LocalTile, TileStorage
+
+SPAN = 512  # changes that a program takes at a time
+SPREAD = 16  # programs for a tile of a table
+SHAPES = 256  # of messages, whose tables are kept
+Places = Mapping[int, TileStorage]  # by ordinal: where bundles lie in the tensors of a process
+
+
+class WholeTiles:
+    """Tiles of a pile that a message holds whole.
+
+    Args:
+        pile: These tiles and no others, as they lie in tensors.
+        begins: Where each begins in the message, in bytes: a multiple of 8.
+    """
+
+    def __init__(self, pile: Pile, begins: NDArray[np.int64]) -> None:
+        self.pile, self._begins, self._wide = pile, begins, pile.kind.itemsize
+        self._addresses: dict[tuple[DeviceState, int], torch.Tensor] = {}
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        starts = np.append(self._begins // self._wide, 0)
+        return Pieces(self.pile.tiles, self.pile.places, self.pile.device, starts)
+
+    def gather(self, tensors: Mapping[str, torch.Tensor], message: torch.Tensor) -> None:
+        """Copy the weights of tensors into a message; masters as the dtype that they are published in."""
+        with on(self.pile.device):
+            self._pieces.gather(tensors, self._wide, message.view(INTEGERS[self._wide]))
+
+    def scatter(self, message: torch.Tensor, state: DeviceState) -> None:
+        """Write what a message holds into the tensors of a state, and into those that are tied to them."""
+        run = message.view(INTEGERS[self._wide])
+        with on(self.pile.device):
+            for n in range(state.memories_of(self.pile)):
+                self._pieces.table.scatter(run, self._at(state, n))
+
+    def _at(self, state: DeviceState, n: int) -> torch.Tensor:
+        """The addresses of the pieces in the n-th memory that each tensor has; those of a state stay where they are."""
+        if (state, n) not in self._addresses:
+            flats = [state.memory(name, n) for name in self._pieces.names]
+            self._addresses[state, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
+        return self._addresses[state, n]
+
+    def count(self, message: torch.Tensor) -> dict[int, Sum]:
+        """The digests of the tiles as the message has them."""
+        pile = self.pile
+        at = message.data_ptr() + self._begins[pile.tile_of] + pile.host_begins * self._wide
+        with on(pile.device):
+            return count_located(pile, PileAddresses(to_stream(at, pile.device), (message,)))
+
+
+class MessageShapes:
+    """Which tiles messages hold whole, and where: what a launch must know of them is kept for the next message.
+
+    Args:
+        parts: Finds the piles of tiles, by ordinal, and the piles of those alone.
+    """
+
+    def __init__(self, parts: Callable[[Iterable[int]], Sequence[tuple[Pile, Pile]]]) -> None:
+        self._parts = parts
+        self._known: dict[tuple[tuple[int, int], ...], Sequence[WholeTiles]] = {}
+
+    def __call__(self, begins: Mapping[int, int]) -> Sequence[WholeTiles]:
+        """These tiles in a message, given by ordinal where each begins in it, in bytes."""
+        key = tuple(begins.items())
+        if (found := self._known.get(key)) is None:
+            found = [
+                WholeTiles(part, np.array([begins[tile.ordinal] for tile in part.tiles], np.int64))
+                for _, part in self._parts(begins)
+            ]
+            keep(self._known, key, found, SHAPES)
+        return found
+
+
+class TableEntry(NamedTuple):
+    """A tile in a table of changes: how many it has, and where its places and values begin in the message, in bytes."""
+
+    ordinal: int
+    changes: int
+    places: int
+    values: int
+
+
+@dataclass(frozen=True)
+class _TableColumns:
+    """The entries of a table that are of one pile, in its order."""
+
+    changes: NDArray[np.int64]
+    places: NDArray[np.int64]
+    values: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pile: Pile, entries: Mapping[int, TableEntry]) -> "_TableColumns":
+        """Of tiles without an entry: no changes."""
+        none = TableEntry(0, 0, 0, 0)
+        rows = np.array([entries.get(tile.ordinal, none)[1:] for tile in pile.tiles], np.int64).reshape(-1, 3)
+        return cls(*np.ascontiguousarray(rows.T))
+
+
+def count_changed(run: PileChanges, starts: NDArray[np.int64]) -> dict[int, int]:
+    """How many changes each tile has that has any, by ordinal."""
+    changed = np.diff(starts[run.pile.first_block]).tolist()
+    return {tile.ordinal: count for tile, count in zip(run.pile.tiles, changed, strict=True) if count}
+
+
+def write_table(
+    run: PileChanges, starts: NDArray[np.int64], entries: Mapping[int, TableEntry], message: torch.Tensor
+) -> None:
+    """Write changes into a table, whose entries are given by ordinal. starts: those of the run, on the host."""
+    pile, columns = run.pile, _TableColumns.of(run.pile, entries)
+    before = starts[:-1] - starts[pile.first_block][pile.tile_of]  # changes of the tile in the blocks before
+    base = message.data_ptr()
+    places = base + columns.places[pile.tile_of] + 4 * before
+    values = base + columns.values[pile.tile_of] + pile.kind.itemsize * before
+    with on(pile.device):
+        place_at, value_at = all_to_stream((places, values), pile.device)
+        cuda.write_table[(pile.blocks, 4)](
+            place_at, value_at, pile.begins, run.starts, unsigned(run.positions), unsigned(run.new),
+            ITEM=pile.kind.itemsize, SPAN=SPAN,
+        )  # fmt: skip
+
+
+def read_table(state: DeviceState, entries: Sequence[TableEntry], message: torch.Tensor) -> list[PileChanges]:
+    """Read the changes of tiles that are local from a table, with the old weights: what they replace.
+
+    Raises:
+        FormatError: a change is outside its tile, or they are not in order.
+    """
+    by_ordinal = {entry.ordinal: entry for entry in entries}
+    runs, faults = [], list[torch.Tensor]()
+    for _, part in state.parts(by_ordinal):
+        columns = _TableColumns.of(part, by_ordinal)
+        with on(part.device):
+            weights = part.locate(state.tensors)
+            run, wrong = _read_part(part, weights, columns, message)
+        runs.append(run)
+        faults.append(wrong)
+    if any(found.any() for found in to_host(*faults)):
+        raise FormatError("a table has changes outside their tile, or not in order")
+    return runs
+
+
+def _read_part(
+    part: Pile, weights: PileAddresses, columns: _TableColumns, message: torch.Tensor
+) -> tuple[PileChanges, torch.Tensor]:
+    device, wide, base = part.device, part.kind.itemsize, message.data_ptr()
+    firsts = starts_of(columns.changes)
+    total = int(firsts[-1])
+    sizes = np.array([tile.size for tile in part.tiles], np.int64)
+    tables = (columns.places + base, columns.values + base, columns.changes, firsts[:-1], sizes, part.first_block[:-1])
+    place_at, value_at, counts, first, size, blocks = all_to_stream(tables, device)
+    starts = torch.empty(part.blocks + 1, dtype=torch.int64, device=device)
+    starts[-1] = total
+    positions = empty(total, torch.int32, device)
+    old, new = (empty(total, INTEGERS[wide], device) for _ in range(2))
+    wrong = torch.zeros(1, dtype=torch.int32, device=device)
+    cuda.table_starts[(part.blocks,)](part.block_tile, part.begins, place_at, counts, first, starts)
+    cuda.read_table[(len(part.tiles), SPREAD)](
+        weights.at[blocks], size, place_at, value_at, counts, first, unsigned(positions), unsigned(old), unsigned(new),
+        wrong, ITEM=wide, SPAN=SPAN,
+    )  # fmt: skip
+    return PileChanges(part, starts, positions, old, new), wrong
+
+
+def count_moves(runs: Sequence[PileChanges]) -> dict[int, Sum]:
+    """How the digests of tiles move by changes: of all tiles of the piles of the runs, by ordinal."""
+    return moves(block_moves(runs))
+
+
+class SourceBundles:
+    """The bundles that a rank sends, as they lie in its tensors, and a copy of what was last sent, if it is kept.
+
+    Args:
+        layout: The bundles of all ranks.
+        places: Where those that this rank sends lie in its tensors.
+        source: The tensors.
+        device: The first of those that they are on.
+    """
+
+    def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.base: DeviceState | None = None
+        self.bind(places, source)
+
+    def bind(self, places: Places, source: DeviceSource) -> None:
+        """Read the bundles from tensors in other memory from now on; the copy stays."""
+        self._places = {ordinal: place_of(place) for ordinal, place in places.items()}
+        self._source, self._tensors = source, source.tensors
+        workers = {name: worker_of(view.tensor, self.device) for name, view in source.views.items()}
+        self._live = make_piles(self.layout.tiles, self._places, workers)
+        pile_of = {tile.ordinal: pile for pile in self._live for tile in pile.tiles}
+        self.shapes = MessageShapes(lambda ordinals: parts_of(pile_of, ordinals))
+        self._pairs: dict[tuple[int, ...], PilePair] = {}
+
+    def gather(self, begins: Mapping[int, int], message: torch.Tensor) -> Sequence[WholeTiles]:
+        """Copy tiles as they are now into a message, given by ordinal where each begins in it, in bytes."""
+        some = self.shapes(begins)
+        for tiles in some:
+            tiles.gather(self._tensors, message)
+        return some
+
+    def keep_copy(self, ordinals: Iterable[int], sums: Mapping[int, Sum]) -> None:
+        """Copy tiles as they are now into the copy of what was last sent, which is made the first time."""
+        if self.base is None:
+            self.base = self._new_base(sums)
+        by_room: dict[torch.Tensor, dict[int, int]] = {}
+        for ordinal in sorted(ordinals):
+            room, begin = self._rooms[ordinal]
+            by_room.setdefault(room, {})[ordinal] = begin
+        for room, begins in by_room.items():
+            first = min(begins.values())  # masters are cast in a run that is no longer than what is given
+            last = max(
+                begin + self.layout.tiles[n].tensor.kind.itemsize * padded(self.layout.tiles[n].size)
+                for n, begin in begins.items()
+            )
+            self.gather({ordinal: begin - first for ordinal, begin in begins.items()}, room[first:last])
+        with self.base.lock:
+            self.base.sums = {**self.base.sums, **sums}
+
+    def _new_base(self, sums: Mapping[int, Sum]) -> DeviceState:
+        flats: dict[str, torch.Tensor] = {}
+        self._rooms: dict[int, tuple[torch.Tensor, int]] = {}  # the bytes in which each tile lies, and where
+        for pile in self._live:
+            kind = INTEGERS[pile.kind.itemsize]
+            starts = starts_of(np.array([padded(tile.size) for tile in pile.tiles], np.int64)).tolist()
+            run = torch.empty(starts[-1], dtype=kind, device=pile.device)
+            room = run.view(torch.uint8)
+            for tile, at in zip(pile.tiles, starts, strict=False):
+                flats[tile.tensor.name] = run[at : at + tile.size]
+                self._rooms[tile.ordinal] = room, at * kind.itemsize
+        places = {ordinal: LocalTile(self.layout.tiles[ordinal], True) for ordinal in self._places}
+        return DeviceState(self.layout, flats, places=places, device=self.device, sums=sums)
+
+    def saved(self, begins: Mapping[int, int], message: torch.Tensor) -> None:
+        """Copy tiles as they were last sent into a message."""
+        assert self.base is not None
+        base = self.base
+        for tiles in MessageShapes(base.parts)(begins):
+            tiles.gather(base.tensors, message)
+
+    def compare(self, tiles: Sequence[Tile]) -> list[PileChanges]:
+        """What differs from the copy in these tiles; runs without changes are left out."""
+        assert self.base is not None
+        found = (compare_pile(pair, self._source, self._find) for pair in self._pairs_of(tiles))
+        return [run for run in found if run.count]
+
+    def _find(self, one: AlikeTiles, new: PileAddresses) -> PileChanges:
+        assert self.base is not None
+        with on(one.here.device):
+            return find_at_once(one, new, self.base)
+
+    def _pairs_of(self, tiles: Sequence[Tile]) -> list[PilePair]:
+        assert self.base is not None
+        out = []
+        for _, here in self.base.parts(tile.ordinal for tile in tiles):
+            key = tuple(here.index)
+            if (pair := self._pairs.get(key)) is None:
+                pair = PilePair.of(here, here.elsewhere(self._places), self._source.dtypes)
+                keep(self._pairs, key, pair, SHAPES)
+            out.append(pair)
+        return out
+
+    def sample(self, begins: Mapping[int, int], size: int) -> dict[int, int]:
+        """How many of some weights of tiles differ from the copy: `size` of them, or all, from one on, by ordinal."""
+        assert self.base is not None
+        counted, waiting = dict[int, int](), []
+        for pair in self._pairs_of([self.layout.tiles[ordinal] for ordinal in begins]):
+            for one in pair.alike:
+                with on(one.here.device):
+                    waiting.append((one.here, self._sample(one, begins, size)))
+        fetched = fetch(*(counts for _, counts in waiting))()
+        for (pile, _), counts in zip(waiting, fetched, strict=True):
+            by_tile = counts.reshape(len(pile.tiles), -1).sum(axis=1).tolist()
+            counted.update(zip((tile.ordinal for tile in pile.tiles), by_tile, strict=True))
+        return counted
+
+    def _sample(self, one: AlikeTiles, begins: Mapping[int, int], size: int) -> torch.Tensor:
+        """Begin to count what differs in the samples of tiles that are alike: for each as many counts."""
+        assert self.base is not None
+        pile, wide = one.here, one.here.kind.itemsize
+        new = one.there.locate(self._tensors, itemsize=4 if one.cast else None)
+        old = pile.locate(self.base.tensors)
+        ordinals = [tile.ordinal for tile in pile.tiles]
+        at = np.array([begins[ordinal] for ordinal in ordinals], np.int64)
+        sizes = np.minimum(np.array([tile.size for tile in pile.tiles], np.int64) - at, size)
+        each = -(-size // CHUNK)
+        blocks = np.repeat(np.arange(len(ordinals), dtype=np.int32), each)
+        first = np.arange(len(ordinals) + 1, dtype=np.int64) * each
+        tables = (at, sizes, blocks, first, pile.first_block[:-1])
+        where, left, chunk_block, first_chunk, firsts = all_to_stream(tables, pile.device)
+        counts = torch.zeros(blocks.size, dtype=torch.int32, device=pile.device)
+        bitmap = empty(blocks.size * WORDS, torch.int32, pile.device)
+        cuda.compare[(blocks.size,)](
+            old.at[firsts] + where * wide, new.at[firsts] + where * (4 if one.cast else wide), left, chunk_block,
+            first_chunk, unsigned(bitmap), counts, ITEM=wide, CAST=one.cast,
+        )  # fmt: skip
+        return counts
+
+
+class ReceiverBundles:
+    """The bundles that a rank receives, in its live weights.
+
+    Args:
+        layout: The bundles of all ranks.
+        places: Where those that are local lie in its tensors.
+        source: The tensors.
+        ties: Names of tensors that are tied to others in the group, and those; they may have memory of their own here.
+        device: The first of those that they are on.
+        sums: The digests of the bundles.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        places: Places,
+        source: DeviceSource,
+        ties: Mapping[str, str],
+        device: torch.device,
+        sums: Mapping[int, Sum],
+    ) -> None:
+        flats = {name: view.flat for name, view in source.views.items() if view.tensor.numel()}
+        copies: dict[str, list[torch.Tensor]] = {}
+        for alias in flats.keys() & ties.keys():
+            copies.setdefault(ties[alias], []).append(flats.pop(alias))
+        self.state = DeviceState(layout, flats, copies, places=places, device=device, sums=sums)
+        self.shapes = MessageShapes(self.state.parts)
+
+    def load(self, messages: Iterable[tuple[torch.Tensor, Sequence[WholeTiles]]], sums: Mapping[int, Sum]) -> None:
+        """Write tiles that messages hold whole into the weights. If this fails, they are between two versions."""
+        with self.state.lock:
+            with self.state.exclusive():
+                for message, some in messages:
+                    for tiles in some:
+                        tiles.scatter(message, self.state)
+            self.state.sums = {**self.state.sums, **sums}

@@ -1,0 +1,72 @@
+"""Compare the tiles of a base with those of a source, wherever these lie, a pile at a time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+
+from pulsesync.device.changes import PileChanges, compose, find_changes, join, on_whole
+from pulsesync.device.pile import Pile, PileAddresses
+from pulsesync.device.source import DeviceSource
+from pulsesync.device.state import DeviceState
+from pulsesync.device.streamed import BasePiece, cut
+
+
+@dataclass(frozen=True)
+class PilePair:
+    """Tiles as they lie in a base and in a source.
+
+    Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
+    """
+
+    here: Pile
+    alike: "Sequence[AlikeTiles]"
+
+    @classmethod
+    def of(cls, here: Pile, there: Pile, dtypes: Mapping[str, str]) -> "PilePair":
+        masters: list[int] = []  # ordinals
+        others: list[int] = []
+        for place in there.places:
+            alike = bool(dtypes) and all(dtypes.get(name) == "BF16" for name in place.names)
+            (masters if alike else others).append(place.ordinal)
+        kinds = [(some, some is masters) for some in (masters, others) if some]
+        return cls(here, [AlikeTiles(here.part(some), there.part(some), cast) for some, cast in kinds])
+
+
+@dataclass(frozen=True)
+class AlikeTiles:
+    """Tiles of a pile that are compared at once: as they lie in a base and in a source, and if that has masters."""
+
+    here: Pile
+    there: Pile
+    cast: bool
+
+    @cached_property
+    def pieces(self) -> list[BasePiece]:
+        """Of the base, to be brought to the device one after the other."""
+        return cut(self.here)
+
+
+def compare_pile(
+    pair: PilePair, source: DeviceSource, find: Callable[[AlikeTiles, PileAddresses], PileChanges]
+) -> PileChanges:
+    """Compare the tiles of a pile with the source."""
+    found = [find(one, one.there.locate(source.tensors, itemsize=4 if one.cast else None)) for one in pair.alike]
+    if len(found) == 1:
+        return found[0]
+    runs = [on_whole(run, pair.here) for run in found]
+    return next(iter(compose(runs, ())), runs[0])
+
+
+def find_at_once(one: AlikeTiles, new: PileAddresses, state: DeviceState) -> PileChanges:
+    return find_changes(one.here, one.here.locate(state.tensors), new, one.cast)
+
+
+def find_in_pieces(
+    one: AlikeTiles, new: PileAddresses, arriving: Iterator[tuple[BasePiece, PileAddresses]]
+) -> PileChanges:
+    found = []
+    for piece, old in islice(arriving, len(one.pieces)):
+        there = replace(new, at=new.at[piece.blocks].clone())  # Triton compiles anew for a table at an odd address
+        found.append(find_changes(piece.pile, old, there, one.cast))
+    return join(one.here, found)

@@ -1,0 +1,163 @@
+"""From changes on a device to the bytes of a part: those that a host would write."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
+from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, moves
+from pulsesync.device.encode import code_piles
+from pulsesync.device.hot import DeviceHistory, HotWeights
+from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
+from pulsesync.device.pile import Pile, PileAddresses
+from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.format import patch
+from pulsesync.format.container import Allocate, new_bytes
+from pulsesync.format.index import FrequencyTable
+from pulsesync.format.patch import CodecName, EncodedPart
+from pulsesync.format.predict import CodedTile
+
+FEW = 1 << 13  # changes of a tile up to which they are brought to the host together with those of others
+
+
+def encode_changes(
+    state: DeviceState,
+    runs: Sequence[PileChanges],
+    memories: DeviceHistory,
+    codec: CodecName,
+    stream: DeviceStream,
+    allocate: Allocate | None = None,
+) -> tuple[EncodedPart, DeviceTransition]:
+    """Encode what leads on from a state, in the current stream, which is also the one given.
+
+    runs: those of a dtype together. memories: what is remembered of the epoch; nothing in its first patch. allocate:
+    memory for the part, pinned if not given.
+    """
+    allocate = allocate or host_bytes(state.device)
+    known = memories if codec in ("auto", "history") else None
+    shared: list[FrequencyTable] = []
+    coded: dict[int, CodedTile] = {}
+    hot: dict[Pile, HotWeights] = {}
+    by_block: BlockMoves = {}
+    for dtype, some in groupby(runs, lambda run: run.pile.tiles[0].tensor.dtype):
+        if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
+            piles = code_piles([(run, _locate(run.pile, state)) for run in some], known, len(shared))
+            shared.append(piles.table)
+            coded |= piles.tiles
+            hot |= piles.hot if known is not None else {}
+            by_block = {**by_block, **piles.moved}
+    by_block = {**by_block, **block_moves(run for run in runs if run.pile not in by_block)}
+    found = (diff for run in runs for diff in _diffs(run, stream))
+    diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
+    by = moves(by_block)
+    after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
+    # Nearly always all that is coded is also chosen, so that the device finds this while the host writes the file.
+    likely = _cuts_of(coded.items())
+    remembering = state.begin_remember(memories, likely, runs, set(after), hot)
+    done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
+    cuts = _cuts_of((diff.tile.ordinal, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
+    if cuts != likely:
+        remembering = state.begin_remember(memories, cuts, runs, set(after), hot)
+    later = remembering()
+    sums: dict[int, Sum] = {**state.sums, **after}
+    return EncodedPart(done.id, done.data, (), after), DeviceTransition(runs, sums, later)
+
+
+def host_bytes(device: torch.device) -> Allocate:
+    """What makes memory of the host for finished bytes of a device."""
+    return pinned if device.type == "cuda" else new_bytes
+
+
+def _locate(pile: Pile, state: DeviceState) -> PileAddresses:
+    with on(pile.device):
+        return pile.locate(state.tensors)
+
+
+def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:
+    """The cuts of those tiles, by ordinal, that are coded with a history."""
+    return {ordinal: tile.cut for ordinal, tile in tiles if tile.codec == Codec.HISTORY}
+
+
+def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
+    """The changed tiles of a run."""
+    (starts,) = to_host(run.starts)
+    fetched = _Fetched(run, starts, stream)
+    changed = np.diff(starts[run.pile.first_block]).tolist()
+    both = enumerate(zip(run.pile.tiles, changed, strict=True))
+    return [DeviceDiff(tile, count, fetched, i) for i, (tile, count) in both if count]
+
+
+class _Fetched:
+    """The changes of tiles of a run on the host: of tiles that have few, all at once as soon as one is asked for."""
+
+    def __init__(self, run: PileChanges, starts: NDArray[np.int64], stream: DeviceStream) -> None:
+        self._run, self._starts, self._stream, self._lock = run, starts, stream, threading.Lock()
+        self._borders = starts[run.pile.first_block]
+        self._few: tuple[NDArray[np.int64], Sequence[NDArray[Any]]] | None = None
+
+    def tile(self, i: int) -> Sequence[NDArray[Any]]:
+        """Positions, old and new bits of the changes of a tile; for any thread."""
+        run, (first, last) = self._run, self._borders[i : i + 2].tolist()
+        if last - first > FEW:
+            with self._stream():
+                return to_host(run.positions[first:last], run.old[first:last], run.new[first:last])
+        with self._lock:
+            if self._few is None:
+                self._few = self._fetch_few()
+        begins, arrays = self._few
+        return [array[begins[i] : begins[i + 1]] for array in arrays]
+
+    def begins(self, i: int) -> NDArray[np.int64]:
+        """Of each change of a tile, where in the tile that begins with which it is coded."""
+        pile = self._run.pile
+        first, last = pile.first_block[i : i + 2].tolist()
+        return np.repeat(pile.host_begins[first:last], np.diff(self._starts[first : last + 1]))
+
+    def _fetch_few(self) -> tuple[NDArray[np.int64], Sequence[NDArray[Any]]]:
+        """Where those of each tile begin, and all of them."""
+        counts, run = np.diff(self._borders), self._run
+        counts[counts > FEW] = 0
+        begins = starts_of(counts)
+        index = np.arange(begins[-1]) + np.repeat(self._borders[:-1] - begins[:-1], counts)
+        with self._stream():
+            chosen = to_stream(index, run.pile.device)
+            return begins, to_host(run.positions[chosen], run.old[chosen], run.new[chosen])
+
+
+class DeviceDiff(NamedTuple):
+    """What changed in a tile, brought to the host only where something asks for it (see `format.diff.TileChanges`)."""
+
+    tile: Tile
+    changed: int
+    fetched: _Fetched
+    number: int  # of the tile in the pile
+
+    def positions(self) -> NDArray[np.int64]:
+        return self._fetch()[0]
+
+    def values(self) -> Bits:
+        return self._fetch()[2]
+
+    def old_values(self) -> Bits:
+        return self._fetch()[1]
+
+    @property
+    def blocks(self) -> tuple[BlockChange, ...]:
+        where, old, new = self._fetch()
+        cuts = pairwise(np.searchsorted(where, np.arange(self.tile.block_count + 1) * BLOCK).tolist())
+        return tuple(
+            BlockChange(n, (where[a:b] - n * BLOCK).astype(np.uint32), old[a:b], new[a:b])
+            for n, (a, b) in enumerate(cuts)
+            if a < b
+        )
+
+    def _fetch(self) -> tuple[NDArray[np.int64], Bits, Bits]:
+        """Positions in the tile, old and new bits."""
+        where, old, new = self.fetched.tile(self.number)
+        bits = self.tile.tensor.kind.bits
+        return where + self.fetched.begins(self.number), old.view(bits), new.view(bits)

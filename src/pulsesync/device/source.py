@@ -1,0 +1,146 @@
+"""Sources on a device: a module's or a mapping's tensors as they are published, read where they lie."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pulsesync.core.types import TensorSpec
+from pulsesync.device.memory import INTEGERS, DeviceView, Tensors, check_reach, view, worker_of
+from pulsesync.errors import StateError
+from pulsesync.state.sharding import Shards, shards_of
+from pulsesync.state.views import SourceMarks, find_casts, mapping_of
+
+
+@dataclass(frozen=True)
+class DeviceSource:
+    """A source on a device as it is published."""
+
+    views: Mapping[str, DeviceView]
+    dtypes: Mapping[str, str]  # of tensors that are cast
+    place: object | None = None  # as long as it is the same, the tensors are where they were; None: that is not known
+
+    def without_weights(self) -> "DeviceSource":
+        """The same without what keeps the memory of the weights alive."""
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return replace(self, views={name: replace(view, tensor=nothing) for name, view in self.views.items()})
+
+    def again(self, tensors: Mapping[str, Any]) -> "DeviceSource":
+        """The same with the weights of a source that has the marks of the one that this was made of."""
+        return replace(self, views=_LaterDeviceViews(self.views, tensors))
+
+    def detached(self) -> "DeviceSource":
+        """The same with the memory that the tensors have now, whatever they are assigned later."""
+        if not isinstance(self.views, _LaterDeviceViews):
+            return self
+        return replace(self, views=self.views.detached())
+
+    @property
+    def written(self) -> list[int]:
+        """How often torch has written each tensor in place; not by kernels of others, nor through `.data`."""
+        views = self.views
+        tensors = views.tensors if isinstance(views, _LaterDeviceViews) else [one.tensor for one in views.values()]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors as they are, flat; those that are cast are masters."""
+        return Tensors(_Flats(self.views), self.place, self.dtypes)
+
+    def spec(self, name: str) -> TensorSpec:
+        spec = self.views[name].spec
+        return TensorSpec(name, self.dtypes[name], spec.shape) if name in self.dtypes else spec
+
+    def cast(self, name: str) -> torch.Tensor:
+        """A tensor, flat, as it is published: a copy where it is cast or not contiguous."""
+        return self.tensors.published(name)
+
+
+class _LaterDeviceViews(Mapping[str, DeviceView]):
+    """Views of tensors of which all but the memory is known: made when they are asked for."""
+
+    def __init__(self, known: Mapping[str, DeviceView], tensors: Mapping[str, Any]) -> None:
+        self._known, self._tensors = known, tensors
+
+    def detached(self) -> "_LaterDeviceViews":
+        return _LaterDeviceViews(self._known, {name: self._tensors[name].detach() for name in self._known})
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._tensors[name] for name in self._known]
+
+    def __getitem__(self, name: str) -> DeviceView:
+        tensor = self._tensors[name].detach()
+        return replace(self._known[name], tensor=tensor.view(INTEGERS[tensor.element_size()]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class _Flats(Mapping[str, torch.Tensor]):
+    """The tensors of views, flat: made when they are asked for."""
+
+    def __init__(self, views: Mapping[str, DeviceView]) -> None:
+        self._views = views
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name].flat
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+class SourceReader:
+    """Reads sources on a device; one that has the memory of the last at about 1 µs a tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._devices: Mapping[str, torch.device] = {}  # that work on the tensors
+        self.in_host_memory = False  # some of the last source
+        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
+
+    def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
+        tensors = mapping_of(source)
+        if self._last is not None and self._last[1] == cast and self._last[0].fit(tensors):
+            known = self._last[2]
+            return replace(known, published=known.published.again(tensors))
+        shards, marks = shards_of(tensors, cast, self._read), SourceMarks.of(tensors)
+        self._last = None
+        if marks is not None:
+            shards = replace(shards, published=replace(shards.published, place=object()))
+            self._last = marks, cast, replace(shards, published=shards.published.without_weights())
+        return shards
+
+    def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
+        views, ties = view(tensors)
+        flats = {name: view.tensor for name, view in views.items() if view.tensor.numel()}
+        check_reach(flats, self._device)
+        devices = {name: worker_of(flat, self._device) for name, flat in flats.items()}
+        if away := next((name for name in devices if self._devices.get(name, devices[name]) != devices[name]), None):
+            raise StateError(
+                f"tensor {away!r} is on {devices[away]}, and was on {self._devices[away]}: leave it where the first "
+                "version was published from, or begin with another publisher",
+                tensor=away,
+            )
+        self._devices = devices
+        self.in_host_memory = self._device.type == "cuda" and any(flat.device.type == "cpu" for flat in flats.values())
+        return DeviceSource(views, find_casts((v.spec for v in views.values()), cast)), ties
+
+
+def read_shards(tensors: Mapping[str, Any], cast: Mapping[str, str], device: torch.device) -> Shards:
+    """Read tensors, some of them on a device, as shards that a caller keeps as long as they stay where they are.
+
+    Raises:
+        StateError: one cannot be read there; see `check_reach`.
+    """
+    shards = SourceReader(device).read(tensors, cast)
+    if all(view.shared for view in shards.published.views.values()):
+        return replace(shards, published=replace(shards.published, place=object()))
+    return shards

@@ -1,0 +1,365 @@
+"""The weights of a rank on a GPU: the verbs of `host_weights`, with the same bytes. Imported where one is met.
+
+Messages that hold weights as they are, or a table of changes, are made and read on the device. Parts are assembled and
+checked on the host, because they are hashed; only their streams cross.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from pulsesync.core.types import Bits, Sum, Tile
+from pulsesync.device.bundles import (
+    ReceiverBundles,
+    SourceBundles,
+    TableEntry,
+    count_changed,
+    count_moves,
+    read_table,
+    write_table,
+)
+from pulsesync.device.changes import PileChanges, on_whole
+from pulsesync.device.hot import DeviceHistory
+from pulsesync.device.memory import INTEGERS, DeviceStream, DeviceView, StreamPoint, to_host
+from pulsesync.device.parts import encode_changes, host_bytes
+from pulsesync.device.source import DeviceSource
+from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.format.body import Body
+from pulsesync.group import bundles, messages
+from pulsesync.group.bundles import BundlePlan
+from pulsesync.group.calibrate import DENSITIES, FEWEST, HOT, TrialEnds, sample_shards
+from pulsesync.group.cost_model import Method, TransferLoad
+from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, Message, Shape, SyncTimes
+from pulsesync.state.live import AnyTransition
+from pulsesync.state.sharding import Shards
+from pulsesync.state.slices import BundledTile, LocalTile, TileStorage
+from pulsesync.state.views import CASTS
+
+FEW, MOST = 1 << 20, 1 << 26  # weights that methods are tried on
+SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
+ALIGNED = 8  # weights that a sample begins at a multiple of: kernels read words of eight bytes
+
+
+class _Work:
+    """Launches of one end, in a stream of their own: after what the caller had launched when the sync began."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices, self._stream = devices, DeviceStream(*devices)
+        self._begun: StreamPoint | None = None
+
+    def begin(self) -> None:
+        """Have all work from now on come after what the calling thread has launched."""
+        self._begun = StreamPoint(*self._devices)
+
+    @contextmanager
+    def __call__(self) -> Iterator[DeviceStream]:
+        """Do what is launched inside in this stream, and wait for its end."""
+        with self._stream([self._begun] if self._begun else []):
+            yield self._stream
+
+
+class _PartRoom:
+    """Memory for a part that is also the message: with the trailer's bytes behind it."""
+
+    message: Bits
+
+    def __init__(self, device: torch.device) -> None:
+        self._allocate = host_bytes(device)
+
+    def __call__(self, size: int) -> Bits:
+        self.message = self._allocate(size + TRAILER)
+        return self.message[:size]
+
+
+class DeviceSourceWeights:
+    """What a rank sends: its weights, and, unless all are always sent whole, a copy of what it last sent."""
+
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, device: torch.device) -> None:
+        self._tiles, self._layout, self._device = tiles, wire.layout, device
+        self.bundles = SourceBundles(wire.layout, places_of(wire, tiles, shards), shards.published, device)
+        self._work = _Work(_devices(shards, device))
+
+    def bind(self, wire: BundlePlan, shards: Shards) -> None:
+        self.bundles.bind(places_of(wire, self._tiles, shards), shards.published)
+        self._work = _Work(_devices(shards, self._device))
+
+    def begin(self) -> None:
+        """A sync begins: work on the weights comes after what the calling thread has launched."""
+        self._work.begin()
+
+    def sample(self, seed: int) -> list[TransferLoad]:
+        rng = np.random.default_rng(seed)
+        places = rng.random(len(self._tiles)).tolist()
+        begins = {
+            tile.ordinal: int(at * max(tile.size - SAMPLE, 0)) // ALIGNED * ALIGNED
+            for tile, at in zip(self._tiles, places, strict=True)
+        }
+        with self._work():
+            differ = self.bundles.sample(begins, SAMPLE)
+        return [
+            TransferLoad(
+                tile.size,
+                bundles.bytes_of([tile]),
+                differ[tile.ordinal] / min(SAMPLE, tile.size - begins[tile.ordinal]) * tile.size,
+            )
+            for tile in self._tiles
+        ]
+
+    def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
+        with self._work() as stream:
+            if method == "dense":
+                return self._dense(tiles, clock)
+            with clock.timed("diff"):
+                runs = self.bundles.compare(tiles)
+            if not runs:
+                return None
+            if method == "plain":
+                return self._plain(runs, clock)
+            assert self.bundles.base is not None
+            room = _PartRoom(self._device)
+            with clock.timed("encode"):
+                part, _ = encode_changes(self.bundles.base, runs, DeviceHistory(), CODECS[method], stream, room)
+        return Bucket(room.message, runs, _count(runs), {}, part.sums)
+
+    def _dense(self, tiles: Sequence[Tile], clock: SyncTimes) -> Bucket:
+        shape = [(tile, WHOLE) for tile in tiles]
+        begins = _begins(shape)
+        with clock.timed("encode"):
+            message = _new_message(shape, self._device)
+            some = self.bundles.gather(begins, message)
+        with clock.timed("digest"):
+            sums = {ordinal: sum_ for part in some for ordinal, sum_ in part.count(message).items()}
+        _write_head(message, shape, sums)
+        return Bucket(message, (), 0, dict.fromkeys(begins), sums)
+
+    def _plain(self, runs: Sequence[PileChanges], clock: SyncTimes) -> Bucket:
+        assert self.bundles.base is not None
+        with clock.timed("digest"):
+            by, before = count_moves(runs), self.bundles.base.sums
+        with clock.timed("encode"):
+            starts = to_host(*(run.starts for run in runs))
+            changed = {
+                n: count for run, at in zip(runs, starts, strict=True) for n, count in count_changed(run, at).items()
+            }
+            shape = [(self._layout.tiles[ordinal], changed[ordinal]) for ordinal in sorted(changed)]
+            sums = {ordinal: before[ordinal] + by[ordinal] for ordinal in changed}
+            message = _new_message(shape, self._device)
+            entries = {entry.ordinal: entry for entry in _entries(shape)}
+            for run, at in zip(runs, starts, strict=True):
+                write_table(run, at, entries, message)
+            _write_head(message, shape, sums)
+        return Bucket(message, runs, _count(runs), {}, sums)
+
+    def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
+        shape = [(tile, WHOLE) for tile in tiles]
+        with clock.timed("encode"), self._work():
+            message = _new_message(shape, self._device)
+            self.bundles.saved(_begins(shape), message)
+            _write_head(message, shape, sums)
+        return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
+
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
+        """Write what was sent into the copy; return the way back. None: there is no copy yet."""
+        if self.bundles.base is None:
+            return None
+        return _write_changes(self.bundles.base, made, sums)
+
+    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        """Copy the tiles of buckets that hold them whole once more: so messages need not be kept until here."""
+        with self._work():
+            for bucket in made:
+                self.bundles.keep_copy(bucket.whole, {ordinal: sums[ordinal] for ordinal in bucket.whole})
+
+    def forget(self, made: Sequence[Bucket]) -> None:
+        """Keep no copy."""
+
+    def trials(self) -> list[TrialEnds]:
+        """Both ends of a sync of few of these weights, and of more, changed by little and by more.
+
+        None if there are too few. A launch costs as much for few weights as for many, hence both.
+        """
+        self._work.begin()
+        coded = [tile for tile in self._tiles if tile.tensor.kind.exponent_shift is not None]
+        largest = max(coded, key=lambda tile: tile.size, default=None)
+        if largest is None or largest.size < FEWEST:
+            return []
+        dtype = largest.tensor.dtype
+        some, size = list[Tile](), 0
+        for tile in (tile for tile in coded if tile.tensor.dtype == dtype and size < MOST):
+            some.append(tile)
+            size += tile.size
+        with self._work():
+            message = self._dense(some, SyncTimes()).message
+            begin = min(_begins([(tile, WHOLE) for tile in some]).values())
+            bits = message[begin:-TRAILER].view(INTEGERS[largest.tensor.kind.itemsize])[:MOST]
+            loads = ((FEW, DENSITIES[0]), (bits.numel(), DENSITIES[0]), (bits.numel(), DENSITIES[1]))
+            return [self._trial(bits[:count].clone(), dtype, density) for count, density in loads]
+
+    def _trial(self, old: torch.Tensor, dtype: str, density: float) -> TrialEnds:
+        magnitude = old & ((1 << (8 * old.element_size() - 1)) - 1)
+        border = torch.sort(magnitude[:FEWEST]).values[int(HOT * FEWEST)]
+        chance = torch.rand(old.numel(), generator=torch.Generator(self._device).manual_seed(0), device=self._device)
+        differ = (magnitude <= border) & (chance < density / HOT)
+        new = old ^ differ.to(old.dtype)
+
+        def shards(bits: torch.Tensor) -> Shards:
+            dtype_there = getattr(torch, CASTS.get(dtype, "float32"))
+            return sample_shards(
+                dtype,
+                bits.numel(),
+                lambda spec: DeviceSource({spec.name: DeviceView(spec, bits, dtype_there)}, {}, object()),
+            )
+
+        models = (shards(old), shards(new), shards(old.clone()))
+        make_source = partial(DeviceSourceWeights, device=self._device)
+        return TrialEnds(*models, int(differ.sum()), make_source, partial(DeviceReceiverWeights, device=self._device))
+
+    def roll_back(self, back: AnyTransition) -> None:
+        assert self.bundles.base is not None
+        self.bundles.base.commit(back)
+
+
+class DeviceReceiverWeights:
+    """What a rank receives, in its live weights."""
+
+    def __init__(
+        self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum], device: torch.device
+    ) -> None:
+        self._wire, self._layout, self._device = wire, wire.layout, device
+        places = places_of(wire, tiles, shards)
+        self._bundles = ReceiverBundles(wire.layout, places, shards.published, wire.ties, device, sums)
+        self._work = _Work(self.state.devices)
+
+    @property
+    def state(self) -> DeviceState:
+        return self._bundles.state
+
+    def begin(self) -> None:
+        """A sync begins: work on the weights comes after what the calling thread has launched."""
+        self._work.begin()
+
+    def room(self, size: int, carrier: torch.device) -> Message:
+        """Memory for a message of so many bytes: on the device where messages travel from one, else pinned."""
+        if carrier.type == "cuda":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return host_bytes(self._device)(size)
+
+    def read(self, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
+        with self._work():
+            head = self._head(message)
+            if bytes(head[:8]) == messages.TABLE:
+                return self._read_table(head, message, before, clock)
+            with clock.timed("prepare"):
+                data = message if isinstance(message, np.ndarray) else to_host(message)[0]
+                body = Body.of(data[:-TRAILER].data, self._layout)
+                found = self.state.decode([[body]], (), None)
+                runs: list[PileChanges] = list(found.changes)
+            with clock.timed("digest"):
+                promised = {entry.tile: entry.sum for entry in body.index.entries}
+                self.state.check_moves(found.moves[0], promised, before)
+        return Bucket(NOTHING, runs, _count(runs), {}, promised)
+
+    def _head(self, message: Message) -> Bits:
+        """The front of a message, on the host: all of it that may describe tiles."""
+        if isinstance(message, np.ndarray):
+            return message
+        head: Bits = to_host(message[: messages.longest_head(self._layout)])[0]
+        return head
+
+    def _read_table(self, head: Bits, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
+        shape, promised = messages.open_table(head, messages.size_of(message), self._layout)
+        local = [entry for entry in _entries(shape) if entry.ordinal in self.state.places]
+        whole = {entry.ordinal: entry.values for entry in local if entry.changes == WHOLE}
+        with clock.timed("prepare"):
+            here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
+        with clock.timed("undo"):  # for which the old weights are read
+            runs = read_table(self.state, [entry for entry in local if entry.changes != WHOLE], here)
+        with clock.timed("digest"):
+            self.state.check_moves(count_moves(runs), promised, before)
+            tiles = self._bundles.shapes(whole) if whole else ()
+            counted = {ordinal: sum_ for some in tiles for ordinal, sum_ in some.count(here).items()}
+        messages.check_whole(promised, counted, self._layout)
+        by_ordinal = {tile.ordinal: some for some in tiles for tile in some.pile.tiles}
+        return Bucket(here if whole else NOTHING, runs, _count(runs), by_ordinal, promised)
+
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+        return _write_changes(self.state, made, sums)
+
+    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        some = [(bucket.message, list(dict.fromkeys(bucket.whole.values()))) for bucket in made]
+        self._bundles.load(some, sums)
+
+    def roll_back(self, back: AnyTransition) -> None:
+        self.state.commit(back)
+
+    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
+        state = self.state
+        untied = state.find_untied()
+        for ordinal, counted in state.count().items():
+            if counted != sums[ordinal] or untied in {piece.tensor for piece in self._wire.pieces[ordinal]}:
+                return ordinal
+        return None
+
+
+def places_of(wire: BundlePlan, tiles: Iterable[Tile], shards: Shards) -> dict[int, TileStorage]:
+    """Where bundles lie in the tensors of a rank: in one run, or in pieces that are gathered."""
+    found: dict[int, TileStorage] = {}
+    for tile in tiles:
+        local = [piece.local(shards.windows[piece.tensor], tile.ordinal) for piece in wire.pieces[tile.ordinal]]
+        if tile.ordinal in wire.gathered:
+            found[tile.ordinal] = BundledTile(
+                replace(tile, pieces=tuple(local)), [LocalTile(piece, True) for piece in local]
+            )
+        else:
+            found[tile.ordinal] = LocalTile(local[0], True)
+    return found
+
+
+def _devices(shards: Shards, device: torch.device) -> list[torch.device]:
+    found = (view.tensor.device for view in shards.published.views.values())
+    return list(dict.fromkeys((device, *(one for one in found if one.type == "cuda"))))
+
+
+def _entries(shape: Shape) -> list[TableEntry]:
+    places = messages.table_places(shape)
+    return [TableEntry(tile.ordinal, changes, *at) for (tile, changes), at in zip(shape, places, strict=True)]
+
+
+def _begins(shape: Shape) -> dict[int, int]:
+    """Where each tile begins in a message that holds them whole."""
+    return {entry.ordinal: entry.values for entry in _entries(shape)}
+
+
+def _new_message(shape: Shape, device: torch.device) -> torch.Tensor:
+    """A message without its bodies and its head."""
+    message = torch.empty(messages.table_size(shape), dtype=torch.uint8, device=device)
+    gaps = [np.arange(gap.start, gap.stop) for gap in messages.table_gaps(shape)]
+    if gaps:
+        message[torch.from_numpy(np.concatenate(gaps)).to(device)] = 0
+    return message
+
+
+def _write_head(message: torch.Tensor, shape: Shape, sums: Mapping[int, Sum]) -> None:
+    head = np.frombuffer(messages.table_head(shape, sums), np.uint8)
+    message[: head.size] = torch.from_numpy(head.copy()).to(message.device)
+
+
+def _bring(message: Bits, device: torch.device) -> torch.Tensor:
+    """A message of the host on the device; the caller's stream is waited for before its memory is used again."""
+    return torch.from_numpy(message).to(device, non_blocking=True)
+
+
+def _count(runs: Sequence[PileChanges]) -> int:
+    return sum(run.count for run in runs)
+
+
+def _write_changes(state: DeviceState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+    """Write changes; those of some tiles of a pile as changes of all of it."""
+    changes = (run for bucket in made for run in bucket.changes)
+    runs = [on_whole(run, state.pile_of(run.pile.tiles[0].ordinal)) for run in changes]
+    local = {ordinal: sums[ordinal] for ordinal in state.places}
+    return state.commit(DeviceTransition(runs, local, DeviceHistory()))

@@ -1,0 +1,330 @@
+"""The weights of a rank in host memory: messages made of what it sends, and what it receives checked and written."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pulsesync.core import digest
+from pulsesync.core.threads import spread
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.errors import FormatError
+from pulsesync.format import patch
+from pulsesync.format.body import Body
+from pulsesync.format.history import History
+from pulsesync.format.weights import Changes, Weights, by_block
+from pulsesync.group import bundles, messages
+from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
+from pulsesync.group.calibrate import DENSITIES, FEWEST, HOT, TrialEnds, sample_shards
+from pulsesync.group.cost_model import Method, TransferLoad
+from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, Shape, SyncTimes
+from pulsesync.state.host import HostState, HostTransition, count_moves
+from pulsesync.state.live import AnyTransition
+from pulsesync.state.sharding import Shards
+from pulsesync.state.slices import LocalTile, TileStorage
+from pulsesync.state.views import BitView, HostSource
+
+MOST = 1 << 21  # weights that methods are tried on
+SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
+
+
+class SpareBuffers:
+    """Messages whose memory may be used again: new memory costs as much as what is copied into it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Bits]] = {}
+
+    def take(self, size: int) -> Bits:
+        """Bytes to be written over."""
+        try:
+            return self._free[size].pop()
+        except (KeyError, IndexError):  # two threads may ask at once
+            return np.empty(size, np.uint8)
+
+    def replace(self, messages: Iterable[Bits]) -> None:
+        """Keep these, and none that were kept before."""
+        self._free = {}
+        for message in messages:
+            self._free.setdefault(message.size, []).append(message)
+
+
+class HostSourceWeights:
+    """What a rank sends: its weights, and a copy of what it last sent.
+
+    Args:
+        wire: The bundles of the group.
+        tiles: Those that this rank sends.
+        shards: The weights.
+    """
+
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
+        self._tiles, self.spare = tiles, SpareBuffers()
+        self.state = _state(wire, {tile.ordinal: LocalTile(tile, True) for tile in tiles}, {})
+        self.messages: list[tuple[Bits, set[int]]] = []  # in whose memory the copy lies, and which tiles of it
+        self.bind(wire, shards)
+
+    def bind(self, wire: BundlePlan, shards: Shards) -> None:
+        """Read the weights from these shards from now on."""
+        self.live = LocalBundles(wire, self._tiles, shards)
+
+    def begin(self) -> None:
+        """A sync begins: weights in host memory are what the caller has made them."""
+
+    def sample(self, seed: int) -> list[TransferLoad]:
+        """Estimate how much of each bundle has changed, from some of its weights."""
+        rng = np.random.default_rng(seed)
+        loads = []
+        for tile, at in zip(self._tiles, rng.random(len(self._tiles)), strict=True):
+            begin = int(at * max(tile.size - SAMPLE, 0))
+            end = min(begin + SAMPLE, tile.size)
+            old = self.state.flats[tile.tensor.name][begin:end]
+            differ = np.count_nonzero(old != self.live.read(tile, begin, end))
+            loads.append(TransferLoad(tile.size, bundles.bytes_of([tile]), differ / (end - begin) * tile.size))
+        return loads
+
+    def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
+        """What takes these tiles from the copy to the weights; None if nothing changed."""
+        if method == "dense":
+            return raw(self.live, tiles, clock, spare=self.spare)
+        with clock.timed("diff"):
+            changes = self.live.changes(tiles, self.state)
+        if not changes:
+            return None
+        if method == "plain":
+            return _plain(self.state, changes, clock)
+        codec = CODECS[method]
+        with clock.timed("encode"):
+            diffs = patch.diff_of(tiles, self.state, changes, codec)
+            part = patch.encode_diff(self.state.layout, diffs, self.state, self.state.sums, codec=codec)
+            message = np.empty(len(part.data) + TRAILER, np.uint8)
+            message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
+        return Bucket(message, part.patches, _count_changed(part.patches), {}, part.sums)
+
+    def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
+        """These tiles as they were last sent, whole."""
+        return raw(self.state, tiles, clock, sums)
+
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+        """Write what was sent into the copy; return the way back."""
+        return _write_changes(self.state, made, sums)
+
+    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        """Move the copy into the new messages; an old one in which no tile is left is free for the next sync."""
+        whole = {ordinal: bits for bucket in made for ordinal, bits in bucket.whole.items()}
+        self.state.adopt(whole, sums)
+        left = [(message, tiles - whole.keys()) for message, tiles in self.messages]
+        self.spare.replace(message for message, tiles in left if made and not tiles)
+        self.messages = [(message, tiles) for message, tiles in left if tiles]
+        self.messages += [(bucket.message, set(bucket.whole)) for bucket in made]
+
+    def forget(self, made: Sequence[Bucket]) -> None:
+        """Keep no copy: the memory of these messages is free for the next sync."""
+        self.spare.replace(bucket.message for bucket in made)
+
+    def roll_back(self, back: AnyTransition) -> None:
+        """Return the copy to what it was before `write_changes`."""
+        self.state.commit(back)
+
+    def trials(self) -> list[TrialEnds]:
+        """Both ends of a sync of some of these weights, changed by little and by more; none if there are too few."""
+        coded = [tile for tile in self._tiles if tile.tensor.kind.exponent_shift is not None]
+        largest = max(coded, key=lambda tile: tile.size, default=None)
+        if largest is None or largest.size < FEWEST:
+            return []
+        old = self.live.read(largest, 0, min(MOST, largest.size)).copy()
+        return [self._trial(old, largest.tensor.dtype, density) for density in DENSITIES]
+
+    def _trial(self, old: Bits, dtype: str, density: float) -> TrialEnds:
+        magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
+        border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
+        hot = np.flatnonzero(magnitude <= border)
+        positions = np.random.default_rng(0).choice(hot, min(int(density * old.size), hot.size), replace=False)
+        new = old.copy()
+        new[positions] ^= 1
+
+        def shards(bits: Bits) -> Shards:
+            return sample_shards(dtype, bits.size, lambda spec: HostSource({spec.name: BitView(spec, bits, True)}, {}))
+
+        models = (shards(old), shards(new), shards(old.copy()))
+        return TrialEnds(*models, positions.size, HostSourceWeights, HostReceiverWeights)
+
+
+class HostReceiverWeights:
+    """What a rank receives, in its live weights.
+
+    Args:
+        wire: The bundles of the group.
+        tiles: Those that are local.
+        shards: The weights.
+        sums: The digests of the bundles, if they are known.
+    """
+
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum]) -> None:
+        self.layout, self.spare = wire.layout, SpareBuffers()
+        self.live = LocalBundles(wire, tiles, shards)
+        self.state = _state(wire, self.live.places, sums)
+
+    def begin(self) -> None:
+        """A sync begins: weights in host memory are what the caller has made them."""
+
+    def room(self, size: int, carrier: Any) -> Bits:
+        """Memory for a message of so many bytes."""
+        return self.spare.take(size)
+
+    def read(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
+        """Check a message and decode its tiles that are local, against the digests that tiles had before.
+
+        Raises:
+            FormatError: and branches, for bad bytes; VerificationError: its tiles would not have the digests that it
+            names.
+        """
+        if bytes(message[:8]) == messages.TABLE:
+            return self._read_table(message, before, clock)
+        with clock.timed("prepare"):
+            body = Body.of(message[:-TRAILER].data, self.layout)
+            part = self.state.decode_part(body)
+        with clock.timed("digest"):
+            self.state.check_moves(count_moves(part.patches), part.sums, before)
+        sums = {entry.tile: entry.sum for entry in body.index.entries}
+        return Bucket(NOTHING, part.patches, _count_changed(part.patches), {}, sums)
+
+    def _read_table(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
+        shape, promised = messages.open_table(message, message.size, self.layout)
+        whole, patches = {}, []
+        with clock.timed("undo"):  # for which the old weights are read
+            for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
+                if tile.ordinal not in self.live.places:
+                    continue
+                if changes == WHOLE:
+                    whole[tile.ordinal] = bits
+                else:
+                    patches.append(_changes(tile, places, bits, self.live.places[tile.ordinal]))
+        with clock.timed("digest"):
+            self.state.check_moves(count_moves(patches), promised, before)
+            counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
+        messages.check_whole(promised, counted, self.layout)
+        return Bucket(message if whole else NOTHING, tuple(patches), _count_changed(patches), whole, promised)
+
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+        """Write what changes into the weights; return the way back."""
+        return _write_changes(self.state, made, sums)
+
+    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        """Write tiles that came whole. If this fails, the weights are between two versions."""
+        self.state.load_tiles({n: bits for bucket in made for n, bits in bucket.whole.items()}, sums)
+        self.spare.replace(bucket.message for bucket in made)
+
+    def roll_back(self, back: AnyTransition) -> None:
+        """Return the weights to what they were before `write_changes`."""
+        self.state.commit(back)
+
+    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
+        """Recount the weights; return a bundle that does not have its digest, or of which tied tensors differ."""
+        for ordinal, counted in self.state.count().items():
+            if counted != sums[ordinal] or self.live.places[ordinal].untied():
+                return ordinal
+        return None
+
+
+def raw(
+    weights: Weights,
+    tiles: Sequence[Tile],
+    clock: SyncTimes,
+    sums: Mapping[int, Sum] | None = None,
+    spare: SpareBuffers | None = None,
+) -> Bucket:
+    """These tiles as they are; their digests are counted unless they are known."""
+    shape = [(tile, WHOLE) for tile in tiles]
+    with clock.timed("encode"):
+        message = (spare or SpareBuffers()).take(messages.table_size(shape))
+        whole = {tile.ordinal: bits for tile, (_, bits) in zip(tiles, _bodies(message, shape), strict=True)}
+        for gap in messages.table_gaps(shape):
+            message[gap] = 0
+
+        def copy(job: tuple[Tile, int]) -> None:
+            tile, n = job
+            whole[tile.ordinal][n * BLOCK : (n + 1) * BLOCK] = weights.block(tile, n)
+
+        spread(copy, [(tile, n) for tile in tiles for n in range(tile.block_count)])
+    if sums is None:
+        with clock.timed("digest"):
+            sums = _count(tiles, whole)
+    _write_head(message, shape, sums)
+    return Bucket(message, (), 0, whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
+
+
+def _plain(base: HostState, changes: Changes, clock: SyncTimes) -> Bucket:
+    blocks: dict[int, list[BlockChange]] = {}
+    for (ordinal, _), change in changes.items():
+        blocks.setdefault(ordinal, []).append(change)
+    patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
+    with clock.timed("digest"):
+        moves = spread(digest.moved, patches)
+        sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
+    with clock.timed("encode"):
+        shape = [(patch.tile, patch.changed) for patch in patches]
+        message = np.zeros(messages.table_size(shape), np.uint8)
+        _write_head(message, shape, sums)
+        for one, (places, values) in zip(patches, _bodies(message, shape), strict=True):
+            at = 0
+            for block in one.blocks:
+                here = slice(at, at + block.positions.size)
+                np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
+                values[here] = block.new
+                at = here.stop
+    return Bucket(message, patches, _count_changed(patches), {}, sums)
+
+
+def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatch:
+    if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
+        raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
+    borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
+    blocks = []
+    for number in range(tile.block_count):
+        here = slice(borders[number], borders[number + 1])
+        if here.start < here.stop:
+            positions = places[here] - np.uint32(number * BLOCK)
+            blocks.append(BlockChange(number, positions, bundle.pick(number, positions), values[here]))
+    return TilePatch(tile, Codec.GAP, tuple(blocks))
+
+
+def _write_head(message: Bits, shape: Shape, sums: Mapping[int, Sum]) -> None:
+    head = messages.table_head(shape, sums)
+    message[: len(head)] = np.frombuffer(head, np.uint8)
+
+
+def _bodies(message: Bits, shape: Shape) -> Iterator[tuple[Bits, Bits]]:
+    """Places and values of each tile of a table, as views of its message."""
+    for (tile, changes), (places, values) in zip(shape, messages.table_places(shape), strict=True):
+        size, value_size = messages.body_lengths(tile, changes)
+        yield (
+            message[places : places + size].view(np.uint32),
+            message[values : values + value_size].view(tile.tensor.kind.bits),
+        )
+
+
+def _count(tiles: Sequence[Tile], whole: Mapping[int, Bits]) -> dict[int, Sum]:
+    jobs = [(tile, n) for tile in tiles for n in range(tile.block_count)]
+    counted = spread(
+        lambda job: digest.count_block(job[0], job[1], whole[job[0].ordinal][job[1] * BLOCK : (job[1] + 1) * BLOCK]),
+        jobs,
+    )
+    sums = {tile.ordinal: Sum(0, 0) for tile in tiles}
+    for (tile, _), one in zip(jobs, counted, strict=True):
+        sums[tile.ordinal] += one
+    return sums
+
+
+def _count_changed(patches: Iterable[TilePatch]) -> int:
+    return sum(patch.changed for patch in patches)
+
+
+def _write_changes(state: HostState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+    changes = by_block([patch for bucket in made for patch in bucket.changes])
+    return state.commit(HostTransition(changes, {ordinal: sums[ordinal] for ordinal in state.places}, History()))
+
+
+def _state(wire: BundlePlan, places: Mapping[int, TileStorage], sums: Mapping[int, Sum]) -> HostState:
+    """A state of bundles, whose weights lie where the places know, or wherever the state is given them later."""
+    nowhere: Bits = np.empty(0, np.uint8)
+    return HostState(wire.layout, {spec.name: nowhere for spec in wire.layout.tensors}, places=places, sums=sums)
