@@ -3,19 +3,37 @@
 `Team` is what is asked of one. `Collective` is a process group of torch.distributed, over gloo or NCCL: bytes travel at
 their exact lengths, sizes first, every wait has an end, and what went is counted.
 
-A rank that dies closes its connections, so the ranks that wait for it get an error at once; but a collective runs
-around a ring or down a tree, and the other ranks wait for those that got the error. Over gloo a rank that gets an error
+Over gloo, a rank that dies closes its connections, so the ranks that wait for it get an error at once; but a collective
+runs around a ring or down a tree, and the other ranks wait for those that got the error. A rank that gets an error
 therefore closes its own connections to the group: the error reaches every rank within milliseconds.
+
+Over NCCL, nothing tells the other ranks: each gets its error when its own `timeout_s` has passed, or earlier where NCCL
+itself notices that a connection broke. A rank that gets an error aborts its communicator, because a kernel that waits
+for a dead rank would otherwise occupy the GPU for good. But torch has a watchdog, which looks at each message ten times
+a second: when it sees an error of NCCL, or a message that is older than the *group's* timeout (10 minutes if it was not
+chosen), it ends the whole process, 60 s later. For a GroupError instead:
+
+- create the group with a longer timeout than `timeout_s`: `new_group(..., backend="nccl", timeout=...)`;
+- where a process must outlive the death of another rank, create the group while the environment has
+  `TORCH_NCCL_BLOCKING_WAIT=1`. It is read when a group is created: that group has no watchdog, others keep theirs.
+  `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` is not enough: the watchdog then ends nothing itself, but still asks all ranks for
+  a dump, and the thread that makes it ends the process (`TORCH_NCCL_ENABLE_MONITORING`).
+
+This was read in a copy of torch's ProcessGroupNCCL.cpp from after 2.7, with which the header of 2.13 agrees. Of all of
+it only the end of a wait in a group of one has a test.
 """
 
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, Protocol
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,6 +42,13 @@ from pulsesync.errors import GroupError
 
 MAX_NOTE_BYTES = 1 << 30  # that anybody gathers from one process
 CLOSING_TAG = 0x70756C73  # of a message that no rank ever sends
+ABORT_S = 30.0  # that a communicator of NCCL is given to abort
+IMPATIENT_S, LONGEST_PAUSE_S = 100e-6, 1e-3  # so long a message over NCCL is looked at without a pause; then with one
+
+if TYPE_CHECKING:
+    import torch
+
+ByteBuffer: TypeAlias = "Bits | torch.Tensor"  # one-dimensional and contiguous: a numpy array, or uint8 in any memory
 
 
 class Team(Protocol):
@@ -50,13 +75,57 @@ class SoloTeam:
         return [note]
 
 
+class HelperThread:
+    """A thread that makes calls for others, which may give up waiting for it; a call takes 35 µs more than without.
+
+    It ends with this object, and keeps no process from ending, even if it hangs in a call.
+    """
+
+    def __init__(self) -> None:
+        calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        Thread(target=_serve, args=[calls], name="pulsesync-helper", daemon=True).start()
+        self._calls = calls
+        weakref.finalize(self, calls.put, None)
+
+    def call(self, function: Callable[[], Any], most_s: float) -> Any:
+        """Return what the function returns, or raise what it raises.
+
+        Raises:
+            TimeoutError: it has not returned in time. This thread is of no use any more.
+        """
+        outcome = Future[Any]()
+        self._calls.put((outcome, function))
+        try:
+            return outcome.result(most_s)
+        finally:
+            del outcome  # it has the error, whose traceback has this frame: neither would be freed at once
+
+
+def _serve(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (call := calls.get()) is not None:
+        outcome, function = call
+        try:
+            outcome.set_result(function())
+        except BaseException as e:  # noqa: BLE001 - raised again by whoever waits for the outcome
+            outcome.set_exception(e)
+        del call, outcome, function  # none of them is kept until the next
+
+
 class Collective:
     """A process group, the default one if none is given.
 
+    `device` is where messages travel from: the CPU, or over NCCL the GPU that was torch's current one when this was
+    made. A buffer that lies there is sent as it lies; other memory is copied, which over gloo takes GPU memory through
+    pinned host memory. What is sent must be finished in the current stream; what was received is there for every
+    stream, and for the host.
+
     Args:
         group: The group. It should be used for nothing else while this is. After a GroupError it is of no use: over
-            gloo its connections are closed, so that no other rank waits for this one.
-        timeout_s: How long to wait for the others, each time. A group has a timeout of its own: the shorter one counts.
+            gloo its connections are closed, so that no other rank waits for this one; over NCCL its communicator is
+            aborted, and the other ranks wait until their own `timeout_s`.
+        timeout_s: How long to wait for the others, each time. A group has a timeout of its own: over gloo the shorter
+            one counts; over NCCL the group's must be the longer one, or torch's watchdog ends the process (see the
+            text at the top of this module).
     """
 
     def __init__(self, group: Any = None, timeout_s: float = 300.0) -> None:
@@ -65,9 +134,10 @@ class Collective:
 
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        backend = distributed.get_backend(group)
-        self._over_gloo, on_gpu = backend == "gloo", backend == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._over_nccl = distributed.get_backend(group) == "nccl"
+        self._over_gloo = "cpu:gloo" in distributed.get_backend_config(group)  # also beside NCCL: then the CPU it is
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self._over_nccl else torch.device("cpu")
+        self._helper: HelperThread | None = None  # over NCCL, from the first message on
         self.messages = self.sent_bytes = self.received_bytes = 0
         self.last_s = math.nan  # how long the last gather of a fixed size took
 
@@ -84,51 +154,45 @@ class Collective:
         from torch import distributed
 
         began = time.perf_counter()
-        mine = torch.from_numpy(np.ascontiguousarray(row).view(np.uint8).copy()).to(self._device)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(lambda: distributed.all_gather(rows, mine, group=self.group, async_op=True))
+        mine = torch.from_numpy(np.ascontiguousarray(row).view(np.uint8).copy()).to(self.device)
+        rows = torch.empty((self.size, *mine.shape), dtype=torch.uint8, device=self.device)
+        self._wait(lambda: distributed.all_gather(list(rows), mine, group=self.group, async_op=True))
         self.messages += 1
         self.sent_bytes += (self.size - 1) * mine.nbytes
         self.received_bytes += (self.size - 1) * mine.nbytes
         self.last_s = time.perf_counter() - began
-        return [one.cpu().numpy().view(row.dtype) for one in rows]
+        return [one.view(row.dtype) for one in rows.cpu().numpy()]
 
-    def broadcast_(self, buffer: Bits, source: int) -> None:
+    def broadcast_(self, buffer: ByteBuffer, source: int) -> None:
         """Fill a buffer of bytes with that of one rank, where it has the same length."""
-        import torch
         from torch import distributed
 
-        tensor = torch.from_numpy(buffer)
-        there = tensor.to(self._device)
-        place = self._global(source)
+        tensor, place = _as_tensor(buffer), self._global(source)
+        there = self._stage(tensor, filled=source == self.rank)
         self._wait(lambda: distributed.broadcast(there, place, group=self.group, async_op=True))
         if source == self.rank:
-            self.sent_bytes += buffer.nbytes
+            self.sent_bytes += tensor.nbytes
         else:
-            self.received_bytes += buffer.nbytes
-            if there is not tensor:
-                tensor.copy_(there)
+            self.received_bytes += tensor.nbytes
+            self._unstage(there, tensor)
         self.messages += 1
 
-    def send_(self, buffer: Bits, source: int, to: Sequence[int]) -> None:
-        """The same, for some ranks alone; others need not call this."""
-        import torch
+    def send_(self, buffer: ByteBuffer, source: int, to: Sequence[int]) -> None:
+        """The same, for some ranks alone; others need not call this. All ranks must have met before, in any call."""
         from torch import distributed
 
-        tensor = torch.from_numpy(buffer)
-        there = tensor.to(self._device)
         if self.rank == source:
-            for rank in to:
-                place = self._global(rank)
-                self._wait(partial(distributed.isend, there, place, group=self.group))
-                self.sent_bytes += buffer.nbytes
-                self.messages += 1
+            there = self._stage(_as_tensor(buffer), filled=True)
+            self._move([distributed.P2POp(distributed.isend, there, self._global(r), self.group) for r in to])
+            self.sent_bytes += len(to) * there.nbytes
+            self.messages += len(to)
         elif self.rank in to:
-            self._wait(lambda: distributed.irecv(there, self._global(source), group=self.group))
-            self.received_bytes += buffer.nbytes
+            tensor = _as_tensor(buffer)
+            there = self._stage(tensor, filled=False)
+            self._move([distributed.P2POp(distributed.irecv, there, self._global(source), self.group)])
+            self.received_bytes += tensor.nbytes
             self.messages += 1
-            if there is not tensor:
-                tensor.copy_(there)
+            self._unstage(there, tensor)
 
     def swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
         """Send each rank its bytes, `most` at most; return what each has sent here. Nothing goes to oneself."""
@@ -138,22 +202,37 @@ class Collective:
         lengths = [0 if rank == self.rank else len(data) for rank, data in enumerate(outgoing)]
         coming = [int(row[self.rank]) for row in self.gather_rows(np.array(lengths, np.int64))]
         self._check_lengths(coming, most)
-        boxes = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in coming]
+        boxes = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in coming]
         moves = []
         for rank, data in enumerate(outgoing):
             place = self._global(rank)
             if lengths[rank]:
-                full = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+                full = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
                 moves.append(distributed.P2POp(distributed.isend, full, place, self.group))
             if coming[rank]:
                 moves.append(distributed.P2POp(distributed.irecv, boxes[rank], place, self.group))
-        works = self._translated(lambda: distributed.batch_isend_irecv(moves)) if moves else []
-        for work in works:
-            self._end(work)
+        self._move(moves)
         self.messages += len(moves)
         self.sent_bytes += sum(lengths)
         self.received_bytes += sum(coming)
         return [box.cpu().numpy().tobytes() for box in boxes]
+
+    def _stage(self, tensor: "torch.Tensor", filled: bool) -> "torch.Tensor":
+        """Return memory on `device` for a message: the tensor's own if it lies there, or a copy if it is to be sent."""
+        import torch
+
+        if tensor.device == self.device:
+            return tensor
+        there = torch.empty(
+            tensor.shape, dtype=torch.uint8, device=self.device, pin_memory=tensor.is_cuda and not self._over_nccl
+        )
+        if filled:
+            _copy(there, tensor)
+        return there
+
+    def _unstage(self, there: "torch.Tensor", tensor: "torch.Tensor") -> None:
+        if there is not tensor:
+            _copy(tensor, there)
 
     def _global(self, rank: int) -> int:
         from torch import distributed
@@ -162,14 +241,62 @@ class Collective:
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         """Begin something, and wait for its end."""
-        work = self._translated(begin)
+        work = self._begin(begin)
         if work is None:
             raise GroupError("this process is not in the group", rank=self.rank)
         self._end(work)
 
+    def _move(self, moves: Sequence[Any]) -> None:
+        """Send and receive, all at once.
+
+        Over NCCL this must be a batch: it uses the communicator of the group, where a message by itself makes another
+        one for each pair of ranks.
+        """
+        from torch import distributed
+
+        for work in self._begin(lambda: distributed.batch_isend_irecv(list(moves))) if moves else []:
+            self._end(work)
+
+    def _begin(self, begin: Callable[[], Any]) -> Any:
+        """Begin something. NCCL connects ranks when they first exchange something, and waits for them without end."""
+        if not self._over_nccl:
+            return self._translated(begin)
+        import torch
+
+        stream, inference = torch.cuda.current_stream(self.device), torch.is_inference_mode_enabled()
+
+        def begin_as_here() -> Any:
+            with torch.inference_mode(inference), torch.cuda.stream(stream):
+                return begin()
+
+        self._helper = self._helper or HelperThread()
+        helper = self._helper
+        try:
+            return self._translated(lambda: helper.call(begin_as_here, self.timeout_s))
+        except TimeoutError as e:
+            raise self._failure(f"rank {self.rank} waited {self.timeout_s:g} s to be connected to the others") from e
+
     def _end(self, work: Any) -> None:
-        if self._translated(lambda: work.wait(timedelta(seconds=self.timeout_s))) is False:
-            raise self._failure(f"rank {self.rank} waited {self.timeout_s:g} s for the others")
+        if self._over_nccl:
+            self._end_on_gpu(work)
+        elif self._translated(lambda: work.wait(timedelta(seconds=self.timeout_s))) is False:
+            raise self._too_late()
+
+    def _end_on_gpu(self, work: Any) -> None:
+        """Wait until the GPU has finished something: whatever is launched then, in any stream, finds it done.
+
+        torch's own `wait(timeout)` looks once in a millisecond, which is longer than a short message takes.
+        """
+        began = time.monotonic()
+        while not self._translated(work.is_completed):
+            waited = time.monotonic() - began
+            if waited > self.timeout_s:
+                raise self._too_late()
+            time.sleep(0 if waited < IMPATIENT_S else min(waited / 8, LONGEST_PAUSE_S))
+        self._translated(work.wait)  # raises what went wrong: what failed counts as completed
+
+    def _too_late(self) -> GroupError:
+        return self._failure(f"rank {self.rank} waited {self.timeout_s:g} s for the others")
 
     def _translated(self, work: Callable[[], Any]) -> Any:
         try:
@@ -189,19 +316,58 @@ class Collective:
                 )
 
     def _failure(self, why: str) -> GroupError:
-        """Return the error to raise, after making sure that no other rank waits for this one.
+        """Return the error to raise, after making sure that this rank's part in the group has ended."""
+        if self._over_gloo:
+            self._close_connections()
+        elif self._over_nccl:
+            self._abort()
+        return GroupError(why, rank=self.rank)
 
-        torch has no call that closes connections over gloo: `abort` and `shutdown` do nothing, and a group is destroyed
-        only once its pending works have ended. But gloo closes all connections of a group when a receive times out.
+    def _close_connections(self) -> None:
+        """Close those of gloo, so that no other rank waits for this one.
+
+        torch has no call for it: `abort` and `shutdown` do nothing, and a group is destroyed only once its pending
+        works have ended. But gloo closes all connections of a group when a receive times out.
         """
         import torch
         from torch import distributed
 
         devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has its own connections, chosen by tag
-        for tag in range(CLOSING_TAG, CLOSING_TAG + devices) if self._over_gloo else ():
+        for tag in range(CLOSING_TAG, CLOSING_TAG + devices):
             for rank in range(self.size):
                 with suppress(RuntimeError, ValueError):  # that it timed out, or that the connection is closed already
                     work = distributed.irecv(torch.empty(1, dtype=torch.uint8), self._global(rank), self.group, tag)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
-        return GroupError(why, rank=self.rank)
+
+    def _abort(self) -> None:
+        """Abort the communicator of NCCL: its kernels end, and torch's watchdog leaves this group alone."""
+        from torch import distributed
+
+        group = self.group or distributed.group.WORLD
+        if group is not None:
+            with suppress(RuntimeError, ValueError, TimeoutError, AttributeError):  # the error to raise led here
+                HelperThread().call(group.abort, ABORT_S)
+
+
+def _as_tensor(buffer: ByteBuffer) -> "torch.Tensor":
+    """The buffer itself, as a tensor. Raises: ValueError."""
+    import torch
+
+    tensor = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a buffer must be one-dimensional, contiguous and of bytes; got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        )
+    return tensor
+
+
+def _copy(target: "torch.Tensor", source: "torch.Tensor") -> None:
+    """Copy, and wait until it is done; between pinned memory and a GPU at the speed of the bus."""
+    import torch
+
+    target.copy_(source, non_blocking=True)
+    for tensor in (source, target):
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
