@@ -1,10 +1,21 @@
 """Which cost a sync goes: rules on what was measured."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync.group.calibrate import try_methods
-from pulsesync.group.cost_model import METHODS, CostModel, EndpointTime, MethodCost, MethodTiming, TransferLoad
+from pulsesync.group.bundles import agree, tell
+from pulsesync.group.cost_model import (
+    METHODS,
+    CostModel,
+    EndpointTime,
+    MethodCost,
+    MethodTiming,
+    MethodTrial,
+    TransferLoad,
+)
+from pulsesync.group.ends import LocalModel, SourceEnd
+from pulsesync.state.sharding import shards_of
 
 GBIT = 1e9 / 8
 
@@ -76,8 +87,11 @@ def test_a_link_that_held_nothing_up_shows_only_that_it_is_not_slower() -> None:
 def test_codecs_are_tried_on_the_models_own_weights() -> None:
     rng = np.random.default_rng(0)
     values = (0.02 * rng.standard_normal(1 << 18)).astype(np.float32)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    model = LocalModel(shards_of({"w": bits.view(ml_dtypes.bfloat16)}), (), None)
+    wire = agree([tell(model.shards)] * 2, [0])
     known = CostModel()
-    try_methods(known, (values.view(np.uint32) >> 16).astype(np.uint16), "BF16")
+    SourceEnd(wire, wire.owned_by(0), model).calibrate(known, receivers_on_gpu=False)
     for method in METHODS:
         cost = known.methods[method]
         assert 0 < cost.source.of(load(1_000_000, 0.01)) < 10
@@ -88,7 +102,26 @@ def test_more_buckets_hide_more_of_the_shorter_stages() -> None:
     known = CostModel(
         {"dense": MethodCost(EndpointTime(1e-8, 0), EndpointTime(1e-8, 0), EndpointTime(0, 0), None)},
         byte_s=1e-8,
-        bucket_weights=1 << 20,
+        bucket_weights={"dense": 1 << 20},
     )
     assert known.seconds("dense", load(1 << 20, 0)) == pytest.approx(0.042, rel=0.01)
     assert known.seconds("dense", load(1 << 24, 0)) == pytest.approx(0.336 * (1 + 1 / 16), rel=0.01)
+
+
+def test_what_every_bucket_takes_is_told_apart_from_what_weights_and_changes_take() -> None:
+    true = EndpointTime(per_weight=4e-12, per_change=1e-10, per_bucket=8e-3)
+    loads = [load(1 << 20, 0.002), load(1 << 26, 0.002), load(1 << 26, 0.02)]
+    trials = [MethodTrial(one, (true.of(one),) * 3, int(one.changed)) for one in loads]
+    known = CostModel()
+    known.tried("coded", trials)
+    found = known.methods["coded"].source
+    assert found.of(load(7_600_000_000, 0.01)) == pytest.approx(true.of(load(7_600_000_000, 0.01)), rel=1e-3)
+    assert found.per_bucket == pytest.approx(8e-3, rel=1e-3)
+
+
+def test_receivers_in_other_memory_than_the_source_stay_as_they_are_assumed() -> None:
+    trials = [MethodTrial(load(1 << 26, density), (1e-3, 1e-3, 1e-3), 1000) for density in (0.002, 0.02)]
+    known = CostModel()
+    known.tried("coded", trials, receivers_alike=False)
+    assert known.methods["coded"].receiver == CostModel().methods["coded"].receiver
+    assert known.methods["coded"].source != CostModel().methods["coded"].source

@@ -8,10 +8,9 @@ import pytest
 from pulsesync.core import digest
 from pulsesync.core.types import Bits
 from pulsesync.errors import VerificationError
-from pulsesync.group import messages
 from pulsesync.group.bundles import agree, tell
 from pulsesync.group.cost_model import CostModel, Method
-from pulsesync.group.ends import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd, addresses_of
+from pulsesync.group.ends import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
 from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.state.sharding import Placed, shards_of
 
@@ -27,8 +26,8 @@ class Joined:
         sizes = {"large.0": LARGE, "large.1": LARGE, "small.0": 3000, "small.1": 500}
         self.sent: Model = {name: self.rng.integers(0, 1 << 16, n, np.uint16) for name, n in sizes.items()}
         self.received: Model = {name: np.zeros_like(array) for name, array in self.sent.items()}
-        source, receiver = shards_of(self.sent), shards_of(self.received)
-        self.wire = agree([tell(source), tell(receiver)], [0])
+        source, receiver = (LocalModel(shards_of(model), (), None) for model in (self.sent, self.received))
+        self.wire = agree([tell(source.shards), tell(receiver.shards)], [0])
         self.source = SourceEnd(self.wire, self.wire.owned_by(0), source)
         self.receiver = ReceiverEnd(self.wire, self.wire.held_by(1), receiver)
 
@@ -44,17 +43,12 @@ class Joined:
         before = base.sums if base else {}
         made, got = list[Bucket](), list[Bucket]()
         for one, tiles in planned[0] if jobs is None else jobs:
-            bucket = (
-                messages.raw(self.source.live, tiles, clock, spare=self.source.spare)
-                if one == "dense"
-                else messages.encode(self.source.state, self.source.live, tiles, one, clock)
-            )
+            bucket = self.source.weights.encode(tiles, one, clock)
             if bucket is not None:
-                arrived = self.receiver.spare.take(bucket.message.size)
+                arrived = self.receiver.weights.room(bucket.message.size, None)
                 arrived[:] = bucket.message
-                receiver = self.receiver.state, self.receiver.live
                 made.append(bucket)
-                got.append(messages.read(arrived, self.wire.layout, receiver, before, clock))
+                got.append(self.receiver.weights.read(arrived, before, clock))
         sums = {**before, **{ordinal: sum_ for bucket in got for ordinal, sum_ in bucket.sums.items()}}
         after = digest.state_digest(self.wire.layout.tables, sums.values())
         point = RankVersion((base.version if base else 0) + 1, after, sums)
@@ -67,7 +61,7 @@ class Joined:
 
     def weights(self, which: str) -> list[Bits]:
         """What an end has of the last sync: the copy of a source, the live weights of a receiver."""
-        tiles, state = self.wire.layout.tiles, self.end(which).state
+        tiles, state = self.wire.layout.tiles, self.end(which).weights.state
         assert [tile.block_count for tile in tiles] == [1, 1, 1]
         return [state.block(tile, 0).copy() for tile in tiles]
 
@@ -174,10 +168,10 @@ def test_an_end_that_brings_other_parts_of_a_model_must_join_again(which: str) -
     pair = Joined()
     pair.sync()
     end, weights = pair.end(which), pair.weights(which)
-    live, wire = end.live, end.wire
+    live, wire = end.weights.live, end.wire
     end.attach(shards_of({"small.0": Placed(np.zeros(1500, np.uint16), (3000,), rows=(0, 1500))}))
     assert not end.joined
-    assert (end.live, end.wire) == (live, wire)
+    assert (end.weights.live, end.wire) == (live, wire)
     assert same(pair.weights(which), weights)
 
 
@@ -186,12 +180,12 @@ def test_an_end_that_is_bound_again_keeps_its_version(which: str) -> None:
     pair = Joined()
     pair.sync()
     pair.sync()
-    end, at, sums = pair.end(which), pair.end(which).at, dict(pair.end(which).state.sums)
+    end, at, sums = pair.end(which), pair.end(which).at, dict(pair.end(which).weights.state.sums)
     end.joined = False  # as in a new group
     end.bind(pair.wire, end.shards)
     assert end.joined
     assert end.at is at
-    assert end.state.sums == sums
+    assert end.weights.state.sums == sums
     assert pair.sync() == "coded"
 
 
@@ -200,7 +194,7 @@ def test_a_dense_sync_uses_the_memory_of_the_one_before_the_last() -> None:
     used = []
     for _ in range(4):
         pair.sync("dense")
-        used.append({id(message) for message, _ in pair.source.messages})
+        used.append({id(message) for message, _ in pair.source.weights.messages})
     assert len(used[0]) == 3
     assert used[0] == used[2]
     assert used[1] == used[3]
@@ -210,24 +204,24 @@ def test_a_dense_sync_uses_the_memory_of_the_one_before_the_last() -> None:
 def test_a_source_keeps_a_message_as_long_as_a_tile_of_its_copy_lies_in_it() -> None:
     pair = Joined()
     pair.sync(jobs=pair.plan(bucket_weights=1 << 30)[0])
-    ((message, tiles),) = pair.source.messages
+    ((message, tiles),) = pair.source.weights.messages
     assert tiles == {0, 1, 2}
     first, *others = pair.wire.layout.tiles
     pair.sync(jobs=[("dense", [first]), ("coded", others)])
-    assert pair.source.messages[0] == (message, {1, 2})
-    assert pair.source.spare.take(message.size) is not message
+    assert pair.source.weights.messages[0] == (message, {1, 2})
+    assert pair.source.weights.spare.take(message.size) is not message
     pair.sync("dense")
-    assert pair.source.spare.take(message.size) is message
-    assert all(kept is not message for kept, _ in pair.source.messages)
+    assert pair.source.weights.spare.take(message.size) is message
+    assert all(kept is not message for kept, _ in pair.source.weights.messages)
 
 
 def test_a_receiver_keeps_the_memory_of_whole_tiles_for_one_more_sync() -> None:
     pair = Joined()
     pair.sync(jobs=pair.plan(bucket_weights=1 << 30)[0])
-    ((size, (message,)),) = pair.receiver.spare._free.items()
+    ((size, (message,)),) = pair.receiver.weights.spare._free.items()
     assert message.size == size
     pair.sync("coded")
-    assert pair.receiver.spare._free == {}
+    assert pair.receiver.weights.spare._free == {}
 
 
 def test_a_receiver_finds_weights_that_were_written_by_something_else() -> None:

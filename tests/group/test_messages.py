@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError, VerificationError
-from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan, LocalBundles, agree, tell
 from pulsesync.group.cost_model import Method
-from pulsesync.group.messages import TRAILER, SyncTimes
+from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
+from pulsesync.group.messages import TRAILER, Bucket, SyncTimes
 from pulsesync.state.host import HostState
 from pulsesync.state.sharding import shards_of
-from pulsesync.state.slices import LocalTile
 
 METHODS: list[Method] = ["dense", "plain", "gap", "coded"]
 
@@ -33,23 +32,22 @@ class Ends:
         self.wire: BundlePlan = agree([tell(source), tell(receiver)], [0])
         tiles = self.wire.layout.tiles
         self.held = LocalBundles(self.wire, tiles, source)
-        nowhere = {spec.name: np.empty(0, np.uint8) for spec in self.wire.layout.tensors}
-        self.live = LocalBundles(self.wire, tiles, receiver)
-        self.receiver = HostState(self.wire.layout, nowhere, places=self.live.places)
-        flats = {tile.tensor.name: self.receiver.block(tile, 0).copy() for tile in tiles}
-        self.base = HostState(self.wire.layout, flats, places={tile.ordinal: LocalTile(tile, True) for tile in tiles})
+        self.source = HostSourceWeights(self.wire, tiles, shards_of({n: bits.copy() for n, bits in self.old.items()}))
+        before = self.source.encode(tiles, "dense", SyncTimes())
+        assert before is not None
+        self.source.write_whole([before], before.sums)
+        self.source.bind(self.wire, source)
+        self.sums = before.sums
+        self.receiver = HostReceiverWeights(self.wire, tiles, receiver, before.sums)
 
     def message(self, method: Method) -> Bits:
-        tiles, clock = self.wire.layout.tiles, SyncTimes()
-        if method == "dense":
-            return messages.raw(self.held, tiles, clock).message
-        bucket = messages.encode(self.base, self.held, tiles, method, clock)
+        bucket = self.source.encode(self.wire.layout.tiles, method, SyncTimes())
         assert bucket is not None
-        return bucket.message
+        message: Bits = bucket.message
+        return message
 
-    def read(self, message: Bits) -> messages.Bucket:
-        receiver = self.receiver, self.live
-        return messages.read(message, self.wire.layout, receiver, self.receiver.sums, SyncTimes())
+    def read(self, message: Bits) -> Bucket:
+        return self.receiver.read(message, self.sums, SyncTimes())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -59,8 +57,8 @@ def test_a_bucket_brings_what_was_sent(method: Method) -> None:
     for tile in ends.wire.layout.tiles:
         bits = got.whole.get(tile.ordinal)
         if bits is None:
-            bits = ends.receiver.block(tile, 0).copy()
-            for patch in got.patches:
+            bits = ends.receiver.state.block(tile, 0).copy()
+            for patch in got.changes:
                 for block in patch.blocks if patch.tile == tile else ():
                     bits[block.positions] = block.new
         assert np.array_equal(bits, ends.held.block(tile, 0))

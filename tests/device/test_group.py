@@ -1,0 +1,372 @@
+"""The ends of a group with weights on a device: the messages of the host byte for byte, and the same verdicts."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pulsesync.core import digest
+from pulsesync.core.types import Bits
+from pulsesync.errors import FormatError, VerificationError
+from pulsesync.group import bundles, device_weights, messages
+from pulsesync.group.bundles import agree, tell
+from pulsesync.group.cost_model import METHODS, CostModel, Method
+from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
+from pulsesync.group.messages import TRAILER, Bucket, SyncTimes
+from pulsesync.kernels import cuda
+from pulsesync.state.sharding import Placed, tensor_parallel
+from pulsesync.testing.backends import host_as_device
+
+Model = dict[str, torch.Tensor]
+TABLES: list[Method] = ["dense", "plain"]
+
+
+@pytest.fixture(autouse=True)
+def small_scale(monkeypatch: pytest.MonkeyPatch, many_lanes: None) -> None:
+    """Tensors of three hundred weights are a bundle each, as those of a real model are."""
+    monkeypatch.setattr(bundles, "SMALL", 300)
+
+
+def random_model(seed: int = 0) -> Model:
+    """Tensors that are a bundle each, small ones that share some, and dtypes that are not coded."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy((0.02 * rng.standard_normal(shape)).astype(np.float32))
+
+    return {
+        "large": normal(20, 20).bfloat16(),
+        **{f"small.{n}": normal(60 + n).bfloat16() for n in range(4)},
+        "float": normal(33),
+        "odd": torch.from_numpy(rng.integers(0, 256, 7, np.uint8)),
+        "long": torch.from_numpy(rng.integers(0, 9, 5)),
+    }
+
+
+def changed(model: Mapping[str, torch.Tensor], seed: int, share: float = 0.03) -> Model:
+    rng, out = np.random.default_rng(seed), {name: tensor.clone() for name, tensor in model.items()}
+    for tensor in out.values():
+        flat = tensor.view(-1).view(torch.uint8)
+        at = torch.from_numpy(np.flatnonzero(rng.random(flat.numel()) < share))
+        flat[at] ^= 1
+    return out
+
+
+@contextmanager
+def memory(where: str, device: str) -> Iterator[str]:
+    """Have tensors on the device, or in host memory: what `.to` takes."""
+    with host_as_device(where == "device"):
+        yield device if where == "device" else "cpu"
+
+
+def local(model: Mapping[str, Any], where: str, device: str, cast: Mapping[str, str] | None = None) -> LocalModel:
+    def there(value: Any) -> Any:
+        if isinstance(value, Placed):
+            return Placed(value.tensor.to(place), value.shape, value.rows, value.columns)
+        return value.to(place)
+
+    with memory(where, device) as place:
+        return LocalModel.of({name: there(value) for name, value in model.items()}, cast, ())
+
+
+def bytes_of(message: Any) -> Bits:
+    """A message without its trailer, on the host."""
+    found = message if isinstance(message, np.ndarray) else message.cpu().numpy()
+    return found[:-TRAILER].copy()
+
+
+class Joined:
+    """A source and a receiver that have joined and have the same weights, each in memory of one kind."""
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        receives: Mapping[str, Any],
+        memories: tuple[str, str],
+        device: str,
+        other: Mapping[str, Any] | None = None,  # of a receiver that only takes part in the join
+    ) -> None:
+        self.where, self.device = memories, device
+        others = [local(other, "host", device)] if other else []
+        source, receiver = (local(m, w, device) for m, w in zip((model, receives), memories, strict=True))
+        self.wire = agree([tell(one.shards) for one in (source, receiver, *others)], [0])
+        self.tiles = self.wire.layout.tiles
+        self.source = SourceEnd(self.wire, self.wire.owned_by(0), source)
+        self.receiver = ReceiverEnd(self.wire, self.wire.held_by(1), receiver)
+        self.received = receiver
+        self.at = RankVersion(0, "", {})
+        self.commit(*self.carry("dense"))
+
+    def bring(self, model: Mapping[str, Any]) -> None:
+        """The source has these weights now."""
+        self.source.attach(local(model, self.where[0], self.device).shards)
+
+    def carry(self, method: Method) -> tuple[Bucket, Bucket]:
+        """Make a message, and read it as it arrives in pinned memory, or on the device."""
+        for end in (self.source, self.receiver):
+            end.weights.begin()
+        bucket = self.source.weights.encode(self.source.tiles, method, SyncTimes())
+        assert bucket is not None
+        return bucket, self.read(bucket.message)
+
+    def read(self, message: Any) -> Bucket:
+        if self.where[1] == "host" and not isinstance(message, np.ndarray):
+            message = message.cpu().numpy()
+        return self.receiver.weights.read(message, self.at.sums, SyncTimes())
+
+    def commit(self, sent: Bucket, got: Bucket) -> None:
+        assert sent.sums == got.sums
+        sums = {**self.at.sums, **got.sums}
+        self.at = RankVersion(self.at.version + 1, digest.state_digest(self.wire.layout.tables, sums.values()), sums)
+        self.source.commit([sent], self.at)
+        self.receiver.commit([got], self.at)
+
+    def weights(self) -> Model:
+        """The receiver's, by name, on the host."""
+        views = self.received.shards.published.views
+        return {name: _bits(view.flat) for name, view in views.items()}
+
+
+def _bits(flat: Any) -> torch.Tensor:
+    tensor = (
+        torch.from_numpy(flat.view(f"i{flat.itemsize}" if flat.itemsize > 1 else "u1").copy())
+        if isinstance(flat, np.ndarray)
+        else flat.cpu().clone()
+    )
+    return tensor.view(torch.uint8)
+
+
+def same(got: Model, sent: Model) -> bool:
+    return all(torch.equal(got[name], tensor.contiguous().view(-1).view(torch.uint8)) for name, tensor in sent.items())
+
+
+BOTH = [("device", "device"), ("device", "host"), ("host", "device")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_messages_are_byte_for_byte_those_of_the_host(method: Method, device: str) -> None:
+    old = random_model()
+    new = changed(old, 1)
+    found = []
+    for where in ("host", "device"):
+        pair = Joined(old, old, (where, "host"), device)
+        pair.bring(new)
+        found.append(bytes_of(pair.carry(method)[0].message))
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("memories", BOTH)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tuple[str, str], device: str) -> None:
+    old = random_model()
+    pair = Joined(old, {name: torch.zeros_like(tensor) for name, tensor in old.items()}, memories, device)
+    assert same(pair.weights(), old)
+    first, new = pair.at, changed(old, 1)
+    pair.bring(new)
+    pair.commit(*pair.carry(method))
+    assert same(pair.weights(), new)
+    pair.receiver.verify(pair.at)
+    if method == "dense":
+        return
+    for end in (pair.source, pair.receiver):
+        end.reach(first.name)
+    assert same(pair.weights(), old)
+    pair.at = first
+    pair.commit(*pair.carry("plain"))
+    assert same(pair.weights(), new)
+
+
+@pytest.mark.parametrize("method", TABLES)
+def test_a_message_that_comes_on_the_device_is_read_there(method: Method, device: str) -> None:
+    """As over NCCL; a part comes to the host first."""
+    old = random_model()
+    pair = Joined(old, old, ("device", "device"), device)
+    new = changed(old, 2)
+    pair.bring(new)
+    sent, _ = pair.carry(method)
+    pair.commit(sent, pair.read(torch.as_tensor(sent.message).clone()))
+    assert same(pair.weights(), new)
+
+
+def test_a_part_that_comes_on_the_device_is_read_from_the_host(device: str) -> None:
+    old = random_model()
+    pair = Joined(old, old, ("device", "device"), device)
+    new = changed(old, 2)
+    pair.bring(new)
+    sent, _ = pair.carry("gap")
+    pair.commit(sent, pair.read(torch.from_numpy(sent.message).to(device)))
+    assert same(pair.weights(), new)
+
+
+@pytest.mark.parametrize("method", TABLES)
+def test_no_changed_byte_gets_through(method: Method, device: str) -> None:
+    old = random_model()
+    pair = Joined(old, old, ("device", "device"), device)
+    pair.bring(changed(old, 3))
+    sent, _ = pair.carry(method)
+    message = bytes_of(sent.message)
+    shape, _ = messages.open_table(message, message.size + TRAILER, pair.wire.layout)
+    gaps = [n for gap in messages.table_gaps(shape) for n in range(gap.start, gap.stop)]
+    for at in np.random.default_rng(0).choice(message.size, 12, replace=False).tolist():
+        damaged = np.append(message, np.zeros(TRAILER, np.uint8))
+        damaged[at] ^= 1 << (at % 8)
+        if at in gaps:
+            continue
+        with pytest.raises((FormatError, VerificationError)):
+            pair.read(damaged)
+    assert same(pair.weights(), old)
+
+
+@pytest.mark.parametrize("places", [[5, 3], [3, 3], [0, 1 << 31], [399, 400]])
+def test_changes_out_of_order_or_outside_their_tile_are_refused(places: list[int], device: str) -> None:
+    old = {"large": random_model()["large"]}
+    pair = Joined(old, old, ("device", "device"), device)
+    new = {"large": old["large"].clone()}
+    new["large"].view(-1)[[3, 5]] += 1
+    pair.bring(new)
+    sent, _ = pair.carry("plain")
+    message = np.append(bytes_of(sent.message), np.zeros(TRAILER, np.uint8))
+    message[48:56] = np.array(places, np.uint32).view(np.uint8)
+    with pytest.raises(FormatError, match="a table has changes outside their tile, or not in order"):
+        pair.read(message)
+
+
+def test_tensor_parallel_receivers_get_their_columns_from_a_source_that_has_all(device: str) -> None:
+    old = {"up": random_model()["large"], "norm": torch.ones(20).bfloat16()}
+    new = changed(old, 4)
+    for rank in range(2):
+        mine = {"up": torch.zeros(20, 10).bfloat16(), "norm": torch.zeros(20).bfloat16()}
+        received = tensor_parallel(mine, rank, 2, columns=["up"])
+        other = tensor_parallel(mine, 1 - rank, 2, columns=["up"])
+        for method in ("dense", "plain", "coded"):
+            pair = Joined(old, received, ("device", "device"), device, other)
+            pair.bring(new)
+            pair.commit(*pair.carry(method))
+            expected = new["up"][:, 10 * rank : 10 * rank + 10].contiguous()
+            assert torch.equal(pair.weights()["up"], expected.view(-1).view(torch.uint8)), method
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_masters_are_sent_as_the_dtype_that_receivers_have(dtype: str, device: str) -> None:
+    rng = np.random.default_rng(0)
+    masters = {
+        f"m{n}": torch.from_numpy(0.02 * rng.standard_normal(size).astype(np.float32))
+        for n, size in enumerate((400, 90))
+    }
+    kept = masters | {"plain": torch.zeros(350, dtype=getattr(torch, {"BF16": "bfloat16", "F16": "float16"}[dtype]))}
+    found = []
+    for where in ("host", "device"):
+        source = local(kept, where, device, {"*": dtype})
+        wire = agree([tell(source.shards), tell(source.shards)], [0])
+        end = SourceEnd(wire, wire.owned_by(0), source)
+        end.weights.begin()
+        first = end.weights.encode(end.tiles, "dense", SyncTimes())
+        assert first is not None
+        end.commit([first], RankVersion(1, "", first.sums))
+        later = local({name: tensor * 1.01 for name, tensor in kept.items()}, where, device, {"*": dtype})
+        end.attach(later.shards)
+        second = end.weights.encode(end.tiles, "plain", SyncTimes())
+        assert second is not None
+        found.append((bytes_of(first.message), bytes_of(second.message)))
+    assert all(np.array_equal(*both) for both in zip(*found, strict=True))
+
+
+def test_tied_tensors_with_memory_of_their_own_are_written_too(device: str) -> None:
+    base = random_model()["large"]
+    tied = {"embed": base, "head": base}
+    apart = {"embed": torch.zeros_like(base), "head": torch.zeros_like(base)}
+    source, receiver = local(tied, "device", device), local(apart, "device", device)
+    if not source.shards.ties:  # `.to` made two copies of it
+        pytest.fail("the source has no tie")
+    wire = agree([tell(source.shards), tell(receiver.shards)], [0])
+    send, receive = SourceEnd(wire, wire.owned_by(0), source), ReceiverEnd(wire, wire.held_by(1), receiver)
+    sums: dict[int, Any] = {}
+    for number, method in enumerate(("dense", "plain")):
+        bucket = send.weights.encode(send.tiles, method, SyncTimes())
+        assert bucket is not None
+        got = receive.weights.read(bucket.message, sums, SyncTimes())
+        sums = {**sums, **bucket.sums}
+        send.commit([bucket], RankVersion(number, "", sums))
+        receive.commit([got], RankVersion(number, "", sums))
+        for view in receiver.shards.published.views.values():
+            assert torch.equal(view.flat.cpu(), source.shards.published.views["embed"].flat.cpu())
+        source.shards.published.views["embed"].flat[7] += 1
+    receive.verify(RankVersion(1, "", sums))
+    receiver.shards.published.views["head"].flat[3] += 1
+    with pytest.raises(VerificationError, match="something else wrote them"):
+        receive.verify(RankVersion(1, "", sums))
+
+
+def test_a_source_that_always_sends_all_keeps_no_copy(device: str) -> None:
+    model = local(random_model(), "device", device)
+    wire = agree([tell(model.shards)] * 2, [0])
+    end = SourceEnd(wire, wire.owned_by(0), model, keeps=False)
+    jobs, name = end.plan("dense", CostModel(), None)
+    assert name == "dense"
+    made = [bucket for method, tiles in jobs if (bucket := end.weights.encode(tiles, method, SyncTimes()))]
+    end.commit([end.sent(bucket) for bucket in made], RankVersion(1, "", made[0].sums))
+    assert isinstance(end.weights, device_weights.DeviceSourceWeights)
+    assert end.weights.bundles.base is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+def test_a_sample_tells_how_much_has_changed(share: float, device: str) -> None:
+    old = random_model()
+    pair = Joined(old, old, ("device", "host"), device)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for tensor in new.values():
+        flat = tensor.view(-1)
+        flat[: round(share * flat.numel())] += 1
+    pair.bring(new)
+    for load in pair.source.weights.sample(0):
+        assert load.changed == pytest.approx(share * load.weights, abs=3)
+
+
+def test_methods_are_tried_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FEW": 200, "MOST": 400, "FEWEST": 150, "DENSITIES": (0.03, 0.06)}.items():
+        monkeypatch.setattr(device_weights, name, value)
+    model = local(random_model(), "device", device)
+    wire = agree([tell(model.shards)] * 2, [0])
+    costs = CostModel()
+    end = SourceEnd(wire, wire.owned_by(0), model)
+    end.calibrate(costs, receivers_on_gpu=True)
+    for method in METHODS:
+        assert costs.methods[method] != CostModel().methods[method]
+        assert costs.methods[method].receiver != CostModel().methods[method].receiver
+    assert costs.bucket_weights["coded"] > costs.bucket_weights["dense"] > 1 << 24
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """The kernels that are launched inside the block."""
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in cuda.__all__:
+            patched.setattr(cuda, name, _Counted(getattr(cuda, name), name, found))
+        yield found
+
+
+class _Counted:
+    def __init__(self, kernel: Any, name: str, found: list[str]) -> None:
+        self._kernel, self._name, self._found = kernel, name, found
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._found.append(self._name)
+        return self._kernel[grid]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
+    counted = []
+    for tensors in (3, 30):
+        values = torch.from_numpy(0.02 * np.random.default_rng(0).standard_normal(900).astype(np.float32)).bfloat16()
+        old = {f"expert.{n:02}": part.clone() for n, part in enumerate(values.chunk(tensors))}
+        pair = Joined(old, old, ("device", "device"), device)
+        pair.bring(changed(old, 1))
+        with launches() as found:
+            pair.commit(*pair.carry(method))
+        counted.append(sorted(found))
+    assert len(counted[0]) <= len(counted[1]) <= len(counted[0]) + 3  # one kernel gathers, and another writes, pieces
