@@ -20,12 +20,24 @@ def command_of(script: str) -> str:
 
 
 class Example:
-    """A script that runs in a folder as it would in a checkout. Use it as a context, at whose end its processes end."""
+    """A script that runs in a folder as it would in a checkout. Use it as a context, at whose end its processes end.
 
-    def __init__(self, script: str, folder: Path, **environment: str) -> None:
+    Args:
+        script: Its name.
+        folder: The folder.
+        options: Options that its command does not have.
+        ranks: The number of its processes, if not that of its command.
+        environment: Variables of the environment.
+    """
+
+    def __init__(
+        self, script: str, folder: Path, options: str = "", ranks: int | None = None, **environment: str
+    ) -> None:
         if not (folder / "examples").exists():
             (folder / "examples").symlink_to(EXAMPLES)
-        program, *arguments = shlex.split(command_of(script))
+        program, *arguments = shlex.split(f"{command_of(script)} {options}")
+        if ranks is not None:
+            arguments[arguments.index("--nproc-per-node") + 1] = str(ranks)
         self.process = subprocess.Popen(
             [*INTERPRETERS[program], *arguments],
             cwd=folder,

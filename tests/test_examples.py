@@ -32,6 +32,14 @@ def test_a_worker_has_what_ranks_of_fsdp2_published_together(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--trainers 2"])
+def test_all_ranks_of_a_group_have_what_its_trainers_pushed(tmp_path: Path, options: str) -> None:
+    """About 8 s each, over gloo and on CPUs; tests/device/test_nccl.py runs it on a GPU."""
+    with Example("broadcast.py", tmp_path, options, ranks=3, CUDA_VISIBLE_DEVICES="") as ranks:
+        assert ranks.lines(TIMEOUT_S)[-1] == "sync 5: all ranks have the trainer's weights, bit for bit"
+
+
+@pytest.mark.slow
 def test_trainers_that_meet_in_a_folder_agree_on_the_shared_weights(tmp_path: Path) -> None:
     """About 8 s."""
     with Example("loco_folder.py", tmp_path) as trainers:
@@ -41,7 +49,7 @@ def test_trainers_that_meet_in_a_folder_agree_on_the_shared_weights(tmp_path: Pa
 def test_the_list_of_examples_is_complete_and_has_their_commands() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     scripts = [path.name for path in EXAMPLES.glob("*.py")]
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     for script in scripts:
         assert f"[{script}]({script})" in listed
         assert f"`{command_of(script)}`" in listed

@@ -24,7 +24,9 @@ from torch import distributed
 from pulsesync.errors import GroupError
 from pulsesync.group.collective import Collective
 from pulsesync.loco import GroupExchange, PulseLoCo
+from tests.examples import Example
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LIMIT_S = 150  # after which the processes of a case are ended; torch and CUDA take some seconds to start
 CONNECT_S = 100.0  # for the first message, in which NCCL connects the ranks
 ROOT = Path(__file__).parents[2]
@@ -238,7 +240,6 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run("calls", 1, tmp_path_factory.mktemp("nccl"))[0]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("call", [call.__name__ for call in CALLS])
 def test_a_group_of_one_over_nccl_has_every_call_that_the_package_makes(called: dict[str, str], call: str) -> None:
     assert called[call] == "", called[call]
@@ -294,7 +295,6 @@ def unmatched(rank: int, size: int, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.gpu
 def test_a_wait_over_nccl_ends_and_a_new_group_works(tmp_path: Path) -> None:
     (got,) = run("late", 1, tmp_path)
     assert "rank 0 waited 0.5 s for the others" in got["error"]
@@ -303,7 +303,6 @@ def test_a_wait_over_nccl_ends_and_a_new_group_works(tmp_path: Path) -> None:
     assert got["new group"] == "still here"
 
 
-@pytest.mark.gpu
 def test_a_message_that_nobody_receives_is_an_error_over_nccl(tmp_path: Path) -> None:
     (got,) = run("unmatched", 1, tmp_path)
     assert "rank 0" in got["error"]
@@ -349,16 +348,26 @@ def check(buffer: Any, expected: np.ndarray[Any, Any]) -> None:
     assert np.array_equal(copy.cpu().numpy(), expected)
 
 
-@pytest.mark.gpu
 def test_two_processes_on_one_gpu_exchange_its_memory_over_gloo(tmp_path: Path) -> None:
     assert run("between_two", 2, tmp_path, "gloo") == [{"done": True}] * 2
 
 
-@pytest.mark.gpu
 def test_two_gpus_exchange_their_memory_over_nccl(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices: NCCL has one rank on each; NOT run here")
     assert run("between_two", 2, tmp_path, "nccl") == [{"done": True}] * 2
+
+
+# The example
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("NCCL", 1), ("gloo", 2)])
+def test_the_example_of_a_broadcast_runs_on_one_gpu(tmp_path: Path, backend: str, ranks: int) -> None:
+    """NCCL has one rank on a GPU, which has nobody to send to; two ranks take gloo by themselves."""
+    with Example("broadcast.py", tmp_path, ranks=ranks, CUDA_VISIBLE_DEVICES="0") as example:
+        lines = example.lines(LIMIT_S)
+    assert lines[0] == f"{ranks} ranks over {backend}, weights on cuda:0"
+    assert lines[-1] == "sync 5: all ranks have the trainer's weights, bit for bit"
 
 
 CASES: dict[str, Callable[..., None]] = {one.__name__: one for one in (calls, late, unmatched, between_two)}

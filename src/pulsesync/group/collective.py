@@ -266,6 +266,9 @@ class Collective:
         stream, inference = torch.cuda.current_stream(self.device), torch.is_inference_mode_enabled()
 
         def begin_as_here() -> Any:
+            torch.cuda.set_device(
+                self.device
+            )  # a new thread has the first GPU, and would take memory there for nothing
             with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return begin()
 
@@ -342,12 +345,19 @@ class Collective:
 
     def _abort(self) -> None:
         """Abort the communicator of NCCL: its kernels end, and torch's watchdog leaves this group alone."""
+        import torch
         from torch import distributed
 
-        group = self.group or distributed.group.WORLD
-        if group is not None:
-            with suppress(RuntimeError, ValueError, TimeoutError, AttributeError):  # the error to raise led here
-                HelperThread().call(group.abort, ABORT_S)
+        group: Any = self.group or distributed.group.WORLD
+        if group is None:
+            return  # it was destroyed
+
+        def abort() -> None:
+            torch.cuda.set_device(self.device)
+            group.abort()
+
+        with suppress(RuntimeError, ValueError, TimeoutError, AttributeError):  # the error to raise led here
+            HelperThread().call(abort, ABORT_S)
 
 
 def _as_tensor(buffer: ByteBuffer) -> "torch.Tensor":
