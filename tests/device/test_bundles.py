@@ -15,7 +15,7 @@ import torch
 
 from pulsesync import Publisher, Slice, Subscriber
 from pulsesync.core.types import TensorSpec
-from pulsesync.device import baseline, memory, pieces
+from pulsesync.device import memory, pieces, source
 from pulsesync.device.changes import find_changes
 from pulsesync.device.pile import Pile, place_of
 from pulsesync.device.state import DeviceState
@@ -298,7 +298,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     note(pieces.Pieces, "addresses", "addresses")
     note(pieces.PieceTable, "__init__", "table")
     note(Pile, "__init__", "pile")
-    note(baseline._LaterDeviceViews, "__getitem__", "view")
+    note(source._LaterDeviceViews, "__getitem__", "view")
     return done
 
 

@@ -22,6 +22,7 @@ from pulsesync.group.bundles import Bundle
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, Method
 from pulsesync.group.ends import SourceEnd
+from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.session import SyncSession
 from pulsesync.state.sharding import Placed, tensor_parallel
 from tests.processes import Fleet, die, fleet, group, join_group
@@ -673,6 +674,7 @@ def fsdp(rank: int, size: int, folder: str, trainers: int, layout: str) -> list[
             optimizer.zero_grad()
             report = cast.push(net)
             assert isinstance(cast._end, SourceEnd)
+            assert isinstance(cast._end.weights, HostSourceWeights)
             largest = sum(flat.nbytes for flat in cast._end.weights.state.flats.values())
             whole = {name: t.full_tensor().bfloat16() for name, t in net.state_dict().items()}
             out.append((report.method, bits(whole), largest))
@@ -1047,8 +1049,10 @@ def many_syncs(rank: int, size: int, folder: str) -> list[int]:
             if rank:
                 cast.verify()
             assert cast._end is not None
-            copies = cast._end.weights.messages if isinstance(cast._end, SourceEnd) else []
-            free = sum(m.nbytes for some in cast._end.weights.spare._free.values() for m in some)
+            ours = cast._end.weights
+            assert isinstance(ours, HostSourceWeights | HostReceiverWeights)
+            copies = ours.messages if isinstance(ours, HostSourceWeights) else []
+            free = sum(m.nbytes for some in ours.spare._free.values() for m in some)
             kept.append(free + sum(message.nbytes for message, _ in copies))
     return kept
 

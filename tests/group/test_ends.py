@@ -11,6 +11,7 @@ from pulsesync.errors import VerificationError
 from pulsesync.group.bundles import agree, tell
 from pulsesync.group.cost_model import CostModel, Method
 from pulsesync.group.ends import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
+from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.state.sharding import Placed, shards_of
 
@@ -30,6 +31,19 @@ class Joined:
         self.wire = agree([tell(source.shards), tell(receiver.shards)], [0])
         self.source = SourceEnd(self.wire, self.wire.owned_by(0), source)
         self.receiver = ReceiverEnd(self.wire, self.wire.held_by(1), receiver)
+
+    @property
+    def sends(self) -> HostSourceWeights:
+        assert isinstance(self.source.weights, HostSourceWeights)
+        return self.source.weights
+
+    @property
+    def receives(self) -> HostReceiverWeights:
+        assert isinstance(self.receiver.weights, HostReceiverWeights)
+        return self.receiver.weights
+
+    def host(self, which: str) -> HostSourceWeights | HostReceiverWeights:
+        return self.sends if which == "source" else self.receives
 
     def plan(self, method: Method = "coded", bucket_weights: int = LARGE) -> tuple[list[Job], str]:
         return self.source.plan(method, CostModel(), bucket_weights)
@@ -61,7 +75,7 @@ class Joined:
 
     def weights(self, which: str) -> list[Bits]:
         """What an end has of the last sync: the copy of a source, the live weights of a receiver."""
-        tiles, state = self.wire.layout.tiles, self.end(which).weights.state
+        tiles, state = self.wire.layout.tiles, self.host(which).state
         assert [tile.block_count for tile in tiles] == [1, 1, 1]
         return [state.block(tile, 0).copy() for tile in tiles]
 
@@ -168,10 +182,10 @@ def test_an_end_that_brings_other_parts_of_a_model_must_join_again(which: str) -
     pair = Joined()
     pair.sync()
     end, weights = pair.end(which), pair.weights(which)
-    live, wire = end.weights.live, end.wire
+    live, wire = pair.host(which).live, end.wire
     end.attach(shards_of({"small.0": Placed(np.zeros(1500, np.uint16), (3000,), rows=(0, 1500))}))
     assert not end.joined
-    assert (end.weights.live, end.wire) == (live, wire)
+    assert (pair.host(which).live, end.wire) == (live, wire)
     assert same(pair.weights(which), weights)
 
 
@@ -180,12 +194,12 @@ def test_an_end_that_is_bound_again_keeps_its_version(which: str) -> None:
     pair = Joined()
     pair.sync()
     pair.sync()
-    end, at, sums = pair.end(which), pair.end(which).at, dict(pair.end(which).weights.state.sums)
+    end, at, sums = pair.end(which), pair.end(which).at, dict(pair.host(which).state.sums)
     end.joined = False  # as in a new group
     end.bind(pair.wire, end.shards)
     assert end.joined
     assert end.at is at
-    assert end.weights.state.sums == sums
+    assert pair.host(which).state.sums == sums
     assert pair.sync() == "coded"
 
 
@@ -194,7 +208,7 @@ def test_a_dense_sync_uses_the_memory_of_the_one_before_the_last() -> None:
     used = []
     for _ in range(4):
         pair.sync("dense")
-        used.append({id(message) for message, _ in pair.source.weights.messages})
+        used.append({id(message) for message, _ in pair.sends.messages})
     assert len(used[0]) == 3
     assert used[0] == used[2]
     assert used[1] == used[3]
@@ -204,24 +218,24 @@ def test_a_dense_sync_uses_the_memory_of_the_one_before_the_last() -> None:
 def test_a_source_keeps_a_message_as_long_as_a_tile_of_its_copy_lies_in_it() -> None:
     pair = Joined()
     pair.sync(jobs=pair.plan(bucket_weights=1 << 30)[0])
-    ((message, tiles),) = pair.source.weights.messages
+    ((message, tiles),) = pair.sends.messages
     assert tiles == {0, 1, 2}
     first, *others = pair.wire.layout.tiles
     pair.sync(jobs=[("dense", [first]), ("coded", others)])
-    assert pair.source.weights.messages[0] == (message, {1, 2})
-    assert pair.source.weights.spare.take(message.size) is not message
+    assert pair.sends.messages[0] == (message, {1, 2})
+    assert pair.sends.spare.take(message.size) is not message
     pair.sync("dense")
-    assert pair.source.weights.spare.take(message.size) is message
-    assert all(kept is not message for kept, _ in pair.source.weights.messages)
+    assert pair.sends.spare.take(message.size) is message
+    assert all(kept is not message for kept, _ in pair.sends.messages)
 
 
 def test_a_receiver_keeps_the_memory_of_whole_tiles_for_one_more_sync() -> None:
     pair = Joined()
     pair.sync(jobs=pair.plan(bucket_weights=1 << 30)[0])
-    ((size, (message,)),) = pair.receiver.weights.spare._free.items()
+    ((size, (message,)),) = pair.receives.spare._free.items()
     assert message.size == size
     pair.sync("coded")
-    assert pair.receiver.weights.spare._free == {}
+    assert pair.receives.spare._free == {}
 
 
 def test_a_receiver_finds_weights_that_were_written_by_something_else() -> None:
