@@ -28,6 +28,7 @@ from links import Link, Namespaces, Proxy
 
 TINY = 0.001  # density of the syncs in which ours learns a new link
 TINY_SYNCS = 3
+OURS, CODED, PLAIN, PAIRS = "ours", "ours, coded", "ours, plain", "index+value bucketed"
 OFF = 0.25  # by which a shaped link may miss its rate
 
 
@@ -42,15 +43,17 @@ class Stage:
     untimed: int = 1
 
     @property
+    def staged(self) -> bool:
+        """Whether one more sync is taken stage by stage: of what other links are computed from."""
+        return self.link == "lo" and (self.way == PAIRS or self.way.startswith("ours, "))
+
+    @property
     def group(self) -> str:
         return self.way.partition(",")[0]
 
     @property
     def name(self) -> str:
         return f"{self.way} at {self.density:.3g} on {self.link}"
-
-
-OURS, CODED, PLAIN, PAIRS = "ours", "ours, coded", "ours, plain", "index+value bucketed"
 
 
 def large_plan() -> list[Stage]:
@@ -179,7 +182,7 @@ class Column:
                 self._sync(stage.way, stage.density)
             syncs = [self._sync(stage.way, stage.density) for _ in range(stage.timed)]
             more = {}
-            if stage.way == PAIRS and stage.link == "lo":
+            if stage.staged:
                 by_stages = self._sync(stage.way, stage.density, staged=True)
                 more["staged"] = {name: value for name, value in by_stages.items() if name.endswith("_s")}
             changed[stage.density] = syncs[-1]["changed"]

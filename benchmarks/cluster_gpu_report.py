@@ -5,7 +5,8 @@
 prints the report of points that one or more runs have kept, writes them as JSON, and fills in a page: {{name}} becomes
 the figure or the table of that name, and names that are not known stay and are listed.
 
-A link's time is computed from the stages as they were measured on loopback, where both ranks share one GPU:
+A link's time is computed from stages that were measured on loopback, in one more sync in which each ends on the device
+before the next begins; both ranks share one GPU:
 
     ours          max(source, bytes / link, receiver) + (the other two) / buckets + write + meet + verdict
     index+value   max(compare, bytes / link, write) + (the other two) / buckets
@@ -134,14 +135,15 @@ def slow_links(points: Points, model: str) -> str:
 
 
 def stages(points: Points, model: str) -> str:
-    """Where the time of ours goes on loopback, in milliseconds, as the two reports have it."""
+    """Where the time of ours goes on loopback, in milliseconds, each stage ended before the next begins."""
     names = ["source_diff_s", "source_encode_s", "source_digest_s", "receiver_prepare_s", "receiver_undo_s"]
     names += ["receiver_digest_s", "receiver_apply_s", *ROUNDS]
     rows = []
     for one in points.all:
         if one["model"] == model and one["link"] == "lo" and one["way"].startswith("ours") and one["density"]:
             told = name_of(one)
-            milliseconds = [f"{1e3 * one.get(name, 0.0):.1f}" for name in names]
+            known = ended(points, one) | {name: one[name] for name in ROUNDS}
+            milliseconds = [f"{1e3 * known.get(name, 0.0):.1f}" for name in names]
             rows.append([f"{told}, {one['density']:.1%}", *milliseconds, f"{1e3 * one['seconds']:.1f}"])
     short = [name.removesuffix("_s").replace("_", " ") for name in names]
     return table(["method, changed", *short, "whole sync"], rows)
@@ -162,17 +164,22 @@ def staged(points: Points, model: str) -> str:
 # -- other links ---------------------------------------------------------------------------------------------------
 
 
+def ended(points: Points, one: Point) -> Point:
+    """A point with the stages of its method, each ended on the device, where they are known; else as reported."""
+    way = f"ours, {one['method']}" if one["way"] == "ours" else one["way"]
+    known = points.find(one["model"], way, one["density"])
+    return {**one, **known["staged"]} if known and "staged" in known else one
+
+
 def work_of(points: Points, one: Point) -> tuple[float, float, float, float] | None:
     """Seconds at the source, at the receiver, of the write, and of rounds; None where stages were not measured."""
+    known = ended(points, one)
     if one["way"].startswith("ours"):
-        source = sum(one[f"source_{what}_s"] for what in ("diff", "encode", "digest"))
-        receiver = sum(one[f"receiver_{what}_s"] for what in ("prepare", "undo", "digest"))
-        return source, receiver, one["receiver_apply_s"], sum(one.get(name, 0.0) for name in ROUNDS)
+        source = sum(known[f"source_{what}_s"] for what in ("diff", "encode", "digest"))
+        receiver = sum(known[f"receiver_{what}_s"] for what in ("prepare", "undo", "digest"))
+        return source, receiver, known["receiver_apply_s"], sum(one.get(name, 0.0) for name in ROUNDS)
     if one["way"] == PAIRS:
-        known = points.find(one["model"], PAIRS, one["density"])
-        if known is None or "staged" not in known:
-            return None
-        return known["staged"]["source_diff_s"], known["staged"]["receiver_apply_s"], 0.0, 0.0
+        return (known["source_diff_s"], known["receiver_apply_s"], 0.0, 0.0) if "source_diff_s" in known else None
     return (0.0, 0.0, 0.0, 0.0) if one["way"].startswith("dense") else None
 
 
@@ -229,10 +236,17 @@ def choice(points: Points, model: str, density: float, link: str) -> str | None:
 # -- what was asked ------------------------------------------------------------------------------------------------
 
 
-def checks_s(one: Point) -> float:
-    """Digests, undo and verdict. A source that codes counts its digests in encode_s."""
-    names = ("source_digest_s", "receiver_digest_s", "receiver_undo_s", "verdict_s")
-    return float(sum(one.get(name, 0.0) for name in names))
+CHECKS = ("source_digest_s", "receiver_digest_s", "receiver_undo_s")
+
+
+def checks_s(points: Points, one: Point) -> float:
+    """Digests, undo and verdict. A source that codes counts its digests in encode_s.
+
+    The verdict is the shorter of the two ranks' times from the end of their work to the commit: who comes last waits
+    for nothing but the round of notes.
+    """
+    known = ended(points, one)
+    return float(sum(known.get(name, 0.0) for name in CHECKS) + one.get("verdict_s", 0.0))
 
 
 def shares(points: Points, model: str) -> str:
@@ -243,14 +257,16 @@ def shares(points: Points, model: str) -> str:
         fast = computed(points, one, LINKS[FAST[1]])
         assert fast is not None
         told = name_of(one)
-        parts = ("source_digest_s", "receiver_digest_s", "receiver_undo_s", "verdict_s")
+        known = ended(points, one)
+        parts = [*(known.get(name, 0.0) for name in CHECKS), one.get("verdict_s", 0.0)]
+        together = checks_s(points, one)
         rows.append(
             [
                 f"{told}, {one['density']:.1%}",
-                *(f"{1e3 * one.get(name, 0.0):.2f}" for name in parts),
-                f"{1e3 * checks_s(one):.2f}",
-                f"{checks_s(one) / one['seconds']:.1%}",
-                f"{checks_s(one) / fast:.1%}",
+                *(f"{1e3 * seconds:.2f}" for seconds in parts),
+                f"{1e3 * together:.2f}",
+                f"{together / one['seconds']:.1%}",
+                f"{together / fast:.1%}",
             ]
         )
     head = ["method, changed", "digest, source", "digest, receiver", "undo", "verdict", "together, ms"]
@@ -295,7 +311,7 @@ def near_best(points: Points, model: str, density: float) -> Iterator[Check]:
             continue
         about = f"{model}, {density:.1%}, {link}, computed: ours chooses {chosen}"
         if taken is None:
-            yield chosen in ("plain", "dense"), f"{about}, which was not measured", {}
+            yield False, f"{about}, of which this run has no time", {}
             continue
         own = min(seconds for way, seconds in found.items() if way in HELD)
         ratio = taken / min(found.values())
@@ -315,8 +331,8 @@ def share_check(points: Points, model: str) -> Iterator[Check]:
         ("over NVLink, computed", lambda one: computed(points, one, LINKS[FAST[1]]) or 1.0),
     ]
     for where, whole in ways if ours else []:
-        share, worst = max(((checks_s(one) / whole(one), one) for one in ours), key=lambda pair: pair[0])
-        middle = statistics.median(checks_s(one) / whole(one) for one in ours)
+        share, worst = max(((checks_s(points, one) / whole(one), one) for one in ours), key=lambda pair: pair[0])
+        middle = statistics.median(checks_s(points, one) / whole(one) for one in ours)
         said = (
             f"{model}, digest, undo and verdict {where}: at most {share:.1%} of a sync "
             f"({name_of(worst)}, {worst['density']:.1%}), median {middle:.1%} (asked ≤ {SHARE:.0%})"
