@@ -72,7 +72,7 @@ def small_plan() -> list[Stage]:
     """A small model: every way at every density, more often."""
     ours = [OURS, CODED, PLAIN, "ours, gap", "ours, dense"]
     others = [PAIRS, "index+value per tensor", "dense bucketed", "dense per tensor"]
-    plan = [Stage(way, density, timed=7) for way in ours for density in (0.01, 0.001, 0.1)]
+    plan = [Stage(way, density, timed=5) for way in ours for density in (0.01, 0.001, 0.1)]
     plan += [Stage(way, 0.01, link, 3, 0) for link in ("1", "0.1") for way in (OURS, CODED)]
     for way in others:
         plan += [Stage(way, density, timed=5) for density in (0.01, 0.001, 0.1)]
@@ -180,7 +180,7 @@ class Column:
                     self._sync(stage.way, TINY)
             for _ in range(stage.untimed):
                 self._sync(stage.way, stage.density)
-            syncs = [self._sync(stage.way, stage.density) for _ in range(stage.timed)]
+            syncs = [self._sync(stage.way, stage.density) for _ in range(min(stage.timed, self.given.rounds))]
             more = {}
             if stage.staged:
                 by_stages = self._sync(stage.way, stage.density, staged=True)

@@ -60,7 +60,7 @@ class Slot:
         """The bytes that have arrived, on the device; the host does not wait for them to get there."""
         self.work.wait()
         self.work = None
-        there = self.memory[:size].to(self.device, non_blocking=True)
+        there = self.memory[:size].to(self.device, non_blocking=True, copy=True)
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event()
             self.copied.record()
