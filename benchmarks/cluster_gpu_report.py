@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench_codec import table
+from bench_codec import json_line, table
 from save_results import write
 
 Point = dict[str, Any]
@@ -381,6 +381,9 @@ def figures(points: Points) -> dict[str, str]:
     out = {name: content for name, _, content in sections(points)} | {"verdicts": verdicts(points)}
     for _, _, named in checks(points):
         out |= {name: f"{value:.1%}" if "share" in name else f"{value:.2f}" for name, value in named.items()}
+    missing = [what for run in points.runs for what in run["missing"]]
+    out |= {"not measured": "; ".join(missing) or "nothing of what was planned"}
+    out |= {"commit": ", ".join(dict.fromkeys(run["commit"] for run in points.runs))}
     for one in points.all:
         name = f"{one['model']} {one['way']} {one['density']:.1%} {one['link']}"
         out |= {f"{name} ms": f"{1e3 * one['seconds']:.0f}", f"{name} MB": f"{one['sent_bytes'] / 1e6:.4g}"}
@@ -403,10 +406,12 @@ def main() -> None:
     given = parser.parse_args()
     points = [json.loads(line) for path in given.points for line in path.read_text().splitlines()]
     report(points)
+    known = figures(Points(points))
     if given.json:
-        write(given.json, [{"bench": "cluster, GPU", "points": points}])
+        write(given.json, [json.loads(json_line({"bench": "cluster, GPU", "points": points}))])
+        known["raw data"] = f"[{given.json.name}](data/{given.json.name})"
     if given.fill:
-        left = fill(given.fill, figures(Points(points)))
+        left = fill(given.fill, known)
         print("Still to be filled in: " + (", ".join(left) or "nothing"))
 
 

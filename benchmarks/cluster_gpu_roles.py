@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -186,15 +187,25 @@ def describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "host memory"
 
 
+def serve(given: dict[str, Any]) -> None:
+    """Do what standard input asks for, until it ends."""
+    role = GpuRole(given)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(getattr(role, asked.pop("do"))(**asked)), flush=True)
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with host_as_device() if given.get("interpreted") else nullcontext():
-        role = GpuRole(given)
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            print(json.dumps(getattr(role, asked.pop("do"))(**asked)), flush=True)
-    os._exit(0)  # destroying the group would wait for the other
+    failed = False
+    try:
+        with host_as_device() if given.get("interpreted") else nullcontext():
+            serve(given)
+    except Exception:
+        traceback.print_exc()
+        failed = True
+    os._exit(failed)  # destroying the group would wait for the other
 
 
 if __name__ == "__main__":
