@@ -10,15 +10,19 @@ shaped to that many Gbit/s. All methods take the same steps, in rounds: each met
 sync the receiver is put back to the step before; the clock runs from a barrier until both ranks are done. After each
 sync the SHA-256 of both ranks' weights are compared, outside the clock: a method that is not exact ends the run.
 
+With --device the weights are on a GPU (cluster_gpu.py has the methods), 7.6 B generated ones or those of SmolLM2:
+
+    python benchmarks/bench_cluster.py --device cuda --links lo 1 0.1 --budget-s 240 --points cluster.jsonl
+    python benchmarks/bench_cluster.py --device cuda --gguf FILE --links lo 1 0.1 --budget-s 90 --points cluster.jsonl
+    python benchmarks/bench_cluster.py --device cpu --weights 2e7 --links lo 1            # the same in host memory
+
 With --points FILE, what is measured is kept there, point by point, and not measured again: a run can be done in pieces.
 """
 
 import argparse
 import json
 import math
-import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +33,7 @@ from typing import Any
 import cluster_report
 import numpy as np
 import recording
+from cluster_pair import Pair, seconds_of
 from cluster_ways import BASELINES, OURS
 from links import Link, Namespaces, Proxy, end_like_ctrl_c
 
@@ -137,49 +142,6 @@ def cases(given: argparse.Namespace, sweep: str, cache: Path, steps: int) -> Ite
 
 
 # -- the processes -------------------------------------------------------------------------------------------------
-
-
-class Pair:
-    """The two processes, at the two ends of a link."""
-
-    def __init__(self, link: Link, folder: Path, devices: tuple[str, str]) -> None:
-        self.link = link
-        roles = Path(__file__).parent / "cluster_roles.py"
-        store = str(folder / f"store-{devices[0]}-{os.urandom(4).hex()}")
-        ends = zip(("trainer", "worker"), devices, strict=True)
-        self.processes = [
-            link.start(
-                [sys.executable, str(roles), json.dumps({"rank": rank, "store": store})],
-                end,  # type: ignore[arg-type]
-                env=os.environ | {"GLOO_SOCKET_IFNAME": device},
-            )
-            for rank, (end, device) in enumerate(ends)
-        ]
-        self._answers()
-
-    def tell(self, do: str, **fields: Any) -> list[dict[str, Any]]:
-        """Have both do something; return what they answer, by rank."""
-        for process in self.processes:
-            assert process.stdin
-            process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-            process.stdin.flush()
-        return self._answers()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
-        if not all(lines):
-            raise RuntimeError("one of the two processes has died: it says why above")
-        return [json.loads(line) for line in lines]
-
-    def rate(self, shaped: float | None) -> float:
-        """Bits a second that one large broadcast gets."""
-        size = int(min(128e6, (shaped or 10e9) / 8))
-        return 8 * size / min(seconds_of(self.tell("probe", size_bytes=size)) for _ in range(3))
-
-
-def seconds_of(answers: list[dict[str, Any]]) -> float:
-    """From the first to begin until the last was done: one machine, one clock."""
-    return max(one["done"] for one in answers) - min(one["began"] for one in answers)
 
 
 @contextmanager
@@ -304,17 +266,25 @@ def arguments() -> argparse.Namespace:
     sweeps = ("links", "tensors", "density", "recorded")
     parser.add_argument("--sweep", nargs="+", choices=sweeps, help="all, and recorded only with --trace")
     parser.add_argument("--links", nargs="+", default=list(LINKS), help="lo, full, or Gbit/s")
-    parser.add_argument("--ways", nargs="+", choices=[*BASELINES, *OURS], default=[*BASELINES, *OURS], metavar="WAY")
-    parser.add_argument("--weights", type=float, help="generated; by default 50e6 for links, 20e6 elsewhere")
+    parser.add_argument("--ways", nargs="+", choices=[*BASELINES, *OURS], help="by default all", metavar="WAY")
+    weights = "generated; by default 50e6 for links, 20e6 elsewhere, 7.6e9 with --device"
+    parser.add_argument("--weights", type=float, help=weights)
     parser.add_argument("--densities", nargs="+", type=float, choices=list(DENSITIES), help="of the density sweep")
+    parser.add_argument("--device", choices=("cuda", "cpu", "interpreter"), help="measure the GPU column, there")
+    parser.add_argument("--shaping", choices=("pacing", "netns"), default="pacing", help="with --device")
     parser.add_argument("--counts", nargs="+", type=int, help="of tensors, in the tensor sweep")
     parser.add_argument("--rounds", type=int, default=5, help="timed syncs, at most")
     parser.add_argument("--warm-ups", type=int, default=4, help="steps before, in which ours measures link and codec")
-    parser.add_argument("--budget-s", type=float, default=20, help="a method gets no more timed syncs after so long")
+    budget = "a method gets no more timed syncs after so long, 20 by default; with --device all of it, 240"
+    parser.add_argument("--budget-s", type=float, help=budget)
     parser.add_argument("--bucket-mb", type=float, default=16, help="of the baselines; 8 and 64 do no better")
     parser.add_argument("--cache", help="folder to keep the generated steps in")
     parser.add_argument("--points", metavar="FILE", help="keep what was measured, and go on from there")
     given = parser.parse_args()
+    if given.budget_s is None:
+        given.budget_s = 240 if given.device else 20
+    if given.ways is None and not given.device:
+        given.ways = [*BASELINES, *OURS]
     if given.sweep is None:
         given.sweep = [*sweeps[:3], *(["recorded"] if given.trace else [])]
     return given
@@ -324,6 +294,11 @@ def main() -> None:
     given = arguments()
     end_like_ctrl_c()
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as folder:
+        if given.device:
+            import cluster_gpu  # which needs torch with its kernels, and Triton
+
+            cluster_gpu.run(given, Path(given.cache or folder))
+            return
         points = run(given, Path(given.cache or folder))
     cluster_report.report(points, given.warm_ups + 1, given.rounds)
 

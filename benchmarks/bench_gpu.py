@@ -119,12 +119,16 @@ class Model:
         return sum(tensor.numel() for tensor in self.old.values())
 
 
-def chances(density: float) -> torch.Tensor:
-    """Of each class of magnitude, the chance that a weight changes: as if some or a part of the recorded steps came."""
-    sample = (torch.randn(1 << 22, device=DEVICE) * SPREAD).bfloat16()
+def chances(density: float, sample: torch.Tensor | None = None) -> torch.Tensor:
+    """Of each class of magnitude, the chance that a weight changes: as if some or a part of the recorded steps came.
+
+    The density is that of a sample of BF16 weights, on whose device the answer is; by default of the weights made here.
+    """
+    if sample is None:
+        sample = (torch.randn(1 << 22, device=DEVICE) * SPREAD).bfloat16()
     classes = ((sample.view(torch.int16) & 0x7FFF) >> 7).long()
     recorded = np.interp(np.arange(256) - FIRST_CLASS, np.arange(len(SHARES)), SHARES, left=1.0, right=0.0)
-    stays = torch.tensor(1 - recorded, dtype=torch.float64, device=DEVICE)
+    stays = torch.tensor(1 - recorded, dtype=torch.float64, device=sample.device)
     low, high = 1e-3, 1e6
     for _ in range(60):
         steps = (low * high) ** 0.5

@@ -16,10 +16,11 @@ WORK = tuple(f"source_{what}_s" for what in ("copy", "diff", "encode", "digest")
     f"receiver_{what}_s" for what in ("copy", "prepare", "undo", "digest", "apply")
 )
 BILLIONS = 7.6
-# Milliseconds for 7.6 B weights on one H200, 1 % changed (results/gpu_h200_2026-11-16.md, machine 2).
-GPU_DIFF_MS = 12.2
-GPU_ENCODE_MS = 66.1  # with the diff
-GPU_DECODE_MS = 50.8  # with applying and the digest
+# Milliseconds for 7.6 B weights on one H200, 1 % changed (results/gpu_h200_2026-11-17.md, run 7). Whole syncs of two
+# ranks on a GPU are measured with --device, and cluster_gpu_report.py computes other links from their stages.
+GPU_DIFF_MS = 10.8
+GPU_ENCODE_MS = 39.6  # with the diff
+GPU_DECODE_MS = 27.7  # with applying and the digest
 
 
 def progress(point: Point) -> str:

@@ -7,7 +7,8 @@
         link.shape(100e6)                               # bits a second, both ways; None: as fast as it goes
 
 `Namespaces` shapes packets in the kernel (two network namespaces, a veth pair, `tc tbf` at both ends) and needs root.
-`Proxy` needs nothing: a thread passes bytes on at a rate. Neither adds latency.
+`Proxy` needs nothing: a thread passes bytes on at a rate. Neither adds latency. Where connections cannot be led through
+a proxy, as gloo's cannot, `pace_sockets` has the kernel send at a rate what a process writes; it needs no root.
 """
 
 import json
@@ -16,6 +17,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 End = Literal["trainer", "worker"]
+SO_MAX_PACING_RATE = 47  # of Linux; Python's socket module does not name it
 
 
 class Link:
@@ -211,6 +214,26 @@ def open_link(kind: str = "auto") -> Link:
             if kind == "netns":
                 raise
     return Proxy()
+
+
+def pace_sockets(bits_per_s: float | None) -> int:
+    """Have every TCP connection that this process has now send at a rate, each by itself; return how many there are.
+
+    Linux paces what TCP sends by timers of its own (SO_MAX_PACING_RATE); None: as fast as it goes. Others, such as
+    gVisor, take the option and may do nothing: measure what a link then gives.
+    """
+    rate = (1 << 64) - 1 if bits_per_s is None else int(bits_per_s / 8)
+    paced = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # not a socket, or the listing itself
+            continue
+        with connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate.to_bytes(8, sys.byteorder))
+                paced += 1
+    return paced
 
 
 def _run(*command: str) -> str:

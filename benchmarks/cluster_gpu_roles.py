@@ -1,0 +1,212 @@
+"""The processes of the GPU column of bench_cluster.py: one that has new weights, and one that is to get them.
+
+    python benchmarks/cluster_gpu_roles.py '{"rank": 0, "store": "FILE", "device": "cuda"}'    # both ranks; gloo
+
+Each reads JSON lines and answers them with JSON lines, and ends when its standard input does. Both make the same
+weights from the same seed; then the source's change step by step, and the receiver's follow by syncs alone.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_gpu import PIECE, SPREAD, chances, shapes
+from cluster_gpu_ways import finish, make
+from links import pace_sockets
+
+from pulsesync.group.cost_model import METHODS, TransferLoad
+from pulsesync.testing.backends import host_as_device
+
+WAIT_S = 150  # for the other rank, at each message
+SMALLEST = 6e7  # weights of a model that bench_gpu.py has shapes for
+SAMPLED = 1 << 22  # weights that tell how likely changes are
+
+
+class GpuRole:
+    """One of the two processes."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.source, self.device = given["rank"] == 0, torch.device(given["device"])
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)  # two ranks on few cores: torch's threads would wait for each other while spinning
+        store = dist.FileStore(given["store"], 2)
+        wait = timedelta(seconds=WAIT_S)
+        dist.init_process_group("gloo", store=store, rank=given["rank"], world_size=2, timeout=wait)
+        dist.barrier()
+        self.way: Any = None
+        self.chances: dict[float, torch.Tensor] = {}
+        generator = torch.Generator(self.device).manual_seed(7)
+        keys = torch.randint(-(1 << 62), 1 << 62, (PIECE // 4,), generator=generator, device=self.device)
+        self.keys = keys * 2 + 1
+
+    # Weights
+
+    def load(self, weights: float, folder: str | None) -> dict[str, Any]:
+        """Make room for a generated model of so many weights, or for the one in a folder."""
+        table: list[Any] = list(shapes(weights)) if weights > SMALLEST else small_shapes(int(weights))
+        self.start = None
+        if folder:
+            table = json.loads((Path(folder) / "shapes.json").read_text())
+            self.start = torch.from_numpy(np.load(Path(folder) / "start.npy"))
+        self.model = {name: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for name, shape in table}
+        size = sum(tensor.numel() for tensor in self.model.values())
+        return {"weights": size, "tensors": len(self.model), "device": describe(self.device)}
+
+    def begin(self) -> dict[str, Any]:
+        """Go back to the first weights."""
+        torch.manual_seed(0)
+        at = 0
+        for tensor in self.model.values():
+            flat = tensor.view(-1)
+            if self.start is not None:
+                flat.view(torch.int16).copy_(self.start[at : at + flat.numel()])
+                at += flat.numel()
+                continue
+            for piece in flat.split(PIECE):
+                piece.copy_(torch.randn(piece.numel(), device=self.device) * SPREAD)
+        return self.check()
+
+    def step(self, density: float, seed: int) -> dict[str, Any]:
+        """Change that share of the source's weights to the next value up or down, as training would choose them."""
+        if not self.source:
+            return {}
+        if density not in self.chances:
+            self.chances[density] = chances(density, self._sample())
+        chance = self.chances[density]
+        torch.manual_seed(1000 + seed)
+        changed = torch.zeros((), dtype=torch.int64, device=self.device)
+        for tensor in self.model.values():
+            for bits in tensor.view(-1).view(torch.int16).split(PIECE):
+                p = chance[((bits & 0x7FFF) >> 7).long()]
+                drawn = torch.rand(bits.numel(), device=self.device)
+                moves, up = drawn < p, drawn < p / 2
+                changed += moves.sum()
+                bits += up.to(torch.int16) * 2 - moves.to(torch.int16)
+        return {"changed": int(changed)}
+
+    def _sample(self) -> torch.Tensor:
+        """Some weights of every tensor, as many as its share of the model."""
+        size = sum(tensor.numel() for tensor in self.model.values())
+        every = max(1, size // SAMPLED)
+        return torch.cat([tensor.view(-1)[::every] for tensor in self.model.values()])
+
+    def check(self) -> dict[str, Any]:
+        """A checksum of all weights, made on the device: words times odd numbers, by tensor and piece, modulo 2^64."""
+        keys, sums = self.keys, []
+        for tensor in self.model.values():
+            bits = tensor.view(-1).view(torch.int16)
+            whole = bits.numel() // 4 * 4
+            pieces = [*bits[:whole].view(torch.int64).split(PIECE // 4), bits[whole:].long()]
+            sums += [(piece * keys[: piece.numel()]).sum() for piece in pieces if piece.numel()]
+        return {"checksum": hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()}
+
+    # Ways
+
+    def make(self, way: str) -> dict[str, Any]:
+        """Make a way from the weights as they are, in place of the one before."""
+        self.way = None
+        gc.collect()
+        finish(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the other rank is on the same device
+        self.before_bytes = self._allocated()
+        self.way = make(way, self.model, self.source, WAIT_S)
+        return {}
+
+    def sync(self, **options: Any) -> dict[str, Any]:
+        finish(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        dist.barrier()
+        began, used = time.monotonic(), time.process_time()
+        told = self.way.sync(**options)
+        finish(self.device)
+        ended = {"began": began, "done": time.monotonic(), "cpu_s": time.process_time() - used}
+        return {**told, **ended, **self._memory()}
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _memory(self) -> dict[str, Any]:
+        """Bytes on the device beside the weights: at the most in this sync, and after it. And pinned on the host."""
+        if self.device.type != "cuda":
+            return {}
+        stats = getattr(torch.cuda, "host_memory_stats", dict)()  # of newer versions of torch
+        pinned = stats.get("active_bytes.current", 0)
+        most = torch.cuda.max_memory_allocated(self.device)
+        kept = self._allocated() - self.before_bytes
+        return {"peak_bytes": most - self.before_bytes, "kept_bytes": kept, "pinned_bytes": pinned}
+
+    def choices(self, changed: float, links: dict[str, float]) -> dict[str, Any]:
+        """Which method the cost model would take, by what it has learnt here, if the link gave so many bytes a second.
+
+        What whole syncs took beyond their stages is left out: that was learnt of the link of this machine.
+        """
+        if not self.source:
+            return {}
+        weights = sum(tensor.numel() for tensor in self.model.values())
+        load, out = TransferLoad(weights, 2 * weights, changed), {}
+        for name, rate in links.items():
+            costs = dataclasses.replace(self.way.broadcast.costs, byte_s=1 / rate, last=None, off={})
+            out[name] = {"method": costs.choose([load])[0]} | {one: costs.seconds(one, load) for one in METHODS}
+        return {"choices": out}
+
+    # The link
+
+    def pace(self, bits_per_s: float | None) -> dict[str, Any]:
+        return {"paced": pace_sockets(bits_per_s)}
+
+    def probe(self, size_bytes: int) -> dict[str, Any]:
+        """Time one broadcast of that many bytes: what the link gives."""
+        data = torch.zeros(size_bytes, dtype=torch.uint8)
+        dist.barrier()
+        began = time.monotonic()
+        dist.broadcast(data, 0)
+        return {"began": began, "done": time.monotonic()}
+
+
+def small_shapes(weights: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Tensors for a trial, one of them of an odd size; no model has so few weights."""
+    wide = weights // 8 // 64
+    return [("odd", (weights - 8 * wide * 64 + 65,)), *((f"layers.{n}", (wide - (n == 0), 64)) for n in range(8))]
+
+
+def describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "host memory"
+
+
+def serve(given: dict[str, Any]) -> None:
+    """Do what standard input asks for, until it ends."""
+    role = GpuRole(given)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(getattr(role, asked.pop("do"))(**asked)), flush=True)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    failed = False
+    try:
+        with host_as_device() if given.get("interpreted") else nullcontext():
+            serve(given)
+    except Exception:
+        traceback.print_exc()
+        failed = True
+    os._exit(failed)  # destroying the group would wait for the other
+
+
+if __name__ == "__main__":
+    main()
