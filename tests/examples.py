@@ -13,6 +13,12 @@ EXAMPLES = ROOT / "examples"
 INTERPRETERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 
 
+def python_path(*folders: Path) -> str:
+    """Where a process that a test starts finds the package, and what this process was given."""
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([str(ROOT / "src"), *map(str, folders), *([given] if given else [])])
+
+
 def command_of(script: str) -> str:
     """The command in a script's docstring: its first indented line."""
     lines = (ast.get_docstring(ast.parse((EXAMPLES / script).read_text())) or "").splitlines()
@@ -46,7 +52,7 @@ class Example:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT / "src"),
+                "PYTHONPATH": python_path(),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 **environment,

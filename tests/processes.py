@@ -27,6 +27,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples import python_path
+
 GROUP_TIMEOUT_S = 10
 PROCESS_S = 45  # after which processes that still run are ended, and the test fails
 ROOT = Path(__file__).parents[1]
@@ -67,7 +69,7 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        path = python_path(ROOT)
         self.zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.processes"],
             stdin=subprocess.PIPE,

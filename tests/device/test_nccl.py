@@ -24,7 +24,7 @@ from torch import distributed
 from pulsesync.errors import GroupError
 from pulsesync.group.collective import Collective
 from pulsesync.loco import GroupExchange, PulseLoCo
-from tests.examples import Example
+from tests.examples import Example, python_path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LIMIT_S = 150  # after which the processes of a case are ended; torch and CUDA take some seconds to start
@@ -38,8 +38,7 @@ SIZES = [1, 1000, (1 << 20) + 3]
 
 def run(case: str, ranks: int, folder: Path, *args: str) -> list[dict[str, Any]]:
     """Run a case as some ranks; return what each has reported, by name. All must end by themselves, and well."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
     logs = [folder / f"{case}-{rank}" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):

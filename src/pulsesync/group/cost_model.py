@@ -115,13 +115,23 @@ class CostModel:
         if self.last and took[self.last] <= KEPT * took[best]:
             best = self.last
         own = [min(METHODS, key=lambda method, load=load: self._sum(method, load)) for load in loads]  # type: ignore[misc]
-        mixed = sum(self._sum(method, load) for method, load in zip(own, loads, strict=True))
-        together = sum(self._sum(best, load) for load in loads)
+        mixed, together = self._all(own, loads), self._all([best] * len(loads), loads)
         return own if mixed < 0.9 * together and together > SOON_S else [best] * len(loads)
 
+    def _all(self, methods: Sequence[Method], loads: Sequence[TransferLoad]) -> float:
+        """What tiles take, each by a method, with the buckets of each method that is used."""
+        both = list(zip(methods, loads, strict=True))
+        seconds = sum(self._sum(method, load) for method, load in both)
+        for method in set(methods):
+            total = sum((load for its, load in both if its == method), TransferLoad(0, 0, 0.0))
+            cost, buckets = self.methods[method], self._buckets(method, total)
+            seconds += buckets * (cost.source.per_bucket + cost.receiver.per_bucket) + cost.apply.per_bucket
+        return seconds
+
     def _sum(self, method: Method, load: TransferLoad) -> float:
+        """What the bytes and the weights of one tile of many take; buckets hold many."""
         cost = self.methods[method]
-        work_s = cost.source.of(load) + cost.receiver.of(load) + cost.apply.of(load)
+        work_s = cost.source.of(load, 0) + cost.receiver.of(load, 0) + cost.apply.of(load, 0)
         return work_s + cost.wire_bytes(load) * self.byte_s
 
     def learn(self, method: Method, load: TransferLoad, took: "MethodTiming") -> None:
