@@ -361,7 +361,8 @@ def sections(points: Points) -> Iterator[tuple[str, str, str]]:
         first = next(one for one in points.all if one["model"] == model)
         about = f"{model}: {first['weights']:,} weights in {first['tensors']} tensors, {first['device']}"
         for density in points.densities(model):
-            title = f"{about}, {density:.1%} changed, both ranks on it, gloo over loopback"
+            share = statistics.median(one["changed"] / one["weights"] for one in points.some(model, density))
+            title = f"{about}, {density:.1%} changed ({share:.3%}), both ranks on it, gloo over loopback"
             yield f"{model} {density:.1%}", title, measured(points, model, density)
         yield f"{model} stages", f"{model}: stages of ours, ms", stages(points, model)
         yield f"{model} staged", f"{model}: stages of {PAIRS}, one after the other, ms", staged(points, model)
