@@ -83,7 +83,7 @@ class GpuRole:
         if not self.source:
             return {}
         if density not in self.chances:
-            self.chances[density] = chances(density, self._sample())
+            self.chances[density] = self._chances(density)
         chance = self.chances[density]
         torch.manual_seed(1000 + seed)
         changed = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -96,10 +96,18 @@ class GpuRole:
                 bits += up.to(torch.int16) * 2 - moves.to(torch.int16)
         return {"changed": int(changed)}
 
+    def _chances(self, density: float) -> torch.Tensor:
+        """Of each class of magnitude, the chance that a weight changes; zeros, which have no next value, never do."""
+        sample = self._sample()
+        others = sample[(sample.view(torch.int16) & 0x7FFF) >= 0x80]
+        out = chances(density * sample.numel() / others.numel(), others)
+        out[0] = 0.0
+        return out
+
     def _sample(self) -> torch.Tensor:
         """Some weights of every tensor, as many as its share of the model."""
         size = sum(tensor.numel() for tensor in self.model.values())
-        every = max(1, size // SAMPLED)
+        every = size // SAMPLED | 1  # odd: quantised checkpoints have blocks of 32 weights
         return torch.cat([tensor.view(-1)[::every] for tensor in self.model.values()])
 
     def check(self) -> dict[str, Any]:
@@ -202,7 +210,7 @@ def main() -> None:
     try:
         with host_as_device() if given.get("interpreted") else nullcontext():
             serve(given)
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever it is: it is said here, and the other rank gets an error
         traceback.print_exc()
         failed = True
     os._exit(failed)  # destroying the group would wait for the other

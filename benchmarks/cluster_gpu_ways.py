@@ -22,7 +22,7 @@ from pulsesync.group.broadcast import Broadcast
 from pulsesync.group.messages import SyncTimes
 
 IN_FLIGHT = 3  # buckets on their way at a time
-BUCKET_WEIGHTS = 1 << 26  # that index+value bucketed compares, packs and sends at a time: 4 MB at 1 % changed
+BUCKETS, FEWEST, MOST = 32, 1 << 25, 1 << 28  # of index+value bucketed, and weights in each: few launches, much overlap
 BUCKET_BYTES = 1 << 26  # of dense bucketed
 
 
@@ -177,7 +177,8 @@ class IndexValue:
     def __init__(self, model: Model, source: bool, per_tensor: bool) -> None:
         self.source, self.per_tensor = source, per_tensor
         self.device = next(iter(model.values())).device
-        self.chunks = list(chunks_of(model, None if per_tensor else BUCKET_WEIGHTS))
+        bucket = min(max(sum(tensor.numel() for tensor in model.values()) // BUCKETS, FEWEST), MOST)
+        self.chunks = list(chunks_of(model, None if per_tensor else bucket))
         self.slots = [Slot(self.device) for _ in range(IN_FLIGHT)]
         if source:
             self.old = torch.cat([tensor.view(-1).view(torch.int16) for tensor in model.values()])
