@@ -56,7 +56,7 @@ def run(case: str, ranks: int, folder: Path, *args: str) -> list[dict[str, Any]]
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0] * ranks, _said(logs)
-    return [dict(json.loads(line) for line in log.read_text().splitlines() if line[:1] == "[") for log in logs]
+    return [dict(json.loads(line) for line in log.read_text().splitlines() if line[:2] == '["') for log in logs]
 
 
 def _said(logs: list[Path]) -> str:

@@ -6,15 +6,15 @@ import pytest
 
 from pulsesync.group.bundles import agree, tell
 from pulsesync.group.cost_model import (
+    GPU_COPY_BYTES_S,
     METHODS,
     CostModel,
     EndpointTime,
     MethodCost,
     MethodTiming,
-    MethodTrial,
     TransferLoad,
 )
-from pulsesync.group.ends import LocalModel, SourceEnd
+from pulsesync.group.ends import DEVICE_BUCKET_WEIGHTS, LocalModel, SourceEnd
 from pulsesync.state.sharding import shards_of
 
 GBIT = 1e9 / 8
@@ -108,20 +108,34 @@ def test_more_buckets_hide_more_of_the_shorter_stages() -> None:
     assert known.seconds("dense", load(1 << 24, 0)) == pytest.approx(0.336 * (1 + 1 / 16), rel=0.01)
 
 
-def test_what_every_bucket_takes_is_told_apart_from_what_weights_and_changes_take() -> None:
-    true = EndpointTime(per_weight=4e-12, per_change=1e-10, per_bucket=8e-3)
-    loads = [load(1 << 20, 0.002), load(1 << 26, 0.002), load(1 << 26, 0.02)]
-    trials = [MethodTrial(one, (true.of(one),) * 3, int(one.changed)) for one in loads]
-    known = CostModel()
-    known.tried("coded", trials)
-    found = known.methods["coded"].source
-    assert found.of(load(7_600_000_000, 0.01)) == pytest.approx(true.of(load(7_600_000_000, 0.01)), rel=1e-3)
-    assert found.per_bucket == pytest.approx(8e-3, rel=1e-3)
+@pytest.mark.parametrize("link", [0.1 * GBIT, GBIT, 10 * GBIT, 400e9])
+def test_on_gpus_the_codec_pays_on_slow_links_and_not_on_the_fastest(link: float) -> None:
+    known = CostModel(byte_s=1 / link, bucket_weights=dict(DEVICE_BUCKET_WEIGHTS))
+    known.assume_gpu(GPU_COPY_BYTES_S, receivers_too=True)
+    loads = [load(16_000_000, 0.01)] * 475  # 7.6 B
+    chosen = set(known.choose(loads))
+    assert chosen <= ({"coded"} if link < 400e9 else {"dense", "plain"})
+    took = {method: known.seconds(method, sum(loads[1:], loads[0])) for method in METHODS}
+    assert min(took[method] for method in chosen) <= 1.1 * min(took.values())
 
 
-def test_receivers_in_other_memory_than_the_source_stay_as_they_are_assumed() -> None:
-    trials = [MethodTrial(load(1 << 26, density), (1e-3, 1e-3, 1e-3), 1000) for density in (0.002, 0.02)]
+def test_on_a_gpu_with_slower_memory_weights_and_changes_take_longer_and_buckets_do_not() -> None:
+    known, slow = CostModel(), CostModel()
+    known.assume_gpu(GPU_COPY_BYTES_S, receivers_too=True)
+    slow.assume_gpu(GPU_COPY_BYTES_S / 4, receivers_too=True)
+    for method in METHODS:
+        fast, late = known.methods[method].source, slow.methods[method].source
+        assert late.per_weight == pytest.approx(4 * fast.per_weight)
+        assert late.per_change == pytest.approx(4 * fast.per_change)
+        assert late.per_bucket == fast.per_bucket
+
+
+def test_receivers_in_host_memory_stay_as_they_are_assumed() -> None:
     known = CostModel()
-    known.tried("coded", trials, receivers_alike=False)
+    known.assume_gpu(GPU_COPY_BYTES_S, receivers_too=False)
     assert known.methods["coded"].receiver == CostModel().methods["coded"].receiver
     assert known.methods["coded"].source != CostModel().methods["coded"].source
+
+
+def test_nothing_is_chosen_for_no_tiles() -> None:
+    assert CostModel().choose([]) == []

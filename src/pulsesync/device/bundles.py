@@ -5,7 +5,7 @@ Launches do not grow with the number of tensors, nor with that of bundles.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Sum, Tile
-from pulsesync.device.changes import PileChanges, block_moves, moves
+from pulsesync.device.changes import PileChanges, block_moves
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
     INTEGERS,
@@ -32,7 +32,7 @@ from pulsesync.device.memory import (
 from pulsesync.device.pieces import Pieces, padded
 from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, parts_of, place_of
 from pulsesync.device.source import DeviceSource
-from pulsesync.device.state import DeviceState, count_located
+from pulsesync.device.state import DeviceState, begin_count
 from pulsesync.errors import FormatError
 from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
@@ -80,12 +80,37 @@ class WholeTiles:
             self._addresses[state, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
         return self._addresses[state, n]
 
-    def count(self, message: torch.Tensor) -> dict[int, Sum]:
-        """The digests of the tiles as the message has them."""
+    def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
+        """Begin to count the digests of the tiles as the message has them. Returns what waits for them: (tiles, 2)."""
         pile = self.pile
         at = message.data_ptr() + self._begins[pile.tile_of] + pile.host_begins * self._wide
         with on(pile.device):
-            return count_located(pile, PileAddresses(to_stream(at, pile.device), (message,)))
+            counted = begin_count(pile, PileAddresses(to_stream(at, pile.device), (message,)))
+        return lambda: counted()[0].view(np.uint64).reshape(-1, 2)
+
+
+def count_whole(some: Sequence[WholeTiles], message: torch.Tensor) -> "TileSums":
+    """The digests of all tiles that a message holds whole."""
+    waiting = [tiles.begin_count(message) for tiles in some]
+    return TileSums.join([TileSums(tiles.pile.ordinals, wait()) for tiles, wait in zip(some, waiting, strict=True)])
+
+
+@dataclass(frozen=True)
+class TileSums:
+    """Digests of tiles, or how they move."""
+
+    ordinals: NDArray[np.int64]
+    sums: NDArray[np.uint64]  # (tiles, 2)
+
+    @classmethod
+    def join(cls, some: "Sequence[TileSums]") -> "TileSums":
+        ordinals = np.concatenate([np.empty(0, np.int64), *(one.ordinals for one in some)])
+        return cls(ordinals, np.concatenate([np.empty((0, 2), np.uint64), *(one.sums for one in some)]))
+
+    def of(self, ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Those of some of the tiles."""
+        order = np.argsort(self.ordinals)
+        return self.sums[order[np.searchsorted(self.ordinals, ordinals, sorter=order)]]
 
 
 class MessageShapes:
@@ -111,46 +136,38 @@ class MessageShapes:
         return found
 
 
-class TableEntry(NamedTuple):
-    """A tile in a table of changes: how many it has, and where its places and values begin in the message, in bytes."""
-
-    ordinal: int
-    changes: int
-    places: int
-    values: int
-
-
-@dataclass(frozen=True)
-class _TableColumns:
-    """The entries of a table that are of one pile, in its order."""
+class ChangeTable(NamedTuple):
+    """A table of changes in a message, by ordinal: how many each tile has, and where these begin, in bytes."""
 
     changes: NDArray[np.int64]
     places: NDArray[np.int64]
     values: NDArray[np.int64]
 
     @classmethod
-    def of(cls, pile: Pile, entries: Mapping[int, TableEntry]) -> "_TableColumns":
-        """Of tiles without an entry: no changes."""
-        none = TableEntry(0, 0, 0, 0)
-        rows = np.array([entries.get(tile.ordinal, none)[1:] for tile in pile.tiles], np.int64).reshape(-1, 3)
-        return cls(*np.ascontiguousarray(rows.T))
+    def of(
+        cls, tiles: int, ordinals: NDArray[np.int64], changes: NDArray[np.int64], begins: NDArray[np.int64]
+    ) -> "ChangeTable":
+        """Of a layout of so many tiles, those that are in the table. begins: of places, and of values (tiles, 2)."""
+        rows = np.zeros((3, tiles), np.int64)
+        rows[:, ordinals] = np.stack([changes, begins[:, 0], begins[:, 1]])
+        return cls(*rows)
 
 
-def count_changed(run: PileChanges, starts: NDArray[np.int64]) -> dict[int, int]:
-    """How many changes each tile has that has any, by ordinal."""
-    changed = np.diff(starts[run.pile.first_block]).tolist()
-    return {tile.ordinal: count for tile, count in zip(run.pile.tiles, changed, strict=True) if count}
+def count_changed(runs: Sequence[PileChanges], starts: Sequence[NDArray[np.int64]], tiles: int) -> NDArray[np.int64]:
+    """How many changes each tile of a layout has, by ordinal. starts: those of the runs, on the host."""
+    counts = np.zeros(tiles, np.int64)
+    for run, at in zip(runs, starts, strict=True):
+        counts[run.pile.ordinals] = np.diff(at[run.pile.first_block])
+    return counts
 
 
-def write_table(
-    run: PileChanges, starts: NDArray[np.int64], entries: Mapping[int, TableEntry], message: torch.Tensor
-) -> None:
-    """Write changes into a table, whose entries are given by ordinal. starts: those of the run, on the host."""
-    pile, columns = run.pile, _TableColumns.of(run.pile, entries)
+def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable, message: torch.Tensor) -> None:
+    """Write changes into a table. starts: those of the run, on the host."""
+    pile, base = run.pile, message.data_ptr()
+    tiles = pile.ordinals[pile.tile_of]
     before = starts[:-1] - starts[pile.first_block][pile.tile_of]  # changes of the tile in the blocks before
-    base = message.data_ptr()
-    places = base + columns.places[pile.tile_of] + 4 * before
-    values = base + columns.values[pile.tile_of] + pile.kind.itemsize * before
+    places = base + table.places[tiles] + 4 * before
+    values = base + table.values[tiles] + pile.kind.itemsize * before
     with on(pile.device):
         place_at, value_at = all_to_stream((places, values), pile.device)
         cuda.write_table[(pile.blocks, 4)](
@@ -159,19 +176,18 @@ def write_table(
         )  # fmt: skip
 
 
-def read_table(state: DeviceState, entries: Sequence[TableEntry], message: torch.Tensor) -> list[PileChanges]:
-    """Read the changes of tiles that are local from a table, with the old weights: what they replace.
+def read_table(
+    state: DeviceState, ordinals: Iterable[int], table: ChangeTable, message: torch.Tensor
+) -> list[PileChanges]:
+    """Read the changes of some local tiles from a table, without the old weights: see `with_old`.
 
     Raises:
         FormatError: a change is outside its tile, or they are not in order.
     """
-    by_ordinal = {entry.ordinal: entry for entry in entries}
-    runs, faults = [], list[torch.Tensor]()
-    for _, part in state.parts(by_ordinal):
-        columns = _TableColumns.of(part, by_ordinal)
+    runs, faults = list[PileChanges](), list[torch.Tensor]()
+    for _, part in state.parts(ordinals):
         with on(part.device):
-            weights = part.locate(state.tensors)
-            run, wrong = _read_part(part, weights, columns, message)
+            run, wrong = _read_part(part, table, message)
         runs.append(run)
         faults.append(wrong)
     if any(found.any() for found in to_host(*faults)):
@@ -179,31 +195,44 @@ def read_table(state: DeviceState, entries: Sequence[TableEntry], message: torch
     return runs
 
 
-def _read_part(
-    part: Pile, weights: PileAddresses, columns: _TableColumns, message: torch.Tensor
-) -> tuple[PileChanges, torch.Tensor]:
+def _read_part(part: Pile, table: ChangeTable, message: torch.Tensor) -> tuple[PileChanges, torch.Tensor]:
     device, wide, base = part.device, part.kind.itemsize, message.data_ptr()
-    firsts = starts_of(columns.changes)
+    changes = table.changes[part.ordinals]
+    firsts = starts_of(changes)
     total = int(firsts[-1])
     sizes = np.array([tile.size for tile in part.tiles], np.int64)
-    tables = (columns.places + base, columns.values + base, columns.changes, firsts[:-1], sizes, part.first_block[:-1])
-    place_at, value_at, counts, first, size, blocks = all_to_stream(tables, device)
-    starts = torch.empty(part.blocks + 1, dtype=torch.int64, device=device)
-    starts[-1] = total
-    positions = empty(total, torch.int32, device)
-    old, new = (empty(total, INTEGERS[wide], device) for _ in range(2))
+    addresses = table.places[part.ordinals] + base, table.values[part.ordinals] + base
+    place_at, value_at, counts, first, size = all_to_stream((*addresses, changes, firsts[:-1], sizes), device)
+    starts = torch.full((part.blocks + 1,), total, dtype=torch.int64, device=device)
+    positions, new = empty(total, torch.int32, device), empty(total, INTEGERS[wide], device)
     wrong = torch.zeros(1, dtype=torch.int32, device=device)
     cuda.table_starts[(part.blocks,)](part.block_tile, part.begins, place_at, counts, first, starts)
     cuda.read_table[(len(part.tiles), SPREAD)](
-        weights.at[blocks], size, place_at, value_at, counts, first, unsigned(positions), unsigned(old), unsigned(new),
-        wrong, ITEM=wide, SPAN=SPAN,
-    )  # fmt: skip
-    return PileChanges(part, starts, positions, old, new), wrong
+        size, place_at, value_at, counts, first, unsigned(positions), unsigned(new), wrong, ITEM=wide, SPAN=SPAN
+    )
+    return PileChanges(part, starts, positions, new, new), wrong
 
 
-def count_moves(runs: Sequence[PileChanges]) -> dict[int, Sum]:
-    """How the digests of tiles move by changes: of all tiles of the piles of the runs, by ordinal."""
-    return moves(block_moves(runs))
+def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> list[PileChanges]:
+    """Changes with the weights that they replace, as they are now: for the undo log and the digest."""
+    found = []
+    for run in runs:
+        pile, old = run.pile, torch.empty_like(run.new)
+        if run.count:
+            with on(pile.device):
+                weights = pile.locate(state.tensors)
+                cuda.read_old[(pile.blocks, 4)](
+                    weights.at, run.starts, unsigned(run.positions), unsigned(old), ITEM=pile.kind.itemsize, SPAN=SPAN
+                )
+        found.append(replace(run, old=old))
+    return found
+
+
+def count_moves(runs: Sequence[PileChanges]) -> TileSums:
+    """How the digests of tiles move by changes: of all tiles of the piles of the runs."""
+    counted = block_moves(runs)
+    sums = [np.add.reduceat(by, pile.first_block[:-1], axis=0) for pile, by in counted.items()]
+    return TileSums.join([TileSums(pile.ordinals, some) for pile, some in zip(counted, sums, strict=True)])
 
 
 class SourceBundles:

@@ -361,6 +361,22 @@ class ThreadPoint:
         self.wait()
 
 
+def copy_speed(device: torch.device) -> float:
+    """How many bytes a second a device copies within its memory, those read and those written: a millisecond's work."""
+    if device.type != "cuda":
+        return 1e10
+    source, target = (torch.empty(1 << 27, dtype=torch.uint8, device=device) for _ in range(2))
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with on(device):
+        target.copy_(source)
+        before.record()
+        for _ in range(4):
+            target.copy_(source)
+        after.record()
+    after.synchronize()
+    return float(4 * 2 * source.numel() / (1e-3 * before.elapsed_time(after)))
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch what is launched inside on this device, whichever is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -87,6 +87,10 @@ class Pile:
         """The tile of an ordinal."""
         return {tile.ordinal: i for i, tile in enumerate(self.tiles)}
 
+    @cached_property
+    def ordinals(self) -> NDArray[np.int64]:
+        return np.array(list(self.index), np.int64)
+
     def find_blocks(self, per_tile: NDArray[np.int64], positions: NDArray[np.int64]) -> "FoundBlocks":
         """Find the block of each position; they are given tile after tile, ascending, and each tile has so many."""
         offsets, begins, ends = self._laid_out

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
@@ -30,7 +31,7 @@ from pulsesync.device.changes import (
 from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
 from pulsesync.device.hot import DeviceHistory, HotWeights, begin_advance, find_hot
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, to_device, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, fetch, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, parts_of, place_of, rectangle
 from pulsesync.errors import StateError
@@ -444,9 +445,14 @@ def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
 
 def count_located(pile: Pile, weights: PileAddresses) -> dict[int, Sum]:
     """The same of weights that were found."""
+    return dict(as_sums(pile, begin_count(pile, weights)()[0]))
+
+
+def begin_count(pile: Pile, weights: PileAddresses) -> Callable[[], list[NDArray[Any]]]:
+    """Begin to count them. Returns what waits for the two sums of each tile."""
     sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
     _count(pile.indices, weights.at, sums)
-    return dict(as_sums(pile, to_host(sums)[0]))
+    return fetch(sums)
 
 
 def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

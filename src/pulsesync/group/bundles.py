@@ -77,6 +77,16 @@ class BundlePlan:
             h.update(repr((owner, [(p.tensor, p.row, p.column, p.rows, p.columns) for p in pieces])).encode())
         return h.hexdigest()
 
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """The weights of each tile."""
+        return np.array([tile.size for tile in self.layout.tiles], np.int64)
+
+    @cached_property
+    def itemsizes(self) -> NDArray[np.int64]:
+        """The bytes of a weight of each tile."""
+        return np.array([tile.tensor.kind.itemsize for tile in self.layout.tiles], np.int64)
+
     def held_by(self, rank: int) -> list[Tile]:
         return [tile for tile in self.layout.tiles if rank in self.holders[tile.ordinal]]
 

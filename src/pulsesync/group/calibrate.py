@@ -1,71 +1,78 @@
-"""Try every method of a sync on some of a model's own weights, to know what each takes on this machine.
+"""What each method takes on this machine, before the first choice: tried on the model's own weights, or scaled.
 
-Both ends are real ones, in the memory that the weights are in; the receiver has them in memory of its own.
+In host memory every method is tried on some weights, with both ends as they are in a sync. On a GPU what methods take
+follows its memory's speed, and is scaled from that of a GPU on which it was measured.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from pulsesync.core.types import TensorSpec
+import numpy as np
+
+from pulsesync import device as devices
+from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.format import layout as layouts
 from pulsesync.group.bundles import BundlePlan, TensorRegion
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTrial, TransferLoad
+from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import Slice
+from pulsesync.state.views import BitView, HostSource
 
-FEWEST = 1 << 16  # weights: fewer tell nothing
+if TYPE_CHECKING:
+    import torch
+
+FEWEST, MOST = 1 << 16, 1 << 21  # weights that are tried on
 DENSITIES = (0.002, 0.02)
 HOT = 0.08  # share of the weights, the smallest, on which changes fall
 Result = TypeVar("Result")
 
 
-def try_methods(costs: CostModel, trials: "Sequence[TrialEnds]", receivers_alike: bool) -> None:
-    """Take in what each method takes in some trials, of loads as `CostModel.tried` wants them.
-
-    receivers_alike: whether the receivers of the group have their weights in memory of the same kind.
-    """
+def calibrate_host(costs: CostModel, tiles: Sequence[Tile], weights: HostSourceWeights) -> None:
+    """Take in what each method takes on some of a source's weights; too few of them tell nothing."""
+    coded = [tile for tile in tiles if tile.tensor.kind.exponent_shift is not None]
+    largest = max(coded, key=lambda tile: tile.size, default=None)
+    if largest is None or largest.size < FEWEST:
+        return
+    sample = weights.live.read(largest, 0, min(MOST, largest.size)).copy()
+    trials = [_TrialEnds(sample, largest.tensor.dtype, density) for density in DENSITIES]
     for method in METHODS:
-        costs.tried(method, [ends.try_method(method) for ends in trials], receivers_alike)
+        costs.tried(method, [ends.try_method(method) for ends in trials])
 
 
-class TrialEnds:
-    """Both ends of a sync of one tile, of which some weights have changed as training would change them.
+def calibrate_gpu(costs: CostModel, device: "torch.device", receivers_on_gpu: bool) -> None:
+    """Take in what each method takes on a GPU whose memory is as fast as this one's."""
+    costs.assume_gpu(devices.load("memory").copy_speed(device), receivers_on_gpu)
 
-    Args:
-        old: The weights that were last sent, as `sample_shards` has them, on both ends.
-        new: The weights of the source now.
-        received: The old ones, in memory that is written.
-        changed: How many weights differ.
-        make_source: Makes the source's end of bundles, tiles and shards.
-        make_receiver: Makes the receiver's end, given the digests of its weights as well.
-    """
 
-    def __init__(
-        self,
-        old: Shards,
-        new: Shards,
-        received: Shards,
-        changed: int,
-        make_source: Callable[..., Any],
-        make_receiver: Callable[..., Any],
-    ) -> None:
-        (spec,) = old.tensors
-        layout = layouts.make([spec])
-        whole = TensorRegion(spec.name, 0, 0, spec.rows, spec.columns)
+class _TrialEnds:
+    """Both ends of a sync of one tile, of which some weights have changed as training would change them."""
+
+    def __init__(self, old: Bits, dtype: str, density: float) -> None:
+        magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
+        border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
+        hot = np.flatnonzero(magnitude <= border)
+        positions = np.random.default_rng(0).choice(hot, min(int(density * old.size), hot.size), replace=False)
+        new = old.copy()
+        new[positions] ^= 1
+        spec = TensorSpec("sample", dtype, (old.size,))
+        layout, whole = layouts.make([spec]), TensorRegion(spec.name, 0, 0, spec.rows, spec.columns)
         wire = BundlePlan(layout, ((whole,),), (0,), (frozenset(),), {})
         self._tiles = layout.tiles
-        self._source = make_source(wire, layout.tiles, old)
+        self._source = HostSourceWeights(wire, layout.tiles, _shards(spec, old))
         before = self._source.encode(layout.tiles, "dense", SyncTimes())
+        assert before is not None
         self._sums = before.sums
         self._source.write_whole([before], before.sums)
-        self._source.bind(wire, new)
-        self._receiver = make_receiver(wire, layout.tiles, received, before.sums)
-        self._load = TransferLoad(spec.size, spec.size * spec.kind.itemsize, changed)
+        self._source.bind(wire, _shards(spec, new))
+        self._receiver = HostReceiverWeights(wire, layout.tiles, _shards(spec, old.copy()), before.sums)
+        self._load = TransferLoad(old.size, old.nbytes, positions.size)
 
     def try_method(self, method: Method) -> MethodTrial:
         bucket, source_s = _time(lambda: self._source.encode(self._tiles, method, SyncTimes()))
+        assert bucket is not None
         got, receiver_s = _time(lambda: self._receiver.read(bucket.message, self._sums, SyncTimes()))
         _, apply_s = _time(lambda: self._write(got))
         before = self._source.saved(self._tiles, SyncTimes(), self._sums)
@@ -78,10 +85,8 @@ class TrialEnds:
         self._receiver.write_whole([got] if got.whole else [], {n: sums[n] for n in got.whole})
 
 
-def sample_shards(dtype: str, size: int, make_source: Callable[[TensorSpec], Any]) -> Shards:
-    """Weights of a dtype as the shards of a model of one tensor."""
-    spec = TensorSpec("sample", dtype, (size,))
-    return Shards({spec.name: Slice().of(spec)}, make_source(spec), {})
+def _shards(spec: TensorSpec, bits: Bits) -> Shards:
+    return Shards({spec.name: Slice().of(spec)}, HostSource({spec.name: BitView(spec, bits, True)}, {}), {})
 
 
 def _time(work: Callable[[], Result]) -> tuple[Result, float]:

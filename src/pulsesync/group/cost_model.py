@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 Method = Literal["dense", "plain", "gap", "coded"]
 METHODS: tuple[Method, ...] = get_args(Method)
 SOON_S = 0.001  # within which nobody minds how long it takes
@@ -53,6 +56,10 @@ class EndpointTime:
         by = min(max(1 + NEW * (off - 1), 0.25), 4.0)
         return EndpointTime(self.per_weight * by, self.per_change * by, self.per_bucket * by)
 
+    def scaled(self, by: float) -> "EndpointTime":
+        """The same where memory is slower."""
+        return EndpointTime(self.per_weight * by, self.per_change * by, self.per_bucket)
+
 
 @dataclass(frozen=True)
 class MethodCost:
@@ -73,6 +80,25 @@ ASSUMED: Mapping[Method, MethodCost] = {
     "plain": MethodCost(EndpointTime(0.4e-9, 20e-9), EndpointTime(0.0, 20e-9), EndpointTime(0.0, 15e-9), 6.0),
     "gap": MethodCost(EndpointTime(0.4e-9, 40e-9), EndpointTime(0.0, 60e-9), EndpointTime(0.0, 15e-9), 2.6),
     "coded": MethodCost(EndpointTime(1e-9, 100e-9), EndpointTime(0.8e-9, 60e-9), EndpointTime(0.0, 15e-9), 0.62),
+}
+
+# Seconds on an H200 (benchmarks/results/cluster_h200_2026-11-17.md), whose memory copies so many bytes a second, those
+# read and those written. What a weight and a change take follows the memory; what a bucket takes is launches and waits
+# of the host. gap is coded by the host.
+GPU_COPY_BYTES_S = 4.1e12
+ON_GPU: Mapping[Method, MethodCost] = {
+    "dense": MethodCost(
+        EndpointTime(1.8e-12, 0, 7e-4), EndpointTime(0.7e-12, 0, 6e-4), EndpointTime(1.1e-12, 0, 1e-4), None
+    ),
+    "plain": MethodCost(
+        EndpointTime(1.45e-12, 1.6e-11, 3e-3), EndpointTime(0, 4e-11, 3e-3), EndpointTime(0, 4.6e-11, 1e-3), 6.0
+    ),
+    "gap": MethodCost(
+        EndpointTime(1.45e-12, 2.7e-8, 3e-3), EndpointTime(0, 4.5e-8, 3e-3), EndpointTime(0, 4.6e-11, 1e-3), 2.3
+    ),
+    "coded": MethodCost(
+        EndpointTime(2.6e-12, 1.1e-10, 8e-3), EndpointTime(1.1e-12, 1.4e-10, 6e-3), EndpointTime(0, 4.6e-11, 1e-3), 0.5
+    ),
 }
 
 
@@ -108,31 +134,38 @@ class CostModel:
         Of methods that are as quick as makes no difference, the one with the fewest bytes; and what was last used is
         left only for one that is clearly quicker, because what is known of one that was not used is less sure.
         """
+        if not loads:
+            return []
         total = sum(loads, TransferLoad(0, 0, 0.0))
         took = {method: self.seconds(method, total) for method in METHODS}
         near = [method for method in METHODS if took[method] <= max(1.05 * min(took.values()), SOON_S)]
         best = min(near, key=lambda method: self.methods[method].wire_bytes(total))
         if self.last and took[self.last] <= KEPT * took[best]:
             best = self.last
-        own = [min(METHODS, key=lambda method, load=load: self._sum(method, load)) for load in loads]  # type: ignore[misc]
-        mixed, together = self._all(own, loads), self._all([best] * len(loads), loads)
+        each = np.array([self._sums(method, loads) for method in METHODS])  # (methods, tiles)
+        own = [METHODS[n] for n in each.argmin(axis=0).tolist()]
+        mixed = float(each.min(axis=0).sum()) + self._fixed(own, loads)
+        together = float(each[METHODS.index(best)].sum()) + self._fixed([best] * len(loads), loads)
         return own if mixed < 0.9 * together and together > SOON_S else [best] * len(loads)
 
-    def _all(self, methods: Sequence[Method], loads: Sequence[TransferLoad]) -> float:
-        """What tiles take, each by a method, with the buckets of each method that is used."""
-        both = list(zip(methods, loads, strict=True))
-        seconds = sum(self._sum(method, load) for method, load in both)
+    def _sums(self, method: Method, loads: Sequence[TransferLoad]) -> NDArray[np.float64]:
+        """What the bytes and the weights of each tile take, without what every bucket takes."""
+        weights, sizes, changed = np.array([(load.weights, load.size_bytes, load.changed) for load in loads]).T
+        cost = self.methods[method]
+        ends = cost.source, cost.receiver, cost.apply
+        carried = sizes if cost.change_bytes is None else cost.change_bytes * changed
+        per_weight, per_change = sum(end.per_weight for end in ends), sum(end.per_change for end in ends)
+        found: NDArray[np.float64] = carried * self.byte_s + per_weight * weights + per_change * changed
+        return found
+
+    def _fixed(self, methods: Sequence[Method], loads: Sequence[TransferLoad]) -> float:
+        """What the buckets take, if each tile goes by a method: only few are mixed, so each has its own."""
+        seconds, both = 0.0, list(zip(methods, loads, strict=True))
         for method in set(methods):
-            total = sum((load for its, load in both if its == method), TransferLoad(0, 0, 0.0))
-            cost, buckets = self.methods[method], self._buckets(method, total)
+            weights = sum(load.weights for its, load in both if its == method)
+            cost, buckets = self.methods[method], self._buckets(method, TransferLoad(weights, 0, 0))
             seconds += buckets * (cost.source.per_bucket + cost.receiver.per_bucket) + cost.apply.per_bucket
         return seconds
-
-    def _sum(self, method: Method, load: TransferLoad) -> float:
-        """What the bytes and the weights of one tile of many take; buckets hold many."""
-        cost = self.methods[method]
-        work_s = cost.source.of(load, 0) + cost.receiver.of(load, 0) + cost.apply.of(load, 0)
-        return work_s + cost.wire_bytes(load) * self.byte_s
 
     def learn(self, method: Method, load: TransferLoad, took: "MethodTiming") -> None:
         """Take in what a sync by one method has taken; the load says what really changed.
@@ -169,20 +202,24 @@ class CostModel:
             self.byte_s += (NEW if self.link_known else 1.0) * (took_s - self.byte_s)
             self.link_known = True
 
-    def tried(self, method: Method, trials: Sequence["MethodTrial"], receivers_alike: bool = True) -> None:
-        """Take in what a method took on some weights, changed by little and by more; perhaps, before, on few weights.
+    def tried(self, method: Method, trials: Sequence["MethodTrial"]) -> None:
+        """Take in what a method took on some weights, changed by little and by more."""
+        low, high = trials
+        source, receiver, apply = (
+            _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
+        )
+        change_bytes = None if self.methods[method].change_bytes is None else high.sent_bytes / high.load.changed
+        self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
 
-        receivers_alike: whether the trials' receiver is like those of the group; else what is known of these stays.
-        """
-        high = trials[-1]
-        times = zip(*(trial.seconds for trial in trials), strict=True)
-        source, receiver, apply = (_fit([trial.load for trial in trials], list(seconds)) for seconds in times)
-        known = self.methods[method]
-        change_bytes = None if known.change_bytes is None else high.sent_bytes / high.load.changed
-        if receivers_alike:
-            self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
-        else:
-            self.methods[method] = MethodCost(source, known.receiver, known.apply, change_bytes)
+    def assume_gpu(self, copy_bytes_s: float, receivers_too: bool) -> None:
+        """Assume a source on a GPU that copies so many bytes a second, and perhaps receivers on GPUs like it."""
+        scale = GPU_COPY_BYTES_S / copy_bytes_s
+        for method, cost in ON_GPU.items():
+            known = cost if receivers_too else self.methods[method]
+            receiver, apply = known.receiver, known.apply
+            if receivers_too:
+                receiver, apply = receiver.scaled(scale), apply.scaled(scale)
+            self.methods[method] = MethodCost(cost.source.scaled(scale), receiver, apply, cost.change_bytes)
 
 
 @dataclass(frozen=True)
@@ -204,17 +241,7 @@ class MethodTrial:
     sent_bytes: int
 
 
-def _fit(loads: Sequence[TransferLoad], seconds: Sequence[float]) -> EndpointTime:
-    """Through two measurements: so much a weight, so much a change. Through three, the first of few weights: and more.
-
-    What the first takes beyond its weights and changes is what every bucket takes.
-    """
-    *few, low, high = loads
-    *few_s, low_s, high_s = seconds
-    per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-13 if few else 1e-10)
-    rest_s = low_s - per_change * low.changed
-    if not few:
-        return EndpointTime(max(rest_s / low.weights, 1e-11), per_change)
-    first_s = few_s[0] - per_change * few[0].changed
-    per_weight = max((rest_s - first_s) / max(low.weights - few[0].weights, 1), 1e-14)
-    return EndpointTime(per_weight, per_change, max(first_s - per_weight * few[0].weights, 0.0))
+def _line(low: TransferLoad, high: TransferLoad, low_s: float, high_s: float) -> EndpointTime:
+    """Through two measurements: so much a weight, so much a change."""
+    per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-10)
+    return EndpointTime(max((low_s - per_change * low.changed) / low.weights, 1e-11), per_change)

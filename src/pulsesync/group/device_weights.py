@@ -7,39 +7,38 @@ checked on the host, because they are hashed; only their streams cross.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.device.bundles import (
+    ChangeTable,
     ReceiverBundles,
     SourceBundles,
-    TableEntry,
+    TileSums,
     count_changed,
     count_moves,
+    count_whole,
     read_table,
+    with_old,
     write_table,
 )
 from pulsesync.device.changes import PileChanges, on_whole
 from pulsesync.device.hot import DeviceHistory
-from pulsesync.device.memory import INTEGERS, DeviceStream, DeviceView, StreamPoint, to_host
+from pulsesync.device.memory import DeviceStream, StreamPoint, to_host, to_stream
 from pulsesync.device.parts import encode_changes, host_bytes
-from pulsesync.device.source import DeviceSource
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format.body import Body
 from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import BundlePlan
-from pulsesync.group.calibrate import DENSITIES, FEWEST, HOT, TrialEnds, sample_shards
 from pulsesync.group.cost_model import Method, TransferLoad
-from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, Message, Shape, SyncTimes
+from pulsesync.group.messages import CODECS, NOTHING, TRAILER, Bucket, Message, SyncTimes, Table
 from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import BundledTile, LocalTile, TileStorage
-from pulsesync.state.views import CASTS
 
-FEW, MOST = 1 << 20, 1 << 26  # weights that methods are tried on
 SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
 ALIGNED = 8  # weights that a sample begins at a multiple of: kernels read words of eight bytes
 
@@ -79,7 +78,7 @@ class DeviceSourceWeights:
     """What a rank sends: its weights, and, unless all are always sent whole, a copy of what it last sent."""
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, device: torch.device) -> None:
-        self._tiles, self._layout, self._device = tiles, wire.layout, device
+        self._wire, self._tiles, self._device = wire, tiles, device
         self.bundles = SourceBundles(wire.layout, places_of(wire, tiles, shards), shards.published, device)
         self._work = _Work(_devices(shards, device))
 
@@ -126,40 +125,39 @@ class DeviceSourceWeights:
         return Bucket(room.message, runs, _count(runs), {}, part.sums)
 
     def _dense(self, tiles: Sequence[Tile], clock: SyncTimes) -> Bucket:
-        shape = [(tile, WHOLE) for tile in tiles]
-        begins = _begins(shape)
+        table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"):
-            message = _new_message(shape, self._device)
-            some = self.bundles.gather(begins, message)
+            message = _new_message(table, self._device)
+            some = self.bundles.gather(_begins(table), message)
         with clock.timed("digest"):
-            sums = {ordinal: sum_ for part in some for ordinal, sum_ in part.count(message).items()}
-        _write_head(message, shape, sums)
-        return Bucket(message, (), 0, dict.fromkeys(begins), sums)
+            sums = count_whole(some, message).of(table.ordinals)
+        _write_head(message, table, sums)
+        named = table.named(sums)
+        return Bucket(message, (), 0, dict.fromkeys(named), named)
 
     def _plain(self, runs: Sequence[PileChanges], clock: SyncTimes) -> Bucket:
         assert self.bundles.base is not None
         with clock.timed("digest"):
-            by, before = count_moves(runs), self.bundles.base.sums
+            by = count_moves(runs)
         with clock.timed("encode"):
             starts = to_host(*(run.starts for run in runs))
-            changed = {
-                n: count for run, at in zip(runs, starts, strict=True) for n, count in count_changed(run, at).items()
-            }
-            shape = [(self._layout.tiles[ordinal], changed[ordinal]) for ordinal in sorted(changed)]
-            sums = {ordinal: before[ordinal] + by[ordinal] for ordinal in changed}
-            message = _new_message(shape, self._device)
-            entries = {entry.ordinal: entry for entry in _entries(shape)}
+            changed = count_changed(runs, starts, len(self._wire.layout.tiles))
+            ordinals = np.flatnonzero(changed)
+            table = Table(self._wire, ordinals, changed[ordinals])
+            sums = messages.sums_of(self.bundles.base.sums, ordinals) + by.of(ordinals)
+            message = _new_message(table, self._device)
+            changes = _change_table(self._wire, table)
             for run, at in zip(runs, starts, strict=True):
-                write_table(run, at, entries, message)
-            _write_head(message, shape, sums)
-        return Bucket(message, runs, _count(runs), {}, sums)
+                write_table(run, at, changes, message)
+            _write_head(message, table, sums)
+        return Bucket(message, runs, _count(runs), {}, table.named(sums))
 
     def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
-        shape = [(tile, WHOLE) for tile in tiles]
+        table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"), self._work():
-            message = _new_message(shape, self._device)
-            self.bundles.saved(_begins(shape), message)
-            _write_head(message, shape, sums)
+            message = _new_message(table, self._device)
+            self.bundles.saved(_begins(table), message)
+            _write_head(message, table, messages.sums_of(sums, table.ordinals))
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
@@ -177,47 +175,6 @@ class DeviceSourceWeights:
     def forget(self, made: Sequence[Bucket]) -> None:
         """Keep no copy."""
 
-    def trials(self) -> list[TrialEnds]:
-        """Both ends of a sync of few of these weights, and of more, changed by little and by more.
-
-        None if there are too few. A launch costs as much for few weights as for many, hence both.
-        """
-        self._work.begin()
-        coded = [tile for tile in self._tiles if tile.tensor.kind.exponent_shift is not None]
-        largest = max(coded, key=lambda tile: tile.size, default=None)
-        if largest is None or largest.size < FEWEST:
-            return []
-        dtype = largest.tensor.dtype
-        some, size = list[Tile](), 0
-        for tile in (tile for tile in coded if tile.tensor.dtype == dtype and size < MOST):
-            some.append(tile)
-            size += tile.size
-        with self._work():
-            message = self._dense(some, SyncTimes()).message
-            begin = min(_begins([(tile, WHOLE) for tile in some]).values())
-            bits = message[begin:-TRAILER].view(INTEGERS[largest.tensor.kind.itemsize])[:MOST]
-            loads = ((FEW, DENSITIES[0]), (bits.numel(), DENSITIES[0]), (bits.numel(), DENSITIES[1]))
-            return [self._trial(bits[:count].clone(), dtype, density) for count, density in loads]
-
-    def _trial(self, old: torch.Tensor, dtype: str, density: float) -> TrialEnds:
-        magnitude = old & ((1 << (8 * old.element_size() - 1)) - 1)
-        border = torch.sort(magnitude[:FEWEST]).values[int(HOT * FEWEST)]
-        chance = torch.rand(old.numel(), generator=torch.Generator(self._device).manual_seed(0), device=self._device)
-        differ = (magnitude <= border) & (chance < density / HOT)
-        new = old ^ differ.to(old.dtype)
-
-        def shards(bits: torch.Tensor) -> Shards:
-            dtype_there = getattr(torch, CASTS.get(dtype, "float32"))
-            return sample_shards(
-                dtype,
-                bits.numel(),
-                lambda spec: DeviceSource({spec.name: DeviceView(spec, bits, dtype_there)}, {}, object()),
-            )
-
-        models = (shards(old), shards(new), shards(old.clone()))
-        make_source = partial(DeviceSourceWeights, device=self._device)
-        return TrialEnds(*models, int(differ.sum()), make_source, partial(DeviceReceiverWeights, device=self._device))
-
     def roll_back(self, back: AnyTransition) -> None:
         assert self.bundles.base is not None
         self.bundles.base.commit(back)
@@ -230,6 +187,7 @@ class DeviceReceiverWeights:
         self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum], device: torch.device
     ) -> None:
         self._wire, self._layout, self._device = wire, wire.layout, device
+        self._local = np.array([tile.ordinal for tile in tiles], np.int64)
         places = places_of(wire, tiles, shards)
         self._bundles = ReceiverBundles(wire.layout, places, shards.published, wire.ties, device, sums)
         self._work = _Work(self.state.devices)
@@ -267,24 +225,33 @@ class DeviceReceiverWeights:
         """The front of a message, on the host: all of it that may describe tiles."""
         if isinstance(message, np.ndarray):
             return message
-        head: Bits = to_host(message[: messages.longest_head(self._layout)])[0]
+        head: Bits = to_host(message[: Table.head_size(len(self._layout.tiles))])[0]
         return head
 
     def _read_table(self, head: Bits, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-        shape, promised = messages.open_table(head, messages.size_of(message), self._layout)
-        local = [entry for entry in _entries(shape) if entry.ordinal in self.state.places]
-        whole = {entry.ordinal: entry.values for entry in local if entry.changes == WHOLE}
+        table, sums = Table.open(head, messages.size_of(message), self._wire)
+        local = np.isin(table.ordinals, self._local)
+        whole, sparse = (table.ordinals[local & some] for some in (table.is_whole, ~table.is_whole))
         with clock.timed("prepare"):
             here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
-        with clock.timed("undo"):  # for which the old weights are read
-            runs = read_table(self.state, [entry for entry in local if entry.changes != WHOLE], here)
+            runs = read_table(self.state, sparse.tolist(), _change_table(self._wire, table), here)
+        with clock.timed("undo"):
+            runs = with_old(self.state, runs)
+        promised = TileSums(table.ordinals, sums)
+        begins = _begins(table)
+        tiles = self._bundles.shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         with clock.timed("digest"):
-            self.state.check_moves(count_moves(runs), promised, before)
-            tiles = self._bundles.shapes(whole) if whole else ()
-            counted = {ordinal: sum_ for some in tiles for ordinal, sum_ in some.count(here).items()}
-        messages.check_whole(promised, counted, self._layout)
+            after = messages.sums_of(before, sparse) + count_moves(runs).of(sparse)
+            self._check(sparse, after, promised)
+            self._check(whole, count_whole(tiles, here).of(whole), promised)
         by_ordinal = {tile.ordinal: some for some in tiles for tile in some.pile.tiles}
-        return Bucket(here if whole else NOTHING, runs, _count(runs), by_ordinal, promised)
+        return Bucket(here if whole.size else NOTHING, runs, _count(runs), by_ordinal, table.named(sums))
+
+    def _check(self, ordinals: NDArray[np.int64], found: NDArray[np.uint64], promised: TileSums) -> None:
+        """Raises: VerificationError, if tiles would not have the digests that a message names."""
+        wrong = ordinals[(found != promised.of(ordinals)).any(axis=1)]
+        if wrong.size:
+            raise messages.not_as_promised(int(wrong[0]))
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
         return _write_changes(self.state, made, sums)
@@ -324,28 +291,28 @@ def _devices(shards: Shards, device: torch.device) -> list[torch.device]:
     return list(dict.fromkeys((device, *(one for one in found if one.type == "cuda"))))
 
 
-def _entries(shape: Shape) -> list[TableEntry]:
-    places = messages.table_places(shape)
-    return [TableEntry(tile.ordinal, changes, *at) for (tile, changes), at in zip(shape, places, strict=True)]
+def _begins(table: Table) -> dict[int, int]:
+    """Where the values of each tile begin in a message."""
+    return dict(zip(table.ordinals.tolist(), table.begins[:, 1].tolist(), strict=True))
 
 
-def _begins(shape: Shape) -> dict[int, int]:
-    """Where each tile begins in a message that holds them whole."""
-    return {entry.ordinal: entry.values for entry in _entries(shape)}
+def _change_table(wire: BundlePlan, table: Table) -> ChangeTable:
+    return ChangeTable.of(len(wire.layout.tiles), table.ordinals, table.changes, table.begins)
 
 
-def _new_message(shape: Shape, device: torch.device) -> torch.Tensor:
-    """A message without its bodies and its head."""
-    message = torch.empty(messages.table_size(shape), dtype=torch.uint8, device=device)
-    gaps = [np.arange(gap.start, gap.stop) for gap in messages.table_gaps(shape)]
-    if gaps:
-        message[torch.from_numpy(np.concatenate(gaps)).to(device)] = 0
+def _new_message(table: Table, device: torch.device) -> torch.Tensor:
+    """A message without its bodies and its head; what is between bodies is zero."""
+    if not table.is_whole.all():
+        return torch.zeros(table.size, dtype=torch.uint8, device=device)
+    message = torch.empty(table.size, dtype=torch.uint8, device=device)
+    for gap in table.gaps:  # few weights of few tensors do not fill words of eight bytes
+        message[gap] = 0
     return message
 
 
-def _write_head(message: torch.Tensor, shape: Shape, sums: Mapping[int, Sum]) -> None:
-    head = np.frombuffer(messages.table_head(shape, sums), np.uint8)
-    message[: head.size] = torch.from_numpy(head.copy()).to(message.device)
+def _write_head(message: torch.Tensor, table: Table, sums: NDArray[np.uint64]) -> None:
+    head = table.head(sums)
+    message[: head.size] = to_stream(head, message.device)
 
 
 def _bring(message: Bits, device: torch.device) -> torch.Tensor:

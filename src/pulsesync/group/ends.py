@@ -19,7 +19,7 @@ from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan
-from pulsesync.group.calibrate import TrialEnds, try_methods
+from pulsesync.group.calibrate import calibrate_gpu, calibrate_host
 from pulsesync.group.cost_model import METHODS, CostModel, Method, TransferLoad
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, Message, SyncTimes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
 # On a GPU a bucket costs about ten launches and some waits for the host. Whole weights take memory until they are sent.
-DEVICE_BUCKET_WEIGHTS: Mapping[Method, int] = {"dense": 1 << 28, "plain": 1 << 31, "gap": 1 << 31, "coded": 1 << 31}
+DEVICE_BUCKET_WEIGHTS: Mapping[Method, int] = {"dense": 1 << 29, "plain": 1 << 33, "gap": 1 << 33, "coded": 1 << 33}
 
 Job = tuple[Method, Sequence[Tile]]  # a bucket to be encoded
 
@@ -128,9 +128,6 @@ class SourceWeights(EndWeights, Protocol):
 
     def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
         """Tiles as they were last sent, whole."""
-
-    def trials(self) -> list[TrialEnds]:
-        """Both ends of syncs of some of these weights; none if there are too few."""
 
     def forget(self, made: Sequence[Bucket]) -> None:
         """Keep no copy of what these buckets have whole."""
@@ -233,10 +230,13 @@ class SourceEnd(GroupEnd):
         self.weights.bind(wire, shards)
 
     def calibrate(self, costs: CostModel, receivers_on_gpu: bool) -> None:
-        """Try every method on some of these weights, with a receiver in the same memory; others are assumed."""
-        costs.bucket_weights = dict(DEVICE_BUCKET_WEIGHTS if self.device else dict.fromkeys(METHODS, BUCKET_WEIGHTS))
-        if trials := self.weights.trials():
-            try_methods(costs, trials, receivers_on_gpu == (self.device is not None))
+        """Find out what every method takes with weights like these."""
+        if isinstance(self.weights, HostSourceWeights):
+            calibrate_host(costs, self.tiles, self.weights)
+        else:
+            assert self.device is not None
+            calibrate_gpu(costs, self.device, receivers_on_gpu)
+            costs.bucket_weights = dict(DEVICE_BUCKET_WEIGHTS)
 
     def plan(
         self, method: Method | Literal["auto"], costs: CostModel, bucket_weights: int | None

@@ -12,19 +12,17 @@ from pulsesync.errors import FormatError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
+from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights, by_block
 from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
-from pulsesync.group.calibrate import DENSITIES, FEWEST, HOT, TrialEnds, sample_shards
 from pulsesync.group.cost_model import Method, TransferLoad
-from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, Shape, SyncTimes
+from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, SyncTimes, Table
 from pulsesync.state.host import HostState, HostTransition, count_moves
 from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import LocalTile, TileStorage
-from pulsesync.state.views import BitView, HostSource
 
-MOST = 1 << 21  # weights that methods are tried on
 SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
 
 
@@ -58,7 +56,7 @@ class HostSourceWeights:
     """
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
-        self._tiles, self.spare = tiles, SpareBuffers()
+        self._wire, self._tiles, self.spare = wire, tiles, SpareBuffers()
         self.state = _state(wire, {tile.ordinal: LocalTile(tile, True) for tile in tiles}, {})
         self.messages: list[tuple[Bits, set[int]]] = []  # in whose memory the copy lies, and which tiles of it
         self.bind(wire, shards)
@@ -85,13 +83,13 @@ class HostSourceWeights:
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
         """What takes these tiles from the copy to the weights; None if nothing changed."""
         if method == "dense":
-            return raw(self.live, tiles, clock, spare=self.spare)
+            return self._raw(self.live, tiles, clock)
         with clock.timed("diff"):
             changes = self.live.changes(tiles, self.state)
         if not changes:
             return None
         if method == "plain":
-            return _plain(self.state, changes, clock)
+            return self._plain(changes, clock)
         codec = CODECS[method]
         with clock.timed("encode"):
             diffs = patch.diff_of(tiles, self.state, changes, codec)
@@ -100,9 +98,53 @@ class HostSourceWeights:
             message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
         return Bucket(message, part.patches, _count_changed(part.patches), {}, part.sums)
 
+    def _raw(
+        self, weights: Weights, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum] | None = None
+    ) -> Bucket:
+        """These tiles as they are; their digests are counted unless they are known."""
+        table = Table.of_whole(self._wire, tiles)
+        with clock.timed("encode"):
+            message = self.spare.take(table.size) if sums is None else np.empty(table.size, np.uint8)
+            whole = {tile.ordinal: bits for tile, _, bits in _bodies(message, table, self._wire.layout)}
+            for gap in table.gaps:
+                message[gap] = 0
+
+            def copy(job: tuple[Tile, int]) -> None:
+                tile, n = job
+                whole[tile.ordinal][n * BLOCK : (n + 1) * BLOCK] = weights.block(tile, n)
+
+            spread(copy, [(tile, n) for tile in tiles for n in range(tile.block_count)])
+        if sums is None:
+            with clock.timed("digest"):
+                sums = _count(tiles, whole)
+        _write_head(message, table, sums)
+        return Bucket(message, (), 0, whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
+
+    def _plain(self, changes: Changes, clock: SyncTimes) -> Bucket:
+        base, blocks = self.state, dict[int, list[BlockChange]]()
+        for (ordinal, _), change in changes.items():
+            blocks.setdefault(ordinal, []).append(change)
+        patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
+        with clock.timed("digest"):
+            moves = spread(digest.moved, patches)
+            sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
+        with clock.timed("encode"):
+            counts = np.array([one.changed for one in patches], np.int64)
+            table = Table(self._wire, np.array(list(blocks), np.int64), counts)
+            message = np.zeros(table.size, np.uint8)
+            _write_head(message, table, sums)
+            for one, (_, places, values) in zip(patches, _bodies(message, table, base.layout), strict=True):
+                at = 0
+                for block in one.blocks:
+                    here = slice(at, at + block.positions.size)
+                    np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
+                    values[here] = block.new
+                    at = here.stop
+        return Bucket(message, patches, int(counts.sum()), {}, sums)
+
     def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
         """These tiles as they were last sent, whole."""
-        return raw(self.state, tiles, clock, sums)
+        return self._raw(self.state, tiles, clock, sums)
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
         """Write what was sent into the copy; return the way back."""
@@ -125,29 +167,6 @@ class HostSourceWeights:
         """Return the copy to what it was before `write_changes`."""
         self.state.commit(back)
 
-    def trials(self) -> list[TrialEnds]:
-        """Both ends of a sync of some of these weights, changed by little and by more; none if there are too few."""
-        coded = [tile for tile in self._tiles if tile.tensor.kind.exponent_shift is not None]
-        largest = max(coded, key=lambda tile: tile.size, default=None)
-        if largest is None or largest.size < FEWEST:
-            return []
-        old = self.live.read(largest, 0, min(MOST, largest.size)).copy()
-        return [self._trial(old, largest.tensor.dtype, density) for density in DENSITIES]
-
-    def _trial(self, old: Bits, dtype: str, density: float) -> TrialEnds:
-        magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
-        border = np.partition(magnitude, int(HOT * old.size))[int(HOT * old.size)]
-        hot = np.flatnonzero(magnitude <= border)
-        positions = np.random.default_rng(0).choice(hot, min(int(density * old.size), hot.size), replace=False)
-        new = old.copy()
-        new[positions] ^= 1
-
-        def shards(bits: Bits) -> Shards:
-            return sample_shards(dtype, bits.size, lambda spec: HostSource({spec.name: BitView(spec, bits, True)}, {}))
-
-        models = (shards(old), shards(new), shards(old.copy()))
-        return TrialEnds(*models, positions.size, HostSourceWeights, HostReceiverWeights)
-
 
 class HostReceiverWeights:
     """What a rank receives, in its live weights.
@@ -160,7 +179,7 @@ class HostReceiverWeights:
     """
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum]) -> None:
-        self.layout, self.spare = wire.layout, SpareBuffers()
+        self._wire, self.layout, self.spare = wire, wire.layout, SpareBuffers()
         self.live = LocalBundles(wire, tiles, shards)
         self.state = _state(wire, self.live.places, sums)
 
@@ -189,20 +208,21 @@ class HostReceiverWeights:
         return Bucket(NOTHING, part.patches, _count_changed(part.patches), {}, sums)
 
     def _read_table(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-        shape, promised = messages.open_table(message, message.size, self.layout)
+        table, sums = Table.open(message, message.size, self._wire)
+        promised, changes = table.named(sums), table.changes.tolist()
         whole, patches = {}, []
         with clock.timed("undo"):  # for which the old weights are read
-            for (tile, changes), (places, bits) in zip(shape, _bodies(message, shape), strict=True):
+            for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), changes, strict=True):
                 if tile.ordinal not in self.live.places:
                     continue
-                if changes == WHOLE:
+                if changed == WHOLE:
                     whole[tile.ordinal] = bits
                 else:
                     patches.append(_changes(tile, places, bits, self.live.places[tile.ordinal]))
         with clock.timed("digest"):
             self.state.check_moves(count_moves(patches), promised, before)
             counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
-        messages.check_whole(promised, counted, self.layout)
+        messages.check_whole(promised, counted)
         return Bucket(message if whole else NOTHING, tuple(patches), _count_changed(patches), whole, promised)
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
@@ -226,55 +246,6 @@ class HostReceiverWeights:
         return None
 
 
-def raw(
-    weights: Weights,
-    tiles: Sequence[Tile],
-    clock: SyncTimes,
-    sums: Mapping[int, Sum] | None = None,
-    spare: SpareBuffers | None = None,
-) -> Bucket:
-    """These tiles as they are; their digests are counted unless they are known."""
-    shape = [(tile, WHOLE) for tile in tiles]
-    with clock.timed("encode"):
-        message = (spare or SpareBuffers()).take(messages.table_size(shape))
-        whole = {tile.ordinal: bits for tile, (_, bits) in zip(tiles, _bodies(message, shape), strict=True)}
-        for gap in messages.table_gaps(shape):
-            message[gap] = 0
-
-        def copy(job: tuple[Tile, int]) -> None:
-            tile, n = job
-            whole[tile.ordinal][n * BLOCK : (n + 1) * BLOCK] = weights.block(tile, n)
-
-        spread(copy, [(tile, n) for tile in tiles for n in range(tile.block_count)])
-    if sums is None:
-        with clock.timed("digest"):
-            sums = _count(tiles, whole)
-    _write_head(message, shape, sums)
-    return Bucket(message, (), 0, whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
-
-
-def _plain(base: HostState, changes: Changes, clock: SyncTimes) -> Bucket:
-    blocks: dict[int, list[BlockChange]] = {}
-    for (ordinal, _), change in changes.items():
-        blocks.setdefault(ordinal, []).append(change)
-    patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
-    with clock.timed("digest"):
-        moves = spread(digest.moved, patches)
-        sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
-    with clock.timed("encode"):
-        shape = [(patch.tile, patch.changed) for patch in patches]
-        message = np.zeros(messages.table_size(shape), np.uint8)
-        _write_head(message, shape, sums)
-        for one, (places, values) in zip(patches, _bodies(message, shape), strict=True):
-            at = 0
-            for block in one.blocks:
-                here = slice(at, at + block.positions.size)
-                np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
-                values[here] = block.new
-                at = here.stop
-    return Bucket(message, patches, _count_changed(patches), {}, sums)
-
-
 def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatch:
     if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
         raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
@@ -288,19 +259,16 @@ def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatc
     return TilePatch(tile, Codec.GAP, tuple(blocks))
 
 
-def _write_head(message: Bits, shape: Shape, sums: Mapping[int, Sum]) -> None:
-    head = messages.table_head(shape, sums)
-    message[: len(head)] = np.frombuffer(head, np.uint8)
+def _write_head(message: Bits, table: Table, sums: Mapping[int, Sum]) -> None:
+    head = table.head(messages.sums_of(sums, table.ordinals))
+    message[: head.size] = head
 
 
-def _bodies(message: Bits, shape: Shape) -> Iterator[tuple[Bits, Bits]]:
-    """Places and values of each tile of a table, as views of its message."""
-    for (tile, changes), (places, values) in zip(shape, messages.table_places(shape), strict=True):
-        size, value_size = messages.body_lengths(tile, changes)
-        yield (
-            message[places : places + size].view(np.uint32),
-            message[values : values + value_size].view(tile.tensor.kind.bits),
-        )
+def _bodies(message: Bits, table: Table, layout: Layout) -> Iterator[tuple[Tile, Bits, Bits]]:
+    """The tiles of a table, each with its places and values, as views of the message."""
+    for ordinal, places, values in table.bodies:
+        tile = layout.tiles[ordinal]
+        yield tile, message[places].view(np.uint32), message[values].view(tile.tensor.kind.bits)
 
 
 def _count(tiles: Sequence[Tile], whole: Mapping[int, Bits]) -> dict[int, Sum]:

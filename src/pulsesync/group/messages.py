@@ -8,26 +8,25 @@ After either come 8 bytes that belong to the session, not to the bucket: how lon
 `host_weights` makes and reads messages in host memory, `device_weights` on a GPU; the bytes are the same.
 """
 
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import container, patch
-from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
 from pulsesync.group.bundles import BundlePlan
 from pulsesync.group.cost_model import Method
 
 Message = Any  # bytes: a numpy array in host memory, or a torch tensor of uint8
-_COUNT = struct.Struct("<8sQ")
-_ENTRY = struct.Struct("<Qq16s")
+_HEAD = np.dtype([("magic", "S8"), ("tiles", "<u8")])
+_ENTRY = np.dtype([("tile", "<u8"), ("changes", "<i8"), ("sum", "<u8", (2,))])
 TABLE = b"\x89PulsTab"
 WHOLE = -1
 NOTHING: Bits = np.empty(0, np.uint8)
@@ -99,104 +98,125 @@ def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Til
         yield some
 
 
-def read_sums(message: Bits, layout: Layout) -> dict[int, Sum]:
+def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
     """The digests that a message in host memory names: what a source needs of the other sources' messages.
 
     Raises:
         FormatError: and branches, for bad bytes.
     """
     if bytes(message[:8]) == TABLE:
-        return open_table(message, message.size, layout)[1]
+        table, sums = Table.open(message, message.size, wire)
+        return table.named(sums)
     header, sections = container.open_part(message[:-TRAILER].data)
-    return {entry.tile: entry.sum for entry in patch.open_index(header, sections[0], layout).entries}
+    return {entry.tile: entry.sum for entry in patch.open_index(header, sections[0], wire.layout).entries}
 
 
 # Tables
 
-Shape = Sequence[tuple[Tile, int]]  # tiles, and how many changes of each
 
+class Table:
+    """Which tiles a table holds, how many changes of each, and where their places and values begin.
 
-class TablePlace(NamedTuple):
-    """Where the places and values of a tile begin in the message of a table, in bytes."""
-
-    places: int
-    values: int
-
-
-def table_head(shape: Shape, sums: Mapping[int, Sum]) -> bytes:
-    """The front of a table: which tiles it holds."""
-    entries = (_ENTRY.pack(tile.ordinal, changes, sums[tile.ordinal].to_bytes()) for tile, changes in shape)
-    return b"".join((_COUNT.pack(TABLE, len(shape)), *entries))
-
-
-def longest_head(layout: Layout) -> int:
-    """The most bytes that the front of a table has."""
-    return _COUNT.size + _ENTRY.size * len(layout.tiles)
-
-
-def open_table(head: Bits, size: int, layout: Layout) -> tuple[list[tuple[Tile, int]], dict[int, Sum]]:
-    """Read which tiles a table of so many bytes holds, and the digests they must have. Raises: FormatError.
-
-    head: its front, up to `longest_head`, or all of it.
+    Args:
+        wire: The bundles of the group.
+        ordinals: The tiles.
+        changes: How many changes each has; WHOLE: all its weights.
     """
-    if size < _COUNT.size + TRAILER:
-        raise FormatError("a table is cut off")
-    _, count = _COUNT.unpack_from(head.data)
-    if count > len(layout.tiles) or size < _COUNT.size + count * _ENTRY.size + TRAILER:
-        raise FormatError(f"a table of {size} bytes cannot have {count} tiles")
-    entries = [_ENTRY.unpack_from(head.data, _COUNT.size + n * _ENTRY.size) for n in range(count)]
-    ordinals = [ordinal for ordinal, _, _ in entries]
-    if any(ordinal >= len(layout.tiles) for ordinal in ordinals) or len(set(ordinals)) != count:
-        raise FormatError("a table names a tile twice, or one that the layout does not have")
-    shape = [(layout.tiles[ordinal], changes) for ordinal, changes, _ in entries]
-    if any(not WHOLE <= changes <= tile.size for tile, changes in shape) or size != table_size(shape):
-        raise FormatError(f"a table of {size} bytes does not have the changes that its entries count")
-    return shape, {ordinal: Sum.from_bytes(sum_) for ordinal, _, sum_ in entries}
+
+    def __init__(self, wire: BundlePlan, ordinals: NDArray[np.int64], changes: NDArray[np.int64]) -> None:
+        self.ordinals, self.changes = ordinals, changes
+        itemsizes, whole = wire.itemsizes[ordinals], changes == WHOLE
+        places = np.where(whole, 0, 4 * changes)
+        values = np.where(whole, wire.sizes[ordinals], changes) * itemsizes
+        self._lengths = np.stack([places, values], axis=1)
+        padded = -(-self._lengths // 8) * 8
+        ends = np.cumsum(padded).reshape(-1, 2) + self.head_size(ordinals.size)
+        self.begins = ends - padded  # (tiles, 2): of places, and of values, in bytes
+        self.size = int(ends[-1, 1] if ordinals.size else self.head_size(0)) + TRAILER
+
+    @classmethod
+    def of_whole(cls, wire: BundlePlan, tiles: Sequence[Tile]) -> "Table":
+        """The table that holds these tiles whole."""
+        return cls(wire, np.array([tile.ordinal for tile in tiles], np.int64), np.full(len(tiles), WHOLE, np.int64))
+
+    @staticmethod
+    def head_size(tiles: int) -> int:
+        """The bytes in front of the bodies of so many tiles."""
+        return _HEAD.itemsize + _ENTRY.itemsize * tiles
+
+    @property
+    def is_whole(self) -> NDArray[np.bool_]:
+        """Of each tile, whether it is there whole."""
+        found: NDArray[np.bool_] = self.changes == WHOLE
+        return found
+
+    @property
+    def bodies(self) -> Iterator[tuple[int, slice, slice]]:
+        """The ordinal of each tile, and the bytes of its places and of its values."""
+        ends = self.begins + self._lengths
+        rows = zip(self.ordinals.tolist(), self.begins.tolist(), ends.tolist(), strict=True)
+        return ((n, slice(begin[0], end[0]), slice(begin[1], end[1])) for n, begin, end in rows)
+
+    @property
+    def gaps(self) -> list[slice]:
+        """The bytes between bodies, which mean nothing and are zero."""
+        ends = (self.begins + self._lengths).reshape(-1)
+        return [slice(end, -(-end // 8) * 8) for end in ends[ends % 8 != 0].tolist()]
+
+    def head(self, sums: NDArray[np.uint64]) -> Bits:
+        """The bytes in front of the bodies, given the digests that tiles must have: (tiles, 2)."""
+        front, entries = np.zeros(1, _HEAD), np.zeros(self.ordinals.size, _ENTRY)
+        front["magic"], front["tiles"] = TABLE, self.ordinals.size
+        entries["tile"], entries["changes"], entries["sum"] = self.ordinals, self.changes, sums
+        return np.concatenate([front.view(np.uint8), entries.view(np.uint8)])
+
+    @classmethod
+    def open(cls, head: Bits, size: int, wire: BundlePlan) -> tuple["Table", NDArray[np.uint64]]:
+        """Read which tiles a table of so many bytes holds, and the digests they must have: (tiles, 2).
+
+        head: its front, as long as it would be with all tiles, or all of it.
+
+        Raises:
+            FormatError: it cannot be one.
+        """
+        if size < _HEAD.itemsize + TRAILER:
+            raise FormatError("a table is cut off")
+        count = int(head[: _HEAD.itemsize].view(_HEAD)["tiles"][0])
+        if count > wire.sizes.size or size < cls.head_size(count) + TRAILER:
+            raise FormatError(f"a table of {size} bytes cannot have {count} tiles")
+        entries = head[_HEAD.itemsize : cls.head_size(count)].view(_ENTRY)
+        ordinals, changes = entries["tile"], entries["changes"].astype(np.int64)
+        if (ordinals >= wire.sizes.size).any() or np.unique(ordinals).size != count:
+            raise FormatError("a table names a tile twice, or one that the layout does not have")
+        ordinals = ordinals.astype(np.int64)
+        possible = (changes >= WHOLE) & (changes <= wire.sizes[ordinals])
+        if not possible.all() or (table := cls(wire, ordinals, changes)).size != size:
+            raise FormatError(f"a table of {size} bytes does not have the changes that its entries count")
+        return table, entries["sum"].astype(np.uint64)
+
+    def named(self, sums: NDArray[np.uint64]) -> dict[int, Sum]:
+        """Digests of the tiles, by ordinal."""
+        return {n: Sum(*pair) for n, pair in zip(self.ordinals.tolist(), sums.tolist(), strict=True)}
 
 
-def body_lengths(tile: Tile, changes: int) -> tuple[int, int]:
-    """Bytes of the places and values of a tile in a table."""
-    itemsize = tile.tensor.kind.itemsize
-    return (0, tile.size * itemsize) if changes == WHOLE else (4 * changes, changes * itemsize)
+def sums_of(sums: Mapping[int, Sum], ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Digests of tiles as an array: (tiles, 2)."""
+    return np.array([sums[n] for n in ordinals.tolist()], np.uint64).reshape(-1, 2)
 
 
-def table_size(shape: Shape) -> int:
-    """How long the message of a table is."""
-    bodies = sum(_padded(length) for tile, changes in shape for length in body_lengths(tile, changes))
-    return _COUNT.size + _ENTRY.size * len(shape) + bodies + TRAILER
-
-
-def raw_size(tiles: Sequence[Tile]) -> int:
+def raw_size(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
     """How long the message is that holds these tiles whole."""
-    return table_size([(tile, WHOLE) for tile in tiles])
+    return Table.of_whole(wire, tiles).size
 
 
-def table_places(shape: Shape) -> Iterator[TablePlace]:
-    """Where the places and values of each tile of a table begin."""
-    at = _COUNT.size + _ENTRY.size * len(shape)
-    for tile, changes in shape:
-        places, values = body_lengths(tile, changes)
-        yield TablePlace(at, at + _padded(places))
-        at += _padded(places) + _padded(values)
-
-
-def table_gaps(shape: Shape) -> Iterator[slice]:
-    """The bytes of a table that are between bodies, and mean nothing."""
-    for (tile, changes), place in zip(shape, table_places(shape), strict=True):
-        for begin, length in zip(place, body_lengths(tile, changes), strict=True):
-            if length % 8:
-                yield slice(begin + length, begin + _padded(length))
-
-
-def _padded(length: int) -> int:
-    return -(-length // 8) * 8
-
-
-def check_whole(promised: Mapping[int, Sum], counted: Mapping[int, Sum], layout: Layout) -> None:
+def check_whole(promised: Mapping[int, Sum], counted: Mapping[int, Sum]) -> None:
     """Raises: VerificationError, if tiles that came whole do not have the digests that were promised."""
     for ordinal, sum_ in counted.items():
         if sum_ != promised[ordinal]:
-            name = layout.tiles[ordinal].tensor.name
-            raise VerificationError(
-                f"digest mismatch: bundle {name} is not what was sent; weights unchanged", tensor=name
-            )
+            raise not_as_promised(ordinal)
+
+
+def not_as_promised(ordinal: int) -> VerificationError:
+    """The error of a tile that does not have, or would not have, the digest that a message names."""
+    name = f"{ordinal:08d}"
+    return VerificationError(f"digest mismatch: bundle {name} is not what was sent; weights unchanged", tensor=name)

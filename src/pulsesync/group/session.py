@@ -62,7 +62,7 @@ class SyncSession:
                     assert isinstance(end, SourceEnd)
                     self.team.send_(end.weights.saved(tiles, self.clock, known).message, rank, to)
                 elif self.team.rank in to:
-                    message = self._room(messages.raw_size(tiles))
+                    message = self._room(messages.raw_size(wire, tiles))
                     self.team.send_(message, rank, to)
                     with FailureCollector(self.faults):
                         got.append(self._read(message, place, {}))
@@ -178,7 +178,7 @@ class SyncSession:
         if isinstance(end, ReceiverEnd):
             bucket = end.weights.read(message, before, self.clock)
         else:
-            bucket = Bucket(messages.NOTHING, (), 0, {}, messages.read_sums(message, wire.layout))
+            bucket = Bucket(messages.NOTHING, (), 0, {}, messages.read_sums(message, wire))
         if any(wire.owners[ordinal] != place for ordinal in bucket.sums):
             raise FormatError(f"rank {self.sources[place]} sent a bundle that another source owns")
         return bucket

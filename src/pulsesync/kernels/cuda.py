@@ -33,7 +33,7 @@ from pulsesync.kernels.gpu.marks import (
     mark_later,
     remember,
 )
-from pulsesync.kernels.gpu.tables import read_table, table_starts, write_table
+from pulsesync.kernels.gpu.tables import read_old, read_table, table_starts, write_table
 
 __all__ = [
     "apply",
@@ -55,6 +55,7 @@ __all__ = [
     "list_hot",
     "mark_later",
     "pack",
+    "read_old",
     "read_table",
     "recount",
     "recount_any",

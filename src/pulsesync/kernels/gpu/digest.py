@@ -46,6 +46,14 @@ def apply(
 
 
 @triton.jit
+def _copy_words(source, target, ITEM: tl.constexpr):
+    """Copy a chunk that lies in a row from one address to another, both multiples of 8."""
+    i = tl.arange(0, CHUNK * ITEM // 8)
+    words = tl.load(source.to(tl.pointer_type(tl.uint64)) + i)
+    tl.store(target.to(tl.pointer_type(tl.uint64)) + i, words)
+
+
+@triton.jit
 def gather_pieces(
     piece_at, sizes, piece_columns, piece_strides, begins, chunk_piece, first_chunk, run, ITEM: tl.constexpr
 ):  # fmt: skip
@@ -54,9 +62,14 @@ def gather_pieces(
     piece = tl.load(chunk_piece + c)
     at, size, to = tl.load(piece_at + piece), tl.load(sizes + piece), tl.load(begins + piece)
     columns, stride = tl.load(piece_columns + piece), tl.load(piece_strides + piece)
-    j = (c - tl.load(first_chunk + piece)) * CHUNK + tl.arange(0, CHUNK)
-    bits = load_bits(at, _flat(0, j, 0, columns, stride), j < size, ITEM)
-    tl.store(run + to + j, bits, mask=j < size)
+    first = (c - tl.load(first_chunk + piece)) * CHUNK
+    source, target = at + first * ITEM, run.to(tl.int64) + (to + first) * ITEM
+    if (stride == 0) & (first + CHUNK <= size) & (((source | target) & 7) == 0):
+        _copy_words(source, target, ITEM)
+    else:
+        j = first + tl.arange(0, CHUNK)
+        bits = load_bits(at, _flat(0, j, 0, columns, stride), j < size, ITEM)
+        tl.store(run + to + j, bits, mask=j < size)
 
 
 @triton.jit
@@ -68,9 +81,14 @@ def scatter_pieces(
     piece = tl.load(chunk_piece + c)
     at, size, place = tl.load(piece_at + piece), tl.load(sizes + piece), tl.load(begins + piece)
     columns, stride = tl.load(piece_columns + piece), tl.load(piece_strides + piece)
-    j = (c - tl.load(first_chunk + piece)) * CHUNK + tl.arange(0, CHUNK)
-    bits = tl.load(run + place + j, mask=j < size, other=0)
-    store_bits(at, _flat(0, j, 0, columns, stride), bits, j < size, ITEM)
+    first = (c - tl.load(first_chunk + piece)) * CHUNK
+    source, target = run.to(tl.int64) + (place + first) * ITEM, at + first * ITEM
+    if (stride == 0) & (first + CHUNK <= size) & (((source | target) & 7) == 0):
+        _copy_words(source, target, ITEM)
+    else:
+        j = first + tl.arange(0, CHUNK)
+        bits = tl.load(run + place + j, mask=j < size, other=0)
+        store_bits(at, _flat(0, j, 0, columns, stride), bits, j < size, ITEM)
 
 
 @triton.jit

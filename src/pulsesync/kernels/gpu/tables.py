@@ -42,25 +42,35 @@ def table_starts(block_tile, begins, place_at, counts, firsts, starts):
 
 @triton.jit
 def read_table(
-    tile_at, sizes, place_at, value_at, counts, firsts, positions, old, new, faults,
-    ITEM: tl.constexpr, SPAN: tl.constexpr,
+    sizes, place_at, value_at, counts, firsts, positions, values, faults, ITEM: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Read the changes of each tile, and the weights that they replace, which lie in a row.
+    """Read the changes of each tile: positions in their blocks, and values.
 
-    Counts in faults what is outside its tile or not in order; of that no weight is read.
+    Counts in faults what is outside its tile or not in order.
     """
     t = tl.program_id(0)
-    at, size, first, count = tl.load(tile_at + t), tl.load(sizes + t), tl.load(firsts + t), tl.load(counts + t)
-    places, values = tl.load(place_at + t), tl.load(value_at + t)
+    size, first, count = tl.load(sizes + t), tl.load(firsts + t), tl.load(counts + t)
+    places, bits = tl.load(place_at + t), tl.load(value_at + t)
     for k in range(tl.program_id(1) * SPAN, count, tl.num_programs(1) * SPAN):
         j = k + tl.arange(0, SPAN)
         some = j < count
         place = load_bits(places, j, some, 4).to(tl.int64)
         before = load_bits(places, j - 1, some & (j > 0), 4).to(tl.int64)
-        good = some & (place < size) & ((j == 0) | (place > before))
+        good = (place < size) & ((j == 0) | (place > before))
         wrong = tl.sum((some & (good == 0)).to(tl.int32))
         if wrong > 0:
             tl.atomic_add(faults, wrong)
         tl.store(positions + first + j, (place & IN_BLOCK).to(tl.uint32), mask=some)
-        tl.store(new + first + j, load_bits(values, j, some, ITEM), mask=some)
-        tl.store(old + first + j, load_bits(at, place, good, ITEM), mask=some)
+        tl.store(values + first + j, load_bits(bits, j, some, ITEM), mask=some)
+
+
+@triton.jit
+def read_old(block_at, change_starts, positions, old, ITEM: tl.constexpr, SPAN: tl.constexpr):
+    """Read the weights of each block that changes replace."""
+    b = tl.program_id(0)
+    at, first, end = tl.load(block_at + b), tl.load(change_starts + b), tl.load(change_starts + b + 1)
+    for k in range(first + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        position = tl.load(positions + j, mask=some, other=0)
+        tl.store(old + j, load_bits(at, position, some, ITEM), mask=some)
