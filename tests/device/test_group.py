@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pulsesync.core import digest
-from pulsesync.core.types import Bits
+from pulsesync.core.types import BLOCK, Bits
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.group import bundles, device_weights
 from pulsesync.group.bundles import agree, tell
@@ -274,6 +274,24 @@ def test_masters_are_sent_as_the_dtype_that_receivers_have(dtype: str, device: s
         assert second is not None
         found.append((bytes_of(first.message), bytes_of(second.message)))
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_bundle_that_is_larger_than_a_block_is_written_where_it_belongs(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of it is in two blocks. It takes the interpreter some seconds: a block has 2^20 weights."""
+    monkeypatch.setattr(bundles, "SMALL", BLOCK)
+    old = {name: torch.zeros(BLOCK // 2 + more, dtype=torch.int16) for name, more in (("a", -80), ("b", 300))}
+    pair = Joined(old, old, ("device", "device"), device)
+    assert [len(pieces) for pieces in pair.wire.pieces] == [2]
+    assert pair.tiles[0].block_count == 2
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["a"][[0, -1]] = 1
+    border = BLOCK // 2 + 80  # the first of "b" that is in the second block
+    new["b"][[0, border - 1, border, -1]] = 2
+    pair.bring(new)
+    pair.commit(*pair.carry("plain"))
+    assert same(pair.weights(), new)
 
 
 def test_tied_tensors_with_memory_of_their_own_are_written_too(device: str) -> None:

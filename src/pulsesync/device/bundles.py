@@ -7,14 +7,14 @@ Launches do not grow with the number of tensors, nor with that of bundles.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Sum, Tile
-from pulsesync.device.changes import PileChanges, block_moves
+from pulsesync.device.changes import PileChanges, block_moves, device_keys
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
     INTEGERS,
@@ -213,26 +213,37 @@ def _read_part(part: Pile, table: ChangeTable, message: torch.Tensor) -> tuple[P
     return PileChanges(part, starts, positions, new, new), wrong
 
 
-def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> list[PileChanges]:
-    """Changes with the weights that they replace, as they are now: for the undo log and the digest."""
-    found = []
+def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> tuple[list[PileChanges], Callable[[], TileSums]]:
+    """Changes with the weights that they replace, as they are now; and what waits for how digests move by them."""
+    found, sums = list[PileChanges](), list[torch.Tensor]()
     for run in runs:
         pile, old = run.pile, torch.empty_like(run.new)
+        moved = torch.zeros(2 * pile.blocks, dtype=torch.int64, device=pile.device)
         if run.count:
             with on(pile.device):
                 weights = pile.locate(state.tensors)
-                cuda.read_old[(pile.blocks, 4)](
-                    weights.at, run.starts, unsigned(run.positions), unsigned(old), ITEM=pile.kind.itemsize, SPAN=SPAN
-                )
+                cuda.read_old[(pile.blocks, 8)](
+                    weights.at, pile.begins, pile.indices.blocks, pile.indices.table, run.starts,
+                    unsigned(run.positions), unsigned(old), unsigned(run.new), device_keys(pile.device), moved,
+                    ITEM=pile.kind.itemsize, SPAN=SPAN,
+                )  # fmt: skip
         found.append(replace(run, old=old))
-    return found
+        sums.append(moved)
+    counted = fetch(*sums)
+    return found, lambda: _by_tile([run.pile for run in runs], counted())
 
 
 def count_moves(runs: Sequence[PileChanges]) -> TileSums:
     """How the digests of tiles move by changes: of all tiles of the piles of the runs."""
     counted = block_moves(runs)
-    sums = [np.add.reduceat(by, pile.first_block[:-1], axis=0) for pile, by in counted.items()]
-    return TileSums.join([TileSums(pile.ordinals, some) for pile, some in zip(counted, sums, strict=True)])
+    return _by_tile(list(counted), list(counted.values()))
+
+
+def _by_tile(piles: Sequence[Pile], by_block: Sequence[NDArray[Any]]) -> TileSums:
+    """From sums of blocks to sums of tiles."""
+    pairs = zip(piles, (sums.view(np.uint64).reshape(-1, 2) for sums in by_block), strict=True)
+    added = [TileSums(pile.ordinals, np.add.reduceat(some, pile.first_block[:-1], axis=0)) for pile, some in pairs]
+    return TileSums.join(added)
 
 
 class SourceBundles:

@@ -69,10 +69,10 @@ class PileChanges:
             )  # fmt: skip
         if pile.pieces is not None:
             table = pile.pieces.table
-            begins, first_piece = pile.blocks_in_run
+            begins, first_piece, last_piece = pile.blocks_in_run
             cuda.apply_pieces[pile.blocks - whole, spread](
-                whole, begins, first_piece, table.begins, at.pieces, table.columns, table.strides, self.starts, *values,
-                ITEM=pile.kind.itemsize, SPAN=SPAN,
+                whole, begins, first_piece, last_piece, table.begins, at.pieces, table.columns, table.strides,
+                self.starts, *values, ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
 
     def count_moves(self, sums: torch.Tensor) -> None:

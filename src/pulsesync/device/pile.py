@@ -252,13 +252,18 @@ class Pile:
         return Pieces(self.tiles[first:], self.places[first:], self.device) if first < len(self.places) else None
 
     @cached_property
-    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its first piece."""
+    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its pieces.
+
+        That is the piece its first weight is in, and the one after that of its last: of tiles larger than a block, a
+        piece may be in two of them.
+        """
         assert self.pieces is not None
         first = int(self.first_block[self.first_gathered])
         begins = self.pieces.starts[self.tile_of[first:] - self.first_gathered] + self.host_begins[first:]
-        pieces = np.append(np.searchsorted(self.pieces.begins, begins), self.pieces.begins.size)
-        return to_device(begins, self.device), to_device(pieces, self.device)
+        low = np.searchsorted(self.pieces.begins, begins, "right") - 1
+        high = np.searchsorted(self.pieces.begins, begins + self.host_sizes[first:])
+        return to_device(begins, self.device), to_device(low, self.device), to_device(high, self.device)
 
     def _locate_plain(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
         """The same of the tiles that are in one tensor each."""

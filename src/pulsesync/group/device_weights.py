@@ -236,12 +236,12 @@ class DeviceReceiverWeights:
             here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
             runs = read_table(self.state, sparse.tolist(), _change_table(self._wire, table), here)
         with clock.timed("undo"):
-            runs = with_old(self.state, runs)
+            runs, moving = with_old(self.state, runs)
         promised = TileSums(table.ordinals, sums)
         begins = _begins(table)
         tiles = self._bundles.shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         with clock.timed("digest"):
-            after = messages.sums_of(before, sparse) + count_moves(runs).of(sparse)
+            after = messages.sums_of(before, sparse) + moving().of(sparse)
             self._check(sparse, after, promised)
             self._check(whole, count_whole(tiles, here).of(whole), promised)
         by_ordinal = {tile.ordinal: some for some in tiles for tile in some.pile.tiles}

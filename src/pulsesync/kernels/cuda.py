@@ -19,6 +19,7 @@ from pulsesync.kernels.gpu.digest import (
     digest_change,
     gather,
     gather_pieces,
+    read_old,
     recount,
     recount_any,
     scatter_pieces,
@@ -33,7 +34,7 @@ from pulsesync.kernels.gpu.marks import (
     mark_later,
     remember,
 )
-from pulsesync.kernels.gpu.tables import read_old, read_table, table_starts, write_table
+from pulsesync.kernels.gpu.tables import read_table, table_starts, write_table
 
 __all__ = [
     "apply",

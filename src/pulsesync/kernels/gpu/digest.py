@@ -107,13 +107,16 @@ def _find_piece(begins, first, count, i, STRIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first"])
 def apply_pieces(
-    first, block_begins, first_piece, piece_begins, piece_at, piece_columns, piece_strides, change_starts, positions,
-    values, ITEM: tl.constexpr, SPAN: tl.constexpr,
+    first, block_begins, first_piece, last_piece, piece_begins, piece_at, piece_columns, piece_strides, change_starts,
+    positions, values, ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write changed weights of bundles where they belong in their tensors: the blocks from `first` on."""
+    """Write changed weights of bundles where they belong in their tensors: the blocks from `first` on.
+
+    Of each block, the piece that its first weight is in, and the one after that of its last.
+    """
     b = tl.program_id(0)
     begin = tl.load(block_begins + b)
-    low, high = tl.load(first_piece + b), tl.load(first_piece + b + 1)
+    low, high = tl.load(first_piece + b), tl.load(last_piece + b)
     from_, end = tl.load(change_starts + first + b), tl.load(change_starts + first + b + 1)
     for k in range(from_ + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
         j = k + tl.arange(0, SPAN)
@@ -157,6 +160,26 @@ def _chunk_key(chunk, which):
 
 
 @triton.jit
+def _add_moves(first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM: tl.constexpr):
+    """Add to sums how the digest moves by changes, given where they are in their tile."""
+    per: tl.constexpr = (ITEM + 1) // 2
+    row = pieces + 5 * _find_piece(pieces, first_piece, count, p, 5)
+    i = p - tl.load(row)
+    if apart != 0:
+        columns, stride = tl.load(row + 2), tl.load(row + 3)
+        i = tl.where(stride == 0, i, (i // columns) * stride + i % columns)
+    i = (tl.load(row + 1) + i) * per
+    offset = tl.load(row + 4)
+    for unit in tl.static_range(per):
+        moved = ((new >> (16 * unit)) & 0xFFFF) - ((old >> (16 * unit)) & 0xFFFF)
+        left, right = _chunk_keys(offset + ((i + unit) >> CHUNK_BITS))
+        place = (i + unit) & (CHUNK - 1)
+        first += moved * tl.load(keys + place, mask=some, other=0).to(tl.uint64) * left
+        second += moved * tl.load(keys + CHUNK + place, mask=some, other=0).to(tl.uint64) * right
+    return first, second
+
+
+@triton.jit
 def digest_change(
     begins, block_pieces, pieces, change_starts, positions, before, after, keys, sums,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
@@ -172,28 +195,45 @@ def digest_change(
         tl.load(block_pieces + 3 * b), tl.load(block_pieces + 3 * b + 1), tl.load(block_pieces + 3 * b + 2),
     )  # fmt: skip
     from_, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
-    per: tl.constexpr = (ITEM + 1) // 2
     first = tl.zeros([SPAN], tl.uint64)
     second = tl.zeros([SPAN], tl.uint64)
     for k in range(from_ + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
         j = k + tl.arange(0, SPAN)
         some = j < end
         p = begin + tl.load(positions + j, mask=some, other=0).to(tl.int64)
-        row = pieces + 5 * _find_piece(pieces, first_piece, count, p, 5)
-        i = p - tl.load(row)
-        if apart != 0:
-            columns, stride = tl.load(row + 2), tl.load(row + 3)
-            i = tl.where(stride == 0, i, (i // columns) * stride + i % columns)
-        i = (tl.load(row + 1) + i) * per
-        offset = tl.load(row + 4)
         old = tl.load(before + j, mask=some, other=0).to(tl.uint64)
         new = tl.load(after + j, mask=some, other=0).to(tl.uint64)
-        for unit in tl.static_range(per):
-            moved = ((new >> (16 * unit)) & 0xFFFF) - ((old >> (16 * unit)) & 0xFFFF)
-            left, right = _chunk_keys(offset + ((i + unit) >> CHUNK_BITS))
-            place = (i + unit) & (CHUNK - 1)
-            first += moved * tl.load(keys + place, mask=some, other=0).to(tl.uint64) * left
-            second += moved * tl.load(keys + CHUNK + place, mask=some, other=0).to(tl.uint64) * right
+        first, second = _add_moves(
+            first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM
+        )  # fmt: skip
+    tl.atomic_add(sums + 2 * b, tl.sum(first.to(tl.int64)))
+    tl.atomic_add(sums + 2 * b + 1, tl.sum(second.to(tl.int64)))
+
+
+@triton.jit
+def read_old(
+    block_at, begins, block_pieces, pieces, change_starts, positions, before, after, keys, sums,
+    ITEM: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Read the weights that changes replace, and count how the digest moves, as `digest_change` does."""
+    b = tl.program_id(0)
+    at, begin = tl.load(block_at + b), tl.load(begins + b)
+    first_piece, count, apart = (
+        tl.load(block_pieces + 3 * b), tl.load(block_pieces + 3 * b + 1), tl.load(block_pieces + 3 * b + 2),
+    )  # fmt: skip
+    from_, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
+    first = tl.zeros([SPAN], tl.uint64)
+    second = tl.zeros([SPAN], tl.uint64)
+    for k in range(from_ + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        position = tl.load(positions + j, mask=some, other=0).to(tl.int64)
+        old = load_bits(at, position, some, ITEM)
+        tl.store(before + j, old, mask=some)
+        new = tl.load(after + j, mask=some, other=0).to(tl.uint64)
+        first, second = _add_moves(
+            first, second, begin + position, old.to(tl.uint64), new, some, pieces, first_piece, count, apart, keys, ITEM
+        )  # fmt: skip
     tl.atomic_add(sums + 2 * b, tl.sum(first.to(tl.int64)))
     tl.atomic_add(sums + 2 * b + 1, tl.sum(second.to(tl.int64)))
 

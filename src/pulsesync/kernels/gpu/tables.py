@@ -62,15 +62,3 @@ def read_table(
             tl.atomic_add(faults, wrong)
         tl.store(positions + first + j, (place & IN_BLOCK).to(tl.uint32), mask=some)
         tl.store(values + first + j, load_bits(bits, j, some, ITEM), mask=some)
-
-
-@triton.jit
-def read_old(block_at, change_starts, positions, old, ITEM: tl.constexpr, SPAN: tl.constexpr):
-    """Read the weights of each block that changes replace."""
-    b = tl.program_id(0)
-    at, first, end = tl.load(block_at + b), tl.load(change_starts + b), tl.load(change_starts + b + 1)
-    for k in range(first + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
-        j = k + tl.arange(0, SPAN)
-        some = j < end
-        position = tl.load(positions + j, mask=some, other=0)
-        tl.store(old + j, load_bits(at, position, some, ITEM), mask=some)
