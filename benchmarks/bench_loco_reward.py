@@ -56,8 +56,9 @@ from fleet import Chosen, Fleet, dense_bytes, measure
 from pulsesync.lab.charts import Panel, figure
 from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
-from pulsesync.loco.gate import F32, DenseGate, GateRule, VisibilityGate
+from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
 from pulsesync.loco.outer import SGD, Nesterov, OuterRule, OwnMomentum, SharedMomentum
+from pulsesync.loco.vectors import F32
 
 MARGIN, MIDDLE, LAST = 0.03, 0.015, 3  # of the difference to dense, and the evaluations that it is the mean of
 FIRST = 3  # rounds that byte counts leave out: a checkpoint begins on the BF16 grid, where fewer entries are sent

@@ -32,10 +32,11 @@ from pulsesync.kernels import reference
 from pulsesync.loco import Nesterov, PulseLoCo
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.fragments import FragmentTensors
-from pulsesync.loco.gate import F32, SentUpdate, VisibilityGate, chunks_of
+from pulsesync.loco.gate import SentUpdate, VisibilityGate
 from pulsesync.loco.outer import OwnMomentum, TrainerUpdate, aggregate, diverges, mean_of
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
+from pulsesync.loco.vectors import F32, chunks_of
 
 WARM = 3  # rounds before those that are measured: a checkpoint begins on the BF16 grid
 

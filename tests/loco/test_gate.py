@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pulsesync.core import threads
 from pulsesync.kernels.reference import bf16
-from pulsesync.loco import gate as gates
+from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.gate import (
     LARGEST,
     LOWEST_UNIT,
@@ -382,7 +382,7 @@ def test_a_split_is_the_same_whatever_chunks_and_threads(rule: VisibilityGate, m
     theta, s = wild(7, 1000)
     expected = split_of(rule, theta, s)
     for chunk, count in ((1, 3), (7, 1), (64, 2), (999, 8), (1000, 1), (1001, 2)):
-        monkeypatch.setattr(gates, "CHUNK", chunk)
+        monkeypatch.setattr(all_vectors, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         found = split_of(rule, theta, s)
         assert np.array_equal(found.sent.positions, expected.sent.positions)
