@@ -121,12 +121,16 @@ class DeviceVectors:
         def measure(here: slice) -> list[int]:
             piece = values[here]
             programs = -(-piece.numel() // SPAN)
-            found = torch.empty((2, programs), dtype=torch.int32, device=self.device)
+            found = self._results(2, programs)
             cuda.measure[(programs,)](piece, found[0], found[1], piece.numel(), SPAN=SPAN, **EXACT)
             return _joined(found)
 
         done = self.each(measure, values.numel())
         return sum(one[0] for one in done), max((one[1] for one in done), default=0)
+
+    def _results(self, kinds: int, programs: int) -> torch.Tensor:
+        """Zeros for what programs find; rows begin at multiples of 16 bytes, for which kernels are compiled once."""
+        return torch.zeros((kinds, -(-programs // 4) * 4), dtype=torch.int32, device=self.device)
 
     def largest(self, values: torch.Tensor) -> np.float32:
         return np.uint32(self._measure(values)[1]).view(np.float32)
@@ -213,7 +217,7 @@ class DeviceVectors:
     def move(self, theta: torch.Tensor, total: torch.Tensor, trainers: int, signs: torch.Tensor) -> MovedEntries:
         size = theta.numel()
         programs = -(-size // SPAN)
-        found = torch.empty((3, programs), dtype=torch.int32, device=self.device)
+        found = self._results(3, programs)
         cuda.move[(programs,)](
             theta, total, float(trainers), signs, found[0], found[1], found[2], size, SPAN=SPAN, **EXACT
         )
