@@ -20,6 +20,7 @@ from pulsesync.loco.vectors import HOST
 from pulsesync.store import MemoryStore
 from pulsesync.testing.backends import host_as_device
 from tests.device import interpreter
+from tests.device.launches import OF_ROUNDS, counted
 from tests.loco.fleet import Trainer, alone, meet, same, together
 from tests.processes import Fleet, fleet, group
 
@@ -224,7 +225,7 @@ def test_on_round_is_called_where_the_caller_computes_and_not_aside(device: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["PulseLoCo", "delay", "DDP"])
-def test_rounds_are_in_order_with_training_in_a_stream_of_its_own(way: str) -> None:
+def test_rounds_are_in_order_with_training_in_a_stream_of_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step and every gradient comes after work that takes long: what is read too early is something else."""
     found, stream = [], torch.cuda.Stream()
     large = torch.ones((4096, 4096), device="cuda")
@@ -236,6 +237,8 @@ def test_rounds_are_in_order_with_training_in_a_stream_of_its_own(way: str) -> N
 
     for slow in (False, True):
         with torch.cuda.stream(stream), trainer(alone(), 0, "cuda", **WAYS[way]) as one:
+            for hook in ("_look", "_count"):  # which wait for the device
+                monkeypatch.setattr(one, hook, lambda: None)
             if slow:
                 one.optimizer.register_step_pre_hook(work)
             one.step(6)
@@ -250,3 +253,31 @@ def test_models_of_one_tensor_are_read_in_place(device: str) -> None:
     with host_as_device():
         tensors = FragmentTensors({"w": weights})
     assert tensors.read_piece(slice(0, 50)).data_ptr() == weights.data_ptr()
+
+
+def test_a_step_without_a_round_does_not_wait_for_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+    aside = DeviceVectors.aside
+
+    def counted(self: DeviceVectors) -> Any:
+        entered.append(1)
+        return aside(self)
+
+    with trainer(alone(), 0, device, sync_every=3) as one:
+        monkeypatch.setattr(DeviceVectors, "aside", counted)
+        one.step(2)
+        assert not entered
+        one.step()
+        assert entered
+
+
+def test_later_rounds_compile_nothing(device: str) -> None:
+    """But the first few do, and all kernels that there are for rounds, with a momentum of a trainer's own or not."""
+    with counted() as found:
+        for way in ("PulseLoCo", "as published"):
+            with trainer(alone(), 0, device, **WAYS[way]) as one:
+                one.step(4)
+                known = len(found)
+                one.step(4)
+        assert found[known:] == []
+        assert {one.kernel for one in found} >= OF_ROUNDS - {"divide"}  # of gradients, and for a trainer that joins

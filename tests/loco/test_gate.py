@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from pulsesync.loco.gate import (
     SparseVector,
     VisibilityGate,
     WholeUpdate,
+    unit_of,
 )
 from pulsesync.loco.outer import SGD, SharedMomentum, aggregate, mean_of
 from tests.helpers import many, seeds
@@ -456,3 +458,40 @@ def test_small_steps_in_one_direction_fire_once_they_add_up() -> None:
             fired.append((i, float(split.sent.values[0])))
             break
     assert fired == [(4, -5 * 2.0**-10)]
+
+
+# The unit
+
+
+@many
+@given(seeds, st.integers(1, 300), st.integers(-40, 38), st.integers(0, 12))
+def test_the_unit_is_that_many_bits_below_the_root_mean_square_of_values_cut_to_bf16(
+    seed: int, size: int, octave: int, bits: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1, 1], size)
+    values = (signs * rng.lognormal(0, 3, size) * 10.0**octave).astype(np.float32)
+    values = values[np.isfinite(values)]
+    cut = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    squares = sum(Fraction(float(x)) ** 2 for x in cut)
+    unit = unit_of(values, bits)
+    assert unit_of(rng.permutation(values), bits) == unit
+    if not values.size:
+        assert unit == 0
+        return
+    largest = int(np.frexp(np.abs(values).max())[1]) - 1
+    lowest = max(largest - 22, LOWEST_UNIT)
+    assert unit >= lowest
+    if unit > lowest:
+        below, above = (Fraction(4) ** (unit + bits + i) * values.size for i in (0, 1))
+        assert below <= squares < above
+    elif squares:
+        assert squares < Fraction(4) ** (lowest + bits + 1) * values.size
+
+
+def test_a_unit_near_a_power_of_two_is_that_of_the_cut_values() -> None:
+    """0x3F7FFFFF, the number before 1, is cut to 0.996, and so the unit is the one below."""
+    assert unit_of(np.full(5, 1, np.float32), 0) == 0
+    assert unit_of(np.full(5, np.nextafter(np.float32(1), np.float32(0))), 0) == -1
+    assert unit_of(f32(2e-45), 0) == LOWEST_UNIT
+    assert unit_of(f32(), 3) == 0

@@ -446,9 +446,13 @@ class FragmentTrainer:
         self._unwritten[fragment] = weights or self._start(fragment)
         self._mend()
 
-    @aside
     def _mend(self) -> None:
         """Complete rounds that are decided. If that fails (a device may), it is done at the next occasion."""
+        if self._uncommitted or self._unwritten:  # most steps have nothing to wait for
+            self._complete()
+
+    @aside
+    def _complete(self) -> None:
         for fragment in list(self._uncommitted):
             update, taken, shared, weights = self._uncommitted[fragment]
             update.commit(taken)
