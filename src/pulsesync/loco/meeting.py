@@ -224,7 +224,8 @@ class FragmentTrainer:
         """Complete unfinished commits. Before the first round, take the weights that the model has now as the start."""
         self._mend()
         if not self._begun:
-            self._held = [self._begin(t) for t in self._tensors]
+            for held, tensors in zip(self._held, self._tensors, strict=True):  # whose own vectors are zero
+                held.shared = replace(held.shared, theta=tensors.read())
 
     def _shared_values(self, fragment: int) -> Vector:
         return self._held[fragment].shared.theta

@@ -176,9 +176,12 @@ def measure(values, nonzero, largest, size, SPAN: tl.constexpr):
     tl.store(largest + p, _most(sizes))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["total", "values"])
 def add_at(total, positions, values, count: tl.int64, SPAN: tl.constexpr):
-    """Add values to the entries of total at these positions, each of which is there once."""
+    """Add values to the entries of total at these positions, each of which is there once.
+
+    Both may be pieces of vectors that begin anywhere, for which it need not be compiled again.
+    """
     j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     some = j < count
     at = total + tl.load(positions + j, mask=some, other=0)
