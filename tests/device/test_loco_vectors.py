@@ -253,7 +253,7 @@ def test_dense_payloads(there: Any) -> None:
     one, other = coders(there, 50, dense=True)
     values = np.random.default_rng(0).normal(0, 1, 50).astype(np.float32)
     data = other.encode("ada", SparseVector(50, np.arange(50), values), None)
-    assert one.encode("ada", SparseVector(50, there.arange(50), there.bring(values)), None) == data
+    assert one.encode("ada", SparseVector.whole(there.bring(values)), None) == data
     assert_same(one.decode(data, "ada", 0, 50)[1].values, values)
 
 

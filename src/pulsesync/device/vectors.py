@@ -83,9 +83,6 @@ class DeviceVectors:
     def signs(self, size: int) -> torch.Tensor:
         return empty(size, torch.int8, self.device).zero_()
 
-    def arange(self, size: int) -> torch.Tensor:
-        return torch.arange(size, device=self.device)
-
     def copy(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
 

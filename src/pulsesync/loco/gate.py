@@ -26,8 +26,13 @@ class SparseVector:
     """Some entries of a vector; the others are zero."""
 
     size: int
-    positions: Vector  # int64, ascending
+    positions: Vector  # int64, ascending; of a dense update a range, which takes no memory
     values: Vector
+
+    @classmethod
+    def whole(cls, values: Vector) -> "SparseVector":
+        """All entries of a vector."""
+        return cls(len(values), range(len(values)), values)
 
     @property
     def is_whole(self) -> bool:
@@ -38,6 +43,8 @@ class SparseVector:
         """The entries from begin to end, counted from begin."""
         if (begin, end) == (0, self.size):
             return self
+        if isinstance(self.positions, range):
+            return SparseVector.whole(self.values[begin:end])
         first, last = vectors_of(self.values).search(self.positions, (begin, end))
         return SparseVector(end - begin, self.positions[first:last] - begin, self.values[first:last])
 
@@ -154,7 +161,7 @@ class DenseGate:
             values[here] = update.read(here)
 
         v.each(fill, update.size)
-        return SentUpdate(SparseVector(update.size, v.arange(update.size), values), None, v.largest(values))
+        return SentUpdate(SparseVector.whole(values), None, v.largest(values))
 
 
 def unit_of(values: Vector, bits: int) -> int:

@@ -163,8 +163,10 @@ class GroupExchange:
         read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]
         total = aggregate([part for part, _ in read], end - begin)
         v = coder.vectors
-        positions = v.arange(len(total)) if coder.described is None else v.nonzero(total)
-        union = SparseVector(len(total), positions, total if coder.described is None else total[positions])
+        union = SparseVector.whole(total)
+        if coder.described is not None:
+            positions = v.nonzero(total)
+            union = SparseVector(len(total), positions, total[positions])
         sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
         got = self._swap([b"" if faults else sums] * everyone, _most(size))
         got[self._rank] = sums

@@ -420,7 +420,7 @@ class FragmentTrainer:
             if cleared is not None:
                 for own in (held.residual, held.momentum, moved):
                     if own is not None:
-                        own[cleared.positions] = 0
+                        own[slice(None) if cleared.is_whole else cleared.positions] = 0
             self._set(fragment, shared, (rule.start(shared.theta, held.residual) - moved).__getitem__)
 
     def _restart(self, fragment: int, shared: SharedState) -> None:

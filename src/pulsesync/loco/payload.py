@@ -136,7 +136,7 @@ class Coder:
         if self.described is None:
             if head.count != size or head.coded or len(body) != 4 * size:
                 raise FormatError("a dense payload has another length than its entries")
-            return SparseVector(size, v.arange(size), v.bring(np.frombuffer(body, "<f4").astype(np.float32)))
+            return SparseVector.whole(v.bring(np.frombuffer(body, "<f4").astype(np.float32)))
         described = self.described[head.begin : head.end]
         positions, sizes, negative = v.decode_steps(described, body[: head.coded], head.count)
         rest = body[head.coded :]
@@ -154,7 +154,7 @@ class Coder:
 
     def nothing(self, size: int) -> SparseVector:
         """No entries of so many."""
-        return SparseVector(size, self.vectors.arange(0), self.vectors.empty(0))
+        return SparseVector(size, self.vectors.join([], np.int64), self.vectors.empty(0))
 
 
 def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:

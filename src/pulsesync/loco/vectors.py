@@ -55,8 +55,6 @@ class Vectors(Protocol):
     def signs(self, size: int) -> Vector:
         """Zeros of type int8."""
 
-    def arange(self, size: int) -> Vector: ...
-
     def copy(self, values: Vector) -> Vector: ...
 
     def join(self, vectors: Sequence[Vector], dtype: type = np.float32) -> Vector:
@@ -204,9 +202,6 @@ class HostVectors:
 
     def signs(self, size: int) -> NDArray[np.int8]:
         return np.zeros(size, np.int8)
-
-    def arange(self, size: int) -> I64:
-        return np.arange(size)
 
     def copy(self, values: NDArray[Any]) -> NDArray[Any]:
         return values.copy()
