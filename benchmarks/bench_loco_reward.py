@@ -207,7 +207,7 @@ class _Rounds:
             part = self._gates[trainer].select(fleet.shared.theta, update)
             if coder and (trainer == 0 or self._options.device == "cpu"):  # of a large model, one stands for all
                 payloads.append(len(coder.encode(f"{trainer:05d}", part.sent, part.unit)))
-            counts.append(part.sent.positions.size)
+            counts.append(len(part.sent.positions))
             if number in self._options.wire and coder:
                 parts.append(part)
             fleet.take(update, part)

@@ -289,7 +289,7 @@ def measure(fleet: Fleet, parts: Sequence[SentUpdate], ways: Sequence[str] = ("o
         sent, received = ([getattr(one, name) for one in group] for name in ("sent_bytes", "received_bytes"))
         wire[way] = float(np.mean(sent)), float(np.mean(received))
     assert all(np.array_equal(total, totals[0]) for total in totals)
-    share = float(np.mean([part.sent.positions.size for part in parts])) / size
+    share = float(np.mean([len(part.sent.positions) for part in parts])) / size
     return Sent(float(np.mean(payload)), wire, share, np.count_nonzero(totals[0]) / size)
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from pulsesync.core.types import BLOCK
 from pulsesync.device.vectors import DeviceVectors, vectors_on
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco.gate import SparseVector, VisibilityGate, WholeUpdate, unit_of
 from pulsesync.loco.outer import Nesterov, OwnMomentum, SharedMomentum, aggregate
 from pulsesync.loco.payload import Coder, describe
-from pulsesync.loco.shared import SharedState
+from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import HOST, Vectors, vectors_of
 from tests.kernels.fp32_cases import F32, updates, weights
 
@@ -247,6 +248,47 @@ def test_a_payload_of_a_part_of_a_fragment_that_begins_anywhere(there: Any) -> N
     brought = SparseVector(999, there.bring(sent.positions), there.bring(sent.values))
     assert one.encode("ada", brought, None, begin=501) == data
     assert_same(one.decode(data, "ada", 501, 1500)[1].values, sent.values)
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_steps_in_several_blocks(there: Any) -> None:
+    """Most entries are far from their border, so that few are hot: the interpreter's time follows these."""
+    rng = np.random.default_rng(5)
+    size = 2 * BLOCK + 5000
+    described = np.full(size, 250 << 7, np.uint16)
+    near = np.sort(rng.choice(size, 600, replace=False))
+    described[near] = rng.integers(1, 20, near.size) << 7 | rng.integers(0, 2, near.size) << 15
+    positions = np.sort(np.concatenate([near[::2], [0, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, size - 1]]))
+    positions = np.unique(positions)
+    sizes, negative = rng.integers(1, 9, positions.size), rng.integers(0, 2, positions.size)
+    data = HOST.encode_steps(described, positions, sizes, negative)
+    brought = there.bring(described.view(np.int16))
+    assert there.encode_steps(brought, *map(there.bring, (positions, sizes, negative))) == data
+    for found, expected in zip(
+        there.decode_steps(brought, memoryview(data), positions.size), (positions, sizes, negative), strict=True
+    ):
+        assert_same(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [None, 0])
+def test_a_round_of_several_blocks_and_pieces(there: Any, bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceVectors, "chunk", 1 << 19)
+    rng = np.random.default_rng(6)
+    theta = rng.normal(0, 0.02, 1_300_001).astype(np.float32)
+    s = rng.normal(0, 1e-5, theta.size).astype(np.float32)
+    trend = rng.integers(-1, 2, theta.size).astype(np.int8)
+    gate, rule, results = VisibilityGate(bits, 1.4), OwnMomentum(Nesterov()), []
+    for v in (there, HOST):
+        vectors = [v.bring(one.copy()) for one in (theta, s, trend)]
+        part = gate.select(vectors[0], WholeUpdate(vectors[1]))
+        coder = Coder(0, 1, "b", describe(vectors[0], vectors[2]), v)
+        data = coder.encode("ada", part.sent, part.unit)
+        read = coder.decode(data, "ada", 0, theta.size)[1]
+        total = aggregate([read, part.sent, part.sent], theta.size)
+        after = SharedState("0" * 64, vectors[0], vectors[2]).resolve(Outcome({"a": "", "b": "", "c": ""}, total), rule)
+        results.append((data, after.moved, after.after.digest))
+    assert results[0] == results[1]
 
 
 def test_dense_payloads(there: Any) -> None:

@@ -83,6 +83,10 @@ def test_every_kernel_that_computes_in_fp32_is_looked_at() -> None:
 if __name__ == "__main__":
     chosen = [(source, options) for source, options in sources() if source.name in KERNELS]
     for source, options in chosen:
+        if source.name == "describe":  # of a trend in FP32, too
+            signature = {**source.signature, "trend": "*fp32"}
+            other = type(source)(fn=source.fn, signature=signature, constexprs=source.constants)
+            check(source.name, *compile_(other, options))
         check(source.name, *compile_(source, options))
         if source.name == "advance":  # so that what is looked for above is what there would be
             assert "fma.rn.f32" in compile_(source, options, fused=True)[0]
