@@ -38,11 +38,12 @@ def compile_(source: Any, options: dict[str, Any], fused: bool = False) -> tuple
 
 def check(name: str, ptx: str, cubin: bytes) -> None:
     assert "fma" not in ptx, f"{name} fuses a product and a sum"
+    assert not re.search(r"\b(mul|add|sub)\.f32", ptx), f"{name} lets the assembler fuse"  # which it may without .rn
     assert ".ftz" not in ptx, f"{name} flushes subnormal numbers to zero"
     assert ".approx" not in ptx, f"{name} has an approximation"
     assert ("div.rn.f32" in ptx) == ("div" in KERNELS[name].split()), f"{name}: how does it divide?"
     assert not re.search(r"\bdiv\.(?!rn\.f32)\S*f32", ptx), f"{name} has another division"
-    assert ("mul" in KERNELS[name]) == bool(re.search(r"\bmul(\.rn)?\.f32", ptx)), f"{name}: how does it multiply?"
+    assert ("mul" in KERNELS[name]) == bool(re.search(r"\bmul\.rn\.f32", ptx)), f"{name}: how does it multiply?"
     assert not re.search(r"\b(atom|red)\.\S*f32", ptx), f"{name} adds FP32 numbers in an order that is not fixed"
     if "div" in KERNELS[name].split():
         return  # a division in machine code is made of fused operations, and correct for it
