@@ -292,13 +292,15 @@ def drift_on(
 class DeviceDrift(torch.optim.Optimizer):
     """Moves fragments on a GPU as `drift_on` says, and waits until they are."""
 
-    def __init__(self, fragments: Sequence[Any], options: argparse.Namespace) -> None:
-        super().__init__(list(fragments), {})
+    def __init__(
+        self, fragments: Sequence[torch.Tensor], model: Sequence[dict[str, Any]], options: argparse.Namespace
+    ) -> None:
+        super().__init__([parameter for one in model for parameter in one.values()], {})
         self._fragments, self._options, self._number = fragments, options, 0
         self.turn = 0  # the fragment whose round is next: the others need not move for it
 
     def step(self, closure: Any = None) -> None:
-        weights = self._fragments[self.turn].detach()
+        weights = self._fragments[self.turn]
         for here, by in drift_on(weights.device, weights.numel(), self._number, self._options, self.turn):
             weights[here] -= by
         self._number += 1
@@ -309,12 +311,13 @@ def whole_on(options: argparse.Namespace, device: torch.device, size: int, coded
     """Seconds of rounds of a real trainer, and the peak of what torch has allocated, in all and beside its state."""
     count = options.fragments
     sizes = [size * (i + 1) // count - size * i // count for i in range(count)]
-    parameters = [torch.nn.Parameter(checkpoint_on(device, n, seed)) for seed, n in enumerate(sizes)]
-    optimizer, exchange = DeviceDrift(parameters, options), Alone(options.trainers, coded)
+    fragments = [checkpoint_on(device, n, seed) for seed, n in enumerate(sizes)]
+    cut = [flat.tensor_split(options.tensors) for flat in fragments]
+    model = [{f"{i}.{j}": torch.nn.Parameter(w) for j, w in enumerate(some)} for i, some in enumerate(cut)]
+    optimizer, exchange = DeviceDrift(fragments, model, options), Alone(options.trainers, coded)
     seconds: list[list[float]] = [[] for _ in sizes]
     extra, peaks, shares, sent = [], [], [], []
     gate = {"compact": options.compact, "reach": options.reach}
-    model = [{f"w{i}": p} for i, p in enumerate(parameters)]
     rounds = options.rounds if count == 1 else 1
     began = perf_counter()
     with host_as_device(device.type == "cpu"):
@@ -394,7 +397,8 @@ def on_device(options: argparse.Namespace, size: int) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     one = found["coded"]
-    print(f"{size:,} weights in {options.fragments} fragments on {name}, R = {options.trainers}, ", end="")
+    print(f"{size:,} weights in {options.fragments} fragments of {options.tensors} tensors on {name}, ", end="")
+    print(f"R = {options.trainers}, ", end="")
     print(f"{one['share']:.2%} sent; {same} digests of small rounds are those of the host.\n")
     print("| a round of a fragment without the exchange | ms | peak GB | bytes a weight of the fragment beside |")
     print("|---|--:|--:|--:|")
@@ -445,6 +449,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=2e-6, help="of a weight in every round")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; cpu: Triton's interpreter, to try it")
     parser.add_argument("--fragments", type=int, default=1, help="on a GPU: that the weights are in")
+    parser.add_argument("--tensors", type=int, default=272, help="on a GPU: of a fragment; SmolLM2-135M has 272")
     parser.add_argument("--limit-s", type=float, default=45, help="on a GPU: begin no round after this time")
     parser.add_argument("--host-rounds", type=int, default=2, help="on a GPU: that are measured on the host beside it")
     parser.add_argument("--check-weights", type=int, default=1 << 14, help="of the rounds that are compared first")

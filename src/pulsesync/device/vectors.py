@@ -107,6 +107,9 @@ class DeviceVectors:
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
+    def assign(self, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        torch._foreach_copy_(list(tensors), list(values.split([tensor.numel() for tensor in tensors])))
+
     def hand_out(self, values: torch.Tensor) -> torch.Tensor:
         return shared(values)
 

@@ -72,34 +72,34 @@ class FragmentTensors:
 
         If a tensor is not contiguous, every piece of it costs a copy of all of it.
         """
-        tensors, found = list(self._tensors.values()), []
-        at, number = here.start, bisect_right(self._begins, here.start) - 1
+        return self.vectors.join([self.vectors.flat(tensor)[part] for tensor, part in self._parts(here)])
+
+    def _parts(self, here: slice) -> Iterator[tuple[Any, slice]]:
+        """The tensors in which some entries are, and which of theirs these are."""
+        tensors, at = list(self._tensors.values()), here.start
+        number = bisect_right(self._begins, at) - 1
         while at < here.stop:
             begin, size = self._begins[number], tensors[number].numel()
             if size:
-                found.append(self.vectors.flat(tensors[number])[at - begin : here.stop - begin])
+                yield tensors[number], slice(at - begin, min(here.stop - begin, size))
             at, number = begin + size, number + 1
-        return self.vectors.join(found)
 
     def write(self, read: ReadPiece) -> None:
         """Replace the weights by what is read, piece by piece."""
+        v = self.vectors
 
-        def copy(piece: tuple[Any, int, slice]) -> None:
-            tensor, begin, here = piece
-            new = self.vectors.tensor(read(here))
-            if tensor.is_contiguous():
-                tensor.detach().view(-1)[here.start - begin : here.stop - begin].copy_(new)
-            else:
-                tensor.detach().copy_(new.view(tensor.shape))
+        def write(here: slice) -> None:
+            parts = [tensor.detach().view(-1)[part] for tensor, part in self._parts(here)]
+            v.assign(parts, read(here))
 
-        self.vectors.spread(copy, self._pieces())
+        def write_tensor(item: tuple[str, Any, slice]) -> None:
+            _, tensor, place = item
+            tensor.detach().copy_(v.tensor(read(place)).view(tensor.shape))
 
-    def _pieces(self) -> Iterator[tuple[Any, int, slice]]:
-        """Tensors, or pieces of those that are contiguous: where the tensor begins, and the entries."""
-        for _, tensor, place in self._places():
-            most = self.vectors.chunk if tensor.is_contiguous() else tensor.numel()
-            for at in range(place.start, place.stop, most or 1):
-                yield tensor, place.start, slice(at, min(at + most, place.stop))
+        if self.is_contiguous:
+            v.each(write, self.size)
+        else:
+            v.spread(write_tensor, (item for item in self._places() if item[1].numel()))
 
     def views(self, values: Vector) -> dict[Place | None, Any]:
         """A vector of this fragment as tensors, by the places of the parameters that they belong to."""

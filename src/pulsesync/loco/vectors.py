@@ -75,6 +75,9 @@ class Vectors(Protocol):
     def tensor(self, values: Vector) -> Any:
         """A vector as a tensor of torch, which has its memory."""
 
+    def assign(self, tensors: Sequence[Any], values: Vector) -> None:
+        """Write a vector into flat tensors of torch, one after the other."""
+
     def hand_out(self, values: Vector) -> Vector:
         """The same vector, for work that is done outside `aside`."""
 
@@ -227,6 +230,12 @@ class HostVectors:
         import torch
 
         return torch.from_numpy(values)
+
+    def assign(self, tensors: Sequence[Any], values: F32) -> None:
+        at = 0
+        for tensor in tensors:
+            tensor.copy_(self.tensor(values[at : at + tensor.numel()]))
+            at += tensor.numel()
 
     def hand_out(self, values: Vector) -> Vector:
         return values
