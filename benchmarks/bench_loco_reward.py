@@ -56,8 +56,9 @@ from fleet import Chosen, Fleet, dense_bytes, measure
 from pulsesync.lab.charts import Panel, figure
 from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
-from pulsesync.loco.gate import F32, DenseGate, GateRule, VisibilityGate
+from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
 from pulsesync.loco.outer import SGD, Nesterov, OuterRule, OwnMomentum, SharedMomentum
+from pulsesync.loco.vectors import F32
 
 MARGIN, MIDDLE, LAST = 0.03, 0.015, 3  # of the difference to dense, and the evaluations that it is the mean of
 FIRST = 3  # rounds that byte counts leave out: a checkpoint begins on the BF16 grid, where fewer entries are sent
@@ -206,7 +207,7 @@ class _Rounds:
             part = self._gates[trainer].select(fleet.shared.theta, update)
             if coder and (trainer == 0 or self._options.device == "cpu"):  # of a large model, one stands for all
                 payloads.append(len(coder.encode(f"{trainer:05d}", part.sent, part.unit)))
-            counts.append(part.sent.positions.size)
+            counts.append(len(part.sent.positions))
             if number in self._options.wire and coder:
                 parts.append(part)
             fleet.take(update, part)

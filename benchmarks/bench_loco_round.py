@@ -1,7 +1,9 @@
-"""How long does a round of PULSELoCo take on a CPU besides the exchange, and how much memory?
+"""How long does a round of PULSELoCo take besides the exchange, and how much memory? On a CPU, and on a GPU.
 
     python benchmarks/bench_loco_round.py                     # 134.5 M weights, as many as SmolLM2-135M has: 8 GB
     python benchmarks/bench_loco_round.py --weights 1e7
+    python benchmarks/bench_loco_round.py --device cuda       # the same on a GPU, with the stages on a host beside it
+    python benchmarks/bench_loco_round.py --device cuda --weights 7.6e9 --fragments 24
 
 A real `PulseLoCo` with an exchange that adds up the same update R times and sends nothing; weights move by a drift and
 noise that send about as many entries as GRPO does on SmolLM2 at 1e-6 (the share is printed). A round is all from the
@@ -9,13 +11,18 @@ trainer's weights to its next ones, digest included; coded or not, because what 
 Memory is the peak of what is resident during a round, less what the process had before there were weights, less theta,
 residual, momentum and the trainer's weights: 16 bytes a weight. Then the pieces of a round one by one, and a round as
 the last release had it, written again here in numpy: whole vectors at a time, with one shared momentum.
+
+On a GPU, theta, residual, momentum, weights and all between them are there. First small rounds are compared with those
+of the host: every digest and every payload must be the same. Where numba is installed, the pieces of a round are then
+measured on the host, too, with the same weights, and digests compared again. Memory is the peak of what torch has
+allocated during a round. With --fragments, these take turns: one round of each is measured, until --limit-s is over.
 """
 
 import argparse
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +31,7 @@ import torch
 from bench_codec import provenance
 from bench_memory import peak, reset_peak, status
 
+from pulsesync import kernels
 from pulsesync.core.digest import count_tile
 from pulsesync.core.threads import default_threads, spread
 from pulsesync.core.types import TensorSpec
@@ -32,10 +40,12 @@ from pulsesync.kernels import reference
 from pulsesync.loco import Nesterov, PulseLoCo
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.fragments import FragmentTensors
-from pulsesync.loco.gate import F32, SentUpdate, VisibilityGate, chunks_of
+from pulsesync.loco.gate import SentUpdate, VisibilityGate
 from pulsesync.loco.outer import OwnMomentum, TrainerUpdate, aggregate, diverges, mean_of
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
+from pulsesync.loco.vectors import F32, chunks_of
+from pulsesync.testing.backends import host_as_device
 
 WARM = 3  # rounds before those that are measured: a checkpoint begins on the BF16 grid
 
@@ -144,45 +154,63 @@ def whole(options: argparse.Namespace, size: int, coded: bool) -> dict[str, floa
 class Watch:
     """Seconds of each piece of a round, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self._device = device
 
     def __call__(self, name: str, work: Callable[[], Any]) -> Any:
+        wait(self._device)
         began = perf_counter()
         out = work()
+        wait(self._device)
         self.seconds.setdefault(name, []).append(perf_counter() - began)
         return out
 
-    def medians(self) -> dict[str, float]:
-        return {name: statistics.median(values[WARM:]) for name, values in self.seconds.items()}
+    def medians(self, warm: int = WARM) -> dict[str, float]:
+        return {name: statistics.median(values[warm:]) for name, values in self.seconds.items()}
 
 
-def pieces(options: argparse.Namespace, size: int) -> dict[str, float]:
-    rule, gate, watch = OwnMomentum(Nesterov()), VisibilityGate(options.compact, options.reach), Watch()
-    theta = checkpoint(size)
-    model = torch.from_numpy(theta.copy())
-    tensors = FragmentTensors({"w": model})
-    shared = SharedState("0" * 64, theta, rule.first_trend(size))
-    residual, momentum = np.zeros(size, np.float32), np.zeros(size, np.float32)
+def wait(device: torch.device | None) -> None:
+    """Until a GPU has done all that it was given."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+Move = Callable[[torch.Tensor, int], None]  # moves weights as in a round of some number
+
+
+def pieces(
+    options: argparse.Namespace, model: torch.Tensor, move: Move, rounds: int, warm: int = WARM, there: bool = False
+) -> tuple[dict[str, float], list[str]]:
+    """Seconds of each piece of a round of a trainer with these weights, and digests: of states and of payloads."""
+    rule, gate = OwnMomentum(Nesterov()), VisibilityGate(options.compact, options.reach)
+    with host_as_device(there):
+        tensors = FragmentTensors({"w": model})
+    v, size, watch = tensors.vectors, tensors.size, Watch(model.device)
+    shared = SharedState("0" * 64, tensors.read(), rule.first_trend(size, v))
+    residual, momentum = v.zeros(size), v.zeros(size)
     members = {f"{r:05d}": "" for r in range(options.trainers)}
+    digests: list[str] = []
 
     def one(shared: SharedState) -> SharedState:
         update = TrainerUpdate(rule, shared.theta, residual, momentum, tensors.read_piece)
         part = watch("propose", lambda: gate.select(shared.theta, update))
         described = watch("describe", lambda: describe(shared.theta, shared.trend))
-        coder = Coder(0, shared.round + 1, shared.digest, described)
-        watch("encode", lambda: coder.encode("00000", part.sent, part.unit))
+        coder = Coder(0, shared.round + 1, shared.digest, described, v)
+        data = watch("encode", lambda: coder.encode("00000", part.sent, part.unit))
+        watch("decode, of one trainer", lambda: coder.decode(data, "00000", 0, size))
         total = watch("add up", lambda: aggregate([part.sent] * options.trainers, size))
         after: SharedState = watch("outer step", lambda: shared.resolve(Outcome(members, total), rule).after)
-        watch("digest", lambda: after.digest)
+        digests.append(watch("digest", lambda: after.digest))
         watch("commit", lambda: update.commit(part.sent))
         watch("weights", lambda: tensors.write(lambda here: rule.start(after.theta[here], residual[here])))
+        digests.append(hashlib.sha256(data).hexdigest())
         return after
 
-    for number in range(WARM + options.rounds):
-        _move(model.numpy(), number, options)
+    for number in range(warm + rounds):
+        move(model, number)
         shared = one(shared)
-    return watch.medians()
+    return watch.medians(warm), digests
 
 
 def _move(values: F32, number: int, options: argparse.Namespace) -> None:
@@ -234,6 +262,182 @@ def last_release(options: argparse.Namespace, size: int) -> dict[str, float]:
     return watch.medians()
 
 
+# On a GPU
+
+PIECE = 1 << 24  # weights that are made at a time
+
+
+def checkpoint_on(device: torch.device, size: int, seed: int = 0) -> torch.Tensor:
+    """Weights as a checkpoint has them, made where they are."""
+    out, generator = torch.empty(size, device=device), torch.Generator(device).manual_seed(seed)
+    for piece in out.split(PIECE):
+        piece.normal_(0, 0.05, generator=generator)
+        piece.copy_(piece.bfloat16())
+    return out
+
+
+def drift_on(
+    device: torch.device, size: int, number: int, options: argparse.Namespace, seed: int = 0
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """As `drift`, piece by piece."""
+    for begin in range(0, size, PIECE):
+        here = slice(begin, min(begin + PIECE, size))
+        out = torch.zeros(here.stop - begin, device=device)
+        for by, of in ((options.drift, 0), (options.noise, number + 1)):
+            generator = torch.Generator(device).manual_seed((seed << 40) + (begin << 8) + of)
+            out += by * torch.empty_like(out).normal_(generator=generator)
+        yield here, out
+
+
+class DeviceDrift(torch.optim.Optimizer):
+    """Moves fragments on a GPU as `drift_on` says, and waits until they are."""
+
+    def __init__(
+        self, fragments: Sequence[torch.Tensor], model: Sequence[dict[str, Any]], options: argparse.Namespace
+    ) -> None:
+        super().__init__([parameter for one in model for parameter in one.values()], {})
+        self._fragments, self._options, self._number = fragments, options, 0
+        self.turn = 0  # the fragment whose round is next: the others need not move for it
+
+    def step(self, closure: Any = None) -> None:
+        weights = self._fragments[self.turn]
+        for here, by in drift_on(weights.device, weights.numel(), self._number, self._options, self.turn):
+            weights[here] -= by
+        self._number += 1
+        wait(weights.device)
+
+
+def whole_on(options: argparse.Namespace, device: torch.device, size: int, coded: bool) -> dict[str, Any]:
+    """Seconds of rounds of a real trainer, and the peak of what torch has allocated, in all and beside its state."""
+    count = options.fragments
+    sizes = [size * (i + 1) // count - size * i // count for i in range(count)]
+    fragments = [checkpoint_on(device, n, seed) for seed, n in enumerate(sizes)]
+    cut = [flat.tensor_split(options.tensors) for flat in fragments]
+    model = [{f"{i}.{j}": torch.nn.Parameter(w) for j, w in enumerate(some)} for i, some in enumerate(cut)]
+    optimizer, exchange = DeviceDrift(fragments, model, options), Alone(options.trainers, coded)
+    seconds: list[list[float]] = [[] for _ in sizes]
+    extra, peaks, shares, sent = [], [], [], []
+    gate = {"compact": options.compact, "reach": options.reach}
+    rounds = options.rounds if count == 1 else 1
+    began = perf_counter()
+    with host_as_device(device.type == "cpu"):
+        loco = PulseLoCo(model, optimizer, sync_every=count, exchange=exchange, **gate)
+    with loco:
+        for number in range((WARM + rounds) * count):
+            if perf_counter() - began > options.limit_s:
+                break
+            optimizer.turn, before, held = number % count, exchange.sent_bytes, _allocated(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            optimizer.step()
+            report = loco.last_report
+            assert report is not None
+            assert report.fragment == optimizer.turn
+            if number >= WARM * count:
+                seconds[optimizer.turn].append(report.seconds)
+                peaks.append(_peak(device))
+                extra.append((_peak(device) - held) / report.total)
+                shares.append(report.sent / report.total)
+                sent.append(exchange.sent_bytes - before)
+    measured = [statistics.median(some) for some in seconds if some]
+    if not measured:
+        raise SystemExit(f"no round was measured within {options.limit_s:g} s: give --limit-s more, or fewer weights")
+    return {
+        "seconds": statistics.median(measured),
+        "seconds of all": sum(measured) if len(measured) == count else None,
+        "fragments measured": len(measured),
+        "weights of a fragment": max(sizes),
+        "peak_bytes": max(peaks),
+        "peak bytes a weight of the fragment beside what is held": max(extra),
+        "share": statistics.median(shares),
+        "payload": statistics.median(sent),
+    }
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def movers(options: argparse.Namespace, device: torch.device) -> tuple[Move, Move]:
+    """What moves weights on a device, and what moves those in host memory in the same way."""
+
+    def there(weights: torch.Tensor, number: int) -> None:
+        for here, by in drift_on(device, weights.numel(), number, options):
+            weights[here] -= by
+
+    def here(weights: torch.Tensor, number: int) -> None:
+        for piece, by in drift_on(device, weights.numel(), number, options):
+            weights[piece] -= by.cpu()
+
+    return there, here
+
+
+def compare(options: argparse.Namespace, device: torch.device, size: int) -> int:
+    """Some small rounds on the device and on the host: how many digests, of states and payloads, are the same."""
+    move_there, move_here = movers(options, device)
+    start = checkpoint_on(device, size)
+    there = pieces(options, start.clone(), move_there, 2, 1, there=True)[1]
+    here = pieces(options, start.cpu().clone(), move_here, 2, 1)[1]
+    assert there == here, "a device and a host disagree"
+    return len(there)
+
+
+def on_device(options: argparse.Namespace, size: int) -> None:
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+    same = compare(options, device, options.check_weights)
+    found: dict[str, Any] = {"device": name, "digests compared": same}
+    for coded in (False, True):
+        if options.fragments == 1 or coded:
+            found["coded" if coded else "not coded"] = whole_on(options, device, size, coded)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    one = found["coded"]
+    print(f"{size:,} weights in {options.fragments} fragments of {options.tensors} tensors on {name}, ", end="")
+    print(f"R = {options.trainers}, ", end="")
+    print(f"{one['share']:.2%} sent; {same} digests of small rounds are those of the host.\n")
+    print("| a round of a fragment without the exchange | ms | peak GB | bytes a weight of the fragment beside |")
+    print("|---|--:|--:|--:|")
+    for kind in ("not coded", "coded"):
+        if kind in found:
+            row = found[kind]
+            beside = row["peak bytes a weight of the fragment beside what is held"]
+            print(f"| {kind} | {1000 * row['seconds']:.1f} | {row['peak_bytes'] / 1e9:.1f} | {beside:.1f} |")
+    if options.fragments > 1:
+        every = one["seconds of all"]
+        told = f"{1000 * every:.0f} ms" if every else f"only {one['fragments measured']} were measured in time"
+        print(f"\nOne round of all {options.fragments} fragments, one after the other: {told}.")
+    else:
+        found["pieces"], found["pieces, host"] = _pieces_of_both(options, device, size)
+        host = found["pieces, host"]
+        print("\n| piece | GPU, ms | host, ms |\n|---|--:|--:|")
+        for piece, seconds in found["pieces"].items():
+            beside = f"{1000 * host[piece]:.0f}" if host else "not measured"
+            print(f"| {piece} | {1000 * seconds:.2f} | {beside} |")
+        in_a_round = sum(seconds for piece, seconds in found["pieces"].items() if not piece.startswith("decode"))
+        print(f"| all but decoding | {1000 * in_a_round:.1f} | |")
+        print(f"\nThe host has {default_threads()} cores." if host else "\nNo host was measured: pip install numba.")
+    print(json.dumps({"bench": "loco-round", **provenance("torch"), "options": vars(options), **found}))
+
+
+def _pieces_of_both(
+    options: argparse.Namespace, device: torch.device, size: int
+) -> tuple[dict[str, float], dict[str, float] | None]:
+    move_there, move_here = movers(options, device)
+    start = checkpoint_on(device, size)
+    host = start.cpu().clone()
+    there, digests = pieces(options, start, move_there, options.rounds, there=True)
+    if kernels.active().__name__.endswith("reference") or not options.host_rounds:
+        return there, None
+    here, others = pieces(options, host, move_here, options.host_rounds, 1)
+    assert others == digests[: len(others)], "a device and a host disagree"
+    return there, here
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=float, default=134_515_008)
@@ -243,14 +447,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help=f"that are measured, after {WARM} that are not")
     parser.add_argument("--drift", type=float, default=1e-6, help="of a weight in every round, the same each time")
     parser.add_argument("--noise", type=float, default=2e-6, help="of a weight in every round")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; cpu: Triton's interpreter, to try it")
+    parser.add_argument("--fragments", type=int, default=1, help="on a GPU: that the weights are in")
+    parser.add_argument("--tensors", type=int, default=272, help="on a GPU: of a fragment; SmolLM2-135M has 272")
+    parser.add_argument("--limit-s", type=float, default=45, help="on a GPU: begin no round after this time")
+    parser.add_argument("--host-rounds", type=int, default=2, help="on a GPU: that are measured on the host beside it")
+    parser.add_argument("--check-weights", type=int, default=1 << 14, help="of the rounds that are compared first")
     options = parser.parse_args()
     size = int(options.weights)
+    if options.device:
+        on_device(options, size)
+        return
     small = argparse.Namespace(**{**vars(options), "rounds": 1})
     whole(small, 1 << 16, True)  # loads and compiles all there is
+
+    def move(weights: torch.Tensor, number: int) -> None:
+        _move(weights.numpy(), number, options)
+
     found: dict[str, Any] = {
         "not coded": whole(options, size, False),
         "coded": whole(options, size, True),
-        "pieces": pieces(options, size),
+        "pieces": pieces(options, torch.from_numpy(checkpoint(size)), move, options.rounds)[0],
         "last release": last_release(options, size)["last release, not coded"],
     }
     plain, coded, before = found["not coded"], found["coded"], found["last release"]

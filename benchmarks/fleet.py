@@ -20,11 +20,12 @@ from pulsesync.core.threads import spread
 from pulsesync.kernels.reference import bf16
 from pulsesync.lab.demo.game import Game
 from pulsesync.lab.demo.grpo import Rollouts
-from pulsesync.loco.gate import F32, LARGEST, SentUpdate, SparseVector, Update, chunks_of, unit_of
+from pulsesync.loco.gate import LARGEST, SentUpdate, SparseVector, Update, unit_of
 from pulsesync.loco.group import GroupExchange
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
+from pulsesync.loco.vectors import F32, chunks_of
 
 
 class Chosen:
@@ -288,7 +289,7 @@ def measure(fleet: Fleet, parts: Sequence[SentUpdate], ways: Sequence[str] = ("o
         sent, received = ([getattr(one, name) for one in group] for name in ("sent_bytes", "received_bytes"))
         wire[way] = float(np.mean(sent)), float(np.mean(received))
     assert all(np.array_equal(total, totals[0]) for total in totals)
-    share = float(np.mean([part.sent.positions.size for part in parts])) / size
+    share = float(np.mean([len(part.sent.positions) for part in parts])) / size
     return Sent(float(np.mean(payload)), wire, share, np.count_nonzero(totals[0]) / size)
 
 

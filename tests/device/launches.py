@@ -17,6 +17,8 @@ from triton.runtime.jit import JITFunction, compute_cache_key, create_function_f
 from pulsesync.kernels import cuda
 
 TARGET = GPUTarget("cuda", 90, 32)
+OF_ROUNDS = {name for name in cuda.__all__ if getattr(cuda, name).fn.__module__.endswith("gpu.rounds")}
+OF_RUNS = set(cuda.__all__) - OF_ROUNDS  # the kernels of publishers and subscribers
 
 
 @dataclass(frozen=True)

@@ -12,51 +12,15 @@ from numpy.typing import NDArray
 
 from pulsesync.kernels import cpu, reference
 from tests.helpers import many, seeds
+from tests.kernels.fp32_cases import F32, NOT_FINITE, updates, weights
 
-F32 = NDArray[np.float32]
 KERNELS = (reference, cpu)
 FULL = 1 << 18
 GUARD = 5  # entries before and behind an array that nobody may write
-NOT_FINITE = 0x7F800000
 LR, MU, REACH = np.float32(0.7), np.float32(0.9), np.float32(1.5)
 
 sizes = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65, 4095, 4096, 4097, 12289]), st.integers(0, 3000))
 some = st.sampled_from([np.float32(1), np.float32(3), np.float32(4), np.float32(7)])
-
-
-def floats(bits: Any) -> F32:
-    return np.asarray(bits, np.uint32).view(np.float32)
-
-
-def weights(rng: np.random.Generator, size: int) -> F32:
-    """Finite numbers of every kind: usual ones, borders of BF16 and their neighbours, subnormals, zeros, huge ones."""
-    signs = rng.integers(0, 2, size, dtype=np.uint32) << np.uint32(31)
-    borders = rng.integers(0, 0x7F7F, size, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)
-    near = borders + rng.integers(-2, 3, size).astype(np.uint32)
-    kinds = [
-        rng.normal(0, 0.02, size).astype(np.float32),
-        floats(signs | near),
-        floats(signs | rng.integers(0, 1 << 23, size, dtype=np.uint32)),
-        floats(signs | rng.integers(0, 4, size, dtype=np.uint32)),
-        floats(signs | rng.integers(0x7F000000, NOT_FINITE, size, dtype=np.uint32)),
-        floats(signs | np.uint32(0x7F7F8000) + rng.integers(-1, 2, size).astype(np.uint32)),  # the last border
-        floats(signs | rng.integers(0, NOT_FINITE, size, dtype=np.uint32)),
-        np.where(signs, np.float32(-3e38), np.float32(3e38)),
-    ]
-    return np.choose(rng.choice(len(kinds), size, p=[0.4, *[0.6 / 7] * 7]), kinds).astype(np.float32)
-
-
-def updates(rng: np.random.Generator, theta: F32) -> F32:
-    """Updates of every kind, many of them to a border of theta's BF16 value or just beside it, or zero."""
-    border = floats(
-        (theta.view(np.uint32) & np.uint32(0xFFFF0000)) + rng.integers(0x7FFE, 0x8003, theta.size).astype("u4")
-    )
-    with np.errstate(over="ignore", invalid="ignore"):
-        steps = theta - np.where(np.isfinite(border), border, theta)
-    steps = np.where(np.isfinite(steps), steps, np.float32(0))
-    zeros = np.where(rng.random(theta.size) < 0.5, np.float32(0), np.float32(-0.0))
-    tiny = rng.normal(0, 1e-6, theta.size).astype(np.float32)
-    return np.choose(rng.integers(0, 4, theta.size), [steps, zeros, tiny, weights(rng, theta.size)]).astype(np.float32)
 
 
 class Arrays:

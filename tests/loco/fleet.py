@@ -54,7 +54,7 @@ class Weights(torch.nn.Module):
 
 
 def flat(module: Any) -> np.ndarray:
-    return np.concatenate([p.detach().reshape(-1).numpy() for p in module.parameters()])
+    return np.concatenate([p.detach().reshape(-1).cpu().numpy() for p in module.parameters()])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -188,12 +188,15 @@ class Trainer:
         shapes: dict[str, tuple[int, ...]] | None = None,
         watch: bool = True,
         model: Any = None,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         self.who, self.taken = who, 0
         self.modules = (
             [model or Weights(shapes, seed)] if pieces == 1 else [Weights(shapes, seed + i) for i in range(pieces)]
         )
+        for module in self.modules:
+            module.to(device)
         self.parameters = [p for module in self.modules for p in module.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=0.5)
         options = {"outer": Nesterov(0.7, 0.9), "sync_every": 2 * pieces, **options}
@@ -236,7 +239,7 @@ class Trainer:
     def gradients(self) -> None:
         rng = np.random.default_rng([self.who, self.taken])
         for p in self.parameters:
-            p.grad = torch.from_numpy(np.asarray(rng.standard_normal(p.shape), np.float32))
+            p.grad = torch.from_numpy(np.asarray(rng.standard_normal(p.shape), np.float32)).to(p.device)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

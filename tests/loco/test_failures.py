@@ -8,7 +8,7 @@ import torch
 
 from pulsesync.errors import RoundError, StateError
 from pulsesync.loco import PulseLoCo
-from pulsesync.loco import gate as gates
+from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.fragments import FragmentTensors
 from pulsesync.loco.outer import OwnMomentum
 from tests.loco.fleet import Trainer, Weights, alone, flat, same
@@ -18,7 +18,7 @@ from tests.loco.fleet import Trainer, Weights, alone, flat, same
 def test_a_commit_that_fails_half_way_is_completed_and_advances_nothing_twice(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "CHUNK", 50)
+    monkeypatch.setattr(all_vectors, "CHUNK", 50)
     with Trainer(alone(), 0, **options) as whole, Trainer(alone(), 0, **options) as torn:
         for t in (whole, torn):
             t.step(3)

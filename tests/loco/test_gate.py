@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from pulsesync.core import threads
 from pulsesync.kernels.reference import bf16
-from pulsesync.loco import gate as gates
+from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.gate import (
     LARGEST,
     LOWEST_UNIT,
@@ -19,6 +20,7 @@ from pulsesync.loco.gate import (
     SparseVector,
     VisibilityGate,
     WholeUpdate,
+    unit_of,
 )
 from pulsesync.loco.outer import SGD, SharedMomentum, aggregate, mean_of
 from tests.helpers import many, seeds
@@ -368,7 +370,7 @@ def test_what_would_not_fire_is_never_sent_however_many_bits() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_no_entries_are_split_into_none(rule: VisibilityGate | DenseGate) -> None:
     split = split_of(rule, f32(), f32())
-    assert split.sent.size == split.sent.positions.size == split.kept.size == 0
+    assert split.sent.size == len(split.sent.positions) == split.kept.size == 0
 
 
 @pytest.mark.parametrize("bits", [-1, MOST_BITS + 1])
@@ -382,7 +384,7 @@ def test_a_split_is_the_same_whatever_chunks_and_threads(rule: VisibilityGate, m
     theta, s = wild(7, 1000)
     expected = split_of(rule, theta, s)
     for chunk, count in ((1, 3), (7, 1), (64, 2), (999, 8), (1000, 1), (1001, 2)):
-        monkeypatch.setattr(gates, "CHUNK", chunk)
+        monkeypatch.setattr(all_vectors, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         found = split_of(rule, theta, s)
         assert np.array_equal(found.sent.positions, expected.sent.positions)
@@ -456,3 +458,40 @@ def test_small_steps_in_one_direction_fire_once_they_add_up() -> None:
             fired.append((i, float(split.sent.values[0])))
             break
     assert fired == [(4, -5 * 2.0**-10)]
+
+
+# The unit
+
+
+@many
+@given(seeds, st.integers(1, 300), st.integers(-40, 38), st.integers(0, 12))
+def test_the_unit_is_that_many_bits_below_the_root_mean_square_of_values_cut_to_bf16(
+    seed: int, size: int, octave: int, bits: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1, 1], size)
+    exact = signs * rng.lognormal(0, 3, size) * 10.0**octave
+    values = exact[np.abs(exact) < 3e38].astype(np.float32)
+    cut = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    squares = sum(Fraction(float(x)) ** 2 for x in cut)
+    unit = unit_of(values, bits)
+    assert unit_of(rng.permutation(values), bits) == unit
+    if not values.size:
+        assert unit == 0
+        return
+    largest = int(np.frexp(np.abs(values).max())[1]) - 1
+    lowest = max(largest - 22, LOWEST_UNIT)
+    assert unit >= lowest
+    if unit > lowest:
+        below, above = (Fraction(4) ** (unit + bits + i) * values.size for i in (0, 1))
+        assert below <= squares < above
+    elif squares:
+        assert squares < Fraction(4) ** (lowest + bits + 1) * values.size
+
+
+def test_a_unit_near_a_power_of_two_is_that_of_the_cut_values() -> None:
+    """0x3F7FFFFF, the number before 1, is cut to 0.996, and so the unit is the one below."""
+    assert unit_of(np.full(5, 1, np.float32), 0) == 0
+    assert unit_of(np.full(5, np.nextafter(np.float32(1), np.float32(0))), 0) == -1
+    assert unit_of(f32(2e-45), 0) == LOWEST_UNIT
+    assert unit_of(f32(), 3) == 0

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pulsesync.core import threads
 from pulsesync.errors import ChecksumError, FormatError
-from pulsesync.loco import gate as gates
-from pulsesync.loco import outer as outers
+from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.gate import SparseVector
 from pulsesync.loco.outer import (
     LARGEST_UPDATE,
@@ -105,7 +104,7 @@ def test_a_step_gives_the_same_bits_whatever_chunks_and_threads(outer: SGD, monk
     theta, mean, momentum = given_
     expected = outer.step(theta, mean, momentum)
     for chunk, count in ((1 << 18, 1), (3001, 1), (3000, 2), (17, 1), (17, 8), (256, 3)):
-        monkeypatch.setattr(outers, "CHUNK", chunk)
+        monkeypatch.setattr(all_vectors, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         for found, wanted in zip(outer.step(theta, mean, momentum), expected, strict=True):
             assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
@@ -215,13 +214,13 @@ def test_reading_an_update_changes_nothing_and_a_commit_changes_all_of_it_once(
     s, moved = rule.advance(theta, e, momentum, x)
     taken = SparseVector(1000, np.arange(0, 1000, 3), s[::3])
     for chunk, count in ((1000, 1), (7, 2), (999, 3)):
-        monkeypatch.setattr(gates, "CHUNK", chunk)
+        monkeypatch.setattr(all_vectors, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         own = [e.copy(), None if momentum is None else momentum.copy()]
         assert own[0] is not None
         update = TrainerUpdate(rule, theta, own[0], own[1], x.__getitem__)
         for _ in range(2):  # a retry finds the same
-            assert np.array_equal(np.concatenate([update.read(here) for here in gates.chunks_of(1000)]), s)
+            assert np.array_equal(np.concatenate([update.read(here) for here in all_vectors.chunks_of(1000)]), s)
         assert np.array_equal(own[0], e)
         update.commit(taken)
         assert not own[0][::3].any()
@@ -289,7 +288,7 @@ def test_a_round_moves_weights_trend_number_and_who_took_part(rule: OuterRule) -
         assert after.theta.tolist() == (before.theta - f32(1.0, 0.0, -2.0)).tolist()
         assert after.trend.tolist() == [1, 0, -1]
     else:
-        wanted = Nesterov(0.5, 0.5).step(before.theta, before.trend, f32(1.0, 0.0, -2.0))  # type: ignore[arg-type]
+        wanted = Nesterov(0.5, 0.5).step(before.theta, before.trend, f32(1.0, 0.0, -2.0))
         assert np.array_equal(after.theta, wanted[0])
         assert np.array_equal(after.trend, wanted[1])
     assert after.round == 5
@@ -391,7 +390,7 @@ def test_the_digest_changes_with_the_round_and_the_layout() -> None:
 
 def test_the_digest_tells_weights_from_momentum() -> None:
     state = shared()
-    assert replace(state, theta=state.trend, trend=state.theta).digest != state.digest  # type: ignore[arg-type]
+    assert replace(state, theta=state.trend, trend=state.theta).digest != state.digest
 
 
 def test_the_digest_tells_zero_from_minus_zero() -> None:

@@ -12,7 +12,7 @@ from pulsesync.core.types import BLOCK, Sum, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChainError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, patch
 from pulsesync.format import layout as layouts
-from pulsesync.loco import gate as gates
+from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate, WholeUpdate
 from pulsesync.loco.payload import FORMAT, Coder, PayloadHeader, describe, read_head, summed_unit
 from tests.helpers import densities, many, orders, seeds, step
@@ -214,7 +214,7 @@ def test_descriptions_are_the_same_whatever_chunks_and_threads(monkeypatch: pyte
     theta, trend = weights(np.random.default_rng(4), 1000)
     expected = describe(theta, trend)
     for chunk, count in ((1, 2), (7, 1), (999, 8), (1000, 2), (1001, 1)):
-        monkeypatch.setattr(gates, "CHUNK", chunk)
+        monkeypatch.setattr(all_vectors, "CHUNK", chunk)
         monkeypatch.setattr(threads, "default_threads", lambda n=count: n)
         assert np.array_equal(describe(theta, trend), expected)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,6 +254,22 @@ class TilePatch:
 
     def flat_indices(self, block: BlockChange) -> NDArray[np.int64]:
         return self.tile.flat_indices(block.tile_positions())
+
+
+class VisibleEntries(NamedTuple):
+    """The entries of a piece of an update that are sent: arrays of numpy, or tensors on a device."""
+
+    positions: Any  # int64, in the fragment
+    values: Any  # FP32
+    largest: int  # the largest bit pattern of the whole piece without the sign
+
+
+class MovedEntries(NamedTuple):
+    """What an outer step did to a piece of the weights: see `kernels.rounds.move`."""
+
+    moved: int  # how many means are not zero
+    largest_mean: int  # bit patterns without the sign
+    largest_theta: int
 
 
 class Sum(NamedTuple):

@@ -52,7 +52,7 @@ def encode_changes(
             hot |= piles.hot if known is not None else {}
             by_block = {**by_block, **piles.moved}
     by_block = {**by_block, **block_moves(run for run in runs if run.pile not in by_block)}
-    found = (diff for run in runs for diff in _diffs(run, stream))
+    found = (diff for run in runs for diff in diffs_of(run, stream))
     diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
     by = moves(by_block)
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
@@ -83,7 +83,7 @@ def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:
     return {ordinal: tile.cut for ordinal, tile in tiles if tile.codec == Codec.HISTORY}
 
 
-def _diffs(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
+def diffs_of(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
     """The changed tiles of a run."""
     (starts,) = to_host(run.starts)
     fetched = _Fetched(run, starts, stream)

@@ -7,6 +7,8 @@ at memory speed; a second launch walks the bits that are set, one thread for 32 
 a prefix sum over counts tells, and inside it the bits before.
 The entropy coder gives each block a warp, whose threads are the coder's lanes. Results are those of `reference`.
 
+The kernels of a LoCo round (`gpu.rounds`) compute in FP32; all others work on bits.
+
 ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of weights travel as unsigned integers.
 """
 
@@ -34,9 +36,22 @@ from pulsesync.kernels.gpu.marks import (
     mark_later,
     remember,
 )
+from pulsesync.kernels.gpu.rounds import (
+    add_at,
+    advance,
+    describe,
+    divide,
+    flag_visible,
+    list_visible,
+    measure,
+    move,
+    step_momentum,
+)
 from pulsesync.kernels.gpu.tables import read_table, table_starts, write_table
 
 __all__ = [
+    "add_at",
+    "advance",
     "apply",
     "apply_pieces",
     "collect",
@@ -47,14 +62,20 @@ __all__ = [
     "count_rows",
     "decide",
     "decode",
+    "describe",
     "digest_bytes",
     "digest_change",
+    "divide",
     "encode",
+    "flag_visible",
     "gather",
     "gather_pieces",
     "land",
     "list_hot",
+    "list_visible",
     "mark_later",
+    "measure",
+    "move",
     "pack",
     "read_old",
     "read_table",
@@ -62,6 +83,7 @@ __all__ = [
     "recount_any",
     "remember",
     "scatter_pieces",
+    "step_momentum",
     "table_starts",
     "write_table",
 ]

@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.core.threads import finish
 from pulsesync.errors import MissingLinkError, RoundError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
-from pulsesync.loco.gate import F32, DenseGate, GateRule, VisibilityGate, WholeUpdate
-from pulsesync.loco.meeting import ExchangedRound, FragmentTrainer, RoundReport
+from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate, WholeUpdate
+from pulsesync.loco.meeting import ExchangedRound, FragmentTrainer, RoundReport, aside
 from pulsesync.loco.outer import (
     LARGEST_UPDATE,
     SGD,
@@ -41,6 +40,7 @@ from pulsesync.loco.outer import (
     mean_of,
 )
 from pulsesync.loco.shared import RoundResult, SharedState
+from pulsesync.loco.vectors import Vector
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ class _PeriodicTrainer(FragmentTrainer):
                 f"sync_every={sync_every} must be a multiple of the {count} fragments, delay={delay} below the steps "
                 f"between two turns, blend={blend} from 0 to 1"
             )
-        self._period, self._delay, self._blend = sync_every // count, delay, np.float32(blend)
+        self._period, self._delay = sync_every // count, delay
+        self._blend = float(np.float32(blend))
         self._steps = 0  # since the last round of any fragment
         self._flying: _BackgroundRound | None = None
 
@@ -161,7 +162,7 @@ class _PeriodicTrainer(FragmentTrainer):
             else:
                 self._close(fragment, update, met.result.after, taken, self._blend)
 
-        finish(work)
+        self._finish(work)
         try:
             if payload is None:
                 self._catch_up(fragment)  # it is late, and perhaps by more than one
@@ -358,34 +359,39 @@ class DDP(FragmentTrainer):
     def _catch_up(self, fragment: int) -> None:
         pass  # nor can a step be made up for
 
-    def _shared_values(self, fragment: int) -> F32:
+    @aside
+    def _shared_values(self, fragment: int) -> Vector:
         return self._tensors[fragment].read()  # the inner steps, which are the same for all, have moved on from theta
 
     def _before_step(self) -> None:
         for fragment, tensors in enumerate(self._tensors):
             began = perf_counter()
-            held, exchange = self._held[fragment], self.exchange
-            held.shared = shared = replace(held.shared, theta=tensors.read())  # where the last step has led
-            part = self._select(fragment, WholeUpdate(tensors.read(gradients=True)))
-            coder = self._coder(fragment, shared)
-            sent, received = exchange.sent_bytes, exchange.received_bytes
-            decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
-            exchange.confirm(coder, decided, None)
-            mean, members = mean_of(decided.total, len(decided.members)), decided.members
-            moved = int(np.count_nonzero(mean))
-            if not diverges(mean):
-                tensors.write_gradients(mean)
-            else:
-                logger.warning(
-                    "Step %d is empty for all trainers in fragment %d: the mean of the gradients of %s has values "
-                    "beyond %g. The weights of that fragment do not change in this step.",
-                    coder.round,
-                    fragment,
-                    ", ".join(members),
-                    LARGEST_UPDATE,
-                )
-                tensors.write_gradients(None)
-                members, moved = {}, 0
-            held.shared = after = replace(shared, round=shared.round + 1)
-            passed = exchange.sent_bytes - sent, exchange.received_bytes - received
-            self._report(fragment, ExchangedRound(part, RoundResult(members, moved, after), None, *passed), began)
+            met, mean = self._average(fragment)
+            tensors.write_gradients(mean)
+            self._report(fragment, met, began)
+
+    @aside
+    def _average(self, fragment: int) -> tuple[ExchangedRound, Vector | None]:
+        """Exchange the gradients of a fragment; return their mean, None if it diverges."""
+        tensors, held, exchange = self._tensors[fragment], self._held[fragment], self.exchange
+        held.shared = shared = replace(held.shared, theta=tensors.read())  # where the last step has led
+        part = self._select(fragment, WholeUpdate(tensors.read(gradients=True)))
+        coder = self._coder(fragment, shared)
+        sent, received = exchange.sent_bytes, exchange.received_bytes
+        decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
+        exchange.confirm(coder, decided, None)
+        mean, members = mean_of(decided.total, len(decided.members)), decided.members
+        moved = tensors.vectors.count_nonzero(mean)
+        if diverges(mean):
+            logger.warning(
+                "Step %d is empty for all trainers in fragment %d: the mean of the gradients of %s has values "
+                "beyond %g. The weights of that fragment do not change in this step.",
+                coder.round,
+                fragment,
+                ", ".join(members),
+                LARGEST_UPDATE,
+            )
+            mean, members, moved = None, {}, 0
+        held.shared = after = replace(shared, round=shared.round + 1)
+        passed = exchange.sent_bytes - sent, exchange.received_bytes - received
+        return ExchangedRound(part, RoundResult(members, moved, after), None, *passed), mean

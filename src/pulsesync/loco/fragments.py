@@ -1,4 +1,4 @@
-"""The parameters of a fragment, which is a model or a piece of one, as one FP32 vector in host memory."""
+"""The parameters of a fragment, which is a model or a piece of one, as one FP32 vector where they are."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.core.threads import spread
+from pulsesync import device
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.loco.gate import CHUNK, F32, ReadPiece
+from pulsesync.loco.gate import ReadPiece
+from pulsesync.loco.vectors import Vector, Vectors, vectors_at
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: address, shape and strides
 
@@ -36,6 +37,7 @@ class FragmentTensors:
                     tensor=name,
                 )
         self._tensors = dict(parameters)
+        self.vectors = _vectors_of(self._tensors)
         specs = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in parameters.items()]
         self.layout = layouts.make(specs).id
         self._begins = [place.start for _, _, place in self._places()]
@@ -52,97 +54,108 @@ class FragmentTensors:
         """Whether pieces can be read without copying whole tensors."""
         return all(tensor.is_contiguous() for tensor in self._tensors.values())
 
-    def synchronize(self) -> None:
-        """Wait until the weights on GPUs are what the program has made them: other threads have other streams."""
-        import torch
-
-        for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-
-    def read(self, gradients: bool = False) -> F32:
-        """A copy, in host memory."""
-        self.synchronize()
-        out = np.empty(self.size, np.float32)
+    def read(self, gradients: bool = False) -> Vector:
+        """A copy."""
+        v = self.vectors
+        out = v.empty(self.size)
 
         def copy(item: tuple[str, Any, slice]) -> None:
             _, tensor, place = item
             source = tensor.grad if gradients else tensor
-            out[place] = 0 if source is None else source.detach().reshape(-1).cpu().numpy()
+            out[place] = 0 if source is None else v.flat(source)
 
-        spread(copy, self._places())
+        v.spread(copy, (item for item in self._places() if item[1].numel()))
         return out
 
-    def read_piece(self, here: slice) -> F32:
-        """Some of the weights as they are now, in host memory. For reading: it may be the parameters' own memory.
+    def read_piece(self, here: slice) -> Vector:
+        """Some of the weights as they are now. For reading: it may be the parameters' own memory.
 
-        Call `synchronize` before. If a tensor is not contiguous, every piece of it costs a copy of all of it.
+        If a tensor is not contiguous, every piece of it costs a copy of all of it.
         """
-        tensors, found = list(self._tensors.values()), []
-        at, number = here.start, bisect_right(self._begins, here.start) - 1
+        return self.vectors.join([self.vectors.flat(tensor)[part] for tensor, part in self._parts(here)])
+
+    def _parts(self, here: slice) -> Iterator[tuple[Any, slice]]:
+        """The tensors in which some entries are, and which of theirs these are."""
+        tensors, at = list(self._tensors.values()), here.start
+        number = bisect_right(self._begins, at) - 1
         while at < here.stop:
-            begin, flat = self._begins[number], tensors[number].detach().reshape(-1)
-            found.append(flat[at - begin : here.stop - begin].cpu().numpy())
-            at, number = begin + flat.numel(), number + 1
-        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.float32), *found])
+            begin, size = self._begins[number], tensors[number].numel()
+            if size:
+                yield tensors[number], slice(at - begin, min(here.stop - begin, size))
+            at, number = begin + size, number + 1
 
     def write(self, read: ReadPiece) -> None:
         """Replace the weights by what is read, piece by piece."""
-        import torch
+        v = self.vectors
 
-        def copy(piece: tuple[Any, int, slice]) -> None:
-            tensor, begin, here = piece
-            new = torch.from_numpy(read(here))
-            if tensor.is_contiguous():
-                tensor.detach().view(-1)[here.start - begin : here.stop - begin].copy_(new)
-            else:
-                tensor.detach().copy_(new.view(tensor.shape))
+        def write(here: slice) -> None:
+            parts = [tensor.detach().view(-1)[part] for tensor, part in self._parts(here)]
+            v.assign(parts, read(here))
 
-        spread(copy, self._pieces())
-        self.synchronize()
+        def write_tensor(item: tuple[str, Any, slice]) -> None:
+            _, tensor, place = item
+            tensor.detach().copy_(v.tensor(read(place)).view(tensor.shape))
 
-    def _pieces(self) -> Iterator[tuple[Any, int, slice]]:
-        """Tensors, or pieces of those that are contiguous: where the tensor begins, and the entries."""
-        for _, tensor, place in self._places():
-            most = CHUNK if tensor.is_contiguous() else tensor.numel()
-            for at in range(place.start, place.stop, most or 1):
-                yield tensor, place.start, slice(at, min(at + most, place.stop))
+        if self.is_contiguous:
+            v.each(write, self.size)
+        else:
+            v.spread(write_tensor, (item for item in self._places() if item[1].numel()))
 
-    def views(self, values: F32) -> dict[Place | None, Any]:
+    def views(self, values: Vector) -> dict[Place | None, Any]:
         """A vector of this fragment as tensors, by the places of the parameters that they belong to."""
-        import torch
-
+        values = self.vectors.hand_out(values)
         return {
-            place_of(tensor): torch.from_numpy(values[place]).view(tensor.shape)
+            place_of(tensor): self.vectors.tensor(values[place]).view(tensor.shape)
             for _, tensor, place in self._places()
             if tensor.numel()
         }
 
-    def write_gradients(self, values: F32 | None) -> None:
+    def write_gradients(self, values: Vector | None) -> None:
         """Replace the gradients; None removes them, so that an optimizer's step changes nothing."""
-        import torch
-
+        if values is not None:
+            values = self.vectors.hand_out(values)
         for _, tensor, place in self._places():
             if values is None:
                 tensor.grad = None
                 continue
-            new = torch.from_numpy(values[place]).view(tensor.shape)
+            new = self.vectors.tensor(values[place]).view(tensor.shape)
             if tensor.grad is None:
                 tensor.grad = new.to(tensor.device, copy=True)
             else:
                 tensor.grad.copy_(new)
 
-    def vector(self, saved: Any) -> F32:
+    def vector(self, saved: Any) -> Vector:
         """A saved vector of this fragment, in memory of its own. Raises: StateError, if it is none."""
         values = np.array(saved.cpu().numpy(), np.float32)
         if values.shape != (self.size,):
             raise StateError(f"the saved state has {values.size} weights, and the fragment {self.size}")
-        return values
+        return self.vectors.bring(values)
 
     def addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]
 
     def name_of(self, entry: int) -> str:
         return next(name for name, _, place in self._places() if entry < place.stop)
+
+
+def _vectors_of(tensors: Mapping[str, Any]) -> Vectors:
+    """The place where all tensors of a fragment are.
+
+    Raises:
+        StateError: they are on several devices, or some on one and some in host memory; or on a device that is no GPU.
+    """
+    where = device.find(tensors)
+    if where is not None:
+        for name, tensor in tensors.items():
+            if tensor.numel() and tensor.device != where:
+                there = "in host memory" if tensor.device.type == "cpu" else f"on {tensor.device}"
+                raise StateError(
+                    f"expected all parameters of a fragment in one place, but found {name!r} {there} and others on "
+                    f"{where}: make a fragment of the parameters of each device, [{{name: parameter, ...}}, ...], or "
+                    "bring them to one device",
+                    tensor=name,
+                )
+    return vectors_at(where)
 
 
 def named_tensors(model: Any) -> dict[str, Any]:

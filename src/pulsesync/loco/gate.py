@@ -5,28 +5,20 @@ value of theta − reach · s is another than that of theta; the rest is kept as
 Nothing is lost: for every entry sent + kept == s, bit for bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pulsesync import kernels
-from pulsesync.core.threads import spread
+from pulsesync.core.types import VisibleEntries
+from pulsesync.loco.vectors import Vector, as_number, vectors_of
 
-F32 = NDArray[np.float32]
-ReadPiece = Callable[[slice], F32]  # returns some entries of a vector, which may be computed only then
+ReadPiece = Callable[[slice], Vector]  # returns some entries of a vector, which may be computed only then
 LARGEST = (1 << 15) - 1  # of a rounded value, in units; what goes beyond stays in the residual
 LOWEST_UNIT = -149  # the exponent of the smallest number that FP32 has
 MOST_BITS = 12
 MOST_REACH = 1000.0
-CHUNK = 1 << 18  # entries that are worked on together: fewer would cost more in calls than they save in cache
-
-
-def chunks_of(size: int) -> Iterator[slice]:
-    """The pieces in which a vector of this size is worked on."""
-    return (slice(begin, min(begin + CHUNK, size)) for begin in range(0, size, CHUNK))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,32 +26,41 @@ class SparseVector:
     """Some entries of a vector; the others are zero."""
 
     size: int
-    positions: NDArray[np.int64]  # ascending
-    values: F32
+    positions: Vector  # int64, ascending; of a dense update a range, which takes no memory
+    values: Vector
+
+    @classmethod
+    def whole(cls, values: Vector) -> "SparseVector":
+        """All entries of a vector."""
+        return cls(len(values), range(len(values)), values)
 
     @property
     def is_whole(self) -> bool:
         """Whether it has all entries."""
-        return self.positions.size == self.size
+        return len(self.positions) == self.size
 
     def part(self, begin: int, end: int) -> "SparseVector":
         """The entries from begin to end, counted from begin."""
-        first, last = np.searchsorted(self.positions, (begin, end))
+        if (begin, end) == (0, self.size):
+            return self
+        if isinstance(self.positions, range):
+            return SparseVector.whole(self.values[begin:end])
+        first, last = vectors_of(self.values).search(self.positions, (begin, end))
         return SparseVector(end - begin, self.positions[first:last] - begin, self.values[first:last])
 
-    def add_to(self, total: F32) -> None:
+    def add_to(self, total: Vector) -> None:
         """Add the entries to a whole vector, in place."""
         if self.is_whole:
             total += self.values
         else:
-            kernels.active().add_at(total, self.positions, self.values)
+            vectors_of(self.values).add_at(total, self.positions, self.values)
 
-    def take_from(self, left: F32) -> None:
+    def take_from(self, left: Vector) -> None:
         """Subtract the entries from a whole vector, in place: x − y and x + (−y) are the same bits."""
         if self.is_whole:
             left -= self.values
         else:
-            kernels.active().add_at(left, self.positions, -self.values)
+            vectors_of(self.values).add_at(left, self.positions, -self.values)
 
 
 class Update(Protocol):
@@ -69,22 +70,22 @@ class Update(Protocol):
     def size(self) -> int:
         """The number of entries."""
 
-    def read(self, here: slice) -> F32:
-        """A piece of it, of at most CHUNK entries, in memory of its own."""
+    def read(self, here: slice) -> Vector:
+        """A piece of it, of no more entries than are worked on together, in memory of its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeUpdate:
     """An update whose values are all at hand."""
 
-    values: F32
+    values: Vector
 
     @property
     def size(self) -> int:
-        return self.values.size
+        return len(self.values)
 
-    def read(self, here: slice) -> F32:
-        return self.values[here].copy()
+    def read(self, here: slice) -> Vector:
+        return vectors_of(self.values).copy(self.values[here])
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ class GateRule(Protocol):
     def dense(self) -> bool:
         """Whether all of it is, always: then it travels as plain FP32."""
 
-    def select(self, theta: F32, update: Update) -> SentUpdate:
+    def select(self, theta: Vector, update: Update) -> SentUpdate:
         """Choose the part of an update that is sent. If an entry is not finite, only `largest` means something."""
 
 
@@ -126,28 +127,24 @@ class VisibilityGate:
         if self.bits is not None and not 0 <= self.bits <= MOST_BITS:
             raise ValueError(f"compact values keep 0 to {MOST_BITS} bits, but {self.bits} were asked for")
 
-    def select(self, theta: F32, update: Update) -> SentUpdate:
-        find_visible, reach = kernels.active().find_visible, np.float32(self.reach)
+    def select(self, theta: Vector, update: Update) -> SentUpdate:
+        v = vectors_of(theta)
 
-        def search(here: slice) -> tuple[NDArray[np.int64], F32, int]:
-            s = update.read(here)
-            places, values = np.empty(s.size, np.uint32), np.empty(s.size, np.float32)
-            count, largest = find_visible(theta[here], s, reach, places, values)
-            return places[:count] + np.int64(here.start), values[:count].copy(), int(largest)
+        def search(here: slice) -> VisibleEntries:
+            return v.find_visible(theta[here], update.read(here), self.reach, here.start)
 
-        found = spread(search, chunks_of(update.size))
-        largest = np.uint32(max((piece[2] for piece in found), default=0)).view(np.float32)
-        positions = np.concatenate([np.empty(0, np.int64), *(piece[0] for piece in found)])
-        values = np.concatenate([np.empty(0, np.float32), *(piece[1] for piece in found)])
+        found = v.each(search, update.size)
+        largest = as_number(max((piece.largest for piece in found), default=0))
+        positions = v.join([piece.positions for piece in found], np.int64)
+        values = v.join([piece.values for piece in found])
+        del found
         if self.bits is None or not np.isfinite(largest):
             return SentUpdate(SparseVector(update.size, positions, values), None, largest)
         unit = unit_of(values, self.bits)
         most = min(LARGEST, int(np.ldexp(float(np.finfo(np.float32).max), -unit)))
-        units = values * np.float64(2.0**-unit)  # in FP64, and exact
-        np.clip(np.rint(units, out=units), -most, most, out=units)
+        units = v.clip(v.rint(v.in_units(values, unit)), most)
         some = units != 0
-        values = (units[some] * 2.0**unit).astype(np.float32)
-        return SentUpdate(SparseVector(update.size, positions[some], values), unit, largest)
+        return SentUpdate(SparseVector(update.size, positions[some], v.from_units(units[some], unit)), unit, largest)
 
 
 @dataclass(frozen=True)
@@ -156,24 +153,37 @@ class DenseGate:
 
     dense = True
 
-    def select(self, theta: F32, update: Update) -> SentUpdate:
-        values = np.empty(update.size, np.float32)
+    def select(self, theta: Vector, update: Update) -> SentUpdate:
+        v = vectors_of(theta)
+        values = v.empty(update.size)
 
-        def fill(here: slice) -> int:
+        def fill(here: slice) -> None:
             values[here] = update.read(here)
-            return int((values[here].view(np.uint32) & np.uint32(0x7FFFFFFF)).max())
 
-        largest = np.uint32(max(spread(fill, chunks_of(update.size)), default=0)).view(np.float32)
-        return SentUpdate(SparseVector(update.size, np.arange(update.size), values), None, largest)
+        v.each(fill, update.size)
+        return SentUpdate(SparseVector.whole(values), None, v.largest(values))
 
 
-def unit_of(values: F32, bits: int) -> int:
+def unit_of(values: Vector, bits: int) -> int:
     """The power of two that leaves the root mean square of some values so many bits.
 
     Never one so small that rounding could leave a remainder that FP32 does not have.
+
+    The values are cut to BF16 first. So a count of each that there is tells all, and the sum of the squares is one of
+    integers: it does not depend on the order of the values, which a sum in FP64 would, and machines would disagree.
     """
-    if not values.size:
+    counts = vectors_of(values).count_upper(values)
+    (found,) = np.nonzero(counts)
+    if not found.size:
         return 0
-    typical = int(np.frexp(np.sqrt(np.square(values, dtype=np.float64).mean()))[1]) - 1
-    largest = int(np.frexp(np.abs(values).max())[1]) - 1
+    total = sum(int(counts[upper]) * _in_lowest(int(upper)) ** 2 for upper in found)
+    mean = (total << 64) // int(counts.sum())
+    typical = (mean.bit_length() - 65) // 2 - 133 if mean else LOWEST_UNIT
+    largest = int(found[-1] >> 7) - 127
     return max(typical - bits, largest - 22, LOWEST_UNIT)
+
+
+def _in_lowest(upper: int) -> int:
+    """The number that begins with these 15 bits, in multiples of 2^-133, the smallest that BF16 has."""
+    octave, mantissa = upper >> 7, upper & 0x7F
+    return (mantissa | 0x80) << (octave - 1) if octave else mantissa

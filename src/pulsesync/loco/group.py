@@ -19,10 +19,11 @@ import numpy as np
 from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, StateError, VerificationError
 from pulsesync.group.collective import Collective
 from pulsesync.loco.exchange import EncodedUpdate
-from pulsesync.loco.gate import F32, SentUpdate, SparseVector
+from pulsesync.loco.gate import SentUpdate, SparseVector
 from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder, summed_unit
 from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, SharedState
+from pulsesync.loco.vectors import Vector
 
 MAX_TRAINER = 64  # characters of a name
 NOTE_BYTES = 256  # of what trainers tell each other in a round besides payloads, at a time
@@ -92,7 +93,7 @@ class GroupExchange:
         if all(digest == digests[source] for digest in digests):
             return state
         data = state.to_bytes() if self._rank == source else b""
-        most, faults = 8 * state.theta.size + MAX_HEAD_BYTES, list[str]()
+        most, faults = 8 * len(state.theta) + MAX_HEAD_BYTES, list[str]()
         got = self._swap([data if digest != digests[source] else b"" for digest in digests], most)[source]
         if got:
             try:
@@ -148,25 +149,28 @@ class GroupExchange:
     def _ranges(self, size: int) -> list[tuple[int, int]]:
         return [(size * i // self._size, size * (i + 1) // self._size) for i in range(self._size)]
 
-    def _by_all(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> F32:
+    def _by_all(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Vector:
         got = self._swap(letter.pieces[:1] * self._size, _most(size))
         got[self._rank] = letter.pieces[0]
         order = self._in_order()
         return aggregate([_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order], size)
 
-    def _by_owners(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> F32:
+    def _by_owners(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Vector:
         ranges, everyone = self._ranges(size), self._size
         begin, end = ranges[self._rank]
         got = self._swap(letter.pieces, _most(size))
         got[self._rank] = letter.pieces[self._rank]
         read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]
         total = aggregate([part for part, _ in read], end - begin)
-        positions = np.arange(total.size) if coder.described is None else np.flatnonzero(total)
-        union = SparseVector(total.size, positions, total[positions])
+        v = coder.vectors
+        union = SparseVector.whole(total)
+        if coder.described is not None:
+            positions = v.nonzero(total)
+            union = SparseVector(len(total), positions, total[positions])
         sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
         got = self._swap([b"" if faults else sums] * everyone, _most(size))
         got[self._rank] = sums
-        whole = np.zeros(size, np.float32)
+        whole = v.zeros(size)
         for name, (a, b), data in zip(self._names, ranges, got, strict=True):
             _read(coder, data, name, (a, b), everyone, faults)[0].add_to(whole[a:b])
         return whole
@@ -203,7 +207,7 @@ def _read(
         return sent, head.scale if head.mode == "compact" else None
     except (FormatError, ChainError) as e:
         faults.append(_short(f"{type(e).__name__}: {e}"))
-        return SparseVector(span[1] - span[0], np.empty(0, np.int64), np.empty(0, np.float32)), None
+        return coder.nothing(span[1] - span[0]), None
 
 
 def _short(fault: str) -> str:

@@ -1,29 +1,30 @@
 """What DiLoCo, PULSELoCo and DDP have in common: fragments, hooks, the exchange, and rounds as transactions."""
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.threads import finish
 from pulsesync.errors import FormatError, MissingLinkError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.fragments import FragmentTensors, Place, check_covered, fragments_of, named_tensors, place_of
-from pulsesync.loco.gate import F32, GateRule, ReadPiece, SentUpdate, SparseVector, Update, chunks_of
+from pulsesync.loco.gate import GateRule, ReadPiece, SentUpdate, SparseVector, Update
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, RoundResult, SharedState, read_part, read_trend
+from pulsesync.loco.vectors import Vector, vectors_of
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "pulse-loco-trainer/2-draft"  # of what state_dict() returns
-NO_BLEND = np.float32(0)
+LARGEST_FINITE = np.finfo(np.float32).max
+Method = TypeVar("Method", bound=Callable[..., Any])
 MOST_ATTEMPTS = 8  # at a round, each with an update of its own: more of them would fill the memory
 
 
@@ -52,8 +53,8 @@ class FragmentState:
     """
 
     shared: SharedState
-    residual: F32
-    momentum: F32 | None  # None where the outer momentum is shared
+    residual: Vector
+    momentum: Vector | None  # None where the outer momentum is shared
     new: bool = True  # whether this trainer has nothing of its own: it has offered no update yet, or was cleared
 
     def clear(self) -> None:
@@ -110,6 +111,20 @@ class PendingUpdates:
         return self.by_payload[payload].sent if payload in self.by_payload else read
 
 
+def aside(method: Method) -> Method:
+    """Let a method compute where the fragments are, in order with what the caller launches there before and after it.
+
+    On a GPU that is in a stream of its own, after the caller's; the method waits for its end. It may call others.
+    """
+
+    @wraps(method)
+    def run(self: "FragmentTrainer", *args: Any, **options: Any) -> Any:
+        with self._aside():
+            return method(self, *args, **options)
+
+    return cast(Method, run)
+
+
 class FragmentTrainer:
     """What all three have in common: fragments, hooks, the exchange, and rounds."""
 
@@ -138,11 +153,30 @@ class FragmentTrainer:
         self._unwritten: dict[int, ReadPiece] = {}
         self._hook: Any = None
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Compute inside: see `aside`."""
+        with ExitStack() as stack:
+            for v in dict.fromkeys(tensors.vectors for tensors in self._tensors):
+                stack.enter_context(v.aside())
+            yield
+
+    def _finish(self, work: Callable[[], None]) -> None:
+        """Do something to its end, whatever interrupts, that must not be left half done: see `core.threads.finish`."""
+
+        def run() -> None:
+            with self._aside():
+                work()
+
+        with self._aside():  # so that it comes after what this thread has launched, too
+            finish(run)
+
+    @aside
     def _begin(self, tensors: FragmentTensors) -> FragmentState:
         """The state of a fragment in which nothing has been learned yet."""
-        shared = SharedState(tensors.layout, tensors.read(), self._rule.first_trend(tensors.size))
-        momentum = np.zeros(tensors.size, np.float32) if self._rule.own_momentum else None
-        return FragmentState(shared, np.zeros(tensors.size, np.float32), momentum)
+        v, size = tensors.vectors, tensors.size
+        shared = SharedState(tensors.layout, tensors.read(), self._rule.first_trend(size, v))
+        return FragmentState(shared, v.zeros(size), v.zeros(size) if self._rule.own_momentum else None)
 
     @property
     def rounds(self) -> list[int]:
@@ -150,6 +184,7 @@ class FragmentTrainer:
         return [held.shared.round for held in self._held]
 
     @property
+    @aside
     def digests(self) -> list[str]:
         """Of each fragment's shared state: equal on all trainers after every round."""
         return [held.shared.digest for held in self._held]
@@ -158,7 +193,8 @@ class FragmentTrainer:
         """The weights that all trainers share, by name: publish, evaluate and roll out these.
 
         A trainer's own model holds what it has learned beyond them, which differs from trainer to trainer. The tensors
-        are FP32 and in host memory; do not write to them. The next round replaces them.
+        are FP32 and on the device where the fragment's parameters are, in memory of their own; do not write to them.
+        The next round replaces them.
 
         Args:
             model: A module, or a mapping of names to tensors, whose names and buffers to take; what was given to the
@@ -183,13 +219,15 @@ class FragmentTrainer:
             for name, value in named.items()
         }
 
+    @aside
     def _prepare(self) -> None:
         """Complete unfinished commits. Before the first round, take the weights that the model has now as the start."""
         self._mend()
         if not self._begun:
-            self._held = [self._begin(t) for t in self._tensors]
+            for held, tensors in zip(self._held, self._tensors, strict=True):  # whose own vectors are zero
+                held.shared = replace(held.shared, theta=tensors.read())
 
-    def _shared_values(self, fragment: int) -> F32:
+    def _shared_values(self, fragment: int) -> Vector:
         return self._held[fragment].shared.theta
 
     def __enter__(self) -> Any:
@@ -212,6 +250,7 @@ class FragmentTrainer:
     def _after_step(self) -> None:
         raise NotImplementedError
 
+    @aside
     def rejoin(self, exchange: Exchange | None = None) -> None:
         """Come together with the others, over another exchange if one is given: at the start, and after a failure.
 
@@ -237,7 +276,7 @@ class FragmentTrainer:
         for pending in self._pending:
             pending.attempts = 0  # what is discarded is not sent again
         self._unwritten = {fragment: self._start(fragment) for fragment in range(len(self._held))}
-        finish(self._mend)
+        self._finish(self._mend)
 
     def _start(self, fragment: int) -> ReadPiece:
         """The weights at which this trainer begins the round that it is at."""
@@ -252,21 +291,22 @@ class FragmentTrainer:
             return
         since = {part.payload for part in shared.parts.values() if part.round > held.shared.round}
         if taken := since & self._pending[fragment].by_payload.keys():
-            finish(partial(self._close_completed, fragment, shared, taken.pop()))
+            self._finish(partial(self._close_completed, fragment, shared, taken.pop()))
         elif shared.last_round_of(self._known_as) > held.shared.round:
             # A payload that this trainer does not remember: what it left of residual and momentum is not known.
-            finish(lambda: self._restart(fragment, shared))
+            self._finish(lambda: self._restart(fragment, shared))
         else:
-            finish(lambda: self._follow(fragment, shared))
+            self._finish(lambda: self._follow(fragment, shared))
 
+    @aside
     def _catch_up(self, fragment: int) -> None:
         """Take part, as a listener, in rounds that were decided without this trainer."""
         while True:
             shared = self._held[fragment].shared
-            decided = self.exchange.missed(self._coder(fragment, shared), shared.theta.size)
+            decided = self.exchange.missed(self._coder(fragment, shared), len(shared.theta))
             if decided is None:
                 return
-            finish(partial(self._listen, fragment, decided.taken, self._resolve(fragment, shared, decided)))
+            self._finish(partial(self._listen, fragment, decided.taken, self._resolve(fragment, shared, decided)))
 
     def _listen(self, fragment: int, taken: SparseVector | None, result: RoundResult) -> None:
         """Go on from a round that others have completed.
@@ -283,23 +323,24 @@ class FragmentTrainer:
         if held.new and result.members:
             held.momentum = self._rule.first_momentum(before, result.after.theta)
 
+    @aside
     def _update(self, fragment: int, snapshot: bool = False) -> TrainerUpdate:
         """What this trainer has to tell now; of a snapshot of its weights if it goes on learning meanwhile."""
         held, tensors = self._held[fragment], self._tensors[fragment]
-        tensors.synchronize()
         local = tensors.read_piece if tensors.is_contiguous and not snapshot else tensors.read().__getitem__
         return TrainerUpdate(self._rule, held.shared.theta, held.residual, held.momentum, local)
 
     def _coder(self, fragment: int, shared: SharedState) -> Coder:
         described = None if self._gate.dense else describe(shared.theta, shared.trend)
-        return Coder(fragment, shared.round + 1, shared.digest, described)
+        return Coder(fragment, shared.round + 1, shared.digest, described, self._tensors[fragment].vectors)
 
+    @aside
     def _select(self, fragment: int, update: Update) -> SentUpdate:
         """The part of an update to send. Raises: StateError, after the others were told, if it is not finite."""
         shared = self._held[fragment].shared
         part = self._gate.select(shared.theta, update)
         if not np.isfinite(part.largest):
-            name = self._tensors[fragment].name_of(_first(update, lambda s: ~np.isfinite(s)) or 0)
+            name = self._tensors[fragment].name_of(_first_beyond(update, LARGEST_FINITE, shared.theta) or 0)
             self.exchange.decline(self._coder(fragment, shared), update.size, f"an update of {name} is not finite")
             raise StateError(
                 f"the update of {name!r} is not finite, so nothing was sent. Call discard() to go back to where the "
@@ -308,6 +349,7 @@ class FragmentTrainer:
             )
         return part
 
+    @aside
     def _meet(self, fragment: int, shared: SharedState, part: SentUpdate) -> ExchangedRound:
         """Exchange and compute; changes nothing but what is pending."""
         exchange = self.exchange
@@ -316,7 +358,7 @@ class FragmentTrainer:
         part = self._pending[fragment].choose(part)
         letter = exchange.prepare(coder, part)
         self._pending[fragment].add(letter.id, part)
-        decided = exchange.propose(coder, letter, shared.theta.size)
+        decided = exchange.propose(coder, letter, len(shared.theta))
         coder = replace(coder, described=None)  # 2 bytes a weight that are not needed any more
         result = self._resolve(fragment, shared, decided)
         exchange.confirm(coder, decided, result.after)
@@ -345,16 +387,15 @@ class FragmentTrainer:
         update: TrainerUpdate,
         shared: SharedState,
         taken: SparseVector | None,
-        blend: np.float32 = NO_BLEND,
+        blend: float = 0.0,
     ) -> None:
         """Go on from a round in which this trainer offered an update, of which this was taken."""
         now = self._tensors[fragment].read() if blend else None
 
-        def blended(here: slice) -> F32:
+        def blended(here: slice) -> Vector:
             assert now is not None
             start = self._rule.start(shared.theta[here], update.residual[here])
-            out: F32 = start + blend * (now[here] - start)
-            return out
+            return start + blend * (now[here] - start)
 
         self._uncommitted[fragment] = Commit(update, taken, shared, None if now is None else blended)
         self._mend()
@@ -362,7 +403,7 @@ class FragmentTrainer:
     def _close_completed(self, fragment: int, shared: SharedState, payload: str) -> None:
         """Go on from a round that others have completed, in which a payload of this trainer was taken."""
         update = self._update(fragment)
-        if _first(update, _is_diverged) is None:
+        if _first_beyond(update, LARGEST_UPDATE, shared.theta) is None:
             self._close(fragment, update, shared, self._pending[fragment].by_payload[payload].sent)
         else:
             self._drop(fragment, update, shared)
@@ -379,7 +420,7 @@ class FragmentTrainer:
             if cleared is not None:
                 for own in (held.residual, held.momentum, moved):
                     if own is not None:
-                        own[cleared.positions] = 0
+                        own[slice(None) if cleared.is_whole else cleared.positions] = 0
             self._set(fragment, shared, (rule.start(shared.theta, held.residual) - moved).__getitem__)
 
     def _restart(self, fragment: int, shared: SharedState) -> None:
@@ -389,13 +430,13 @@ class FragmentTrainer:
 
     def _drop(self, fragment: int, update: TrainerUpdate, shared: SharedState) -> None:
         """Drop an update that has diverged: kept, it would make later rounds empty."""
-        at = _first(update, _is_diverged) or 0
+        at = _first_beyond(update, LARGEST_UPDATE, shared.theta) or 0
         logger.error(
             "Trainer %s has diverged: its update of %r has a value of %g, and at most %g is accepted. The update is "
             "dropped; this trainer resumes from the shared weights.",
             self.exchange.trainer,
             self._tensors[fragment].name_of(at),
-            update.read(slice(at, at + 1))[0],
+            float(update.read(slice(at, at + 1))[0]),
             LARGEST_UPDATE,
         )
         self._restart(fragment, shared)
@@ -408,6 +449,11 @@ class FragmentTrainer:
 
     def _mend(self) -> None:
         """Complete rounds that are decided. If that fails (a device may), it is done at the next occasion."""
+        if self._uncommitted or self._unwritten:  # most steps have nothing to wait for
+            self._complete()
+
+    @aside
+    def _complete(self) -> None:
         for fragment in list(self._uncommitted):
             update, taken, shared, weights = self._uncommitted[fragment]
             update.commit(taken)
@@ -426,7 +472,7 @@ class FragmentTrainer:
             shared.round,
             self.exchange.trainer in members,
             tuple(members),
-            met.part.sent.positions.size,
+            len(met.part.sent.positions),
             met.part.sent.size,
             met.result.moved,
             met.sent_bytes,
@@ -437,14 +483,18 @@ class FragmentTrainer:
         if self._on_round is not None:
             self._on_round(self.last_report)
 
+    @aside
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, as tensors and numbers: `shared`, which a peer may be given, and `private`."""
+        """Everything to go on from, as tensors and numbers: `shared`, which a peer may be given, and `private`.
+
+        The tensors are in host memory.
+        """
         import torch
 
         self._prepare()
 
-        def tensor(values: NDArray[Any]) -> Any:
-            return torch.from_numpy(values.copy())
+        def tensor(values: Vector) -> Any:
+            return torch.from_numpy(vectors_of(values).fetch(values).copy())
 
         shared = [
             {
@@ -465,8 +515,11 @@ class FragmentTrainer:
         }
         return {"format": FORMAT, "shared": shared, "private": private}
 
+    @aside
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the model's weights are set to those it had then.
+
+        Its tensors may be in host memory or on a device, wherever this trainer's parameters are.
 
         Without `private`, or with that of another trainer, they are the shared ones; residual and momentum are zero.
 
@@ -496,26 +549,28 @@ class FragmentTrainer:
         self._begun = True
         self._mend()
 
-    def _read_saved(self, i: int, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[FragmentState, F32]:
+    def _read_saved(
+        self, i: int, saved: Mapping[str, Any], own: Mapping[str, Any] | None
+    ) -> tuple[FragmentState, Vector]:
         """The state of a fragment and the model's weights, as they were saved."""
-        tensors, zeros = self._tensors[i], np.zeros(self._tensors[i].size, np.float32)
+        tensors, v, size = self._tensors[i], self._tensors[i].vectors, self._tensors[i].size
         parts = {name: read_part(part) for name, part in saved["parts"].items()}
-        trend = read_trend(saved["trend"].cpu().numpy(), self._rule.first_trend(tensors.size))
+        trend = read_trend(saved["trend"].cpu().numpy(), self._rule.first_trend(size, v))
         shared = SharedState(saved["layout"], tensors.vector(saved["theta"]), trend, int(saved["round"]), parts)
         if own is None:
-            return FragmentState(shared, zeros, zeros.copy() if self._rule.own_momentum else None), shared.theta
+            return FragmentState(
+                shared, v.zeros(size), v.zeros(size) if self._rule.own_momentum else None
+            ), shared.theta
         momentum = tensors.vector(own["momenta"][i]) if self._rule.own_momentum else None
         held = FragmentState(shared, tensors.vector(own["residuals"][i]), momentum, bool(own["new"][i]))
         return held, tensors.vector(own["weights"][i])
 
 
-def _is_diverged(s: F32) -> NDArray[np.bool_]:
-    return ~(np.abs(s) <= LARGEST_UPDATE)  # NaN compares as False
-
-
-def _first(update: Update, is_it: Callable[[F32], NDArray[np.bool_]]) -> int | None:
-    """The first entry of an update of which something is true, if there is one."""
-    for here in chunks_of(update.size):
-        if (found := np.flatnonzero(is_it(update.read(here)))).size:
-            return int(here.start + found[0])
+def _first_beyond(update: Update, limit: np.float32, like: Vector) -> int | None:
+    """The first entry of an update whose magnitude is not within a limit, if there is one; like: a vector beside it."""
+    v = vectors_of(like)
+    for begin in range(0, update.size, v.chunk):
+        here = slice(begin, min(begin + v.chunk, update.size))
+        if (found := v.first_beyond(update.read(here), limit)) is not None:
+            return begin + found
     return None

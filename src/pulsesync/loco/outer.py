@@ -10,17 +10,16 @@ add where the machine can, and replicas on different machines would part.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pulsesync import kernels
-from pulsesync.core.threads import spread
-from pulsesync.loco.gate import CHUNK, F32, ReadPiece, SparseVector, chunks_of
+from pulsesync.core.types import MovedEntries
+from pulsesync.loco.gate import ReadPiece, SparseVector
+from pulsesync.loco.vectors import HOST, Vector, Vectors, as_number, vectors_of
 
-# Where the shared weights are heading, entry by entry: the shared momentum, or the signs of the last shared step.
-Trend = NDArray[np.float32] | NDArray[np.int8]
+# Where the shared weights are heading, entry by entry: the shared momentum, or the signs of the last shared step, int8.
+Trend = Vector
 
 # Of an update, and of the mean of a round: 1.1e12. A value beyond it means that a trainer has diverged. Momentum moves
 # weights by lr / (1 - momentum) times the mean in the end, which stays finite for any product up to 2^88, and squares
@@ -54,23 +53,9 @@ class SGD:
         """How many times its own size an update moves the weights in the end."""
         return self.lr / (1 - self.momentum)
 
-    def step(self, theta: F32, momentum: F32, total: F32, trainers: int = 1) -> tuple[F32, F32]:
+    def step(self, theta: Vector, momentum: Vector, total: Vector, trainers: int = 1) -> tuple[Vector, Vector]:
         """Return the next weights and momentum, given the sum of so many updates; nothing is modified."""
-        lr, mu = np.float32(self.lr), np.float32(self.momentum)
-        after, moved = np.empty_like(theta), np.empty_like(momentum)
-
-        def chunk(begin: int) -> None:
-            with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
-                step(slice(begin, begin + CHUNK))
-
-        def step(here: slice) -> None:
-            mean = mean_of(total[here], trainers)
-            moved[here] = mu * momentum[here] + mean
-            by = mean + mu * moved[here] if self.nesterov else moved[here]
-            after[here] = theta[here] - lr * by
-
-        spread(chunk, range(0, theta.size, CHUNK))
-        return after, moved
+        return vectors_of(theta).step(theta, momentum, total, trainers, self.lr, self.momentum, self.nesterov)
 
 
 def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it stands where a class does
@@ -78,28 +63,29 @@ def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it 
     return SGD(lr, momentum, nesterov=True)
 
 
-def diverges(values: F32) -> bool:
+def diverges(values: Vector) -> bool:
     """Whether an update, or the mean of several, has a value that is not finite or is beyond LARGEST_UPDATE."""
-    return not bool((np.abs(values) <= LARGEST_UPDATE).all())  # NaN compares as False
+    return not bool(vectors_of(values).largest(values) <= LARGEST_UPDATE)  # NaN compares as False
 
 
-def aggregate(parts: Iterable[SparseVector], size: int) -> F32:
+def aggregate(parts: Iterable[SparseVector], size: int) -> Vector:
     """Add up the trainers' updates, in the order given: FP32 sums depend on it."""
-    total, in_order = np.zeros(size, np.float32), list(parts)
+    in_order = list(parts)
+    v = vectors_of(in_order[0].values) if in_order else HOST
+    total = v.zeros(size)
 
     def add(here: slice) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
             for part in in_order:
                 part.part(here.start, here.stop).add_to(total[here])
 
-    spread(add, chunks_of(size))
+    v.each(add, size)
     return total
 
 
-def mean_of(total: F32, trainers: int) -> F32:
+def mean_of(total: Vector, trainers: int) -> Vector:
     """Divide by all who took part, not by those that sent an entry: who is silent at a place says zero."""
-    out: F32 = total / np.float32(trainers)
-    return out
+    return vectors_of(total).divide(total, trainers)
 
 
 # The two forms of the outer step
@@ -108,7 +94,7 @@ def mean_of(total: F32, trainers: int) -> F32:
 class OuterStep(NamedTuple):
     """What an outer step leads to, if it is within bounds."""
 
-    theta: F32
+    theta: Vector
     trend: Trend
     moved: int  # entries of which the mean update is not zero
     largest_mean: np.float32  # without its sign; NaN or infinite if an entry is
@@ -122,22 +108,24 @@ class OuterRule(Protocol):
     def own_momentum(self) -> bool:
         """Whether each trainer has an outer momentum of its own."""
 
-    def first_trend(self, size: int) -> Trend:
-        """The trend before the first round."""
+    def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
+        """The trend before the first round, where the vectors of the fragment are."""
 
-    def start(self, theta: F32, residual: F32) -> F32:
+    def start(self, theta: Vector, residual: Vector) -> Vector:
         """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
 
-    def advance(self, theta: F32, residual: F32, momentum: F32 | None, local: F32) -> tuple[F32, F32 | None]:
-        """Return the update of a trainer whose weights are `local`, and its next momentum; for at most CHUNK entries.
+    def advance(
+        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
+    ) -> tuple[Vector, Vector | None]:
+        """Return the update of a trainer whose weights are `local`, and its next momentum; for a piece of a fragment.
 
         Nothing is modified.
         """
 
-    def first_momentum(self, before: F32, after: F32) -> F32 | None:
+    def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
         """The momentum of a trainer whose updates have always been the step between two shared weights."""
 
-    def step(self, theta: F32, trend: Trend, total: F32, trainers: int) -> OuterStep:
+    def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
         """Move on by the sum of so many updates, whose memory may be used for the result."""
 
 
@@ -148,25 +136,26 @@ class SharedMomentum:
     outer: SGD
     own_momentum = False
 
-    def first_trend(self, size: int) -> Trend:
-        return np.zeros(size, np.float32)
+    def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
+        return v.zeros(size)
 
-    def start(self, theta: F32, residual: F32) -> F32:
+    def start(self, theta: Vector, residual: Vector) -> Vector:
         return theta
 
-    def advance(self, theta: F32, residual: F32, momentum: F32 | None, local: F32) -> tuple[F32, F32 | None]:
+    def advance(
+        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
+    ) -> tuple[Vector, Vector | None]:
         with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
             return residual + (theta - local), None
 
-    def first_momentum(self, before: F32, after: F32) -> F32 | None:
+    def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
         return None
 
-    def step(self, theta: F32, trend: Trend, total: F32, trainers: int) -> OuterStep:
-        shared = cast(F32, trend)
-        largest = max(spread(lambda here: np.abs(total[here]).max(), chunks_of(total.size)), default=np.float32(0))
-        moved = sum(spread(lambda here: int(np.count_nonzero(total[here])), chunks_of(total.size)))
-        after, momentum = self.outer.step(theta, shared, total, trainers)
-        finite = bool(np.isfinite(after).all() and np.isfinite(momentum).all())
+    def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
+        v = vectors_of(theta)
+        largest, moved = v.largest(total), v.count_nonzero(total)
+        after, momentum = self.outer.step(theta, trend, total, trainers)
+        finite = bool(np.isfinite(v.largest(after)) and np.isfinite(v.largest(momentum)))
         return OuterStep(after, momentum, moved, np.float32(largest / np.float32(trainers)), finite)
 
 
@@ -181,35 +170,35 @@ class OwnMomentum:
     outer: SGD
     own_momentum = True
 
-    def first_trend(self, size: int) -> Trend:
-        return np.zeros(size, np.int8)
+    def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
+        return v.signs(size)
 
-    def start(self, theta: F32, residual: F32) -> F32:
-        out: F32 = theta - residual
-        return out
+    def start(self, theta: Vector, residual: Vector) -> Vector:
+        return theta - residual
 
-    def advance(self, theta: F32, residual: F32, momentum: F32 | None, local: F32) -> tuple[F32, F32 | None]:
+    def advance(
+        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
+    ) -> tuple[Vector, Vector | None]:
         assert momentum is not None
-        s, moved = np.empty_like(theta), np.empty_like(theta)
-        lr, mu = np.float32(self.outer.lr), np.float32(self.outer.momentum)
-        kernels.active().advance(theta, residual, momentum, local, lr, mu, self.outer.nesterov, s, moved)
-        return s, moved
+        outer = self.outer
+        v = vectors_of(theta)
+        return v.advance(theta, residual, momentum, local, outer.lr, outer.momentum, outer.nesterov)
 
-    def first_momentum(self, before: F32, after: F32) -> F32 | None:
+    def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
         # If delta is always the same, the momentum is delta / (1 − mu), and the update lr times that.
-        out: F32 = (before - after) / np.float32(self.outer.lr)
-        return out
+        return vectors_of(before).divide(before - after, self.outer.lr)
 
-    def step(self, theta: F32, trend: Trend, total: F32, trainers: int) -> OuterStep:
-        signs, move = np.empty(theta.size, np.int8), kernels.active().move
+    def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
+        v = vectors_of(theta)
+        signs = v.signs(len(theta))
 
-        def step(here: slice) -> tuple[int, int, int]:
-            moved, mean, after = move(theta[here], total[here], np.float32(trainers), signs[here])
-            return int(moved), int(mean), int(after)
+        def step(here: slice) -> MovedEntries:
+            return v.move(theta[here], total[here], trainers, signs[here])
 
-        done = spread(step, chunks_of(theta.size))
-        largest_mean, largest = (np.uint32(max((one[i] for one in done), default=0)).view(np.float32) for i in (1, 2))
-        return OuterStep(total, signs, sum(one[0] for one in done), largest_mean, bool(np.isfinite(largest)))
+        done = v.each(step, len(theta))
+        largest_mean = as_number(max((one.largest_mean for one in done), default=0))
+        largest = as_number(max((one.largest_theta for one in done), default=0))
+        return OuterStep(total, signs, sum(one.moved for one in done), largest_mean, bool(np.isfinite(largest)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,20 +206,20 @@ class TrainerUpdate:
     """What one trainer has to tell in a round, computed from its committed state and its weights when it is read."""
 
     rule: OuterRule
-    theta: F32
-    residual: F32
-    momentum: F32 | None
+    theta: Vector
+    residual: Vector
+    momentum: Vector | None
     local: ReadPiece  # the trainer's weights after its steps
     committed: set[int] = field(default_factory=set)  # where the chunks begin that are committed
 
     @property
     def size(self) -> int:
-        return self.theta.size
+        return len(self.theta)
 
-    def read(self, here: slice) -> F32:
+    def read(self, here: slice) -> Vector:
         return self._advance(here)[0]
 
-    def _advance(self, here: slice) -> tuple[F32, F32 | None]:
+    def _advance(self, here: slice) -> tuple[Vector, Vector | None]:
         momentum = None if self.momentum is None else self.momentum[here]
         return self.rule.advance(self.theta[here], self.residual[here], momentum, self.local(here))
 
@@ -251,4 +240,4 @@ class TrainerUpdate:
                 self.momentum[here] = momentum
             self.committed.add(here.start)
 
-        spread(advance, chunks_of(self.size))
+        vectors_of(self.theta).each(advance, self.size)

@@ -14,18 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync import kernels
-from pulsesync.core.digest import count_tile, moved
-from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import layout as layouts
-from pulsesync.format import patch
-from pulsesync.format.layout import Layout, load_json
-from pulsesync.format.tables import apply_steps
-from pulsesync.format.weights import as_weights
-from pulsesync.loco.gate import F32, LARGEST, LOWEST_UNIT, SparseVector, chunks_of
+from pulsesync.format.layout import load_json
+from pulsesync.loco.gate import LARGEST, LOWEST_UNIT, SparseVector
 from pulsesync.loco.outer import Trend
+from pulsesync.loco.vectors import HOST, Vector, Vectors, vectors_of
 
 FORMAT = "pulse-loco/1-draft"
 MAX_HEAD_BYTES = 1 << 12
@@ -51,15 +45,13 @@ class PayloadHeader:
     sha256: str  # of the head with this field empty, and everything behind it
 
 
-def describe(theta: F32, trend: Trend) -> Bits:
+def describe(theta: Vector, trend: Trend) -> Vector:
     """What everybody knows of each entry: bits 7 to 14 its class, bit 15 the sign of an update that goes the near way.
 
     The class is twice the octave of the distance to the near border of the BF16 value, plus one where the trend does
     not point there. Differences of neighbouring FP32 numbers are exact, so all machines find the same.
     """
-    out, describe = np.empty(theta.size, np.uint16), kernels.active().describe
-    spread(lambda here: describe(theta[here], trend[here], out[here]), chunks_of(theta.size))
-    return out
+    return vectors_of(theta).describe(theta, trend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,26 +61,27 @@ class Coder:
     fragment: int
     round: int
     base: str
-    described: Bits | None  # None where payloads are dense
+    described: Vector | None  # None where payloads are dense
+    vectors: Vectors = HOST  # where entries are, and are to be
 
     def encode(self, trainer: str, sent: SparseVector, unit: int | None, begin: int = 0, terms: int = 1) -> bytes:
         """Write entries, those of the fragment from begin on. unit: values are multiples of 2^unit, else exact."""
-        mode, scale, coded = DENSE, 0, b""
+        mode, scale, coded, v = DENSE, 0, b"", self.vectors
         if self.described is None:
-            rest = np.ascontiguousarray(sent.values, "<f4").tobytes()
-        elif unit is not None:
-            mode, scale, rest = COMPACT, unit, b""
-            sizes = np.abs(sent.values * np.float64(2.0**-unit)).astype(np.int64)
+            rest = np.ascontiguousarray(v.fetch(sent.values), "<f4").tobytes()
         else:
-            bits = sent.values.view(np.uint32)
-            octaves = (bits >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
-            mode, scale = EXACT, int(np.bincount(octaves).argmax()) if octaves.size else 0
-            off = octaves - scale
-            sizes = 1 + ((off << 1) ^ (off >> 63))
-            rest = _pack(bits & np.uint32(0x7FFFFF))
-        if self.described is not None:
-            negative = (sent.values.view(np.uint32) >> np.uint32(31)).astype(np.uint16)
-            coded = _encode_steps(self.described[begin : begin + sent.size], sent.positions, sizes, negative)
+            bits = v.bits(sent.values)
+            if unit is not None:
+                mode, scale, rest = COMPACT, unit, b""
+                sizes = v.integers(abs(v.in_units(sent.values, unit)))
+            else:
+                octaves = bits >> 23 & 0xFF
+                mode, scale = EXACT, int(v.count_small(octaves).argmax())
+                off = octaves - scale
+                sizes = 1 + ((off << 1) ^ (off >> 63))
+                rest = _pack(v.fetch(bits & 0x7FFFFF).astype(np.uint32))
+            described = self.described[begin : begin + sent.size]
+            coded = v.encode_steps(described, sent.positions, sizes, bits >> 31)
         head = _sealed(
             PayloadHeader(
                 trainer,
@@ -99,7 +92,7 @@ class Coder:
                 begin,
                 begin + sent.size,
                 mode,
-                sent.values.size,
+                len(sent.values),
                 scale,
                 len(coded),
                 "",
@@ -132,33 +125,36 @@ class Coder:
         if (head.mode == DENSE) != (self.described is None):
             raise FormatError(f"the payload is {head.mode}, which this exchange is not")
         sent = self._read(head, body)
-        if terms == 1 and not np.isfinite(sent.values).all():  # a sum may overflow: its round is then an empty one
+        if terms == 1 and not np.isfinite(
+            self.vectors.largest(sent.values)
+        ):  # a sum may overflow: its round is then an empty one
             raise FormatError("a payload holds what is no number")
         return head, sent
 
     def _read(self, head: PayloadHeader, body: memoryview) -> SparseVector:
-        size = head.end - head.begin
+        size, v = head.end - head.begin, self.vectors
         if self.described is None:
             if head.count != size or head.coded or len(body) != 4 * size:
                 raise FormatError("a dense payload has another length than its entries")
-            return SparseVector(size, np.arange(size), np.frombuffer(body, "<f4").astype(np.float32))
+            return SparseVector.whole(v.bring(np.frombuffer(body, "<f4").astype(np.float32)))
         described = self.described[head.begin : head.end]
-        positions, sizes, negative = _decode_steps(described, body[: head.coded], head.count)
-        rest, signs = body[head.coded :], negative.astype(np.uint32) << np.uint32(31)
+        positions, sizes, negative = v.decode_steps(described, body[: head.coded], head.count)
+        rest = body[head.coded :]
         if head.mode == COMPACT:
             if len(rest) or not LOWEST_UNIT <= head.scale <= 127 or (sizes > LARGEST).any():
                 raise FormatError("a compact payload has a scale or values that none has")
-            with np.errstate(over="ignore"):  # what is not finite is refused
-                values = (sizes * 2.0**head.scale).astype(np.float32)
-            return SparseVector(size, positions, (values.view(np.uint32) | signs).view(np.float32))
-        off = sizes - 1
-        octaves = ((off >> 1) ^ -(off & 1)) + head.scale
-        if ((octaves < 0) | (octaves > 255)).any():
-            raise FormatError("an exact payload has an exponent that FP32 has not")
-        mantissas = _unpack(rest, head.count)
-        return SparseVector(
-            size, positions, (signs | octaves.astype(np.uint32) << np.uint32(23) | mantissas).view(np.float32)
-        )
+            bits = v.bits(v.from_units(sizes, head.scale))
+        else:
+            off = sizes - 1
+            octaves = ((off >> 1) ^ -(off & 1)) + head.scale
+            if ((octaves < 0) | (octaves > 255)).any():
+                raise FormatError("an exact payload has an exponent that FP32 has not")
+            bits = octaves << 23 | v.bring(_unpack(rest, head.count).astype(np.int64))
+        return SparseVector(size, positions, v.from_bits(bits | negative << 31))
+
+    def nothing(self, size: int) -> SparseVector:
+        """No entries of so many."""
+        return SparseVector(size, self.vectors.join([], np.int64), self.vectors.empty(0))
 
 
 def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
@@ -212,62 +208,6 @@ def _head(table: dict[str, Any]) -> PayloadHeader:
     return head
 
 
-# What fired, as a weight patch
-
-
-def _layout(size: int) -> Layout:
-    return layouts.make([TensorSpec("fired", "BF16", (size,))])
-
-
-def _encode_steps(
-    described: Bits, positions: NDArray[np.int64], sizes: NDArray[np.int64], negative: NDArray[np.uint16]
-) -> bytes:
-    if not positions.size:
-        return b""
-    layout = _layout(described.size)
-    old = described[positions]
-    steps = np.where(old >> np.uint16(15) == negative, sizes, -sizes)  # up: the near way
-    new = apply_steps(old, steps)
-    changes = {}
-    for number in range(layout.tiles[0].block_count):
-        first, last = np.searchsorted(positions, (number * BLOCK, (number + 1) * BLOCK))
-        if first < last:
-            here = (positions[first:last] - number * BLOCK).astype(np.uint32)
-            changes[0, number] = BlockChange(number, here, old[first:last], new[first:last])
-    weights = as_weights({"fired": described})
-    diffs = patch.diff_of(layout.tiles, weights, changes)
-    return bytes(patch.encode_diff(layout, diffs, weights, {0: count_tile(layout.tiles[0], described)}).data)
-
-
-def _decode_steps(
-    described: Bits, data: memoryview, count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Positions, sizes, and whether each is negative."""
-    if not count:
-        if len(data):
-            raise FormatError("a payload without entries has bytes for some")
-        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_)
-    layout = _layout(described.size)
-    decoded = patch.decode(data, layout, {"fired": described})
-    if len(decoded.patches) != 1 or decoded.patches[0].changed != count:
-        raise FormatError("a payload holds another number of entries than it says")
-    found = decoded.patches[0]
-    if count_tile(layout.tiles[0], described) + moved(found) != decoded.sums[0]:
-        raise ChecksumError("what a payload decodes to is not what was encoded")
-    positions = np.concatenate([block.tile_positions() for block in found.blocks])
-    old = np.concatenate([block.old for block in found.blocks])
-    new = np.concatenate([block.new for block in found.blocks])
-    steps = (_ordered(new) - _ordered(old) + (1 << 15) & 0xFFFF) - (1 << 15)
-    if (steps == -(1 << 15)).any():
-        raise FormatError("a payload holds a value larger than any")
-    return positions, np.abs(steps), (old >> np.uint16(15)).astype(np.bool_) ^ (steps < 0)
-
-
-def _ordered(bits: Bits) -> NDArray[np.int64]:
-    wide = bits.astype(np.int64)
-    return wide ^ np.where(wide & 0x8000, 0xFFFF, 0x8000)
-
-
 def _pack(mantissas: NDArray[np.uint32]) -> bytes:
     """The low 16 bits of each, then the upper 7 of all, packed."""
     upper = np.unpackbits((mantissas >> np.uint32(16)).astype(np.uint8)[:, None], axis=1)[:, 1:]
@@ -290,5 +230,6 @@ def summed_unit(total: SparseVector, units: list[int | None]) -> int | None:
     if any(unit is None for unit in units):
         return None
     unit = min(unit for unit in units if unit is not None)
-    sizes = total.values * np.float64(2.0**-unit)
-    return unit if (np.abs(sizes) <= LARGEST).all() and (sizes == np.rint(sizes)).all() else None
+    v = vectors_of(total.values)
+    sizes = v.in_units(total.values, unit)
+    return unit if (abs(sizes) <= LARGEST).all() and (sizes == v.rint(sizes)).all() else None

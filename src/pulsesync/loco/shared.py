@@ -5,18 +5,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsesync.core.digest import count_tile
-from pulsesync.core.types import TensorSpec
 from pulsesync.errors import ChecksumError, FormatError
-from pulsesync.format import layout as layouts
 from pulsesync.format.layout import load_json
-from pulsesync.loco.gate import F32, SparseVector
+from pulsesync.loco.gate import SparseVector
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, Trend
+from pulsesync.loco.vectors import Vector, vectors_of
 
 FORMAT = "pulse-loco-state/2-draft"
 MAX_HEAD_BYTES = 1 << 20
@@ -36,7 +34,7 @@ class Outcome:
     """A round as it was decided: who took part, and the sum of what they sent. The same for every trainer."""
 
     members: Mapping[str, str]  # trainer -> id of its payload, in the order in which they were added up
-    total: F32
+    total: Vector
     taken: SparseVector | None = None  # what was taken from a trainer of this one's name, if it is at hand
 
 
@@ -54,7 +52,7 @@ class SharedState:
     """A fragment's shared state. A joiner copies it from a peer or a store; never written, only replaced."""
 
     layout: str  # id of the fragment's tensors
-    theta: F32
+    theta: Vector
     trend: Trend
     round: int = 0  # rounds that led here
     parts: Mapping[str, Contribution] = field(default_factory=dict)  # each trainer's last; see MAX_TRAINERS
@@ -70,9 +68,7 @@ class SharedState:
         """Equal for equal weights, trend and round, bit for bit: O(all)."""
         h = hashlib.sha256(f"pulse loco 2 {self.layout} {self.round}\n".encode())
         for name, values in (("theta", self.theta), ("trend", self.trend)):
-            dtype, bits = ("U8", np.uint8) if values.dtype == np.int8 else ("F32", np.uint32)
-            tile = layouts.make([TensorSpec(name, dtype, (values.size,))]).tiles[0]
-            h.update(count_tile(tile, values.view(bits)).to_bytes())
+            h.update(vectors_of(values).count(name, values).to_bytes())
         return h.hexdigest()
 
     def resolve(self, decided: Outcome, rule: OuterRule) -> RoundResult:
@@ -88,7 +84,8 @@ class SharedState:
         if not step.largest_mean <= LARGEST_UPDATE:  # NaN compares as False
             return RoundResult({}, 0, replace(self, round=number))
         if not step.finite:
-            return RoundResult({}, 0, replace(self, round=number, trend=np.zeros_like(self.trend)))
+            nothing = rule.first_trend(len(self.theta), vectors_of(self.theta))
+            return RoundResult({}, 0, replace(self, round=number, trend=nothing))
         took_part = {trainer: Contribution(number, payload) for trainer, payload in decided.members.items()}
         parts = _newest({**self.parts, **took_part})
         after = SharedState(self.layout, step.theta, step.trend, number, parts)
@@ -100,12 +97,14 @@ class SharedState:
             "format": FORMAT,
             "layout": self.layout,
             "round": self.round,
-            "size": self.theta.size,
+            "size": len(self.theta),
             "trend": _trend_type(self.trend),
             "parts": {name: list(part) for name, part in sorted(self.parts.items())},
             "digest": self.digest,
         }
-        body = self.theta.astype("<f4").tobytes() + self.trend.astype(self.trend.dtype.newbyteorder("<")).tobytes()
+        v = vectors_of(self.theta)
+        theta, trend = v.fetch(self.theta), v.fetch(self.trend)
+        body = theta.astype("<f4").tobytes() + trend.astype(trend.dtype.newbyteorder("<")).tobytes()
         return _line({**head, "sha256": _seal(head, body)}) + body
 
     @classmethod
@@ -128,18 +127,19 @@ class SharedState:
         body, sha256 = view[len(line) + 1 :], head.pop("sha256")
         if _seal(head, body) != sha256:
             raise ChecksumError("a shared state is damaged: its bytes do not have the hash that its first line says")
-        if head["layout"] != like.layout or head["size"] != like.theta.size:
+        if head["layout"] != like.layout or head["size"] != len(like.theta):
             raise FormatError(f"the shared state has layout {head['layout']}, and this model has {like.layout}")
         if head["trend"] != _trend_type(like.trend) or len(body) != like.theta.nbytes + like.trend.nbytes:
             raise FormatError(f"the shared state has a trend of type {head['trend']}, not {_trend_type(like.trend)}")
         theta = np.frombuffer(body[: like.theta.nbytes], "<f4").astype(np.float32)
         trend = read_trend(np.frombuffer(body[like.theta.nbytes :], TREND_TYPES[head["trend"]]), like.trend)
+        v = vectors_of(like.theta)
         if not np.isfinite(theta).all():
             raise FormatError("a shared state has weights that are not finite")
         if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
             raise FormatError("a shared state has no round")
         parts = {name: read_part(part) for name, part in head["parts"].items()}
-        state = cls(head["layout"], theta, trend, head["round"], parts)
+        state = cls(head["layout"], v.bring(theta), trend, head["round"], parts)
         if state.digest != head["digest"]:
             raise ChecksumError("a shared state has another digest than it says", expected=head["digest"])
         return state
@@ -153,23 +153,24 @@ def _newest(parts: Mapping[str, Contribution]) -> Mapping[str, Contribution]:
 
 
 def read_trend(values: NDArray[Any], like: Trend) -> Trend:
-    """Check a trend that was saved or received, and copy it.
+    """Check a trend that was saved or received, and copy it to where `like` is.
 
     Raises:
         FormatError: it is of another type than `like`, or has values that no trend has.
     """
-    if values.dtype.newbyteorder("=") != like.dtype or values.shape != like.shape:
+    wanted = np.dtype(TREND_TYPES[_trend_type(like)]).newbyteorder("=")
+    if values.dtype.newbyteorder("=") != wanted or values.shape != (len(like),):
         raise FormatError(
-            f"expected a trend of {like.size} values of type {like.dtype}, but found {values.size} of {values.dtype}"
+            f"expected a trend of {len(like)} values of type {wanted}, but found {values.size} of {values.dtype}"
         )
-    trend = cast(Trend, values.astype(like.dtype))
+    trend = values.astype(wanted)
     if not (np.isfinite(trend).all() if trend.dtype == np.float32 else np.isin(trend, (-1, 0, 1)).all()):
         raise FormatError("a trend has values that are not finite, or signs other than -1, 0 and 1")
-    return trend
+    return vectors_of(like).bring(trend)
 
 
 def _trend_type(trend: Trend) -> str:
-    return "I8" if trend.dtype == np.int8 else "F32"
+    return "I8" if trend.dtype.itemsize == 1 else "F32"
 
 
 def _line(head: Mapping[str, object]) -> bytes:

@@ -170,7 +170,7 @@ class StoreExchange:
         """The newest state that can be read and is further than one; None if there is none."""
         for key in sorted((entry.key for entry in self._store.list(f"states/{fragment:04d}/")), reverse=True):
             try:
-                state = SharedState.from_bytes(self._get(key, 8 * like.theta.size + (1 << 21)), like)
+                state = SharedState.from_bytes(self._get(key, 8 * len(like.theta) + (1 << 21)), like)
                 if state.round == _number(key) and state.round > like.round:
                     return state
             except (NotFoundError, FormatError):

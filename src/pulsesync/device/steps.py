@@ -1,0 +1,118 @@
+"""Which entries of an update are sent, and how large they are, coded on a device: the bytes of `loco.steps`.
+
+There is one tile, whose old weights are what everybody knows of each entry, as BF16 bits.
+"""
+
+from functools import cache, lru_cache
+
+import torch
+
+from pulsesync.core.types import BLOCK, Bits, TensorSpec, Tile
+from pulsesync.device.changes import PileChanges, block_moves, compose, moves
+from pulsesync.device.decode import decode_coded, decode_plain, open_part
+from pulsesync.device.encode import code_piles
+from pulsesync.device.hot import DeviceHistory
+from pulsesync.device.memory import DeviceStream, to_host
+from pulsesync.device.parts import diffs_of
+from pulsesync.device.pile import Pile
+from pulsesync.device.state import count_pile
+from pulsesync.errors import ChecksumError, FormatError
+from pulsesync.format import container, patch
+from pulsesync.format import layout as layouts
+from pulsesync.format.layout import Layout
+
+NAME = "fired"
+HALF = 1 << 15
+
+
+class _Described:
+    """What everybody knows of each entry, as weights that are brought to the host block by block."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        piece = self._flat[number * BLOCK : (number + 1) * BLOCK]
+        with _fetching(piece.device)():
+            return to_host(piece)[0].view(tile.tensor.kind.bits)
+
+
+@cache
+def _fetching(device: torch.device) -> DeviceStream:
+    """The stream in which threads fetch what a codec that is seldom tried asks for."""
+    return DeviceStream(device)
+
+
+@lru_cache(maxsize=64)  # the pieces of a fragment, one a trainer, and a few fragments
+def _pile_of(size: int, device: torch.device) -> tuple[Layout, Pile]:
+    layout = layouts.make([TensorSpec(NAME, "BF16", (size,))])
+    return layout, Pile(layout.tiles, layout.tiles, device)
+
+
+def encode_steps(
+    described: torch.Tensor, positions: torch.Tensor, sizes: torch.Tensor, negative: torch.Tensor
+) -> bytes:
+    """Write which entries are sent, their sizes in steps, and whether each is negative, 1 or 0."""
+    if not positions.numel():
+        return b""
+    layout, pile = _pile_of(described.numel(), described.device)
+    flats = {NAME: described}
+    weights, before = pile.locate(flats), count_pile(pile, flats)
+    old = described[positions]
+    up = (old < 0) == (negative != 0)  # the near way
+    new = _unordered(_ordered(old) + torch.where(up, sizes, -sizes))
+    borders = torch.arange(pile.blocks + 1, device=pile.device) * BLOCK
+    starts = torch.searchsorted(positions, borders)
+    run = PileChanges(pile, starts, (positions % BLOCK).to(torch.int32), old, new)
+    coded = code_piles([(run, weights)], None, 0)
+    after = {0: before[0] + moves(coded.moved)[0]}
+    diffs = diffs_of(run, _fetching(described.device))
+    done = patch.finish(layout, diffs, _Described(described), [coded.table], coded.tiles, after, "auto")
+    return bytes(done.data)
+
+
+def decode_steps(
+    described: torch.Tensor, data: memoryview, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, sizes, and whether each is negative, of so many entries.
+
+    Raises:
+        FormatError: and its branches, for whatever is wrong with the bytes.
+    """
+    if not count:
+        if len(data):
+            raise FormatError("a payload without entries has bytes for some")
+        nothing = torch.empty(0, dtype=torch.int64, device=described.device)
+        return nothing, nothing, nothing
+    layout, pile = _pile_of(described.numel(), described.device)
+    flats = {NAME: described}
+    header, sections = container.open_part(data, None)
+    opened = patch.open_index(header, sections[0], layout)
+    part = open_part(opened, dict(enumerate(sections)), dict(enumerate(layout.tiles)), None)
+    weights = pile.locate(flats)
+    runs: list[PileChanges] = []
+    for number, coded in part.coded.items():
+        runs += decode_coded(pile, coded, part.tables[number], weights, DeviceHistory()).runs
+    runs += decode_plain(pile, part.plain, weights)
+    if len(opened.entries) != 1 or sum(run.count for run in runs) != count:
+        raise FormatError("a payload holds another number of entries than it says")
+    (found,) = compose(runs, ())  # in order
+    if count_pile(pile, flats)[0] + moves(block_moves([found]))[0] != opened.entries[0].sum:
+        raise ChecksumError("what a payload decodes to is not what was encoded")
+    steps = ((_ordered(found.new) - _ordered(found.old) + HALF) & 0xFFFF) - HALF
+    if (steps == -HALF).any():
+        raise FormatError("a payload holds a value larger than any")
+    negative = (found.old < 0) ^ (steps < 0)
+    return found.flat_keys(), steps.abs(), negative.to(torch.int64)
+
+
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    """Where 16-bit patterns stand in the order of their values."""
+    wide = bits.to(torch.int64) & 0xFFFF
+    return wide ^ torch.where(bits < 0, 0xFFFF, 0x8000)
+
+
+def _unordered(places: torch.Tensor) -> torch.Tensor:
+    """The 16-bit patterns that stand there, modulo the circle, as int16."""
+    wide = places & 0xFFFF
+    return (wide ^ torch.where(wide >= HALF, HALF, 0xFFFF)).to(torch.int16)

@@ -1,0 +1,307 @@
+"""Vectors of a LoCo fragment on a device, with the bits that `loco.vectors` has in host memory.
+
+What must be so for that: see `kernels.gpu.rounds`. torch's own operators round every result by themselves, with one
+exception that is avoided: on a GPU, a tensor over a number of Python is multiplied by the reciprocal, which is rounded
+twice (pytorch/pytorch#191495). And no sum of FP32 values is left to torch, whose order differs between machines.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
+from pulsesync.device import steps
+from pulsesync.device.memory import DeviceStream, StreamPoint, empty, on, scan, shared, to_host, unsigned
+from pulsesync.device.pile import CHUNK as MARKED
+from pulsesync.device.pile import WORDS, Pile
+from pulsesync.device.state import count_pile
+from pulsesync.format import layout as layouts
+from pulsesync.kernels import cuda
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+CHUNK = 1 << 25  # entries that are worked on together: what is computed of them on the way takes 128 MB a vector
+SPAN = 1024  # entries of a program
+UPPER = 1 << 15  # what the upper 16 bits of an FP32 number can be without the sign
+EXACT = {"enable_fp_fusion": False}  # of a launch: no product and sum are rounded together
+DTYPES: dict[type, torch.dtype] = {np.float32: torch.float32, np.int64: torch.int64}
+
+
+@cache
+def vectors_on(device: torch.device) -> "DeviceVectors":
+    """The vectors of a device: all trainers of a process that have some there compute in one stream."""
+    return DeviceVectors(device)
+
+
+@cache
+def _pile_of(name: str, dtype: str, size: int, device: torch.device) -> Pile:
+    tiles = layouts.make([TensorSpec(name, dtype, (size,))]).tiles
+    return Pile(tiles, tiles, device)
+
+
+class DeviceVectors:
+    """As `loco.vectors.Vectors` describes them. What is launched is launched in the current stream.
+
+    Args:
+        device: Where the vectors are.
+    """
+
+    chunk = CHUNK
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = DeviceStream(device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        with on(self.device):
+            launched = StreamPoint(self.device)
+            with self._stream([launched]):
+                yield
+
+    def spread(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        with on(self.device):  # threads of a pool would have other streams
+            return [work(item) for item in items]
+
+    def each(self, work: Callable[[slice], Result], size: int) -> list[Result]:
+        chunk = self.chunk
+        return self.spread(work, (slice(at, min(at + chunk, size)) for at in range(0, size, chunk)))
+
+    # What there is
+
+    def empty(self, size: int) -> torch.Tensor:
+        return empty(size, torch.float32, self.device)
+
+    def zeros(self, size: int) -> torch.Tensor:
+        return self.empty(size).zero_()
+
+    def signs(self, size: int) -> torch.Tensor:
+        return empty(size, torch.int8, self.device).zero_()
+
+    def copy(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    def join(self, vectors: Sequence[torch.Tensor], dtype: type = np.float32) -> torch.Tensor:
+        if len(vectors) == 1:
+            return vectors[0]
+        return torch.cat([torch.empty(0, dtype=DTYPES[dtype], device=self.device), *vectors])
+
+    def search(self, positions: torch.Tensor, borders: Sequence[int]) -> list[int]:
+        found: list[int] = torch.searchsorted(positions, torch.tensor(borders, device=self.device)).tolist()
+        return found
+
+    def bring(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def fetch(self, values: torch.Tensor) -> NDArray[Any]:
+        return values.cpu().numpy()  # not by way of pinned memory, which torch would keep
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(-1)
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def assign(self, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        torch._foreach_copy_(list(tensors), list(values.split([tensor.numel() for tensor in tensors])))
+
+    def hand_out(self, values: torch.Tensor) -> torch.Tensor:
+        return shared(values)
+
+    # What is found in it
+
+    def _measure(self, values: torch.Tensor) -> tuple[int, int]:
+        """How many are not zero, and the largest bit pattern without the sign."""
+
+        def measure(here: slice) -> list[int]:
+            piece = values[here]
+            programs = -(-piece.numel() // SPAN)
+            found = self._results(2, programs)
+            cuda.measure[(programs,)](piece, found[0], found[1], piece.numel(), SPAN=SPAN, **EXACT)
+            return _joined(found)
+
+        done = self.each(measure, values.numel())
+        return sum(one[0] for one in done), max((one[1] for one in done), default=0)
+
+    def _results(self, kinds: int, programs: int) -> torch.Tensor:
+        """Zeros for what programs find; rows begin at multiples of 16 bytes, for which kernels are compiled once."""
+        return torch.zeros((kinds, -(-programs // 4) * 4), dtype=torch.int32, device=self.device)
+
+    def largest(self, values: torch.Tensor) -> np.float32:
+        return np.uint32(self._measure(values)[1]).view(np.float32)
+
+    def count_nonzero(self, values: torch.Tensor) -> int:
+        return self._measure(values)[0]
+
+    def nonzero(self, values: torch.Tensor) -> torch.Tensor:
+        def find(here: slice) -> torch.Tensor:
+            return torch.nonzero(values[here]).view(-1).add_(here.start)
+
+        return self.join(self.each(find, values.numel()), np.int64)
+
+    def first_beyond(self, values: torch.Tensor, limit: np.float32) -> int | None:
+        found = torch.nonzero(~(values.abs() <= float(limit))).view(-1)[:1].tolist()  # NaN compares as False
+        return found[0] if found else None
+
+    def count_upper(self, values: torch.Tensor) -> NDArray[np.int64]:
+        found = torch.zeros(UPPER, dtype=torch.int64, device=self.device)
+
+        def count(here: slice) -> None:
+            upper = (values[here].view(torch.int32) >> 16) & (UPPER - 1)
+            found.add_(torch.bincount(upper, minlength=UPPER))
+
+        self.each(count, values.numel())
+        return self.fetch(found)
+
+    def count_small(self, numbers: torch.Tensor) -> NDArray[np.int64]:
+        return self.fetch(torch.bincount(numbers, minlength=256))
+
+    def count(self, name: str, values: torch.Tensor) -> Sum:
+        dtype, bits = ("U8", torch.uint8) if values.dtype == torch.int8 else ("F32", torch.int32)
+        if not values.numel():
+            return Sum(0, 0)
+        with on(self.device):
+            return count_pile(_pile_of(name, dtype, values.numel(), self.device), {name: values.view(bits)})[0]
+
+    # What is computed
+
+    def advance(
+        self,
+        theta: torch.Tensor,
+        residual: torch.Tensor,
+        momentum: torch.Tensor,
+        local: torch.Tensor,
+        lr: float,
+        mu: float,
+        nesterov: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = theta.numel()
+        s, moved = self.empty(size), self.empty(size)
+        if size:
+            cuda.advance[(-(-size // SPAN),)](
+                theta, residual, momentum, local, _rounded(lr), _rounded(mu), s, moved, size,
+                NESTEROV=nesterov, SPAN=SPAN, **EXACT,
+            )  # fmt: skip
+        return s, moved
+
+    def find_visible(self, theta: torch.Tensor, s: torch.Tensor, reach: float, first: int) -> VisibleEntries:
+        size, device = s.numel(), self.device
+        chunks = -(-size // MARKED)
+        bitmap = empty(chunks * WORDS, torch.int32, device)
+        counts, largest = (empty(chunks, torch.int32, device) for _ in range(2))
+        cuda.flag_visible[(chunks,)](
+            theta, s, _rounded(reach), unsigned(bitmap), counts, largest, size, **EXACT
+        )  # fmt: skip
+        offsets = scan(counts)
+        count, most = to_host(torch.stack((offsets[-1], largest.max().to(torch.int64))))[0].tolist()
+        positions, values = empty(count, torch.int64, device), self.empty(count)
+        if count:
+            cuda.list_visible[(chunks,)](s, unsigned(bitmap), offsets, first, positions, values)
+        return VisibleEntries(positions, values, most)
+
+    def describe(self, theta: torch.Tensor, trend: torch.Tensor) -> torch.Tensor:
+        out = empty(theta.numel(), torch.int16, self.device)
+
+        def describe(here: slice) -> None:
+            size = here.stop - here.start
+            cuda.describe[(-(-size // SPAN),)](theta[here], trend[here], unsigned(out[here]), size, SPAN=SPAN, **EXACT)
+
+        self.each(describe, theta.numel())
+        return out
+
+    def move(self, theta: torch.Tensor, total: torch.Tensor, trainers: int, signs: torch.Tensor) -> MovedEntries:
+        size = theta.numel()
+        programs = -(-size // SPAN)
+        found = self._results(3, programs)
+        cuda.move[(programs,)](
+            theta, total, float(trainers), signs, found[0], found[1], found[2], size, SPAN=SPAN, **EXACT
+        )
+        return MovedEntries(*_joined(found))
+
+    def step(
+        self,
+        theta: torch.Tensor,
+        momentum: torch.Tensor,
+        total: torch.Tensor,
+        trainers: int,
+        lr: float,
+        mu: float,
+        nesterov: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        after, moved = self.empty(theta.numel()), self.empty(theta.numel())
+
+        def step(here: slice) -> None:
+            size = here.stop - here.start
+            cuda.step_momentum[(-(-size // SPAN),)](
+                theta[here], momentum[here], total[here], _rounded(lr), _rounded(mu), float(trainers), after[here],
+                moved[here], size, NESTEROV=nesterov, SPAN=SPAN, **EXACT,
+            )  # fmt: skip
+
+        self.each(step, theta.numel())
+        return after, moved
+
+    def divide(self, values: torch.Tensor, by: float) -> torch.Tensor:
+        out = self.empty(values.numel())
+
+        def divide(here: slice) -> None:
+            size = here.stop - here.start
+            cuda.divide[(-(-size // SPAN),)](values[here], _rounded(by), out[here], size, SPAN=SPAN, **EXACT)
+
+        self.each(divide, values.numel())
+        return out
+
+    def add_at(self, total: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+        if count := positions.numel():
+            cuda.add_at[(-(-count // SPAN),)](total, positions, values, count, SPAN=SPAN, **EXACT)
+
+    # What is sent
+
+    def in_units(self, values: torch.Tensor, unit: int) -> torch.Tensor:
+        return values.to(torch.float64) * 2.0**-unit
+
+    def from_units(self, units: torch.Tensor, unit: int) -> torch.Tensor:
+        return (units.to(torch.float64) * 2.0**unit).to(torch.float32)
+
+    def rint(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.round(values)
+
+    def clip(self, values: torch.Tensor, most: int) -> torch.Tensor:
+        return torch.clamp(values, -most, most)
+
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.int64)
+
+    def bits(self, values: torch.Tensor) -> torch.Tensor:
+        return values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+    def from_bits(self, bits: torch.Tensor) -> torch.Tensor:
+        return bits.to(torch.int32).view(torch.float32)
+
+    def encode_steps(
+        self, described: torch.Tensor, positions: torch.Tensor, sizes: torch.Tensor, negative: torch.Tensor
+    ) -> bytes:
+        with on(self.device):
+            return steps.encode_steps(described, positions, sizes, negative)
+
+    def decode_steps(
+        self, described: torch.Tensor, data: memoryview, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with on(self.device):
+            return steps.decode_steps(described, data, count)
+
+
+def _rounded(number: float) -> float:
+    """A number as FP32 has it: what a kernel is given."""
+    return float(np.float32(number))
+
+
+def _joined(found: torch.Tensor) -> list[int]:
+    """What programs found, joined: first how many there are, then the largest of everything else."""
+    most = found[1:].amax(dim=1).to(torch.int64)
+    out: list[int] = to_host(torch.cat((found[0].sum(dtype=torch.int64).view(1), most)))[0].tolist()
+    return out

@@ -1,0 +1,73 @@
+"""Which entries are sent, and how large they are, as a weight patch: in host memory. `device.steps` is its twin.
+
+The old weights of the patch are what everybody knows of each entry (`describe`); an entry that is sent moves by its
+size, towards the near border if it has the sign of an update that goes there.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsesync.core.digest import count_tile, moved
+from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec
+from pulsesync.errors import ChecksumError, FormatError
+from pulsesync.format import layout as layouts
+from pulsesync.format import patch
+from pulsesync.format.layout import Layout
+from pulsesync.format.tables import apply_steps
+from pulsesync.format.weights import as_weights
+
+I64 = NDArray[np.int64]
+
+
+def _layout(size: int) -> Layout:
+    return layouts.make([TensorSpec("fired", "BF16", (size,))])
+
+
+def encode_steps(described: Bits, positions: I64, sizes: I64, negative: I64) -> bytes:
+    """Write which entries are sent, their sizes in steps, and whether each is negative, 1 or 0."""
+    if not positions.size:
+        return b""
+    layout = _layout(described.size)
+    old = described[positions]
+    steps = np.where(old >> np.uint16(15) == negative, sizes, -sizes)  # up: the near way
+    new = apply_steps(old, steps)
+    changes = {}
+    for number in range(layout.tiles[0].block_count):
+        first, last = np.searchsorted(positions, (number * BLOCK, (number + 1) * BLOCK))
+        if first < last:
+            here = (positions[first:last] - number * BLOCK).astype(np.uint32)
+            changes[0, number] = BlockChange(number, here, old[first:last], new[first:last])
+    weights = as_weights({"fired": described})
+    diffs = patch.diff_of(layout.tiles, weights, changes)
+    return bytes(patch.encode_diff(layout, diffs, weights, {0: count_tile(layout.tiles[0], described)}).data)
+
+
+def decode_steps(described: Bits, data: memoryview, count: int) -> tuple[I64, I64, I64]:
+    """Positions, sizes, and whether each is negative, of so many entries.
+
+    Raises:
+        FormatError: and its branches, for whatever is wrong with the bytes.
+    """
+    if not count:
+        if len(data):
+            raise FormatError("a payload without entries has bytes for some")
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+    layout = _layout(described.size)
+    decoded = patch.decode(data, layout, {"fired": described})
+    if len(decoded.patches) != 1 or decoded.patches[0].changed != count:
+        raise FormatError("a payload holds another number of entries than it says")
+    found = decoded.patches[0]
+    if count_tile(layout.tiles[0], described) + moved(found) != decoded.sums[0]:
+        raise ChecksumError("what a payload decodes to is not what was encoded")
+    positions = np.concatenate([block.tile_positions() for block in found.blocks])
+    old = np.concatenate([block.old for block in found.blocks])
+    new = np.concatenate([block.new for block in found.blocks])
+    steps = (_ordered(new) - _ordered(old) + (1 << 15) & 0xFFFF) - (1 << 15)
+    if (steps == -(1 << 15)).any():
+        raise FormatError("a payload holds a value larger than any")
+    return positions, np.abs(steps), (old >> np.uint16(15)).astype(np.int64) ^ (steps < 0)
+
+
+def _ordered(bits: Bits) -> I64:
+    wide = bits.astype(np.int64)
+    return wide ^ np.where(wide & 0x8000, 0xFFFF, 0x8000)
