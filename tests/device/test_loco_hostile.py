@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("cryptography", reason="hostile payloads are NOT tested: pip install cryptography")
+
 from pulsesync.device.vectors import vectors_on
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.loco.payload import Coder
