@@ -136,21 +136,24 @@ class CostModel:
         """
         if not loads:
             return []
-        total = sum(loads, TransferLoad(0, 0, 0.0))
+        table = np.array([(load.weights, load.size_bytes, load.changed) for load in loads], np.float64)
+        total = _load(table)
         took = {method: self.seconds(method, total) for method in METHODS}
         near = [method for method in METHODS if took[method] <= max(1.05 * min(took.values()), SOON_S)]
         best = min(near, key=lambda method: self.methods[method].wire_bytes(total))
         if self.last and took[self.last] <= KEPT * took[best]:
             best = self.last
-        each = np.array([self._sums(method, loads) for method in METHODS])  # (methods, tiles)
-        own = [METHODS[n] for n in each.argmin(axis=0).tolist()]
-        mixed = float(each.min(axis=0).sum()) + self._fixed(own, loads)
-        together = float(each[METHODS.index(best)].sum()) + self._fixed([best] * len(loads), loads)
-        return own if mixed < 0.9 * together and together > SOON_S else [best] * len(loads)
+        each = np.array([self._sums(method, table) for method in METHODS])  # (methods, tiles)
+        own = each.argmin(axis=0)
+        mixed = each.min(axis=0).sum() + sum(self._fixed(METHODS[n], table[own == n]) for n in set(own.tolist()))
+        together = each[METHODS.index(best)].sum() + self._fixed(best, table)
+        if mixed < 0.9 * together and together > SOON_S:
+            return [METHODS[n] for n in own.tolist()]
+        return [best] * len(loads)
 
-    def _sums(self, method: Method, loads: Sequence[TransferLoad]) -> NDArray[np.float64]:
+    def _sums(self, method: Method, table: NDArray[np.float64]) -> NDArray[np.float64]:
         """What the bytes and the weights of each tile take, without what every bucket takes."""
-        weights, sizes, changed = np.array([(load.weights, load.size_bytes, load.changed) for load in loads]).T
+        weights, sizes, changed = table.T
         cost = self.methods[method]
         ends = cost.source, cost.receiver, cost.apply
         carried = sizes if cost.change_bytes is None else cost.change_bytes * changed
@@ -158,14 +161,10 @@ class CostModel:
         found: NDArray[np.float64] = carried * self.byte_s + per_weight * weights + per_change * changed
         return found
 
-    def _fixed(self, methods: Sequence[Method], loads: Sequence[TransferLoad]) -> float:
-        """What the buckets take, if each tile goes by a method: only few are mixed, so each has its own."""
-        seconds, both = 0.0, list(zip(methods, loads, strict=True))
-        for method in set(methods):
-            weights = sum(load.weights for its, load in both if its == method)
-            cost, buckets = self.methods[method], self._buckets(method, TransferLoad(weights, 0, 0))
-            seconds += buckets * (cost.source.per_bucket + cost.receiver.per_bucket) + cost.apply.per_bucket
-        return seconds
+    def _fixed(self, method: Method, table: NDArray[np.float64]) -> float:
+        """What the buckets of some tiles take, however many weights these have."""
+        cost, buckets = self.methods[method], self._buckets(method, _load(table))
+        return buckets * (cost.source.per_bucket + cost.receiver.per_bucket) + cost.apply.per_bucket
 
     def learn(self, method: Method, load: TransferLoad, took: "MethodTiming") -> None:
         """Take in what a sync by one method has taken; the load says what really changed.
@@ -239,6 +238,12 @@ class MethodTrial:
     load: TransferLoad
     seconds: tuple[float, float, float]  # at the source, at a receiver, and to write
     sent_bytes: int
+
+
+def _load(table: NDArray[np.float64]) -> TransferLoad:
+    """All tiles together, given weights, bytes and changes of each."""
+    weights, size_bytes, changed = table.sum(axis=0).tolist()
+    return TransferLoad(int(weights), int(size_bytes), changed)
 
 
 def _line(low: TransferLoad, high: TransferLoad, low_s: float, high_s: float) -> EndpointTime:
