@@ -10,7 +10,7 @@ import torch
 
 from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, Bits
-from pulsesync.errors import FormatError, VerificationError
+from pulsesync.errors import FormatError, StateError, VerificationError
 from pulsesync.group import bundles, device_weights
 from pulsesync.group.bundles import agree, tell
 from pulsesync.group.cost_model import METHODS, CostModel, Method
@@ -110,6 +110,7 @@ class Joined:
         """Make a message, and read it as it arrives in pinned memory, or on the device."""
         for end in (self.source, self.receiver):
             end.weights.begin()
+        self.source.weights.make_room()
         bucket = self.source.weights.encode(self.source.tiles, method, SyncTimes())
         assert bucket is not None
         return bucket, self.read(bucket.message)
@@ -265,6 +266,7 @@ def test_masters_are_sent_as_the_dtype_that_receivers_have(dtype: str, device: s
         wire = agree([tell(source.shards), tell(source.shards)], [0])
         end = SourceEnd(wire, wire.owned_by(0), source)
         end.weights.begin()
+        end.weights.make_room()
         first = end.weights.encode(end.tiles, "dense", SyncTimes())
         assert first is not None
         end.commit([first], RankVersion(1, "", first.sums))
@@ -304,6 +306,7 @@ def test_tied_tensors_with_memory_of_their_own_are_written_too(device: str) -> N
     send, receive = SourceEnd(wire, wire.owned_by(0), source), ReceiverEnd(wire, wire.held_by(1), receiver)
     sums: dict[int, Any] = {}
     for number, method in enumerate(TABLES):
+        send.weights.make_room()
         bucket = send.weights.encode(send.tiles, method, SyncTimes())
         assert bucket is not None
         got = receive.weights.read(bucket.message, sums, SyncTimes())
@@ -322,13 +325,36 @@ def test_tied_tensors_with_memory_of_their_own_are_written_too(device: str) -> N
 def test_a_source_that_always_sends_all_keeps_no_copy(device: str) -> None:
     model = local(random_model(), "device", device)
     wire = agree([tell(model.shards)] * 2, [0])
-    end = SourceEnd(wire, wire.owned_by(0), model, keeps=False)
+    end = SourceEnd(wire, wire.owned_by(0), model)
     jobs, name = end.plan("dense", CostModel(), None)
     assert name == "dense"
     made = [bucket for method, tiles in jobs if (bucket := end.weights.encode(tiles, method, SyncTimes()))]
     end.commit([end.sent(bucket) for bucket in made], RankVersion(1, "", made[0].sums))
     assert isinstance(end.weights, device_weights.DeviceSourceWeights)
     assert end.weights.bundles.base is None
+
+
+def test_weights_that_something_writes_during_a_push_are_not_taken_for_what_was_sent(device: str) -> None:
+    old = random_model()
+    pair = Joined(old, old, ("device", "device"), device)
+    pair.bring(changed(old, 1))
+    sent, got = pair.carry("dense")
+    pair.source.shards.published.views["large"].flat[3] += 1  # after it was encoded
+    with pytest.raises(StateError, match="the weights changed while they were pushed"):
+        pair.commit(sent, got)
+    assert (pair.source.at, pair.source.has_weights) == (None, False)
+    assert pair.source.plan("plain", CostModel(), None)[1] == "full"
+
+
+def test_a_source_that_owns_no_bundle_takes_part(device: str) -> None:
+    model = local(random_model(), "device", device)
+    wire = agree([tell(model.shards)] * 3, [0, 1])
+    end = SourceEnd(wire, wire.owned_by(1), model)
+    assert not end.tiles
+    for version in (1, 2):
+        end.plan("auto", CostModel(), None)
+        end.commit([], RankVersion(version, "", {}))
+        assert end.has_weights
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])

@@ -13,7 +13,7 @@ import torch
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.device import baseline as baselines
-from pulsesync.device import streamed
+from pulsesync.device import compare, streamed
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, LaterDifference
 from pulsesync.device.changes import find_changes
 from pulsesync.device.memory import to_host
@@ -67,7 +67,7 @@ class Gate:
         self.reached, self._open = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._find = find_changes
-        monkeypatch.setattr(baselines, "find_changes", self)
+        monkeypatch.setattr(compare, "find_changes", self)
 
     def __call__(self, *args: Any) -> Any:
         self.reached.set()

@@ -1033,6 +1033,55 @@ def test_a_receiver_that_could_not_write_gets_everything_again(fleet: Fleet) -> 
     assert same(sent, got)
 
 
+def fails_once(rank: int, size: int, folder: str) -> list[Any]:
+    """A receiver fails in one dense sync: all ranks stay at the version that they have."""
+    rng = np.random.default_rng(0)
+    model = weights(rng)
+    model = zeros(model) if rank else model
+    seen: list[Any] = []
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="dense")
+        for step in range(4):
+            with damaging(100) if rank == 1 and step == 2 else nullcontext():
+                try:
+                    sync(cast, rank, model)
+                except PulseError as e:
+                    seen.append(type(e).__name__)
+            seen.append(cast.version)
+            if rank:
+                cast.verify()
+    return seen
+
+
+def test_after_a_dense_sync_that_failed_versions_go_on(fleet: Fleet) -> None:
+    sent, got = fleet.run(fails_once, 2)
+    assert sent == [1, 2, "GroupError", 2, 3]
+    assert got == [1, 2, "VerificationError", 2, 3]
+
+
+def no_memory(rank: int, size: int, folder: str) -> tuple[str, float, int | None]:
+    """A receiver has no memory for a message: all hear of it at once."""
+    model = weights(np.random.default_rng(0))
+    with group(folder, "one", rank, size):
+        cast = Broadcast(timeout_s=TIMEOUT_S)
+        sync(cast, rank, model)
+        if rank == 1:
+            patch.object(HostReceiverWeights, "room", side_effect=MemoryError("no memory")).start()
+        change_(model, np.random.default_rng(1), 0.01) if rank == 0 else None
+        began = time.monotonic()
+        with pytest.raises((GroupError, MemoryError)) as e:
+            sync(cast, rank, model)
+        return str(e.value), time.monotonic() - began, cast.version
+
+
+def test_a_receiver_without_memory_for_a_message_keeps_nobody_waiting(fleet: Fleet) -> None:
+    sent, got = fleet.run(no_memory, 2)
+    assert "rank 1 failed in this sync" in sent[0]
+    assert got[0] == "no memory"
+    assert max(sent[1], got[1]) < TIMEOUT_S / 2
+    assert sent[2] == got[2] == 1
+
+
 def many_syncs(rank: int, size: int, folder: str) -> list[int]:
     rng = np.random.default_rng(0)
     model = {f"w{n}": weights(rng, 600, 500)["large.weight"] for n in range(6)}

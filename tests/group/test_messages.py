@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError, VerificationError
+from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan, LocalBundles, agree, tell
 from pulsesync.group.cost_model import Method
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
@@ -100,6 +101,13 @@ def test_no_cut_or_stretched_message_gets_through(method: Method, data: st.DataO
         return
     with pytest.raises((FormatError, VerificationError)):
         ends.read(short)
+
+
+def test_a_table_in_which_all_weights_changed_is_not_too_long() -> None:
+    ends = Ends()
+    for bits in ends.new.values():
+        bits ^= 1
+    assert ends.message("plain").size <= messages.longest(ends.wire, ends.wire.layout.tiles)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2**63, 2**64 - 1])

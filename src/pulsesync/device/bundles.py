@@ -33,14 +33,14 @@ from pulsesync.device.pieces import Pieces, padded
 from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, parts_of, place_of
 from pulsesync.device.source import DeviceSource
 from pulsesync.device.state import DeviceState, begin_count
-from pulsesync.errors import FormatError
+from pulsesync.errors import FormatError, StateError
 from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
 from pulsesync.state.slices import LocalTile, TileStorage
 
 SPAN = 512  # changes that a program takes at a time
 SPREAD = 16  # programs for a tile of a table
-SHAPES = 256  # of messages, whose tables are kept
+SHAPES = 64  # layouts of messages whose tables stay on the device
 Places = Mapping[int, TileStorage]  # by ordinal: where bundles lie in the tensors of a process
 
 
@@ -79,6 +79,13 @@ class WholeTiles:
             flats = [state.memory(name, n) for name in self._pieces.names]
             self._addresses[state, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
         return self._addresses[state, n]
+
+    def make_ready(self, state: DeviceState) -> None:
+        """Make all tables that `scatter` needs."""
+        with on(self.pile.device):
+            for n in range(state.memories_of(self.pile)):
+                self._at(state, n)
+            self._pieces.table  # noqa: B018 - made when it is first asked for
 
     def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
         """Begin to count the digests of the tiles as the message has them. Returns what waits for them: (tiles, 2)."""
@@ -278,25 +285,10 @@ class SourceBundles:
             tiles.gather(self._tensors, message)
         return some
 
-    def keep_copy(self, ordinals: Iterable[int], sums: Mapping[int, Sum]) -> None:
-        """Copy tiles as they are now into the copy of what was last sent, which is made the first time."""
-        if self.base is None:
-            self.base = self._new_base(sums)
-        by_room: dict[torch.Tensor, dict[int, int]] = {}
-        for ordinal in sorted(ordinals):
-            room, begin = self._rooms[ordinal]
-            by_room.setdefault(room, {})[ordinal] = begin
-        for room, begins in by_room.items():
-            first = min(begins.values())  # masters are cast in a run that is no longer than what is given
-            last = max(
-                begin + self.layout.tiles[n].tensor.kind.itemsize * padded(self.layout.tiles[n].size)
-                for n, begin in begins.items()
-            )
-            self.gather({ordinal: begin - first for ordinal, begin in begins.items()}, room[first:last])
-        with self.base.lock:
-            self.base.sums = {**self.base.sums, **sums}
-
-    def _new_base(self, sums: Mapping[int, Sum]) -> DeviceState:
+    def make_room(self) -> None:
+        """Take the memory of a copy of what is sent, if there is none yet."""
+        if self.base is not None:
+            return
         flats: dict[str, torch.Tensor] = {}
         self._rooms: dict[int, tuple[torch.Tensor, int]] = {}  # the bytes in which each tile lies, and where
         for pile in self._live:
@@ -307,8 +299,40 @@ class SourceBundles:
             for tile, at in zip(pile.tiles, starts, strict=False):
                 flats[tile.tensor.name] = run[at : at + tile.size]
                 self._rooms[tile.ordinal] = room, at * kind.itemsize
-        places = {ordinal: LocalTile(self.layout.tiles[ordinal], True) for ordinal in self._places}
-        return DeviceState(self.layout, flats, places=places, device=self.device, sums=sums)
+        tiles = [self.layout.tiles[ordinal] for ordinal in self._places]
+        places = {tile.ordinal: LocalTile(tile, True) for tile in tiles}
+        self.base = DeviceState(self.layout, flats, places=places, device=self.device, sums={})
+
+    def keep_copy(self, sums: Mapping[int, Sum]) -> None:
+        """Copy tiles as they are now into the copy of what was last sent, given the digests of what was sent.
+
+        Raises:
+            StateError: they are not what was sent.
+        """
+        assert self.base is not None
+        by_room: dict[torch.Tensor, dict[int, int]] = {}
+        for ordinal in sorted(sums):
+            room, begin = self._rooms[ordinal]
+            by_room.setdefault(room, {})[ordinal] = begin
+        for room, begins in by_room.items():
+            first = min(begins.values())
+            last = max(begin + self._size_of(ordinal) for ordinal, begin in begins.items())
+            here = {ordinal: begin - first for ordinal, begin in begins.items()}
+            # Only the span in use: casting FP32 masters takes memory as long as the target.
+            for tiles in self.gather(here, room[first:last]):
+                counted, promised = tiles.begin_count(room[first:last])(), [sums[n] for n in tiles.pile.index]
+                if not np.array_equal(counted, np.array(promised, np.uint64)):
+                    raise StateError(
+                        "the weights changed while they were pushed: receivers have what was sent, and the next push "
+                        "sends all weights. Let nothing write them before push returns"
+                    )
+        with self.base.lock:
+            self.base.sums = {**self.base.sums, **sums}
+
+    def _size_of(self, ordinal: int) -> int:
+        """The bytes of a tile in the copy."""
+        tile = self.layout.tiles[ordinal]
+        return padded(tile.size) * tile.tensor.kind.itemsize
 
     def saved(self, begins: Mapping[int, int], message: torch.Tensor) -> None:
         """Copy tiles as they were last sent into a message."""
@@ -341,7 +365,8 @@ class SourceBundles:
 
     def sample(self, begins: Mapping[int, int], size: int) -> dict[int, int]:
         """How many of some weights of tiles differ from the copy: `size` of them, or all, from one on, by ordinal."""
-        assert self.base is not None
+        if not begins:
+            return {}
         counted, waiting = dict[int, int](), []
         for pair in self._pairs_of([self.layout.tiles[ordinal] for ordinal in begins]):
             for one in pair.alike:

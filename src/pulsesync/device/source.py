@@ -135,7 +135,7 @@ class SourceReader:
 
 
 def read_shards(tensors: Mapping[str, Any], cast: Mapping[str, str], device: torch.device) -> Shards:
-    """Read tensors, some of them on a device, as shards that a caller keeps as long as they stay where they are.
+    """Read tensors, some of them on a device, as shards. The caller keeps the result until a tensor moves.
 
     Raises:
         StateError: one cannot be read there; see `check_reach`.

@@ -63,7 +63,7 @@ class BroadcastReport:
     encode_s: float  # source: coding, or copying
     wire_s: float  # sending or receiving, and waiting for it
     prepare_s: float  # receiver: checking and decoding
-    undo_s: float  # receiver: reading the weights that will change, where decoding does not
+    undo_s: float  # receiver: reading old weights for the undo log, where decoding does not
     digest_s: float  # counting digests, except on a source that codes, where it is in encode_s
     apply_s: float  # writing: the only time in which the weights must not be used
 
@@ -78,7 +78,7 @@ class Broadcast:
         timeout_s: How long to wait for the other ranks, at each message.
         method: How to send; "auto" takes the quickest by what was measured.
         bucket_weights: How many weights a bucket covers at most; the same on every rank. If not given, 2^24 in host
-            memory; of weights on a GPU 2^28 where all are sent, 2^31 where changes are.
+            memory; of weights on a GPU 2^29 where all are sent, 2^33 where changes are.
     """
 
     def __init__(
@@ -156,20 +156,20 @@ class Broadcast:
         began, team = time.perf_counter(), self._team
         counts = team.messages, team.sent_bytes, team.received_bytes
         end, notes = self._meet(source)
-        version = 1 + max(int(note["at"].partition(":")[0] or 0) for note in notes)
+        version = 1 + max(note["version"] for note in notes)
         base, late = _choose_base(notes, self._sources)
         end.weights.begin()
-        end.reach(base)
-        stream = SyncSession(team, self._sources, end, self._bucket_weights or BUCKET_WEIGHTS)
-        if late:
-            stream.bring(late, base)
-        started = time.perf_counter()
-        jobs, method = list[Job](), ""
-        with FailureCollector(stream.faults):
-            if isinstance(end, SourceEnd):
-                jobs, method = end.plan(self.method, self.costs, self._bucket_weights)
-        stream.run(jobs)
-        point, notes = self._verdict(stream, version, method)
+        with end.leaving(base):
+            stream = SyncSession(team, self._sources, end, self._bucket_weights or BUCKET_WEIGHTS)
+            if late:
+                stream.bring(late, base)
+            started = time.perf_counter()
+            jobs, method = list[Job](), ""
+            with FailureCollector(stream.faults):
+                if isinstance(end, SourceEnd):
+                    jobs, method = end.plan(self.method, self.costs, self._bucket_weights)
+            stream.run(jobs)
+            point, notes = self._verdict(stream, version, method)
         with stream.clock.timed("apply"):
             finish(lambda: end.commit(stream.made, point))
         if self._pushes:
@@ -240,8 +240,11 @@ class Broadcast:
             )
         end = self._end
         if end is None or not all(note["joined"] for note in notes) or len({note["wire"] for note in notes}) > 1:
-            end = self._join(model, all(note["on_gpu"] for rank, note in enumerate(notes) if rank not in self._sources))
-            notes = self._exchange({})
+            on_gpu = all(note["on_gpu"] for rank, note in enumerate(notes) if rank not in self._sources)
+            with FailureCollector(faults):
+                end = self._join(model, on_gpu)
+            notes = self._exchange({}, faults, "cannot join")
+        assert end is not None  # or this rank has raised why
         return end, notes
 
     def _attach(self, source: Any) -> LocalModel:
@@ -254,7 +257,7 @@ class Broadcast:
         if not self._pushes:
             model.check_writable()
         if self._end is not None and self._end.device != model.device:
-            self._end = None  # its memory is not where the weights are now
+            self._end, self.costs = None, CostModel()  # neither memory nor costs are those of the weights now
         if self._end is not None:
             self._end.attach(model.shards)
         self._on_gpu = model.device is not None
@@ -269,9 +272,9 @@ class Broadcast:
         if self._end is not None and (self._end.wire.id, self._end.tiles) == (wire.id, tiles):
             self._end.bind(wire, model.shards)
         elif self._pushes:
-            end = SourceEnd(wire, tiles, model, keeps=self.method != "dense")
+            end = SourceEnd(wire, tiles, model)
             if self.method == "auto":
-                end.calibrate(self.costs, receivers_on_gpu)
+                end.calibrate(self.costs, receivers_on_gpu, self._bucket_weights)
             self._end = end
         else:
             self._end = ReceiverEnd(wire, tiles, model)
@@ -290,7 +293,8 @@ class Broadcast:
             "alike": alike.hexdigest()[:16],
             "joined": end is not None and end.joined,
             "wire": end.wire.id[:16] if end else "",
-            "at": end.at.name if end and end.at and end.keeps else "",
+            "version": end.at.version if end and end.at else 0,
+            "at": end.at.name if end and end.at and end.has_weights else "",
             "before": end.before[0].name if end and end.before else "",
             "on_gpu": self._on_gpu,
             "fault": _short(faults[0]) if faults else "",

@@ -68,7 +68,7 @@ class BundlePlan:
     owners: tuple[int, ...]  # of each tile, by place among the sources
     holders: tuple[frozenset[int], ...]  # of each tile, by rank: who holds all of it
     ties: Mapping[str, str]
-    gathered: frozenset[int] = frozenset()  # tiles that do not lie in one run for every rank; a GPU gathers them first
+    gathered: frozenset[int] = frozenset()  # tiles that a rank does not have in contiguous memory: a GPU gathers them
 
     @cached_property
     def id(self) -> str:

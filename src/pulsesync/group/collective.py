@@ -277,7 +277,7 @@ class Collective:
         try:
             return self._translated(lambda: helper.call(begin_as_here, self.timeout_s))
         except TimeoutError as e:
-            raise self._failure(f"rank {self.rank} waited {self.timeout_s:g} s to be connected to the others") from e
+            raise self.failure(f"rank {self.rank} waited {self.timeout_s:g} s to be connected to the others") from e
 
     def _end(self, work: Any) -> None:
         if self._over_nccl:
@@ -299,13 +299,13 @@ class Collective:
         self._translated(work.wait)  # raises what went wrong: what failed counts as completed
 
     def _too_late(self) -> GroupError:
-        return self._failure(f"rank {self.rank} waited {self.timeout_s:g} s for the others")
+        return self.failure(f"rank {self.rank} waited {self.timeout_s:g} s for the others")
 
     def _translated(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except (RuntimeError, ValueError) as e:  # torch's own: timeouts, closed connections, a destroyed group
-            raise self._failure(
+            raise self.failure(
                 f"rank {self.rank} lost the others: one died, fell {self.timeout_s:g} s behind, or does something else "
                 f"({str(e).splitlines()[0][-160:]})"
             ) from e
@@ -314,11 +314,11 @@ class Collective:
         """Check what the ranks, in their order, report to send. Raises: GroupError."""
         for rank, length in enumerate(lengths):
             if not 0 <= length <= most:
-                raise self._failure(
+                raise self.failure(
                     f"the group is out of step: rank {rank} reports {length} bytes, and 0 to {most} are allowed"
                 )
 
-    def _failure(self, why: str) -> GroupError:
+    def failure(self, why: str) -> GroupError:
         """Return the error to raise, after making sure that this rank's part in the group has ended."""
         if self._over_gloo:
             self._close_connections()

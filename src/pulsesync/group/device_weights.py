@@ -27,11 +27,11 @@ from pulsesync.device.bundles import (
 )
 from pulsesync.device.changes import PileChanges, on_whole
 from pulsesync.device.hot import DeviceHistory
-from pulsesync.device.memory import DeviceStream, StreamPoint, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, StreamPoint, meet, to_host, to_stream
 from pulsesync.device.parts import encode_changes, host_bytes
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format.body import Body
-from pulsesync.group import bundles, messages
+from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan
 from pulsesync.group.cost_model import Method, TransferLoad
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, Bucket, Message, SyncTimes, Table
@@ -53,6 +53,10 @@ class _Work:
     def begin(self) -> None:
         """Have all work from now on come after what the calling thread has launched."""
         self._begun = StreamPoint(*self._devices)
+
+    def meet(self) -> None:
+        """Have what is launched from now on, on any of the devices, come after all that was launched on the others."""
+        meet(self._devices)
 
     @contextmanager
     def __call__(self) -> Iterator[DeviceStream]:
@@ -102,7 +106,7 @@ class DeviceSourceWeights:
         return [
             TransferLoad(
                 tile.size,
-                bundles.bytes_of([tile]),
+                tile.size * tile.tensor.kind.itemsize,
                 differ[tile.ordinal] / min(SAMPLE, tile.size - begins[tile.ordinal]) * tile.size,
             )
             for tile in self._tiles
@@ -128,6 +132,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"):
             message = _new_message(table, self._device)
+            self._work.meet()
             some = self.bundles.gather(_begins(table), message)
         with clock.timed("digest"):
             sums = count_whole(some, message).of(table.ordinals)
@@ -146,6 +151,7 @@ class DeviceSourceWeights:
             table = Table(self._wire, ordinals, changed[ordinals])
             sums = messages.sums_of(self.bundles.base.sums, ordinals) + by.of(ordinals)
             message = _new_message(table, self._device)
+            self._work.meet()
             changes = _change_table(self._wire, table)
             for run, at in zip(runs, starts, strict=True):
                 write_table(run, at, changes, message)
@@ -156,6 +162,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"), self._work():
             message = _new_message(table, self._device)
+            self._work.meet()
             self.bundles.saved(_begins(table), message)
             _write_head(message, table, messages.sums_of(sums, table.ordinals))
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
@@ -166,14 +173,21 @@ class DeviceSourceWeights:
             return None
         return _write_changes(self.bundles.base, made, sums)
 
+    def make_room(self) -> None:
+        self.bundles.make_room()
+
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Copy the tiles of buckets that hold them whole once more: so messages need not be kept until here."""
+        """Read the weights again into the copy, so that messages that were sent need not stay in memory.
+
+        Raises:
+            StateError: something has written them since they were sent.
+        """
         with self._work():
             for bucket in made:
-                self.bundles.keep_copy(bucket.whole, {ordinal: sums[ordinal] for ordinal in bucket.whole})
+                self.bundles.keep_copy({ordinal: sums[ordinal] for ordinal in bucket.whole})
 
     def forget(self, made: Sequence[Bucket]) -> None:
-        """Keep no copy."""
+        self.bundles.base = None
 
     def roll_back(self, back: AnyTransition) -> None:
         assert self.bundles.base is not None
@@ -234,12 +248,15 @@ class DeviceReceiverWeights:
         whole, sparse = (table.ordinals[local & some] for some in (table.is_whole, ~table.is_whole))
         with clock.timed("prepare"):
             here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
+            meet(self.state.devices)  # others read it too
             runs = read_table(self.state, sparse.tolist(), _change_table(self._wire, table), here)
         with clock.timed("undo"):
             runs, moving = with_old(self.state, runs)
         promised = TileSums(table.ordinals, sums)
         begins = _begins(table)
         tiles = self._bundles.shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
+        for some in tiles:
+            some.make_ready(self.state)  # here, where a lack of memory is reported to all ranks
         with clock.timed("digest"):
             after = messages.sums_of(before, sparse) + moving().of(sparse)
             self._check(sparse, after, promised)
@@ -251,7 +268,7 @@ class DeviceReceiverWeights:
         """Raises: VerificationError, if tiles would not have the digests that a message names."""
         wrong = ordinals[(found != promised.of(ordinals)).any(axis=1)]
         if wrong.size:
-            raise messages.not_as_promised(int(wrong[0]))
+            raise messages.not_as_promised(self._wire, int(wrong[0]))
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
         return _write_changes(self.state, made, sums)
@@ -316,7 +333,7 @@ def _write_head(message: torch.Tensor, table: Table, sums: NDArray[np.uint64]) -
 
 
 def _bring(message: Bits, device: torch.device) -> torch.Tensor:
-    """A message of the host on the device; the caller's stream is waited for before its memory is used again."""
+    """A message of the host on the device. The copy is asynchronous: the caller waits before it reuses the buffer."""
     return torch.from_numpy(message).to(device, non_blocking=True)
 
 

@@ -6,7 +6,8 @@ An end outlives its group: the next group uses it again where its bundles are th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -94,8 +95,10 @@ def _address(value: Any) -> tuple[Any, ...]:
         return *_address(value.tensor), value.shape, value.rows, value.columns
     value = getattr(value, "_local_tensor", value)  # a DTensor
     if isinstance(value, np.ndarray):
-        return value.__array_interface__["data"][0], value.shape, value.dtype
-    return (value.data_ptr(), value.shape, value.dtype) if hasattr(value, "data_ptr") else (id(value),)
+        return value.__array_interface__["data"][0], value.shape, value.strides, value.dtype
+    if hasattr(value, "data_ptr"):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    return (id(value),)
 
 
 class EndWeights(Protocol):
@@ -129,8 +132,11 @@ class SourceWeights(EndWeights, Protocol):
     def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
         """Tiles as they were last sent, whole."""
 
+    def make_room(self) -> None:
+        """Take the memory of the copy, if it was not taken yet: before anything is sent, so that a commit has it."""
+
     def forget(self, made: Sequence[Bucket]) -> None:
-        """Keep no copy of what these buckets have whole."""
+        """Keep no copy, and none of what these buckets have whole."""
 
 
 class ReceiverWeights(EndWeights, Protocol):
@@ -155,7 +161,7 @@ class GroupEnd(ABC):
     """What both ends have: bundles and their memory, the version they are at, and how to return to the one before."""
 
     weights: EndWeights
-    keeps = True  # whether it has the weights of the version it is at: a source that sends all each time has no copy
+    has_weights = True  # of the version it is at; not so a source with method="dense", which keeps no copy
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         self.tiles = tiles  # the bundles that this rank sends, or those that it receives
@@ -198,6 +204,21 @@ class GroupEnd(ABC):
         """A bucket that was sent, as it is needed until the commit."""
         return bucket
 
+    @contextmanager
+    def leaving(self, name: str) -> Iterator[None]:
+        """Sync from a version inside. If that is none, and the sync fails, the end is at the version it was at.
+
+        Nothing is written inside: the commit comes after it.
+        """
+        left = self.at, self.before
+        self.reach(name)
+        try:
+            yield
+        except BaseException:
+            if not name:
+                self.at, self.before = left
+            raise
+
     def commit(self, made: Sequence[Bucket], point: RankVersion) -> None:
         """Write what was received into the weights, or what was sent into the copy of it."""
         back = self.weights.write_changes(made, point.sums)
@@ -218,9 +239,10 @@ class SourceEnd(GroupEnd):
 
     weights: SourceWeights
 
-    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel, keeps: bool = True) -> None:
+    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         super().__init__(wire, tiles, model)
-        self.keeps = keeps
+        self.has_weights = False  # until the first sync
+        self._keeps = True
         if model.device is None:
             self.weights = HostSourceWeights(wire, tiles, model.shards)
         else:
@@ -229,21 +251,24 @@ class SourceEnd(GroupEnd):
     def _bind_weights(self, wire: BundlePlan, shards: Shards) -> None:
         self.weights.bind(wire, shards)
 
-    def calibrate(self, costs: CostModel, receivers_on_gpu: bool) -> None:
+    def calibrate(self, costs: CostModel, receivers_on_gpu: bool, bucket_weights: int | None = None) -> None:
         """Find out what every method takes with weights like these."""
+        costs.bucket_weights = {method: self._most(method, bucket_weights) for method in METHODS}
         if isinstance(self.weights, HostSourceWeights):
             calibrate_host(costs, self.tiles, self.weights)
         else:
             assert self.device is not None
             calibrate_gpu(costs, self.device, receivers_on_gpu)
-            costs.bucket_weights = dict(DEVICE_BUCKET_WEIGHTS)
 
     def plan(
         self, method: Method | Literal["auto"], costs: CostModel, bucket_weights: int | None
     ) -> tuple[list[Job], str]:
         """What to send, bucket by bucket, and by which method: decided before any bundle is compared."""
+        self._keeps = method != "dense"
+        if self._keeps:
+            self.weights.make_room()
         if self.at is None:
-            return self._jobs("dense", self.tiles, bucket_weights), "full" if self.keeps else "dense"
+            return self._jobs("dense", self.tiles, bucket_weights), "full" if self._keeps else "dense"
         chosen = costs.choose(self.weights.sample(self.at.version)) if method == "auto" else [method] * len(self.tiles)
         jobs: list[Job] = []
         for one in METHODS:
@@ -253,17 +278,22 @@ class SourceEnd(GroupEnd):
         return jobs, "mixed" if len(used) > 1 else next(iter(used), "coded")
 
     def _jobs(self, method: Method, tiles: Sequence[Tile], bucket_weights: int | None) -> list[Job]:
-        most = bucket_weights or (BUCKET_WEIGHTS if self.device is None else DEVICE_BUCKET_WEIGHTS[method])
-        return [(method, some) for some in messages.cut(self.wire, tiles, most)]
+        return [(method, some) for some in messages.cut(self.wire, tiles, self._most(method, bucket_weights))]
+
+    def _most(self, method: Method, given: int | None) -> int:
+        """The weights that a bucket covers at most."""
+        return given or (BUCKET_WEIGHTS if self.device is None else DEVICE_BUCKET_WEIGHTS[method])
 
     def sent(self, bucket: Bucket) -> Bucket:
         return bucket if self.device is None else replace(bucket, message=messages.NOTHING)
 
     def _write_whole(self, dense: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        if self.keeps:
+        self.has_weights = False
+        if self._keeps:
             self.weights.write_whole(dense, sums)
         else:
             self.weights.forget(dense)
+        self.has_weights = self._keeps
 
 
 class ReceiverEnd(GroupEnd):

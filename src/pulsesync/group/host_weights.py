@@ -159,8 +159,12 @@ class HostSourceWeights:
         self.messages = [(message, tiles) for message, tiles in left if tiles]
         self.messages += [(bucket.message, set(bucket.whole)) for bucket in made]
 
+    def make_room(self) -> None:
+        """Messages are the copy: there is nothing to take."""
+
     def forget(self, made: Sequence[Bucket]) -> None:
         """Keep no copy: the memory of these messages is free for the next sync."""
+        self.messages = []
         self.spare.replace(bucket.message for bucket in made)
 
     def roll_back(self, back: AnyTransition) -> None:
@@ -222,7 +226,9 @@ class HostReceiverWeights:
         with clock.timed("digest"):
             self.state.check_moves(count_moves(patches), promised, before)
             counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
-        messages.check_whole(promised, counted)
+        for ordinal, sum_ in counted.items():
+            if sum_ != promised[ordinal]:
+                raise messages.not_as_promised(self._wire, ordinal)
         return Bucket(message if whole else NOTHING, tuple(patches), _count_changed(patches), whole, promised)
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:

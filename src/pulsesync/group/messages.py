@@ -209,14 +209,16 @@ def raw_size(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
     return Table.of_whole(wire, tiles).size
 
 
-def check_whole(promised: Mapping[int, Sum], counted: Mapping[int, Sum]) -> None:
-    """Raises: VerificationError, if tiles that came whole do not have the digests that were promised."""
-    for ordinal, sum_ in counted.items():
-        if sum_ != promised[ordinal]:
-            raise not_as_promised(ordinal)
+def longest(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
+    """No message with these tiles, or some of them, is longer: all their weights have changed, and more."""
+    ordinals = np.array([tile.ordinal for tile in tiles], np.int64)
+    return 2 * Table(wire, ordinals, wire.sizes[ordinals]).size + (1 << 26)
 
 
-def not_as_promised(ordinal: int) -> VerificationError:
-    """The error of a tile that does not have, or would not have, the digest that a message names."""
-    name = f"{ordinal:08d}"
-    return VerificationError(f"digest mismatch: bundle {name} is not what was sent; weights unchanged", tensor=name)
+def not_as_promised(wire: BundlePlan, ordinal: int) -> VerificationError:
+    """The error of a bundle that does not have, or would not have, the digest that a message names."""
+    names = sorted({piece.tensor for piece in wire.pieces[ordinal]})
+    others = f" and {len(names) - 1} tensors bundled with it" if len(names) > 1 else ""
+    return VerificationError(
+        f"digest mismatch: {names[0]!r}{others} would not be what was sent; weights unchanged", tensor=names[0]
+    )

@@ -21,7 +21,6 @@ from pulsesync.core.threads import finish
 from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import FormatError, GroupError, VerificationError
 from pulsesync.group import messages
-from pulsesync.group.bundles import bytes_of
 from pulsesync.group.collective import Collective
 from pulsesync.group.ends import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes
@@ -59,8 +58,7 @@ class SyncSession:
             for tiles in messages.cut(wire, wire.owned_by(place), self.bucket_weights):
                 to = [one for one in late if one in wire.holders[tiles[0].ordinal]]
                 if rank == self.team.rank and to:
-                    assert isinstance(end, SourceEnd)
-                    self.team.send_(end.weights.saved(tiles, self.clock, known).message, rank, to)
+                    self.team.send_(self._saved(tiles, known), rank, to)
                 elif self.team.rank in to:
                     message = self._room(messages.raw_size(wire, tiles))
                     self.team.send_(message, rank, to)
@@ -78,6 +76,13 @@ class SyncSession:
                 )
             finish(lambda: end.weights.write_whole(got, {n: sums[n] for bucket in got for n in bucket.whole}))
             end.at = version
+
+    def _saved(self, tiles: Sequence[Tile], known: Mapping[int, Sum]) -> Message:
+        """These tiles as they were last sent. If that fails, something that no receiver takes for them."""
+        assert isinstance(self.end, SourceEnd)
+        with FailureCollector(self.faults):
+            return self.end.weights.saved(tiles, self.clock, known).message
+        return np.zeros(messages.raw_size(self.end.wire, tiles), np.uint8)
 
     def _sums_before(self) -> Mapping[int, Sum]:
         return self.end.at.sums if self.end.at else {}
@@ -152,13 +157,12 @@ class SyncSession:
             length = following
 
     def _receive(self, rank: int, length: int) -> Iterator[Message]:
-        most = 2 * bytes_of(self.end.wire.owned_by(self.sources.index(rank))) + (1 << 26)
+        most = messages.longest(self.end.wire, self.end.wire.owned_by(self.sources.index(rank)))
         while length not in (_END, _FAULT):
             if not TRAILER < length <= most:
-                raise GroupError(
+                raise self.team.failure(
                     f"the group is out of step: rank {rank} reports a message of {length} bytes, and {TRAILER + 1} to "
-                    f"{most} are allowed; form a new group and call regroup",
-                    rank=self.team.rank,
+                    f"{most} are allowed; form a new group and call regroup"
                 )
             message = self._room(length)
             self.team.broadcast_(message, rank)
@@ -170,13 +174,17 @@ class SyncSession:
     def _room(self, size: int) -> Message:
         """Memory for a message that will be received; of other sources' messages a source needs digests alone."""
         if isinstance(self.end, ReceiverEnd):
-            return self.end.weights.room(size, self.team.device)
+            with FailureCollector(self.faults):
+                return self.end.weights.room(size, self.team.device)
         return np.empty(size, np.uint8)
 
     def _read(self, message: Message, place: int, before: Mapping[int, Sum]) -> Bucket:
         end, wire = self.end, self.end.wire
         if isinstance(end, ReceiverEnd):
-            bucket = end.weights.read(message, before, self.clock)
+            try:
+                bucket = end.weights.read(message, before, self.clock)
+            except KeyError as e:
+                raise FormatError(f"rank {self.sources[place]} sent changes of a bundle without a version") from e
         else:
             bucket = Bucket(messages.NOTHING, (), 0, {}, messages.read_sums(message, wire))
         if any(wire.owners[ordinal] != place for ordinal in bucket.sums):
