@@ -6,7 +6,6 @@ Each reads JSON lines and answers them with JSON lines, and ends when its standa
 weights from the same seed; then the source's change step by step, and the receiver's follow by syncs alone.
 """
 
-import dataclasses
 import gc
 import hashlib
 import json
@@ -26,7 +25,8 @@ from bench_gpu import PIECE, SPREAD, chances, shapes
 from cluster_gpu_ways import finish, make
 from links import pace_sockets
 
-from pulsesync.group.cost_model import METHODS, TransferLoad
+from pulsesync.device.memory import copy_speed
+from pulsesync.group.cost_model import METHODS, CostModel, TransferLoad
 from pulsesync.testing.backends import host_as_device
 
 WAIT_S = 150  # for the other rank, at each message
@@ -158,16 +158,18 @@ class GpuRole:
         return {"peak_bytes": most - self.before_bytes, "kept_bytes": kept, "pinned_bytes": pinned}
 
     def choices(self, changed: float, links: dict[str, float]) -> dict[str, Any]:
-        """Which method the cost model would take, by what it has learnt here, if the link gave so many bytes a second.
+        """Which method the cost model would take in its first choice, if the link gave so many bytes a second.
 
-        What whole syncs took beyond their stages is left out: that was learnt of the link of this machine.
+        What it has learnt here is left out: over gloo it has learnt what copies to and from pinned memory take.
         """
         if not self.source:
             return {}
         weights = sum(tensor.numel() for tensor in self.model.values())
         load, out = TransferLoad(weights, 2 * weights, changed), {}
         for name, rate in links.items():
-            costs = dataclasses.replace(self.way.broadcast.costs, byte_s=1 / rate, last=None, off={})
+            costs = CostModel(byte_s=1 / rate, bucket_weights=self.way.broadcast.costs.bucket_weights)
+            if self.device.type == "cuda":
+                costs.assume_gpu(copy_speed(self.device), receivers_too=True)
             out[name] = {"method": costs.choose([load])[0]} | {one: costs.seconds(one, load) for one in METHODS}
         return {"choices": out}
 

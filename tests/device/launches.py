@@ -18,7 +18,8 @@ from pulsesync.kernels import cuda
 
 TARGET = GPUTarget("cuda", 90, 32)
 OF_ROUNDS = {name for name in cuda.__all__ if getattr(cuda, name).fn.__module__.endswith("gpu.rounds")}
-OF_RUNS = set(cuda.__all__) - OF_ROUNDS  # the kernels of publishers and subscribers
+OF_GROUPS = {"read_old", "read_table", "scatter_pieces", "table_starts", "write_table"}
+OF_RUNS = set(cuda.__all__) - OF_ROUNDS - OF_GROUPS  # the kernels of publishers and subscribers
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ class Joined:
         return bucket, self.read(bucket.message)
 
     def read(self, message: Any) -> Bucket:
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # a message that has arrived is there, whichever stream reads it
         if self.where[1] == "host" and not isinstance(message, np.ndarray):
             message = message.cpu().numpy()
         return self.receiver.weights.read(message, self.at.sums, SyncTimes())

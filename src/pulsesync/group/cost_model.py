@@ -88,16 +88,16 @@ ASSUMED: Mapping[Method, MethodCost] = {
 GPU_COPY_BYTES_S = 4.1e12
 ON_GPU: Mapping[Method, MethodCost] = {
     "dense": MethodCost(
-        EndpointTime(1.8e-12, 0, 7e-4), EndpointTime(0.7e-12, 0, 6e-4), EndpointTime(1.1e-12, 0, 1e-4), None
+        EndpointTime(1.8e-12, 0, 7e-4), EndpointTime(0.7e-12, 0, 6e-4), EndpointTime(1.5e-12, 0, 1e-4), None
     ),
     "plain": MethodCost(
-        EndpointTime(1.45e-12, 1.6e-11, 3e-3), EndpointTime(0, 4e-11, 3e-3), EndpointTime(0, 4.6e-11, 1e-3), 6.0
+        EndpointTime(1.45e-12, 1.7e-11, 3e-3), EndpointTime(0, 3e-11, 3e-3), EndpointTime(0, 4.6e-11, 5e-4), 6.0
     ),
     "gap": MethodCost(
         EndpointTime(1.45e-12, 2.7e-8, 3e-3), EndpointTime(0, 4.5e-8, 3e-3), EndpointTime(0, 4.6e-11, 1e-3), 2.3
     ),
     "coded": MethodCost(
-        EndpointTime(2.6e-12, 1.1e-10, 8e-3), EndpointTime(1.1e-12, 1.4e-10, 6e-3), EndpointTime(0, 4.6e-11, 1e-3), 0.5
+        EndpointTime(2.6e-12, 2.5e-10, 12e-3), EndpointTime(1.1e-12, 2e-10, 1e-2), EndpointTime(0, 4.6e-11, 5e-4), 0.5
     ),
 }
 
