@@ -5,16 +5,17 @@
 prints the report of points that one or more runs have kept, writes them as JSON, and fills in a page: {{name}} becomes
 the figure or the table of that name, and names that are not known stay and are listed.
 
-A link's time is computed from stages that were measured on loopback, in one more sync in which each ends on the device
-before the next begins; both ranks share one GPU:
+A link's time is computed from stages that each end on the device before the next begins: those of
+bench_group_stages.py, whose ends have a GPU to themselves, where its points are given; else of one more sync on
+loopback, in which both ranks share one GPU:
 
     ours          max(source, bytes / link, receiver) + (the other two) / buckets + write + meet + verdict
     index+value   max(compare, bytes / link, write) + (the other two) / buckets
     dense         bytes / link
 
 The first is the library's own cost model (group/cost_model.py). source is diff_s + encode_s + digest_s of the source,
-and receiver is prepare_s + undo_s + digest_s of the receiver, with what ours copies to the host and back in them. The
-others are given the same overlap, without staging in host memory, without messages, and dense without packing.
+and receiver is prepare_s + undo_s + digest_s of the receiver. None has copies between pinned memory and the device,
+which messages over NCCL do not need. The others are given the same overlap, without messages; dense without packing.
 """
 
 import argparse
@@ -59,7 +60,9 @@ class Points:
     """Points by model, way, density and link."""
 
     def __init__(self, points: list[Point]) -> None:
-        self.all = [point for point in points if point["way"] not in ("choices", "about")]
+        self.all = [point for point in points if point["way"] not in ("choices", "about", "alone")]
+        alone = (one for one in points if one["way"] == "alone")
+        self.alone = {(one["model"], one["method"], one["density"]): one["staged"] for one in alone}
         self.runs = [point for point in points if point["way"] == "about"]
         self.choices = {(one["model"], one["density"]): one["choices"] for one in points if one["way"] == "choices"}
 
@@ -165,8 +168,13 @@ def staged(points: Points, model: str) -> str:
 
 
 def ended(points: Points, one: Point) -> Point:
-    """A point with the stages of its method, each ended on the device, where they are known; else as reported."""
+    """A point with the stages of its method, each ended on the device, where they are known; else as reported.
+
+    Those of bench_group_stages.py, which had the device to itself, come first.
+    """
     way = f"ours, {one['method']}" if one["way"] == "ours" else one["way"]
+    if alone := points.alone.get((one["model"], way, one["density"])):
+        return {**one, **alone, "sent_bytes": one["sent_bytes"]}
     known = points.find(one["model"], way, one["density"])
     return {**one, **known["staged"]} if known and "staged" in known else one
 

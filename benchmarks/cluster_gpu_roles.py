@@ -34,6 +34,31 @@ SMALLEST = 6e7  # weights of a model that bench_gpu.py has shapes for
 SAMPLED = 1 << 22  # weights that tell how likely changes are
 
 
+def chances_of(model: dict[str, torch.Tensor], density: float) -> torch.Tensor:
+    """Of each class of magnitude, the chance that a weight changes; zeros, which have no next value, never do."""
+    size = sum(tensor.numel() for tensor in model.values())
+    every = size // SAMPLED | 1  # odd: quantised checkpoints have blocks of 32 weights
+    sample = torch.cat([tensor.view(-1)[::every] for tensor in model.values()])
+    others = sample[(sample.view(torch.int16) & 0x7FFF) >= 0x80]
+    out = chances(density * sample.numel() / others.numel(), others)
+    out[0] = 0.0
+    return out
+
+
+def change_(model: dict[str, torch.Tensor], chance: torch.Tensor, seed: int) -> int:
+    """Change weights to the next value up or down, as training would choose them; return how many."""
+    torch.manual_seed(seed)
+    changed = torch.zeros((), dtype=torch.int64, device=chance.device)
+    for tensor in model.values():
+        for bits in tensor.view(-1).view(torch.int16).split(PIECE):
+            p = chance[((bits & 0x7FFF) >> 7).long()]
+            drawn = torch.rand(bits.numel(), device=bits.device)
+            moves, up = drawn < p, drawn < p / 2
+            changed += moves.sum()
+            bits += up.to(torch.int16) * 2 - moves.to(torch.int16)
+    return int(changed)
+
+
 class GpuRole:
     """One of the two processes."""
 
@@ -83,32 +108,8 @@ class GpuRole:
         if not self.source:
             return {}
         if density not in self.chances:
-            self.chances[density] = self._chances(density)
-        chance = self.chances[density]
-        torch.manual_seed(1000 + seed)
-        changed = torch.zeros((), dtype=torch.int64, device=self.device)
-        for tensor in self.model.values():
-            for bits in tensor.view(-1).view(torch.int16).split(PIECE):
-                p = chance[((bits & 0x7FFF) >> 7).long()]
-                drawn = torch.rand(bits.numel(), device=self.device)
-                moves, up = drawn < p, drawn < p / 2
-                changed += moves.sum()
-                bits += up.to(torch.int16) * 2 - moves.to(torch.int16)
-        return {"changed": int(changed)}
-
-    def _chances(self, density: float) -> torch.Tensor:
-        """Of each class of magnitude, the chance that a weight changes; zeros, which have no next value, never do."""
-        sample = self._sample()
-        others = sample[(sample.view(torch.int16) & 0x7FFF) >= 0x80]
-        out = chances(density * sample.numel() / others.numel(), others)
-        out[0] = 0.0
-        return out
-
-    def _sample(self) -> torch.Tensor:
-        """Some weights of every tensor, as many as its share of the model."""
-        size = sum(tensor.numel() for tensor in self.model.values())
-        every = size // SAMPLED | 1  # odd: quantised checkpoints have blocks of 32 weights
-        return torch.cat([tensor.view(-1)[::every] for tensor in self.model.values()])
+            self.chances[density] = chances_of(self.model, density)
+        return {"changed": change_(self.model, self.chances[density], 1000 + seed)}
 
     def check(self) -> dict[str, Any]:
         """A checksum of all weights, made on the device: words times odd numbers, by tensor and piece, modulo 2^64."""
