@@ -1,12 +1,12 @@
-"""How long does each stage of a sync inside a cluster take on a GPU, with both ends in one process and nothing beside it?
+"""How long does each stage of a sync inside a cluster take on a GPU, with both ends in one process?
 
     python benchmarks/bench_group_stages.py --points stages.jsonl                  # 7.6 B weights on a GPU
     python benchmarks/bench_group_stages.py --device cpu --weights 3000            # Triton's interpreter, to try it
 
 bench_cluster.py has two ranks on one GPU, whose contexts take turns, so that stages wait for those of the other rank.
-Here both ends are in one process and messages are handed over as they lie, as over NCCL: each stage ends on the device
-before the next begins. A method is synced twice to warm up and then timed; the medians are printed, and kept in --points
-for cluster_gpu_report.py, which computes other links from them. After each sync the receiver's weights are recounted.
+Here nothing else runs, and messages are handed over as they lie, as over NCCL: each stage ends on the device before the
+next begins. A method is synced twice to warm up and then timed; medians are printed, and kept in --points for
+cluster_gpu_report.py, which computes other links from them. After each sync the receiver's weights are recounted.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """The ends of a group with weights on a device: the messages of the host byte for byte, and the same verdicts."""
 
+import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -334,6 +336,22 @@ def test_a_source_that_always_sends_all_keeps_no_copy(device: str) -> None:
     end.commit([end.sent(bucket) for bucket in made], RankVersion(1, "", made[0].sums))
     assert isinstance(end.weights, device_weights.DeviceSourceWeights)
     assert end.weights.bundles.base is None
+
+
+def test_a_copy_that_is_not_needed_any_more_gives_its_memory_back(device: str) -> None:
+    old = random_model()
+    pair = Joined(old, old, ("device", "host"), device)
+    pair.bring(changed(old, 1))
+    pair.carry("plain")
+    assert isinstance(pair.source.weights, device_weights.DeviceSourceWeights)
+    kept = pair.source.weights.bundles
+    assert kept.base is not None
+    views = [weakref.ref(view) for view in (*kept.base.flats.values(), *(room for room, _ in kept._rooms.values()))]
+    assert all(view() is not None for view in views)
+    pair.source.plan("dense", CostModel(), None)
+    pair.source.commit([], RankVersion(2, "", pair.at.sums))
+    gc.collect()
+    assert [view for view in views if view() is not None] == []
 
 
 def test_weights_that_something_writes_during_a_push_are_not_taken_for_what_was_sent(device: str) -> None:

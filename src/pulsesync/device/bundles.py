@@ -266,6 +266,9 @@ class SourceBundles:
     def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.base: DeviceState | None = None
+        self._rooms: dict[
+            int, tuple[torch.Tensor, int]
+        ] = {}  # of the copy: the bytes of each tile, and where it begins
         self.bind(places, source)
 
     def bind(self, places: Places, source: DeviceSource) -> None:
@@ -290,7 +293,6 @@ class SourceBundles:
         if self.base is not None:
             return
         flats: dict[str, torch.Tensor] = {}
-        self._rooms: dict[int, tuple[torch.Tensor, int]] = {}  # the bytes in which each tile lies, and where
         for pile in self._live:
             kind = INTEGERS[pile.kind.itemsize]
             starts = starts_of(np.array([padded(tile.size) for tile in pile.tiles], np.int64)).tolist()
@@ -302,6 +304,11 @@ class SourceBundles:
         tiles = [self.layout.tiles[ordinal] for ordinal in self._places]
         places = {tile.ordinal: LocalTile(tile, True) for tile in tiles}
         self.base = DeviceState(self.layout, flats, places=places, device=self.device, sums={})
+
+    def drop_copy(self) -> None:
+        """Keep no copy, and give its memory back."""
+        self.base = None
+        self._rooms, self._pairs = {}, {}
 
     def keep_copy(self, sums: Mapping[int, Sum]) -> None:
         """Copy tiles as they are now into the copy of what was last sent, given the digests of what was sent.

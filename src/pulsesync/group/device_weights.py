@@ -187,7 +187,7 @@ class DeviceSourceWeights:
                 self.bundles.keep_copy({ordinal: sums[ordinal] for ordinal in bucket.whole})
 
     def forget(self, made: Sequence[Bucket]) -> None:
-        self.bundles.base = None
+        self.bundles.drop_copy()
 
     def roll_back(self, back: AnyTransition) -> None:
         assert self.bundles.base is not None
