@@ -4,16 +4,18 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from pulsesync.errors import RoundError, StateError, VerificationError
-from pulsesync.loco import GroupExchange
-from tests.loco.fleet import TOLERANCE, Trainer, Weights, flat, meet, same
+from pulsesync.loco import GroupExchange, PulseLoCo
+from tests.loco.fleet import TOLERANCE, Trainer, Weights, alone, flat, meet, same
 from tests.processes import GROUP_TIMEOUT_S, Fleet, die, fleet, group, join_group
 
 __all__ = ["fleet"]
@@ -293,6 +295,39 @@ def test_one_whose_update_is_not_finite_leaves_nobody_waiting_and_the_next_round
     ranks = fleet.run(not_finite, 3)
     assert ranks[0] == ranks[1] == ranks[2]
     assert all(rounds == [3] for rounds, _ in ranks[0])
+
+
+def without_memory(rank: int, size: int, folder: str) -> list[Any]:
+    """Rank 1 lacks memory at one point of a round: before it sends anything, or between two messages."""
+    out: list[Any] = []
+    points = {"pulsesync.loco.group.aggregate": RoundError, "pulsesync.loco.meeting.describe": MemoryError}
+    with group(folder, "memory", rank, size):
+        for reduce in REDUCES:
+            for point, error in points.items():
+                with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1) as trainer:
+                    trainer.step(2)
+                    began = time.monotonic()
+                    trainer.gradients()
+                    lacking = patch(point, side_effect=MemoryError("no memory")) if rank == 1 else nullcontext()
+                    with lacking:
+                        fails(error if rank == 1 else RoundError, trainer.optimizer.step)
+                    assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
+                    trainer.step()
+                    out.append((trainer.loco.rounds, trainer.loco.digests))
+    return out
+
+
+def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(fleet: Fleet) -> None:
+    ranks = fleet.run(without_memory, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert all(rounds == [3] for rounds, _ in ranks[0])
+
+
+def test_parameters_without_memory_of_their_own_are_refused() -> None:
+    model = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(StateError, match=r"parameter 'weight' has no plain memory here: it is a Parameter"):
+        PulseLoCo(model, optimizer, exchange=alone())
 
 
 def overflowing(rank: int, size: int, folder: str) -> list[Any]:

@@ -1,13 +1,14 @@
 """Vectors of a LoCo fragment on a device, with the bits that `loco.vectors` has in host memory.
 
-What must be so for that: see `kernels.gpu.rounds`. torch's own operators round every result by themselves, with one
-exception that is avoided: on a GPU, a tensor over a number of Python is multiplied by the reciprocal, which is rounded
-twice (pytorch/pytorch#191495). And no sum of FP32 values is left to torch, whose order differs between machines.
+`kernels.gpu.rounds` lists the conditions under which the bits are equal. torch's own operators round every result by
+themselves, with one exception that is avoided: on a GPU, a tensor over a number of Python is multiplied by the
+reciprocal, which is rounded twice (pytorch/pytorch#191495). And no sum of FP32 values is left to torch, whose order
+differs between machines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ def vectors_on(device: torch.device) -> "DeviceVectors":
     return DeviceVectors(device)
 
 
-@cache
+@lru_cache(64)
 def _pile_of(name: str, dtype: str, size: int, device: torch.device) -> Pile:
     tiles = layouts.make([TensorSpec(name, dtype, (size,))]).tiles
     return Pile(tiles, tiles, device)
@@ -59,7 +60,7 @@ class DeviceVectors:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        with on(self.device):
+        with on(self.device), torch.inference_mode(False):  # what is made here is written in place later
             launched = StreamPoint(self.device)
             with self._stream([launched]):
                 yield
@@ -183,10 +184,11 @@ class DeviceVectors:
         size = theta.numel()
         s, moved = self.empty(size), self.empty(size)
         if size:
-            cuda.advance[(-(-size // SPAN),)](
-                theta, residual, momentum, local, _rounded(lr), _rounded(mu), s, moved, size,
-                NESTEROV=nesterov, SPAN=SPAN, **EXACT,
-            )  # fmt: skip
+            with on(self.device):
+                cuda.advance[(-(-size // SPAN),)](
+                    theta, residual, momentum, local, _rounded(lr), _rounded(mu), s, moved, size,
+                    NESTEROV=nesterov, SPAN=SPAN, **EXACT,
+                )  # fmt: skip
         return s, moved
 
     def find_visible(self, theta: torch.Tensor, s: torch.Tensor, reach: float, first: int) -> VisibleEntries:
@@ -257,7 +259,8 @@ class DeviceVectors:
 
     def add_at(self, total: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
         if count := positions.numel():
-            cuda.add_at[(-(-count // SPAN),)](total, positions, values, count, SPAN=SPAN, **EXACT)
+            with on(self.device):
+                cuda.add_at[(-(-count // SPAN),)](total, positions, values, count, SPAN=SPAN, **EXACT)
 
     # What is sent
 

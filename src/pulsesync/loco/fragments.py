@@ -38,6 +38,7 @@ class FragmentTensors:
                 )
         self._tensors = dict(parameters)
         self.vectors = _vectors_of(self._tensors)
+        self._devices = {name: tensor.device for name, tensor in parameters.items()}
         specs = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in parameters.items()]
         self.layout = layouts.make(specs).id
         self._begins = [place.start for _, _, place in self._places()]
@@ -54,8 +55,19 @@ class FragmentTensors:
         """Whether pieces can be read without copying whole tensors."""
         return all(tensor.is_contiguous() for tensor in self._tensors.values())
 
+    def check_place(self) -> None:
+        """Raises: StateError, if a parameter is on another device than it was."""
+        for name, tensor in self._tensors.items():
+            if tensor.device != self._devices[name]:
+                raise StateError(
+                    f"parameter {name!r} was on {self._devices[name]} and is on {tensor.device} now: move the model "
+                    "first, and make the trainer then",
+                    tensor=name,
+                )
+
     def read(self, gradients: bool = False) -> Vector:
-        """A copy."""
+        """A copy. Raises: StateError, if a parameter has moved to another device."""
+        self.check_place()
         v = self.vectors
         out = v.empty(self.size)
 
@@ -85,7 +97,8 @@ class FragmentTensors:
             at, number = begin + size, number + 1
 
     def write(self, read: ReadPiece) -> None:
-        """Replace the weights by what is read, piece by piece."""
+        """Replace the weights by what is read, piece by piece. Raises: as `read`."""
+        self.check_place()
         v = self.vectors
 
         def write(here: slice) -> None:
@@ -188,6 +201,13 @@ def fragments_of(model: Any) -> list[FragmentTensors]:
         else {name: tensor for name, tensor in piece.named_parameters() if tensor.requires_grad}
         for piece in pieces
     ]
+    for name, tensor in ((name, tensor) for tensors in found for name, tensor in tensors.items()):
+        if tensor.numel() and not tensor.data_ptr():
+            raise StateError(
+                f"parameter {name!r} has no plain memory here: it is a {type(tensor).__name__}. Give the tensors that "
+                "this process has of it as a mapping of names to tensors",
+                tensor=name,
+            )
     everyone = [tensor.data_ptr() for tensors in found for tensor in tensors.values() if tensor.numel()]
     if len(set(everyone)) != len(everyone):
         raise StateError("a parameter is in two fragments, or twice in one")

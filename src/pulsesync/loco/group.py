@@ -10,8 +10,9 @@ collective to the end, and all learn of it together: nobody is left waiting, and
 
 import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,8 @@ from pulsesync.loco.outer import aggregate
 from pulsesync.loco.payload import Coder, summed_unit
 from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, SharedState
 from pulsesync.loco.vectors import Vector
+
+logger = logging.getLogger(__name__)
 
 MAX_TRAINER = 64  # characters of a name
 NOTE_BYTES = 256  # of what trainers tell each other in a round besides payloads, at a time
@@ -153,26 +156,33 @@ class GroupExchange:
         got = self._swap(letter.pieces[:1] * self._size, _most(size))
         got[self._rank] = letter.pieces[0]
         order = self._in_order()
-        return aggregate([_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order], size)
+        totals = list[Vector]()
+        with _noting(faults):
+            parts = [_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order]
+            totals.append(aggregate(parts, size))
+        return totals[0] if totals else coder.vectors.zeros(0)  # which nobody takes: there is a fault
 
     def _by_owners(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Vector:
         ranges, everyone = self._ranges(size), self._size
         begin, end = ranges[self._rank]
         got = self._swap(letter.pieces, _most(size))
         got[self._rank] = letter.pieces[self._rank]
-        read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]
-        total = aggregate([part for part, _ in read], end - begin)
-        v = coder.vectors
-        union = SparseVector.whole(total)
-        if coder.described is not None:
-            positions = v.nonzero(total)
-            union = SparseVector(len(total), positions, total[positions])
-        sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
+        sums, v = b"", coder.vectors
+        with _noting(faults):
+            read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]
+            total = aggregate([part for part, _ in read], end - begin)
+            union = SparseVector.whole(total)
+            if coder.described is not None:
+                positions = v.nonzero(total)
+                union = SparseVector(len(total), positions, total[positions])
+            sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
         got = self._swap([b"" if faults else sums] * everyone, _most(size))
         got[self._rank] = sums
-        whole = v.zeros(size)
-        for name, (a, b), data in zip(self._names, ranges, got, strict=True):
-            _read(coder, data, name, (a, b), everyone, faults)[0].add_to(whole[a:b])
+        whole = v.zeros(0)  # which nobody takes if there is a fault
+        with _noting(faults):
+            whole = v.zeros(size)
+            for name, (a, b), data in zip(self._names, ranges, got, strict=True):
+                _read(coder, data, name, (a, b), everyone, faults)[0].add_to(whole[a:b])
         return whole
 
     def _swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
@@ -196,6 +206,16 @@ class GroupExchange:
         except ValueError as e:
             raise RoundError(f"the group of trainers is out of step: {e}") from e
         return said
+
+
+@contextmanager
+def _noting(faults: list[str]) -> Iterator[None]:
+    """Note what fails inside, a lack of memory above all, so that this trainer takes part in the round to its end."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 - all trainers are told, and this one raises it as a RoundError
+        logger.warning("This trainer could not compute its part of a round: %s: %s", type(e).__name__, e)
+        faults.append(_short(f"{type(e).__name__}: {e}"))
 
 
 def _read(

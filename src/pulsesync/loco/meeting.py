@@ -82,7 +82,7 @@ class Commit(NamedTuple):
     update: TrainerUpdate
     taken: SparseVector | None
     shared: SharedState
-    weights: ReadPiece | None  # None: those at which a round begins
+    blend: float  # the share of this trainer's own weights that is kept
 
 
 @dataclass
@@ -334,11 +334,24 @@ class FragmentTrainer:
         described = None if self._gate.dense else describe(shared.theta, shared.trend)
         return Coder(fragment, shared.round + 1, shared.digest, described, self._tensors[fragment].vectors)
 
+    @contextmanager
+    def _declining(self, fragment: int, shared: SharedState) -> Iterator[None]:
+        """Tell the others that this trainer has nothing to propose, if that fails inside: nobody waits for it."""
+        try:
+            yield
+        except Exception as e:
+            vectors = self._tensors[fragment].vectors
+            coder = Coder(fragment, shared.round + 1, shared.digest, None, vectors)
+            self.exchange.decline(coder, len(shared.theta), f"{type(e).__name__}: {e}")
+            raise
+
     @aside
     def _select(self, fragment: int, update: Update) -> SentUpdate:
         """The part of an update to send. Raises: StateError, after the others were told, if it is not finite."""
         shared = self._held[fragment].shared
-        part = self._gate.select(shared.theta, update)
+        with self._declining(fragment, shared):
+            self._tensors[fragment].check_place()
+            part = self._gate.select(shared.theta, update)
         if not np.isfinite(part.largest):
             name = self._tensors[fragment].name_of(_first_beyond(update, LARGEST_FINITE, shared.theta) or 0)
             self.exchange.decline(self._coder(fragment, shared), update.size, f"an update of {name} is not finite")
@@ -354,9 +367,10 @@ class FragmentTrainer:
         """Exchange and compute; changes nothing but what is pending."""
         exchange = self.exchange
         sent, received = exchange.sent_bytes, exchange.received_bytes
-        coder = self._coder(fragment, shared)
-        part = self._pending[fragment].choose(part)
-        letter = exchange.prepare(coder, part)
+        with self._declining(fragment, shared):
+            coder = self._coder(fragment, shared)
+            part = self._pending[fragment].choose(part)
+            letter = exchange.prepare(coder, part)
         self._pending[fragment].add(letter.id, part)
         decided = exchange.propose(coder, letter, len(shared.theta))
         coder = replace(coder, described=None)  # 2 bytes a weight that are not needed any more
@@ -390,15 +404,19 @@ class FragmentTrainer:
         blend: float = 0.0,
     ) -> None:
         """Go on from a round in which this trainer offered an update, of which this was taken."""
-        now = self._tensors[fragment].read() if blend else None
+        self._uncommitted[fragment] = Commit(update, taken, shared, blend)
+        self._mend()
+
+    def _blended(self, fragment: int, commit: Commit) -> ReadPiece:
+        """The weights of the next round, with a share of those that this trainer has now."""
+        update, shared, blend = commit.update, commit.shared, commit.blend
+        now = self._tensors[fragment].read()
 
         def blended(here: slice) -> Vector:
-            assert now is not None
             start = self._rule.start(shared.theta[here], update.residual[here])
             return start + blend * (now[here] - start)
 
-        self._uncommitted[fragment] = Commit(update, taken, shared, None if now is None else blended)
-        self._mend()
+        return blended
 
     def _close_completed(self, fragment: int, shared: SharedState, payload: str) -> None:
         """Go on from a round that others have completed, in which a payload of this trainer was taken."""
@@ -455,11 +473,12 @@ class FragmentTrainer:
     @aside
     def _complete(self) -> None:
         for fragment in list(self._uncommitted):
-            update, taken, shared, weights = self._uncommitted[fragment]
-            update.commit(taken)
+            commit = self._uncommitted[fragment]
+            weights = self._blended(fragment, commit) if commit.blend else None
+            commit.update.commit(commit.taken)
             self._held[fragment].new = False
             del self._uncommitted[fragment]
-            self._set(fragment, shared, weights)
+            self._set(fragment, commit.shared, weights)
         for fragment in list(self._unwritten):
             self._tensors[fragment].write(self._unwritten[fragment])
             del self._unwritten[fragment]
