@@ -3,7 +3,7 @@
 As in cluster_ways.py a way is made from the model on both ranks, rank 0 is the source, and both call `sync` at the same
 time. What goes over gloo goes through pinned host memory. The baselines are plain torch: `!=` against a copy that the
 source keeps on the device, `nonzero`, `index_select`, `index_copy_`. They compare by kernels of torch and ours by its
-own, so the stages of both are told apart: `sync(staged=True)` ends each stage on the device before the next begins.
+own, so the stages of both are measured apart: `sync(staged=True)` ends each stage on the device before the next begins.
 """
 
 import time
@@ -350,7 +350,7 @@ class TimedBroadcast(Broadcast):
 
 
 class Ours:
-    """One Broadcast, which is told before each sync by which method to go; its first sync brings all weights."""
+    """One Broadcast, whose method is set before each sync; its first sync brings all weights."""
 
     PHASES = ("diff_s", "encode_s", "wire_s", "prepare_s", "undo_s", "digest_s", "apply_s")
 

@@ -266,9 +266,8 @@ class SourceBundles:
     def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.base: DeviceState | None = None
-        self._rooms: dict[
-            int, tuple[torch.Tensor, int]
-        ] = {}  # of the copy: the bytes of each tile, and where it begins
+        # Where each tile of the copy lies: the bytes it shares with others, and where it begins in them
+        self._rooms: dict[int, tuple[torch.Tensor, int]] = {}
         self.bind(places, source)
 
     def bind(self, places: Places, source: DeviceSource) -> None:

@@ -106,7 +106,7 @@ def _serve(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> 
         outcome, function = call
         try:
             outcome.set_result(function())
-        except BaseException as e:  # noqa: BLE001 - raised again by whoever waits for the outcome
+        except BaseException as e:  # noqa: BLE001 - raised again in the thread that waits
             outcome.set_exception(e)
         del call, outcome, function  # none of them is kept until the next
 

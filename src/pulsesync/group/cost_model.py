@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Method = Literal["dense", "plain", "gap", "coded"]
 METHODS: tuple[Method, ...] = get_args(Method)
+SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
 SOON_S = 0.001  # within which nobody minds how long it takes
 KEPT = 1.2  # times longer that the method of the last sync may take before another is tried
 NEW = 0.5  # how much of an estimate the last sync makes up

@@ -33,13 +33,12 @@ from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format.body import Body
 from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan
-from pulsesync.group.cost_model import Method, TransferLoad
+from pulsesync.group.cost_model import SAMPLE, Method, TransferLoad
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, Bucket, Message, SyncTimes, Table
 from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import BundledTile, LocalTile, TileStorage
 
-SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
 ALIGNED = 8  # weights that a sample begins at a multiple of: kernels read words of eight bytes
 
 
@@ -168,7 +167,7 @@ class DeviceSourceWeights:
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
-        """Write what was sent into the copy; return the way back. None: there is no copy yet."""
+        """Write what was sent into the copy; return the transition back. None: there is no copy yet."""
         if self.bundles.base is None:
             return None
         return _write_changes(self.bundles.base, made, sums)

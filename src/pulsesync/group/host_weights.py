@@ -16,14 +16,12 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights, by_block
 from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
-from pulsesync.group.cost_model import Method, TransferLoad
+from pulsesync.group.cost_model import SAMPLE, Method, TransferLoad
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, SyncTimes, Table
 from pulsesync.state.host import HostState, HostTransition, count_moves
 from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import LocalTile, TileStorage
-
-SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
 
 
 class SpareBuffers:
@@ -147,7 +145,7 @@ class HostSourceWeights:
         return self._raw(self.state, tiles, clock, sums)
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
-        """Write what was sent into the copy; return the way back."""
+        """Write what was sent into the copy; return the transition back."""
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
@@ -232,7 +230,7 @@ class HostReceiverWeights:
         return Bucket(message if whole else NOTHING, tuple(patches), _count_changed(patches), whole, promised)
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
-        """Write what changes into the weights; return the way back."""
+        """Write what changes into the weights; return the transition back."""
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
