@@ -113,6 +113,7 @@ class _Progress:
     replanned: int = 0
     refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
     failed_record: str | None = None  # the key of the record that this attempt failed at, so that the next avoids it
+    confirmed: bool = False  # whether the caller was asked if weights may be written
     torn: bool = False  # whether an anchor was written in part, and nothing whole since
     recounted: AnyState | None = None  # what is attached, if its weights were just counted and are at no known version
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
@@ -201,6 +202,9 @@ class Subscriber:
             local one; None: to the newest version.
         max_staleness: How many versions the weights may be away from the version to follow; `check_fresh` raises where
             they are further away. None: that is not checked.
+        confirm: Called once in every sync that writes, before the first weight is written and after everything that can
+            be checked before was checked. What it raises ends the sync with the weights as they were. Several workers
+            that must move together vote here.
         executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
         epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
             another number, and then to everything that reads or writes the run.
@@ -218,6 +222,7 @@ class Subscriber:
         widen: bool = False,
         follow: str | None = None,
         max_staleness: int | None = None,
+        confirm: Callable[[], None] | None = None,
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
@@ -230,6 +235,7 @@ class Subscriber:
         self.widen = widen
         self.verify_every = verify_every
         self._target = FollowTarget(follow, max_staleness)
+        self._confirm = confirm
         self._epoch_patches = epoch_patches
         self._origin = store  # anchors go to the spool, not through the cache as well
         self._cache = Path(cache) if cache is not None else None
@@ -715,9 +721,16 @@ class Subscriber:
             if executor is not self._executor:
                 executor.shutdown()
 
+    def _ask(self, progress: _Progress) -> None:
+        """Ask the caller, once in a sync, whether weights may be written now."""
+        if self._confirm is not None and not progress.confirmed:
+            progress.confirmed = True
+            self._confirm()
+
     def _commit(self, transition: AnyTransition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
         """Bring a transition into the weights; goes_on: it is undone together with the one before."""
         assert self._state is not None
+        self._ask(progress)
         before, kept = (self._position, self._step), list(self._undo)
         self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
         with progress.timed("apply"):
@@ -755,6 +768,7 @@ class Subscriber:
             with progress.timed("prepare"):
                 staged = stack.enter_context(StagedBlocks(folder))
                 sums = state.check_whole(anchor, progress.waited_for(parts), staged)
+            self._ask(progress)
             with progress.timed("apply"):
                 self._forget()
                 try:
@@ -775,6 +789,7 @@ class Subscriber:
         )
         if self._state is None or depth is None:
             return False
+        self._ask(progress)
         taken = [self._undo[-1 - n] for n in range(depth)]
         with progress.timed("apply"):
             for position, step, back in taken:

@@ -1,0 +1,34 @@
+"""vLLM follows a run: live parameters are brought to a version in place, all ranks or none, checked by digests.
+
+    vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes                 # then: pulse follow RUN --vllm URL
+    vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'                 # or vLLM's own routes for trainers
+    follower = pulsesync.integrations.vllm.attach(LLM(MODEL), "s3://bucket/run")     # or an offline LLM
+    follower.update()
+
+vLLM finds `plugin.register` by its entry point, in every process that it starts. docs/integrations/vllm.md tells more.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pulsesync.integrations.vllm.offline import OfflineFollower as OfflineFollower
+    from pulsesync.integrations.vllm.offline import attach as attach
+    from pulsesync.integrations.vllm.routes import Routes as Routes
+    from pulsesync.integrations.vllm.server import UpdateReport as UpdateReport
+    from pulsesync.integrations.vllm.server import VllmServer as VllmServer
+
+_MODULES = {
+    "OfflineFollower": "offline",
+    "Routes": "routes",
+    "UpdateReport": "server",
+    "VllmServer": "server",
+    "attach": "offline",
+}
+__all__ = ["OfflineFollower", "Routes", "UpdateReport", "VllmServer", "attach"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,74 @@
+"""The weight-transfer backend "pulse" of vLLM 0.26 and later: its own routes and clients bring an engine to versions.
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'
+    POST /init_weight_transfer_engine   {"init_info": {"location": "s3://bucket/run", "trust": ["…"]}}
+    POST /update_weights                {"update_info": {"version": "latest"}}     # between start and finish
+
+This module is imported by vLLM alone, when an engine is created with this backend.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from pulsesync.integrations.vllm.follower import LATEST, EngineFollower, RunOptions
+
+
+@dataclass
+class PulseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The fields of `RunOptions`."""
+
+    location: str
+    trust: list[str] | None = None
+    cache: str | None = None
+    pointer: str | None = None
+
+
+@dataclass
+class PulseUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The version to go to, or "latest"."""
+
+    version: int | str = LATEST
+
+
+class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Brings the live parameters of one rank to versions of a run, in place where that is possible."""
+
+    init_info_cls = PulseInitInfo
+    update_info_cls = PulseUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.follower = EngineFollower(vllm_config, model)
+
+    def init_transfer_engine(self, init_info: PulseInitInfo) -> None:
+        """Follow a run. If this fails, the engine follows none: later updates raise, and change nothing."""
+        self.follower.close()
+        self.follower.follow(RunOptions.parse(dict(vars(init_info))))
+
+    def start_weight_update(self) -> None:
+        """Do nothing: an update is complete in itself."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: an update is complete in itself."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Go to a version. The base class synchronises an accelerator here, which fails where there is none."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: PulseUpdateInfo, load_weights: Any = None) -> None:
+        self.follower.update(update_info.version)
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Raise: a trainer publishes to the run instead. vLLM 0.26 requires this method."""
+        raise NotImplementedError("publish with pulsesync.Publisher; this backend reads the run from its store")
+
+    def shutdown(self) -> None:
+        self.follower.close()

@@ -1,0 +1,82 @@
+"""What vLLM calls in every process that it starts, by the entry point `pulse` of the group `vllm.general_plugins`.
+
+It registers the weight-transfer backend "pulse", and gives workers the methods that `collective_rpc` calls by name:
+`pulse_update`, `pulse_status` and `pulse_close`. So an engine can follow a run whether or not it was started for it.
+
+Nothing of pulsesync but this is imported before a worker is called: vLLM's processes start as quickly as without it. (On
+a CPU, vLLM 0.32 cannot even start a worker in a process that has imported numba.)
+"""
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pulsesync.integrations.vllm.follower import EngineFollower
+
+BACKEND = "pulse"
+PLAIN_WEIGHTS = "PULSE_VLLM_PLAIN_WEIGHTS"  # 1: on a CPU, keep linear weights as they are loaded, and write in place
+
+
+def register() -> None:
+    """Make vLLM know this adapter; it may be called again.
+
+    Raises:
+        ValueError: PULSE_VLLM_PLAIN_WEIGHTS is neither 0 nor 1.
+    """
+    factory = _find("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory")  # vLLM 0.16 and later
+    if factory is not None and BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
+    worker = import_module("vllm.v1.worker.worker_base").WorkerBase
+    for method in (pulse_update, pulse_status, pulse_close):
+        setattr(worker, method.__name__, method)
+    plain = os.environ.get(PLAIN_WEIGHTS, "0")
+    if plain not in ("0", "1"):
+        raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1; got {plain!r}")
+    if plain == "1":
+        operations: Any = import_module("vllm._custom_ops")
+        operations._supports_onednn = False  # with which linear layers on a CPU would pack their weights away
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError:
+        return None
+
+
+def pulse_update(worker: Any, options: dict[str, Any], version: int | str) -> dict[str, Any]:
+    """Follow a run and go to a version of it, with all ranks; return the report, or {"error": …}.
+
+    An error is returned and not raised: some versions of vLLM end the engine when a worker raises, and the weights are
+    as they were.
+    """
+    from pulsesync.integrations.vllm.follower import RunOptions
+
+    try:
+        follower = follower_of(worker)
+        follower.follow(RunOptions.parse(options))
+        return follower.update(version)
+    except Exception as e:  # noqa: BLE001 - the caller raises it, in the process that serves
+        return {"error": {"type": type(e).__name__, "message": str(e)}, "status": follower_of(worker).status()}
+
+
+def pulse_status(worker: Any) -> dict[str, Any]:
+    """Where the worker is."""
+    return follower_of(worker).status()
+
+
+def pulse_close(worker: Any) -> None:
+    """Stop following; the weights stay as they are."""
+    follower_of(worker).close()
+
+
+def follower_of(worker: Any) -> "EngineFollower":
+    """The follower of a worker: the one of its weight-transfer engine, if that is ours, or one of its own."""
+    from pulsesync.integrations.vllm.follower import EngineFollower
+
+    engine = getattr(worker, "weight_transfer_engine", None)
+    follower = getattr(engine, "follower", None) or getattr(worker, "pulse_follower", None)
+    if not isinstance(follower, EngineFollower):
+        follower = worker.pulse_follower = EngineFollower(worker.vllm_config, worker.model_runner.get_model())
+    return follower

@@ -1,0 +1,187 @@
+"""A vLLM server over HTTP, as `pulse follow RUN --vllm URL` drives it: where it is, and to another version.
+
+    server = VllmServer("http://127.0.0.1:8000")
+    report = server.update("s3://bucket/run", 12)
+
+With the routes of `Routes` one request does it. On a server with vLLM's development routes and the backend "pulse", the
+same steps are taken one by one. Nothing here imports vLLM.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pulsesync import errors
+from pulsesync.errors import PulseError, StoreError
+
+TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
+STATUS_TIMEOUT_S = 30.0
+START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update of an engine did."""
+
+    version: int
+    step: int
+    from_version: int | None
+    path: tuple[str, ...]  # as of a SyncReport
+    changed: int  # weights written, by all ranks
+    fetched_bytes: int  # by all ranks
+    pause_s: float  # during which the engine did not generate
+    seconds: float  # of the slowest rank: fetching, checking, writing
+    digest: str
+    mode: str  # "in place" or "mirror"
+    ranks: int
+    repaired: tuple[str, ...] = ()  # tensors that something else had written to
+
+    @classmethod
+    def parse(cls, table: dict[str, Any]) -> "UpdateReport":
+        """Read what a server answered. Raises: PulseError."""
+        try:
+            known = {field.name: table[field.name] for field in fields(cls)}
+        except KeyError as e:
+            raise PulseError(f"the server's report has no {e}: it runs another version of pulsesync") from e
+        return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
+
+
+def raise_error(report: dict[str, Any]) -> None:
+    """Raise the error that a report names, as the class of its name. Raises: PulseError."""
+    if (error := report.get("error")) is None:
+        return
+    found = getattr(errors, str(error.get("type")), None)
+    kind = found if isinstance(found, type) and issubclass(found, PulseError) else PulseError
+    prefix = "" if kind is not PulseError else f"{error.get('type')}: "
+    raise kind(f"{prefix}{error.get('message')}")
+
+
+class VllmServer:
+    """A vLLM server that is brought to versions of a run.
+
+    Args:
+        url: Its address, such as http://127.0.0.1:8000.
+        api_key: The key that it was started with, if any.
+        timeout_s: How long an update may take.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
+        self._by_routes: bool | None = None  # whether it has our routes, once it was asked
+        self._followed: dict[str, Any] | None = None  # what the backend of this server was initialised with
+
+    def status(self) -> dict[str, Any]:
+        """Where the server is: location, version, digest, weight_version, paused.
+
+        Raises:
+            StoreError: it does not answer; PulseError: it was not started for this.
+        """
+        if self._by_routes is not False:
+            code, answer = self._call("GET", "/v1/pulse", STATUS_TIMEOUT_S)
+            if code == 200:
+                self._by_routes = True
+                return answer
+            if code != 404:
+                raise _refusal(code, answer)
+            self._by_routes = False
+        code, answer = self._call("POST", "/collective_rpc", STATUS_TIMEOUT_S, {"method": "pulse_status"})
+        if code == 404:
+            self._by_routes = None
+            raise PulseError(
+                f"the server at {self.url} cannot be updated: start it with `vllm serve MODEL {START_WITH}`, in an "
+                "environment where pulsesync is installed"
+            )
+        if code != 200:
+            raise _refusal(code, answer)
+        _, paused = self._call("GET", "/is_paused", STATUS_TIMEOUT_S)
+        ranks = answer["results"]
+        return {**ranks[0], "ranks": len(ranks), "paused": paused.get("is_paused")}
+
+    def update(
+        self,
+        location: str,
+        version: int | str,
+        *,
+        trust: Sequence[str] | None = None,
+        cache: str | None = None,
+        kv_cache: str = "drop",
+    ) -> UpdateReport:
+        """Bring the server to a version of a run: pause, update all ranks, name the version, resume.
+
+        Raises:
+            PulseError: it failed on the server, by the name that it has there; the old weights are served. StoreError:
+            the server does not answer: whether it was updated is not known, and `status` tells.
+        """
+        options = {"location": location, "trust": list(trust) if trust else None, "cache": cache}
+        if self._by_routes is None:
+            self.status()
+        if not self._by_routes:
+            return self._update_by_backend(options, version, kv_cache)
+        body = {**options, "version": version, "kv_cache": kv_cache}
+        code, answer = self._call("POST", "/v1/pulse/update", self._timeout_s, body)
+        raise_error(answer)
+        if code != 200:
+            raise _refusal(code, answer)
+        return UpdateReport.parse(answer)
+
+    def _update_by_backend(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
+        """The same by vLLM's development routes, one step after the other."""
+        began = time.perf_counter()
+        self._step("/pause?mode=keep&clear_cache=false")
+        try:
+            if self._followed != options:
+                self._followed = None
+                self._step("/init_weight_transfer_engine", {"init_info": options})
+                self._followed = options
+            self._step("/start_weight_update", {})
+            self._step("/update_weights", {"update_info": {"version": version}})
+            report = self.status()["last_update"]
+            self._step("/finish_weight_update", {"weight_version": str(report["version"])})
+            if kv_cache == "drop":
+                self._step("/reset_prefix_cache?reset_running_requests=true")
+        finally:
+            if not self.status().get("broken"):
+                self._step("/resume")
+        return UpdateReport.parse({**report, "pause_s": time.perf_counter() - began, "ranks": self.status()["ranks"]})
+
+    def _step(self, path: str, body: dict[str, Any] | None = None) -> None:
+        code, answer = self._call("POST", path, self._timeout_s, body)
+        if code != 200:
+            raise _refusal(code, answer, path)
+
+    def _call(
+        self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return int(response.status), _table(response.read())
+        except urllib.error.HTTPError as e:
+            with e:
+                return e.code, _table(e.read())
+        except (OSError, ValueError) as e:  # no connection, or it ended; ValueError: not an address
+            self._followed = None  # it may have been started again
+            raise StoreError(f"the vLLM server at {self.url} does not answer: {e}", retryable=True) from e
+
+
+def _table(data: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(data or b"{}")
+    except ValueError:
+        return {"detail": data[:200].decode(errors="replace")}
+    return answer if isinstance(answer, dict) else {"detail": answer}
+
+
+def _refusal(code: int, answer: dict[str, Any], path: str = "") -> PulseError:
+    if code == 401:
+        return PulseError("the vLLM server asks for an API key: give it with --api-key or PULSE_VLLM_API_KEY")
+    reason = answer.get("error") or answer.get("detail") or answer
+    return PulseError(f"the vLLM server answered {code}{f' to {path}' if path else ''}: {reason}")

@@ -1,0 +1,238 @@
+"""The weights of one rank of an engine, as a `Subscriber` can write them: in place, or by a mirror in host memory.
+
+In place, the tensors are views into the engine's own parameters: a sync writes what changed, and nothing else. Where
+the engine keeps weights in another form (packed, quantised, or of an architecture without a map), a mirror of the
+checkpoint in host memory is synced, and the tensors that changed go through the model's own loader: slower, and right.
+"""
+
+import logging
+import re
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+from pulsesync.errors import StateError
+from pulsesync.format.layout import Layout
+from pulsesync.integrations.runtime import (
+    EngineRank,
+    ModelShape,
+    check_loaded,
+    for_subscriber,
+    fused,
+    place,
+)
+from pulsesync.integrations.vllm import compat
+from pulsesync.run.subscriber import attach
+from pulsesync.state.sharding import Placed
+from pulsesync.state.slices import Slices
+from pulsesync.state.views import CASTS
+
+logger = logging.getLogger(__name__)
+
+
+class EngineWeights(Protocol):
+    """What a follower asks of the weights of a rank."""
+
+    mode: str
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What is synced, by the names of the checkpoint."""
+
+    @property
+    def slices(self) -> Slices | None:
+        """Which part of each tensor is local; None: all of it."""
+
+    def load(self, names: Collection[str]) -> None:
+        """Have the engine compute with what was synced: of these tensors of the checkpoint at least."""
+
+    def refresh(self) -> bool:
+        """Look at the engine anew; return whether something else has loaded its weights since the last `load`.
+
+        What a sync that verifies finds by itself, by recounting the weights, is not looked for here.
+        """
+
+
+def find_weights(config: Any, model: Any, layout: Layout, fresh: bool) -> EngineWeights:
+    """The weights of this rank: in place, or by a mirror if that is not possible; the log says why.
+
+    fresh: the engine still has the weights that it was started with, so the map can be checked against them.
+    """
+    try:
+        return PlacedWeights(config, model, layout, fresh)
+    except StateError as e:
+        logger.warning("The weights cannot be written in place, so a mirror in host memory is used: %s.", e)
+        return MirroredWeights(config, model, layout)
+
+
+class PlacedWeights:
+    """The engine's own parameters, by the names of the checkpoint.
+
+    Raises:
+        StateError: they are not as the map says, or not those of the run.
+    """
+
+    mode = "in place"
+
+    def __init__(self, config: Any, model: Any, layout: Layout, fresh: bool) -> None:
+        names = {spec.name for spec in layout.tensors} | set(layout.ties)
+        self._shape = ModelShape.from_config(compat.hf_config(config), lm_head="lm_head.weight" in names)
+        _check_names(names, self._shape)
+        self._model, self._rank = model, compat.rank_of(config)
+        placed = self._place()
+        if not (fresh and _check_placed(config, model, placed)) and self._shape.experts:
+            raise StateError(
+                "the engine was not started with a checkpoint that the places of its experts can be checked against, "
+                "and some kernels rearrange experts"
+            )
+        attach(self.tensors, layout, self.slices, widen=True)  # raises what a sync would raise, before any rank votes
+
+    def _place(self) -> dict[str, Placed]:
+        live = compat.parameters(self._model)
+        placed = place(self._shape, self._rank, live)
+        self.tensors, self.slices = for_subscriber(placed)
+        self._addresses = _addresses(live)
+        return placed
+
+    def load(self, names: Collection[str]) -> None:
+        if names:
+            compat.refresh_packed(self._model)
+
+    def refresh(self) -> bool:
+        if _addresses(compat.parameters(self._model)) == self._addresses:
+            return False
+        self._place()  # parameters were replaced: the old memory is nobody's any more
+        return True
+
+
+def _addresses(live: Mapping[str, Any]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in live.items()}
+
+
+def _check_names(names: set[str], shape: ModelShape) -> None:
+    known = {piece.name for one in fused(shape, EngineRank()) for piece in one.pieces}
+    if unknown := sorted(names - known):
+        raise StateError(f"the map of this model has no tensor {unknown[0]!r}, which the run has", tensor=unknown[0])
+
+
+def _check_placed(config: Any, model: Any, placed: Mapping[str, Placed]) -> bool:
+    """Compare the engine's weights with the checkpoint that it has loaded; return whether there is one.
+
+    Raises:
+        StateError: a weight is not where the map says.
+    """
+    try:
+        for name, tensor in compat.checkpoint_of(config, model):
+            if one := placed.get(name):
+                check_loaded({name: one}, {name: tensor.to(one.tensor.dtype)})
+    except StateError:
+        raise
+    except Exception as e:  # noqa: BLE001 - a loader may raise anything, and without one there is nothing to compare
+        logger.warning("The engine's weights could not be compared with a checkpoint: %s.", e)
+        return False
+    return True
+
+
+class MirroredWeights:
+    """A copy of the checkpoint in host memory, and the model's own way to load from it."""
+
+    mode = "mirror"
+    slices: Slices | None = None
+
+    def __init__(self, config: Any, model: Any, layout: Layout) -> None:
+        import torch
+
+        self._config, self._model, self._layout = config, model, layout
+        dtypes = {**CASTS, "F32": "float32"}
+        for spec in layout.tensors:
+            if spec.dtype not in dtypes:
+                raise StateError(f"tensor {spec.name!r} has dtype {spec.dtype}, which no mirror is made for")
+        self._own = {
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, dtypes[spec.dtype])) for spec in layout.tensors
+        }
+        self.tensors = self._own | {alias: self._own[name] for alias, name in layout.ties.items()}
+        self._loaded = False  # whether the engine has what the mirror has
+        self._seen: _Fingerprint | None = None  # of the engine's tensors, after they were last loaded
+        self._fill()
+
+    def _fill(self) -> None:
+        """Start from the checkpoint that the engine was started with: what it has need not be fetched."""
+        try:
+            for name, tensor in compat.checkpoint_of(self._config, self._model):
+                mine = self.tensors.get(name)
+                if mine is not None and (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype):
+                    mine.copy_(tensor)
+        except Exception as e:  # noqa: BLE001 - a loader may raise anything, and an anchor has all the weights
+            logger.info("The mirror starts empty: %s.", e)
+
+    def load(self, names: Collection[str]) -> None:
+        wanted = set(self.tensors) if not self._loaded else self._units(names)
+        if not wanted:
+            return
+        self._loaded, self._seen = False, None  # until all of it is there
+        compat.load_weights(self._config, self._model, self._weights(wanted))
+        compat.refresh_packed(self._model)
+        self._loaded, self._seen = True, _Fingerprint(self._model)
+
+    def _units(self, names: Collection[str]) -> set[str]:
+        """All tensors of the layers that some tensors belong to: a layer is loaded whole or not at all."""
+        units = {_unit(alias) for alias, name in self._layout.ties.items() if name in names} | set(map(_unit, names))
+        return {name for name in self.tensors if _unit(name) in units}
+
+    def _weights(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        for name in sorted(names, key=_natural):  # a layer after the other, which is what the loader frees memory by
+            yield name, self.tensors[name]
+
+    def refresh(self) -> bool:
+        if self._seen is None or self._seen.fits(self._model):
+            return False
+        self._loaded = False  # so that the next `load` brings all of it
+        return True
+
+
+_UNIT = re.compile(r"(.*?\.\d+\.[^.]+)\.")  # up to what follows the first number: model.layers.3.self_attn
+
+
+def _unit(name: str) -> str:
+    match = _UNIT.match(name)
+    return match[1] if match else name.rpartition(".")[0]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+class _Fingerprint:
+    """What an engine's tensors are and where: enough to notice that it slept, or loaded other weights.
+
+    Packed weights cannot be read. Each packing is an object of its own, which is referred to weakly: if it is replaced,
+    something has loaded weights.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._tensors = _checksums(model)
+        self._packed = [weakref.ref(one) for one in compat.derived(model)]
+
+    def fits(self, model: Any) -> bool:
+        packed = compat.derived(model)
+        if len(packed) != len(self._packed) or any(
+            seen() is not one for seen, one in zip(self._packed, packed, strict=True)
+        ):
+            return False
+        return _checksums(model) == self._tensors
+
+
+def _checksums(model: Any) -> dict[str, tuple[Any, ...]]:
+    import torch
+
+    found = {}
+    for name, tensor in model.named_parameters():
+        bits = tensor.data.contiguous().view(torch.uint8).flatten()
+        words = bits[: bits.numel() // 4 * 4].view(torch.int32)
+        found[name] = (tensor.data_ptr(), tuple(tensor.shape), int(words.sum(dtype=torch.int64)))
+    return found
+
+
+def changed_names(layout: Layout, before: Mapping[int, Any], after: Mapping[int, Any]) -> set[str]:
+    """The tensors of tiles whose digests differ."""
+    return {name for n, total in after.items() if before.get(n) != total for name in layout.tiles[n].names}
