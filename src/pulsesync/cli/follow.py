@@ -1,8 +1,8 @@
-"""What `pulse follow` does: a folder that other programs load from is kept at the newest version of a run."""
+"""What `pulse follow` does: a folder that other programs load from, or a vLLM server, is kept at the newest version."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -22,13 +22,17 @@ from pulsesync.cli.options import (
 )
 from pulsesync.errors import NothingPublishedError, PulseError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
+from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
 from pulsesync.run.pointers import is_about_pointer
 
 
 def follow(
     run: str,
-    folder: Path,
+    folder: Path | None = None,
     *,
+    vllm: str | None = None,
+    kv_cache: Literal["drop", "keep"] = "drop",
+    api_key: Annotated[str | None, Parameter(env_var="PULSE_VLLM_API_KEY")] = None,
     trust: Trust = None,
     cache: Path | None = None,
     once: Flag = False,
@@ -40,16 +44,24 @@ def follow(
     follow_replaced: Flag = False,
     as_json: Json = False,
 ) -> int:
-    """Keep a folder at the newest version of a run, for programs that load weights from disk.
+    """Keep a folder or a vLLM server at the newest version of a run.
 
     FOLDER/current is always a complete, verified version. It is a link to one of two copies, a and b; the other is
     updated to the next version, and then the link is switched in one step. Resolve the link before you load:
     `from_pretrained(os.path.realpath("FOLDER/current"))`. The process may be killed at any moment; started again, it
     resumes from what is in the folder.
 
+    With --vllm, a server that was started with `vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes` is
+    updated while it runs: it pauses, brings its live weights to the version, all ranks or none, and resumes. It keeps
+    requests that are in flight.
+
     Args:
-        run: The run to follow.
+        run: The run to follow. A vLLM server must reach it at the same location.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was followed into before.
+        vllm: Address of a vLLM server to update, such as http://127.0.0.1:8000, instead of a folder.
+        kv_cache: What becomes of the server's KV cache at an update: drop has running requests compute theirs again
+            with the new weights; keep lets them go on with what the old weights have computed.
+        api_key: The key that the server was started with, if any.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
         cache: Folder to keep what was fetched in, to share it with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
@@ -65,11 +77,30 @@ def follow(
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
-        UsageError: --pointer is not the name of a pointer.
+        UsageError: --pointer is not the name of a pointer, or not just one of FOLDER and --vllm is given.
         NothingThereError: with --once or --version, no version can be reached.
-        PulseError: the folder cannot be updated.
+        PulseError: the folder or the server cannot be updated.
     """
+    if (folder is None) == (vllm is None):
+        raise UsageError("give either a folder or --vllm with the address of a server")
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    if vllm is not None:
+        try:
+            follower = ServerFollower(
+                VllmServer(vllm, api_key=api_key),
+                _reachable(run),
+                store,
+                trust=keys,
+                cache=str(cache.resolve()) if cache else None,
+                kv_cache=kv_cache,
+                pointer=pointer,
+                max_staleness=max_staleness,
+                follow_replaced=follow_replaced,
+            )
+        except ValueError as e:
+            raise UsageError(f"--pointer {pointer}: {e}") from e
+        return _follow_server(follower, printer, once=once, version=version, interval_s=interval_s)
+    assert folder is not None
     try:
         kept = HuggingFaceFolder(
             store,
@@ -109,6 +140,50 @@ def follow(
                 _report_missing(flip, folder, printer)
             missing = flip.missing
     return 0
+
+
+def _reachable(run: str) -> str:
+    """A location as another process of this host can open it, whatever its working folder is."""
+    return run if "://" in run else str(Path(run).resolve())
+
+
+def _follow_server(
+    follower: ServerFollower, printer: Printer, *, once: bool, version: int | None, interval_s: float
+) -> int:
+    url = follower.server.url
+    if once or version is not None:
+        try:
+            report = follower.update(version)
+        except NothingPublishedError as e:
+            raise NothingThereError(str(e)) from e
+        if report is not None:
+            _report_update(report, url, printer)
+        else:
+            status = follower.server.status()
+            printer.tell("holds", f"{url} serves version {status['version']} already", version=status["version"])
+        return 0
+    printer.note("follows", f"{url} follows {follower.location}", server=url, run=follower.location)
+    for report in follower.follow(interval_s, lambda e: _report_failure(e, follower, printer)):
+        _report_update(report, url, printer)
+    return 0
+
+
+def _report_update(report: UpdateReport, url: str, printer: Printer) -> None:
+    ways = "+".join(f"{report.path.count(kind)} {kind}" for kind in dict.fromkeys(report.path)) or "nothing"
+    printer.tell(
+        "version",
+        f"{url} serves version {report.version} (step {report.step}): {ways}, {size(report.fetched_bytes)}, paused "
+        f"{report.pause_s:.2f} s, {report.mode}, digest {report.digest[:12]}",
+        **asdict(report),
+        server=url,
+    )
+
+
+def _report_failure(error: PulseError, follower: ServerFollower, printer: Printer) -> None:
+    if isinstance(error, NothingPublishedError):
+        printer.note("waits", f"waiting for the first version: {error}", run=follower.location)
+    else:
+        printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
 
 
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from pulsesync.integrations.vllm.offline import OfflineFollower as OfflineFollower
     from pulsesync.integrations.vllm.offline import attach as attach
     from pulsesync.integrations.vllm.routes import Routes as Routes
+    from pulsesync.integrations.vllm.server import ServerFollower as ServerFollower
     from pulsesync.integrations.vllm.server import UpdateReport as UpdateReport
     from pulsesync.integrations.vllm.server import VllmServer as VllmServer
 
 _MODULES = {
     "OfflineFollower": "offline",
     "Routes": "routes",
+    "ServerFollower": "server",
     "UpdateReport": "server",
     "VllmServer": "server",
     "attach": "offline",
 }
-__all__ = ["OfflineFollower", "Routes", "UpdateReport", "VllmServer", "attach"]
+__all__ = ["OfflineFollower", "Routes", "ServerFollower", "UpdateReport", "VllmServer", "attach"]
 
 
 def __getattr__(name: str) -> Any:

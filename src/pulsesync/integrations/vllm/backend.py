@@ -27,6 +27,7 @@ class PulseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     trust: list[str] | None = None
     cache: str | None = None
     pointer: str | None = None
+    follow_replaced: bool = False
 
 
 @dataclass

@@ -38,12 +38,15 @@ class RunOptions:
             not looked at.
         cache: A folder in which bodies are kept, shared by the ranks of a host: each is fetched once.
         pointer: Name of a pointer of the run, which "latest" then means; None: the newest version.
+        follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
+            start over from what is there now.
     """
 
     location: str
     trust: Sequence[str] | None = None
     cache: str | None = None
     pointer: str | None = None
+    follow_replaced: bool = False
 
     @classmethod
     def parse(cls, given: "dict[str, Any]") -> "RunOptions":
@@ -181,7 +184,12 @@ class EngineFollower:
             logger.warning("The engine has loaded other weights since the last update, so all of them are synced.")
         state = subscriber.state
         sums = state.sums if state is not None else {}
-        report = subscriber.sync(weights.tensors, goal, verify=weights.mode == "in place")
+        report = subscriber.sync(
+            weights.tensors,
+            goal,
+            verify=weights.mode == "in place",  # something else may have written there: an engine that slept, a reload
+            follow_replaced=self._options is not None and self._options.follow_replaced,
+        )
         if not self._confirmed:
             self._vote(None)  # there was nothing to write, but the engine may still have to load
         assert subscriber.state is not None

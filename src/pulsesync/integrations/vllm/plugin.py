@@ -3,8 +3,8 @@
 It registers the weight-transfer backend "pulse", and gives workers the methods that `collective_rpc` calls by name:
 `pulse_update`, `pulse_status` and `pulse_close`. So an engine can follow a run whether or not it was started for it.
 
-Nothing of pulsesync but this is imported before a worker is called: vLLM's processes start as quickly as without it. (On
-a CPU, vLLM 0.32 cannot even start a worker in a process that has imported numba.)
+Nothing of pulsesync but this is imported before a worker is called: vLLM's processes start as quickly as without it, and
+on a CPU vLLM 0.32 cannot start a worker in a process that has imported numba.
 """
 
 import os

@@ -11,15 +11,28 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pulsesync import errors
-from pulsesync.errors import PulseError, StoreError
+from pulsesync.errors import (
+    NothingPublishedError,
+    PulseError,
+    RunChangedError,
+    SignatureError,
+    StateError,
+    StoreError,
+    UnsupportedError,
+)
+from pulsesync.format.signature import trusted
+from pulsesync.run.pointers import FollowTarget
+from pulsesync.run.reader import RunReader
+from pulsesync.store import Store
 
 TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
+LONGEST_WAIT_S = 60.0  # between attempts, while something does not answer
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
 
 
@@ -106,9 +119,10 @@ class VllmServer:
         location: str,
         version: int | str,
         *,
-        trust: Sequence[str] | None = None,
+        trust: Collection[str] | None = None,
         cache: str | None = None,
         kv_cache: str = "drop",
+        follow_replaced: bool = False,
     ) -> UpdateReport:
         """Bring the server to a version of a run: pause, update all ranks, name the version, resume.
 
@@ -116,7 +130,12 @@ class VllmServer:
             PulseError: it failed on the server, by the name that it has there; the old weights are served. StoreError:
             the server does not answer: whether it was updated is not known, and `status` tells.
         """
-        options = {"location": location, "trust": list(trust) if trust else None, "cache": cache}
+        options = {
+            "location": location,
+            "trust": list(trust) if trust else None,
+            "cache": cache,
+            "follow_replaced": follow_replaced,
+        }
         if self._by_routes is None:
             self.status()
         if not self._by_routes:
@@ -170,6 +189,101 @@ class VllmServer:
         except (OSError, ValueError) as e:  # no connection, or it ended; ValueError: not an address
             self._followed = None  # it may have been started again
             raise StoreError(f"the vLLM server at {self.url} does not answer: {e}", retryable=True) from e
+
+
+class ServerFollower:
+    """Keeps a vLLM server at the versions of a run. A server that was started again is brought there again.
+
+    Args:
+        server: The server.
+        location: The path or URL of the run, as the server reaches it.
+        store: The same run, as this process reaches it, to see what is published.
+        trust: As for a `Subscriber`.
+        cache: A folder on the server's host in which its ranks keep bodies.
+        kv_cache: What becomes of the KV cache at an update: "drop", or "keep", with what old weights have computed.
+        pointer: Name of a pointer of the run to follow; None: the newest version.
+        max_staleness: How many versions the server may be away from the version to follow if it cannot be updated;
+            `follow` raises where it is further away. None: that is not checked.
+        follow_replaced: As for `Subscriber.sync`.
+    """
+
+    def __init__(
+        self,
+        server: VllmServer,
+        location: str,
+        store: Store,
+        *,
+        trust: Collection[str] | None = None,
+        cache: str | None = None,
+        kv_cache: str = "drop",
+        pointer: str | None = None,
+        max_staleness: int | None = None,
+        follow_replaced: bool = False,
+    ) -> None:
+        self.server, self.location = server, location
+        self._store, self._trust = store, trusted(trust)
+        self._options: dict[str, Any] = {
+            "trust": trust,
+            "cache": cache,
+            "kv_cache": kv_cache,
+            "follow_replaced": follow_replaced,
+        }
+        self._target = FollowTarget(pointer, max_staleness)
+        self._version: int | None = None  # that the server had when it was last asked
+
+    def update(self, version: int | None = None) -> UpdateReport | None:
+        """Bring the server to the version to follow, or to one; return None if it is there already.
+
+        Raises:
+            NothingPublishedError: there is no version yet; PulseError: as `VllmServer.update`.
+        """
+        status = self.server.status()
+        self._version = status["version"] if status["location"] == self.location else None
+        reader = RunReader(self._store, self._trust)
+        if version is None:
+            goal = self._target.find(reader, None)
+            if goal is None:
+                raise reader.nothing_published()
+            version = goal.version
+        if version == self._version and not status.get("broken"):
+            return None
+        report = self.server.update(self.location, version, **self._options)
+        self._version = report.version
+        return report
+
+    def follow(
+        self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
+    ) -> Iterator[UpdateReport]:
+        """Yield a report for each version that the server was brought to, without end.
+
+        An error that may pass is reported, and tried again; while nothing is published, that is reported once.
+
+        Raises:
+            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
+            the server cannot be updated, and is further from the version to follow than `max_staleness`.
+        """
+        wait_s, waiting = interval_s, False
+        while True:
+            report = None
+            try:
+                report = self.update()
+                wait_s, waiting = interval_s, False
+            except (SignatureError, UnsupportedError, StateError, RunChangedError):
+                raise
+            except NothingPublishedError as e:
+                if on_error and not waiting:
+                    on_error(e)
+                wait_s, waiting = interval_s, True
+            except PulseError as e:
+                if on_error:
+                    on_error(e)
+                if self._version is not None:
+                    self._target.check_staleness(self._version)
+                wait_s = min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
+            if report is not None:
+                yield report
+            else:
+                time.sleep(wait_s)
 
 
 def _table(data: bytes) -> dict[str, Any]:
