@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from pulsesync.integrations.vllm.offline import attach as attach
     from pulsesync.integrations.vllm.routes import Routes as Routes
     from pulsesync.integrations.vllm.server import ServerFollower as ServerFollower
-    from pulsesync.integrations.vllm.server import UpdateReport as UpdateReport
     from pulsesync.integrations.vllm.server import VllmServer as VllmServer
+    from pulsesync.integrations.vllm.update import UpdateReport as UpdateReport
 
 _MODULES = {
     "OfflineFollower": "offline",
     "Routes": "routes",
     "ServerFollower": "server",
-    "UpdateReport": "server",
+    "UpdateReport": "update",
     "VllmServer": "server",
     "attach": "offline",
 }

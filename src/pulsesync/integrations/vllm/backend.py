@@ -7,6 +7,8 @@
 This module is imported by vLLM alone, when an engine is created with this backend.
 """
 
+import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,11 @@ from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-f
     WeightTransferUpdateInfo,
 )
 
+from pulsesync.errors import PulseError
+from pulsesync.group.collective import Team
+from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.follower import LATEST, EngineFollower, RunOptions
+from pulsesync.integrations.vllm.update import Ask, Step, Wait, moving, run
 
 
 @dataclass
@@ -47,11 +53,16 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self.follower = EngineFollower(vllm_config, model)
+        self._options: dict[str, Any] | None = None
+        self._team: Team | None = None  # made by the first update
 
     def init_transfer_engine(self, init_info: PulseInitInfo) -> None:
         """Follow a run. If this fails, the engine follows none: later updates raise, and change nothing."""
+        self._options = None
         self.follower.close()
-        self.follower.follow(RunOptions.parse(dict(vars(init_info))))
+        options = dict(vars(init_info))
+        self.follower.follow(RunOptions.parse(options))
+        self._options = options
 
     def start_weight_update(self) -> None:
         """Do nothing: an update is complete in itself."""
@@ -64,7 +75,22 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo, load_weights: Any = None) -> None:
-        self.follower.update(update_info.version)
+        """Go to a version with the other ranks of this replica: each runs the same rule, on the answers of all."""
+        if self._options is None:
+            raise PulseError("this engine follows no run: initialise the weight transfer with the location of one")
+        if self._team is None:
+            self._team = compat.team_of(self.vllm_config)
+        run(moving(self._options, update_info.version), self._take)
+
+    def _take(self, step: Step) -> Any:
+        """Take a step as this rank; the caller of vLLM's routes pauses, resumes and names the version."""
+        if isinstance(step, Wait):
+            time.sleep(step.seconds)
+        if not isinstance(step, Ask):
+            return None
+        assert self._team is not None
+        answers = self._team.gather(json.dumps(self.follower.call(step.message)).encode())
+        return [json.loads(answer) for answer in answers]
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -72,4 +98,5 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         raise NotImplementedError("publish with pulsesync.Publisher; this backend reads the run from its store")
 
     def shutdown(self) -> None:
+        self._options = None
         self.follower.close()

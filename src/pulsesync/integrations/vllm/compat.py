@@ -67,14 +67,19 @@ def checkpoint_of(config: Any, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def load_weights(config: Any, model: Any, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
-    """Load tensors of a checkpoint through the model's own loader, layer by layer; others keep what they have."""
+    """Load tensors of a checkpoint through the model's own loader, layer by layer; others keep what they have.
+
+    If it fails, some layers have new weights; all of them can be loaded again.
+    """
     reload = import_module("vllm.model_executor.model_loader.reload")
     current = import_module("vllm.config").set_current_vllm_config
     finalize = getattr(reload, "finalize_layerwise_reload", None) or reload.finalize_layerwise_processing
     with current(config):
         reload.initialize_layerwise_reload(model)
-        loaded: set[str] | None = model.load_weights(weights)
-        finalize(model, config.model_config)
+        try:
+            loaded: set[str] | None = model.load_weights(weights)
+        finally:  # else the layers would stay without memory
+            finalize(model, config.model_config)
     return loaded
 
 

@@ -1,22 +1,21 @@
-"""One rank of an engine that follows a run: its ranks move together to a version, or none of them does.
+"""One rank of an engine that follows a run, as far as it works alone; `update` has the ranks move together.
 
-An update goes through three exchanges between the ranks of a replica: rank 0 names the version; when everything was
-fetched, checked and decoded, every rank votes, before the first weight is written; at the end each reports. If one rank
-fails after the vote, those that moved go back by their undo logs. The engine computes nothing in the meantime.
+An update is prepared in a thread: fetched, checked and decoded while the engine generates. It stops before the first
+weight is written, and waits: `commit` lets it write, `abort` ends it with the weights as they were. What `call` takes
+and returns is plain data, because it travels between processes.
 """
 
-import json
 import logging
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from pulsesync.errors import ChainError, GroupError, NothingPublishedError, PulseError, VerificationError
+from pulsesync.errors import ChainError, GroupError, NothingPublishedError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted
-from pulsesync.group.collective import Team
-from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
@@ -24,13 +23,14 @@ from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.store import open_store
 
 LATEST = "latest"
+PATIENCE_S = 600.0  # for which a prepared update waits to be committed: then whatever was to do so has died
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which run an engine follows, and whom it trusts; what a server is told travels as a mapping of these.
+    """Which run an engine follows, and whom it trusts.
 
     Args:
         location: A path or URL of the run, which every rank reaches.
@@ -49,7 +49,7 @@ class RunOptions:
     follow_replaced: bool = False
 
     @classmethod
-    def parse(cls, given: "dict[str, Any]") -> "RunOptions":
+    def parse(cls, given: dict[str, Any]) -> "RunOptions":
         """Read a mapping that came over the network. Raises: ValueError, for names or types that are not these."""
         if unknown := sorted(given.keys() - cls.__dataclass_fields__.keys()):
             raise ValueError(f"expected {', '.join(cls.__dataclass_fields__)}; got {', '.join(unknown)}")
@@ -58,9 +58,39 @@ class RunOptions:
                 raise ValueError(f"{name} must be a text; got {given[name]!r}")
         if not given.get("location"):
             raise ValueError("location is missing: the path or URL of the run to follow")
+        if not isinstance(given.get("follow_replaced", False), bool):
+            raise ValueError(f"follow_replaced must be true or false; got {given['follow_replaced']!r}")
         trust = given.get("trust")
         trusted(trust)  # raises ValueError for what is no key
         return cls(**{**given, "trust": tuple([trust] if isinstance(trust, str) else trust) if trust else None})
+
+
+class _Preparation:
+    """An update on its way: it runs in a thread up to the first write, and further when it may."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.ready = threading.Event()  # to write, or done without anything to write, or failed
+        self.decided = threading.Event()
+        self.cancelled = False
+        self.thread: threading.Thread | None = None
+        self.report: SyncReport | None = None
+        self.changed: set[str] = set()  # names of tensors
+        self.error: Exception | None = None
+
+    def wait_for_decision(self) -> None:
+        """Wait until the update is committed. Raises: GroupError, if it is not."""
+        self.ready.set()
+        if not self.decided.wait(PATIENCE_S):
+            raise GroupError(f"nothing committed the update within {PATIENCE_S:.0f} s; the weights are as they were")
+        if self.cancelled:
+            raise GroupError("the update was aborted; the weights are as they were")
+
+    def decide(self, cancelled: bool) -> None:
+        assert self.thread is not None
+        self.cancelled = cancelled
+        self.decided.set()
+        self.thread.join()
 
 
 class EngineFollower:
@@ -73,194 +103,196 @@ class EngineFollower:
 
     def __init__(self, config: Any, model: Any) -> None:
         self._config, self._model = config, model
-        self._team: Team | None = None  # made with the first run: groups do not exist before
         self._options: RunOptions | None = None
         self._subscriber: Subscriber | None = None
         self._weights: EngineWeights | None = None
         self._layout: Layout | None = None
         self._fresh = True  # whether the engine has the weights that it was started with
-        self._confirmed = False  # whether the ranks have voted in this update
+        self._pending: _Preparation | None = None
         self._broken: str | None = None  # why the weights are of no version
         self._last: dict[str, Any] = {}  # the report of the last update
 
-    def follow(self, options: RunOptions) -> None:
+    def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a message asks for, and answer it; an error is an answer, too: {"error": {"type", "message"}}.
+
+        It is not raised, because some versions of vLLM end an engine whose worker raises.
+        """
+        try:
+            return self._do(**request)
+        except Exception as e:  # noqa: BLE001 - the process that asked raises it
+            return {"error": _describe_error(e)}
+
+    def _do(self, do: str, **given: Any) -> dict[str, Any]:
+        if do == "find":
+            return {"version": self.find(RunOptions.parse(given["options"]))}
+        if do == "prepare":
+            self.prepare(RunOptions.parse(given["options"]), int(given["version"]))
+        elif do == "abort":
+            self.abort()
+        elif do == "commit":
+            return self.commit()
+        elif do == "roll back":
+            self.roll_back(given["version"])
+        elif do == "close":
+            self.close()
+        elif do != "status":
+            raise ValueError(f"a worker was asked to {do!r}, which this version of pulsesync does not know")
+        return self.status()
+
+    # Following
+
+    def follow(self, options: RunOptions) -> Subscriber:
         """Follow a run from now on; nothing is fetched before the first update. Raises: ValueError, StoreError."""
-        if options == self._options:
-            return
+        if self._subscriber is not None and options == self._options:
+            return self._subscriber
         self.close()  # whatever happens next, updates no longer go to the run that was followed before
+        store = open_store(options.location)
         self._subscriber = Subscriber(
-            open_store(options.location),
-            trust=options.trust,
-            cache=options.cache,
-            widen=True,
-            confirm=self._confirm,
+            store, trust=options.trust, cache=options.cache, widen=True, confirm=self._wait_for_decision
         )
         self._options = options
+        return self._subscriber
 
     def close(self) -> None:
         """Stop following. The weights stay as they are."""
+        self.abort()
         if self._subscriber is not None:
             self._subscriber.close()
         self._options = self._subscriber = self._weights = self._layout = None
         self._last = {}
 
     def status(self) -> dict[str, Any]:
-        """Where this rank is: plain values, for a message."""
+        """Where this rank is."""
         position = self._subscriber.position if self._subscriber is not None else None
+        known = position if not self._broken else None
+        pending = self._pending
+        state = None if pending is None else "ready" if pending.ready.is_set() else "preparing"
         return {
             "location": self._options.location if self._options else None,
-            "version": position.version if position and not self._broken else None,
-            "step": self._last.get("step"),
-            "digest": position.digest if position and not self._broken else None,
+            "version": known.version if known else None,
+            "step": self._last.get("step") if known else None,
+            "digest": known.digest if known else None,
             "mode": self._weights.mode if self._weights else None,
             "broken": self._broken,
-            "last_update": self._last or None,
+            "update": state,
+            "failure": _describe_error(pending.error) if pending and pending.error else None,
         }
 
-    def update(self, version: int | str = LATEST) -> dict[str, Any]:
-        """Bring this rank to a version, with all other ranks of the replica, and report what was done.
-
-        Raises:
-            PulseError: the update failed on this rank or another; all ranks have the weights that they had. The one
-            exception is a VerificationError with `torn=True`: the weights are of no version, and the engine must not
-            generate before an update succeeds.
-        """
-        began = time.perf_counter()
-        if self._subscriber is None:
-            raise PulseError("this engine follows no run: give it the location of one first")
-        if self._team is None:
-            self._team = compat.team_of(self._config)
-        before = self._subscriber.position
-        goal = self._agree_on(version)
-        self._confirmed, error, report = False, None, None
-        try:
-            report = self._sync(goal)
-        except Exception as e:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-            error = e
-        if not self._confirmed:
-            self._vote(error)  # raises on every rank if one of them has failed
-        self._settle(error, before.version if before else None)
-        assert report is not None
-        self._broken, self._fresh = None, False
-        self._last = self._describe(report, time.perf_counter() - began)
-        logger.info("The weights are at version %(version)d (%(mode)s, %(fetched_bytes)d bytes fetched).", self._last)
-        return self._last
-
-    # An update, step by step
-
-    def _agree_on(self, version: int | str) -> int:
-        """The version to go to, as rank 0 finds it."""
-        assert self._team is not None
-        assert self._subscriber is not None
-        error: PulseError | None = None
-        note: dict[str, Any] = {}
-        if self._team.rank == 0:
-            try:
-                note = {"version": self._find(version)}
-            except PulseError as e:
-                error, note = e, {"error": _text(e)}
-        answer = json.loads(self._team.gather(json.dumps(note).encode())[0])
-        if error is not None:
-            raise error
-        if "error" in answer:
-            raise GroupError(f"rank 0 could not find the version to go to: {answer['error']}; no rank was updated")
-        return int(answer["version"])
-
-    def _find(self, version: int | str) -> int:
-        if version != LATEST:
-            return int(version)
-        assert self._subscriber is not None
-        assert self._options is not None
-        reader = RunReader(self._subscriber.store, self._subscriber.trust)
-        found = FollowTarget(self._options.pointer, None).find(reader, None)
+    def find(self, options: RunOptions) -> int:
+        """The version that "latest" means. Raises: NothingPublishedError, FormatError, StoreError."""
+        subscriber = self.follow(options)
+        reader = RunReader(subscriber.store, subscriber.trust)
+        found = FollowTarget(options.pointer, None).find(reader, None)
         if found is None:
-            raise NothingPublishedError(f"there is no version at {self._options.location} yet")
+            raise reader.nothing_published()
         return found.version
 
-    def _sync(self, goal: int) -> SyncReport:
-        subscriber, weights = self._subscriber, self._weights_for(goal)
+    # An update
+
+    def prepare(self, options: RunOptions, version: int) -> None:
+        """Begin to fetch, check and decode a version, in a thread; `status` tells when it is ready.
+
+        Raises:
+            ValueError, StoreError: the run cannot be opened.
+        """
+        self.abort()
+        self.follow(options)
+        self._pending = one = _Preparation()
+        one.thread = threading.Thread(target=self._prepare, args=[one, version], name="pulse-update", daemon=True)
+        one.thread.start()
+
+    def _prepare(self, one: _Preparation, version: int) -> None:
+        try:
+            with self._on_device():
+                one.report = self._sync(one, version)
+        except Exception as e:  # noqa: BLE001 - told to the process that asks
+            one.error = e
+        finally:
+            one.ready.set()
+
+    def _on_device(self) -> Any:
+        """Threads begin with the first GPU of a process as their current one."""
+        device = next((p.device for p in self._model.parameters() if p.device.type == "cuda"), None)
+        if device is None:
+            return nullcontext()
+        import torch
+
+        return torch.cuda.device(device)
+
+    def _sync(self, one: _Preparation, version: int) -> SyncReport:
+        subscriber, options = self._subscriber, self._options
         assert subscriber is not None
+        assert options is not None
+        weights = self._weights_for(subscriber, version)
         if weights.refresh():
             logger.warning("The engine has loaded other weights since the last update, so all of them are synced.")
-        state = subscriber.state
-        sums = state.sums if state is not None else {}
-        report = subscriber.sync(
-            weights.tensors,
-            goal,
-            verify=weights.mode == "in place",  # something else may have written there: an engine that slept, a reload
-            follow_replaced=self._options is not None and self._options.follow_replaced,
-        )
-        if not self._confirmed:
-            self._vote(None)  # there was nothing to write, but the engine may still have to load
+        before = subscriber.state.sums if subscriber.state is not None else {}
+        in_place = weights.mode == "in place"  # where something else may have written: an engine that slept, a reload
+        report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=options.follow_replaced)
         assert subscriber.state is not None
-        weights.load(changed_names(subscriber.state.layout, sums, subscriber.state.sums))
+        one.changed = changed_names(subscriber.state.layout, before, subscriber.state.sums)
         return report
 
-    def _weights_for(self, version: int) -> EngineWeights:
-        assert self._subscriber is not None
-        reader = RunReader(self._subscriber.store, self._subscriber.trust)
+    def _weights_for(self, subscriber: Subscriber, version: int) -> EngineWeights:
+        reader = RunReader(subscriber.store, subscriber.trust)
         record = reader.version(version)
         if record is None:
             raise NothingPublishedError(f"version {version} is not published, or not any more", version=version)
         if self._weights is None or self._layout is None or self._layout.id != record.layout:
             self._layout = reader.layout(record.layout)
             self._weights = find_weights(self._config, self._model, self._layout, self._fresh)
-            self._subscriber.slices = self._weights.slices
+            subscriber.slices = self._weights.slices
         return self._weights
 
-    def _confirm(self) -> None:
-        """The subscriber is about to write: go on if all ranks are."""
-        if not self._confirmed:
-            self._vote(None)
+    def _wait_for_decision(self) -> None:
+        if self._pending is not None:
+            self._pending.wait_for_decision()
 
-    def _vote(self, error: Exception | None) -> None:
-        self._confirmed = True
-        failed = self._exchange(error)
-        if error is not None:
-            raise error
-        if failed:
-            raise GroupError(f"{failed}; no rank was updated")
-
-    def _settle(self, error: Exception | None, before: int | None) -> None:
-        """Compare how the ranks ended; if one has failed after the vote, roll all of them back."""
-        failed = self._exchange(error)
-        if error is None and not failed:
-            return
-        if error is not None and isinstance(error, GroupError) and not failed.startswith("rank"):
-            raise error
-        self._roll_back(before, error)
-        if error is not None:
-            raise error
-        raise GroupError(f"{failed}; this rank was rolled back to version {before}")
-
-    def _exchange(self, error: Exception | None) -> str:
-        """Which rank has failed and why, as far as it is another one; empty if none has."""
-        assert self._team is not None
-        notes = [note.decode() for note in self._team.gather(b"" if error is None else _text(error).encode())]
-        return next((f"rank {rank} failed ({note})" for rank, note in enumerate(notes) if note), "")
-
-    def _roll_back(self, before: int | None, error: Exception | None) -> None:
-        """Bring this rank back to the version that it had.
+    def commit(self) -> dict[str, Any]:
+        """Write what was prepared, and have the engine compute with it. Nothing may generate meanwhile.
 
         Raises:
-            VerificationError: that is not possible: the weights are of no version.
+            PulseError: it failed; `roll_back` brings the weights back. ChainError: nothing was prepared.
         """
+        one = self._pending
+        if one is None or not one.ready.is_set():
+            raise ChainError("no update is ready to be committed")
+        one.decide(cancelled=False)
+        self._pending = None
+        if one.error is not None:
+            raise one.error
+        assert one.report is not None
+        assert self._weights is not None
+        self._weights.load(one.changed)
+        self._broken, self._fresh = None, False
+        self._last = self._describe(one.report, time.perf_counter() - one.began)
+        logger.info("The weights are at version %(version)d (%(mode)s, %(fetched_bytes)d bytes fetched).", self._last)
+        return self._last
+
+    def abort(self) -> None:
+        """End an update that was prepared; the weights stay as they were."""
+        if self._pending is not None:
+            self._pending.decide(cancelled=True)
+            self._pending = None
+
+    def roll_back(self, version: int | None) -> None:
+        """Return to the version before an update of which this rank, or another one, has written a part.
+
+        Raises:
+            VerificationError: that is not possible: the weights are of no version, and the engine must not generate
+                before an update succeeds.
+        """
+        self.abort()
         subscriber, weights = self._subscriber, self._weights
-        assert subscriber is not None
         try:
-            if before is None or weights is None:
+            if version is None or subscriber is None or weights is None:
                 raise ChainError("there was no version before this one")
-            self._confirmed = True  # all ranks know, and each goes back alone
-            state = subscriber.state
-            sums = state.sums if state is not None else {}
-            subscriber.sync(weights.tensors, before)
-            assert subscriber.state is not None
-            weights.load(changed_names(subscriber.state.layout, sums, subscriber.state.sums) or weights.tensors)
+            subscriber.sync(weights.tensors, version)  # by the undo log, if it has moved at all
+            weights.load(weights.tensors.keys())
+            self._broken = None
         except Exception as e:
-            self._broken = f"an update failed ({_text(error or e)}), and so did the way back ({_text(e)})"
-            raise VerificationError(
-                f"{self._broken}: the engine must not generate before an update succeeds", torn=True
-            ) from e
+            self._broken = f"an update failed halfway, and the weights cannot be rolled back: {e}"
+            raise VerificationError(f"{self._broken}; do not generate before an update succeeds", torn=True) from e
 
     def _describe(self, report: SyncReport, seconds: float) -> dict[str, Any]:
         assert self._weights is not None
@@ -272,25 +304,11 @@ class EngineFollower:
             "changed": report.changed,
             "fetched_bytes": report.fetched_bytes,
             "seconds": seconds,
-            "apply_s": report.apply_s,
             "digest": report.digest,
             "mode": self._weights.mode,
             "repaired": list(report.repaired),
         }
 
 
-def merged(reports: Collection[dict[str, Any]]) -> dict[str, Any]:
-    """One report of the reports of all ranks, which agree on the version."""
-    first = next(iter(reports))
-    return {
-        **first,
-        "changed": sum(report["changed"] for report in reports),
-        "fetched_bytes": sum(report["fetched_bytes"] for report in reports),
-        "seconds": max(report["seconds"] for report in reports),
-        "apply_s": max(report["apply_s"] for report in reports),
-        "ranks": len(reports),
-    }
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _describe_error(error: Exception) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error)}

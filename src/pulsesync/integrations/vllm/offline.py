@@ -1,10 +1,12 @@
 """An offline `LLM` that follows a run."""
 
+import json
+import time
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.integrations.vllm.follower import LATEST, RunOptions, merged
-from pulsesync.integrations.vllm.server import UpdateReport, raise_error
+from pulsesync.integrations.vllm.follower import LATEST, RunOptions
+from pulsesync.integrations.vllm.update import Ask, Finish, Step, UpdateReport, Wait, moving, run
 
 
 def attach(
@@ -33,7 +35,7 @@ def attach(
 
 
 class OfflineFollower:
-    """Brings an offline LLM to versions of a run. No request is in flight while `update` runs: both are blocking calls.
+    """Brings an offline LLM to versions of a run. Nothing is generated meanwhile: both are blocking calls.
 
     Args:
         llm: A `vllm.LLM`.
@@ -42,6 +44,7 @@ class OfflineFollower:
 
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
         self._llm, self._options = llm, options
+        self._keep_cache = False
         try:
             self.status()
         except AttributeError as e:
@@ -52,7 +55,7 @@ class OfflineFollower:
 
     def status(self) -> dict[str, Any]:
         """Where the workers are, by rank 0."""
-        found: dict[str, Any] = self._llm.collective_rpc("pulse_status")[0]
+        found: dict[str, Any] = self._ask({"do": "status"})[0]
         return found
 
     @property
@@ -66,17 +69,27 @@ class OfflineFollower:
 
         Args:
             version: The version to go to.
-            keep_kv_cache: Keep what was cached of prompts, which was computed with other weights.
+            keep_kv_cache: Keep what was cached of prompts, which other weights have computed.
 
         Raises:
             PulseError: as `Subscriber.sync`; the engine has the weights that it had.
         """
-        reports = self._llm.collective_rpc("pulse_update", args=(self._options, version))
-        for report in reports:
-            raise_error(report)
-        if not keep_kv_cache:
-            self._llm.reset_prefix_cache()
-        done = merged(reports)
-        if hasattr(self._llm, "update_weight_version"):
-            self._llm.update_weight_version(str(done["version"]))
-        return UpdateReport.parse({**done, "pause_s": done["seconds"]})
+        self._keep_cache = keep_kv_cache
+        began = time.perf_counter()
+        report = run(moving(self._options, version), self._take)
+        return UpdateReport.parse({**report, "pause_s": time.perf_counter() - began})
+
+    def _take(self, step: Step) -> Any:
+        if isinstance(step, Ask):
+            return self._ask(step.message)
+        if isinstance(step, Wait):
+            time.sleep(step.seconds)
+        elif isinstance(step, Finish):
+            if not self._keep_cache:
+                self._llm.reset_prefix_cache()
+            if hasattr(self._llm, "update_weight_version"):  # vLLM 0.28 and later
+                self._llm.update_weight_version(str(step.version))
+        return None
+
+    def _ask(self, message: dict[str, Any]) -> Any:
+        return self._llm.collective_rpc("pulse_call", args=(json.dumps(message),))

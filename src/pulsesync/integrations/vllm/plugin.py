@@ -1,12 +1,13 @@
 """What vLLM calls in every process that it starts, by the entry point `pulse` of the group `vllm.general_plugins`.
 
-It registers the weight-transfer backend "pulse", and gives workers the methods that `collective_rpc` calls by name:
-`pulse_update`, `pulse_status` and `pulse_close`. So an engine can follow a run whether or not it was started for it.
+It registers the weight-transfer backend "pulse", and gives workers a method, `pulse_call`, that `collective_rpc` calls
+by its name. So an engine can follow a run whether or not it was started for it.
 
-Nothing of pulsesync but this is imported before a worker is called: vLLM's processes start as quickly as without it, and
-on a CPU vLLM 0.32 cannot start a worker in a process that has imported numba.
+Nothing of pulsesync but this is imported before a worker is called: processes start as quickly as without it, and on a
+CPU vLLM 0.32 cannot start a worker in a process that has imported numba.
 """
 
+import json
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,7 @@ def register() -> None:
     if factory is not None and BACKEND not in factory._registry:
         factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
     worker = import_module("vllm.v1.worker.worker_base").WorkerBase
-    for method in (pulse_update, pulse_status, pulse_close):
-        setattr(worker, method.__name__, method)
+    worker.pulse_call = pulse_call
     plain = os.environ.get(PLAIN_WEIGHTS, "0")
     if plain not in ("0", "1"):
         raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1; got {plain!r}")
@@ -45,30 +45,9 @@ def _find(module: str, name: str) -> Any:
         return None
 
 
-def pulse_update(worker: Any, options: dict[str, Any], version: int | str) -> dict[str, Any]:
-    """Follow a run and go to a version of it, with all ranks; return the report, or {"error": …}.
-
-    An error is returned and not raised: some versions of vLLM end the engine when a worker raises, and the weights are
-    as they were.
-    """
-    from pulsesync.integrations.vllm.follower import RunOptions
-
-    try:
-        follower = follower_of(worker)
-        follower.follow(RunOptions.parse(options))
-        return follower.update(version)
-    except Exception as e:  # noqa: BLE001 - the caller raises it, in the process that serves
-        return {"error": {"type": type(e).__name__, "message": str(e)}, "status": follower_of(worker).status()}
-
-
-def pulse_status(worker: Any) -> dict[str, Any]:
-    """Where the worker is."""
-    return follower_of(worker).status()
-
-
-def pulse_close(worker: Any) -> None:
-    """Stop following; the weights stay as they are."""
-    follower_of(worker).close()
+def pulse_call(worker: Any, message: str) -> dict[str, Any]:
+    """Have a worker answer a message, which is the JSON of what `EngineFollower.call` takes."""
+    return follower_of(worker).call(json.loads(message))
 
 
 def follower_of(worker: Any) -> "EngineFollower":

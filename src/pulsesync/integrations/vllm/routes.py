@@ -5,16 +5,19 @@
     GET  /v1/pulse           the run, the version, its digest, and whether generation is paused
     POST /v1/pulse/update    {"location": "s3://bucket/run", "version": 12, "trust": ["…"], "kv_cache": "drop"}
 
-An update pauses generation, brings all ranks to the version, sets the engine's weight_version and resumes. They are
-under /v1, so a server with --api-key asks for the key here, too.
+An update is prepared while the server generates; then it pauses, writes on all ranks, sets the engine's weight_version
+and resumes. The routes are under /v1, so a server with --api-key asks for the key here, too.
 """
 
 import asyncio
+import json
 import time
 from typing import Any, Literal, get_args
 
+from pulsesync.errors import PulseError
 from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.follower import LATEST, RunOptions, merged
+from pulsesync.integrations.vllm.follower import LATEST, RunOptions
+from pulsesync.integrations.vllm.update import Ask, Finish, Step, Wait, moving
 
 PATH = "/v1/pulse"
 KvCache = Literal["drop", "keep"]
@@ -24,6 +27,9 @@ class Routes:
     """ASGI middleware that adds the routes to vLLM's application, with the first request that comes.
 
     As routes of the application they are behind its own middleware, such as the one that checks the API key.
+
+    Args:
+        app: The application that this is put in front of.
     """
 
     def __init__(self, app: Any) -> None:
@@ -48,13 +54,15 @@ def add_routes(app: Any) -> None:
 
     async def update(request: Any) -> Any:
         try:
-            body = await request.json()
-            options, version, kv_cache = parse_update(body)
+            options, version, kv_cache = parse_update(await request.json())
         except ValueError as e:
             return JSONResponse({"error": {"type": "ValueError", "message": str(e)}}, 400)
-        async with turns:
-            report = await update_engine(request.app.state.engine_client, options, version, kv_cache)
-        return JSONResponse(report, 500 if "error" in report else 200)
+        try:
+            async with turns:
+                report = await ServedEngine(request.app.state.engine_client, kv_cache).update(options, version)
+        except PulseError as e:
+            return JSONResponse({"error": {"type": type(e).__name__, "message": str(e)}}, 500)
+        return JSONResponse(report)
 
     app.add_route(PATH, status, methods=["GET"])
     app.add_route(f"{PATH}/update", update, methods=["POST"])
@@ -76,7 +84,7 @@ def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
 
 async def read_status(engine: Any) -> dict[str, Any]:
     """Where the engine is: what rank 0 says, and whether the others are at the same version."""
-    ranks = await engine.collective_rpc("pulse_status")
+    ranks = await engine.collective_rpc("pulse_call", args=(json.dumps({"do": "status"}),))
     agree = all((one["version"], one["digest"]) == (ranks[0]["version"], ranks[0]["digest"]) for one in ranks)
     return {
         **ranks[0],
@@ -87,30 +95,45 @@ async def read_status(engine: Any) -> dict[str, Any]:
     }
 
 
-async def update_engine(engine: Any, options: dict[str, Any], version: int | str, kv_cache: KvCache) -> dict[str, Any]:
-    """Pause, bring all ranks to a version, name it, and resume; return the report, or {"error": …}.
+class ServedEngine:
+    """The engine of a server, brought to versions by the process that serves."""
 
-    If it fails, the old weights are served on. If the weights are of no version, generation stays paused.
-    """
-    paused_before = await engine.is_paused()
-    began = time.perf_counter()
-    await compat.pause(engine)
-    reports = await engine.collective_rpc("pulse_update", args=(options, version))
-    failed = next((report for report in reports if "error" in report), None)
-    broken = any(report.get("status", {}).get("broken") for report in reports)
-    if failed is None:
-        if kv_cache == "drop":
-            await compat.drop_cache(engine)
-        await compat.set_version(engine, str(reports[0]["version"]))
-    if not (paused_before or broken):
-        await engine.resume_generation()
-    pause_s = time.perf_counter() - began
-    if failed is not None:
-        return {"error": _first_cause(reports)["error"], "paused": paused_before or broken, **failed["status"]}
-    return {**merged(reports), "pause_s": pause_s, "kv_cache": kv_cache}
+    def __init__(self, engine: Any, kv_cache: KvCache) -> None:
+        self._engine, self._kv_cache = engine, kv_cache
+        self._was_paused = False
+        self._paused_at, self._pause_s = 0.0, 0.0
 
+    async def update(self, options: dict[str, Any], version: int | str) -> dict[str, Any]:
+        """Bring all ranks to a version; return the report. Raises: as `moving`."""
+        steps = moving(options, version)
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = await self._take(step)
+                except Exception as e:  # noqa: BLE001 - the rule decides what becomes of it
+                    step = steps.throw(e)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as end:
+            return {**end.value, "pause_s": self._pause_s, "kv_cache": self._kv_cache}
 
-def _first_cause(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error of the rank that failed, and not those of the ranks that only heard of it."""
-    errors = [report for report in reports if "error" in report]
-    return next((one for one in errors if one["error"]["type"] != "GroupError"), errors[0])
+    async def _take(self, step: Step) -> Any:
+        engine = self._engine
+        if isinstance(step, Ask):
+            return await engine.collective_rpc("pulse_call", args=(json.dumps(step.message),))
+        if isinstance(step, Wait):
+            await asyncio.sleep(step.seconds)
+        elif isinstance(step, Finish):
+            if self._kv_cache == "drop":
+                await compat.drop_cache(engine)
+            await compat.set_version(engine, str(step.version))
+        elif step == "pause":
+            self._was_paused = await engine.is_paused()
+            self._paused_at = time.perf_counter()
+            await compat.pause(engine)
+        else:
+            if not self._was_paused:
+                await engine.resume_generation()
+            self._pause_s = time.perf_counter() - self._paused_at
+        return None

@@ -3,8 +3,8 @@
     server = VllmServer("http://127.0.0.1:8000")
     report = server.update("s3://bucket/run", 12)
 
-With the routes of `Routes` one request does it. On a server with vLLM's development routes and the backend "pulse", the
-same steps are taken one by one. Nothing here imports vLLM.
+With the routes of `Routes` one request does it. On a server with vLLM's development routes the same steps are taken one
+by one; if this process is killed in the middle, such a server can be left paused. Nothing here imports vLLM.
 """
 
 import json
@@ -12,10 +12,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields
 from typing import Any
 
-from pulsesync import errors
 from pulsesync.errors import (
     NothingPublishedError,
     PulseError,
@@ -26,6 +24,7 @@ from pulsesync.errors import (
     UnsupportedError,
 )
 from pulsesync.format.signature import trusted
+from pulsesync.integrations.vllm.update import Ask, Finish, Step, UpdateReport, Wait, moving, raise_error, run
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Store
@@ -34,43 +33,6 @@ TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
 LONGEST_WAIT_S = 60.0  # between attempts, while something does not answer
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """What an update of an engine did."""
-
-    version: int
-    step: int
-    from_version: int | None
-    path: tuple[str, ...]  # as of a SyncReport
-    changed: int  # weights written, by all ranks
-    fetched_bytes: int  # by all ranks
-    pause_s: float  # during which the engine did not generate
-    seconds: float  # of the slowest rank: fetching, checking, writing
-    digest: str
-    mode: str  # "in place" or "mirror"
-    ranks: int
-    repaired: tuple[str, ...] = ()  # tensors that something else had written to
-
-    @classmethod
-    def parse(cls, table: dict[str, Any]) -> "UpdateReport":
-        """Read what a server answered. Raises: PulseError."""
-        try:
-            known = {field.name: table[field.name] for field in fields(cls)}
-        except KeyError as e:
-            raise PulseError(f"the server's report has no {e}: it runs another version of pulsesync") from e
-        return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
-
-
-def raise_error(report: dict[str, Any]) -> None:
-    """Raise the error that a report names, as the class of its name. Raises: PulseError."""
-    if (error := report.get("error")) is None:
-        return
-    found = getattr(errors, str(error.get("type")), None)
-    kind = found if isinstance(found, type) and issubclass(found, PulseError) else PulseError
-    prefix = "" if kind is not PulseError else f"{error.get('type')}: "
-    raise kind(f"{prefix}{error.get('message')}")
 
 
 class VllmServer:
@@ -85,7 +47,7 @@ class VllmServer:
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
         self._by_routes: bool | None = None  # whether it has our routes, once it was asked
-        self._followed: dict[str, Any] | None = None  # what the backend of this server was initialised with
+        self._paused_at, self._pause_s = 0.0, 0.0
 
     def status(self) -> dict[str, Any]:
         """Where the server is: location, version, digest, weight_version, paused.
@@ -101,17 +63,14 @@ class VllmServer:
             if code != 404:
                 raise _refusal(code, answer)
             self._by_routes = False
-        code, answer = self._call("POST", "/collective_rpc", STATUS_TIMEOUT_S, {"method": "pulse_status"})
+        code, paused = self._call("GET", "/is_paused", STATUS_TIMEOUT_S)
         if code == 404:
             self._by_routes = None
             raise PulseError(
                 f"the server at {self.url} cannot be updated: start it with `vllm serve MODEL {START_WITH}`, in an "
                 "environment where pulsesync is installed"
             )
-        if code != 200:
-            raise _refusal(code, answer)
-        _, paused = self._call("GET", "/is_paused", STATUS_TIMEOUT_S)
-        ranks = answer["results"]
+        ranks = self._ask({"do": "status"})
         return {**ranks[0], "ranks": len(ranks), "paused": paused.get("is_paused")}
 
     def update(
@@ -139,33 +98,45 @@ class VllmServer:
         if self._by_routes is None:
             self.status()
         if not self._by_routes:
-            return self._update_by_backend(options, version, kv_cache)
+            report = run(moving(options, version), lambda step: self._take(step, kv_cache))
+            return UpdateReport.parse({**report, "pause_s": self._pause_s})
         body = {**options, "version": version, "kv_cache": kv_cache}
         code, answer = self._call("POST", "/v1/pulse/update", self._timeout_s, body)
-        raise_error(answer)
+        if isinstance(answer.get("error"), dict) and "type" in answer["error"]:
+            raise_error([answer])
         if code != 200:
             raise _refusal(code, answer)
         return UpdateReport.parse(answer)
 
-    def _update_by_backend(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
-        """The same by vLLM's development routes, one step after the other."""
-        began = time.perf_counter()
-        self._step("/pause?mode=keep&clear_cache=false")
-        try:
-            if self._followed != options:
-                self._followed = None
-                self._step("/init_weight_transfer_engine", {"init_info": options})
-                self._followed = options
-            self._step("/start_weight_update", {})
-            self._step("/update_weights", {"update_info": {"version": version}})
-            report = self.status()["last_update"]
-            self._step("/finish_weight_update", {"weight_version": str(report["version"])})
+    def _take(self, step: Step, kv_cache: str) -> Any:
+        """Take a step of an update by vLLM's development routes."""
+        if isinstance(step, Ask):
+            return self._ask(step.message)
+        if isinstance(step, Wait):
+            time.sleep(step.seconds)
+        elif isinstance(step, Finish):
             if kv_cache == "drop":
                 self._step("/reset_prefix_cache?reset_running_requests=true")
-        finally:
-            if not self.status().get("broken"):
-                self._step("/resume")
-        return UpdateReport.parse({**report, "pause_s": time.perf_counter() - began, "ranks": self.status()["ranks"]})
+            code, answer = self._call(
+                "POST", "/update_weight_version", STATUS_TIMEOUT_S, {"new_version": str(step.version)}
+            )
+            if code not in (200, 404):  # vLLM before 0.28 has no such route
+                raise _refusal(code, answer)
+        elif step == "pause":
+            self._paused_at = time.perf_counter()
+            self._step("/pause?mode=keep&clear_cache=false")
+        else:
+            self._step("/resume")
+            self._pause_s = time.perf_counter() - self._paused_at
+        return None
+
+    def _ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        body = {"method": "pulse_call", "args": [json.dumps(message)]}
+        code, answer = self._call("POST", "/collective_rpc", self._timeout_s, body)
+        if code != 200:
+            raise _refusal(code, answer, "/collective_rpc")
+        results: list[dict[str, Any]] = answer["results"]
+        return results
 
     def _step(self, path: str, body: dict[str, Any] | None = None) -> None:
         code, answer = self._call("POST", path, self._timeout_s, body)
@@ -187,7 +158,7 @@ class VllmServer:
             with e:
                 return e.code, _table(e.read())
         except (OSError, ValueError) as e:  # no connection, or it ended; ValueError: not an address
-            self._followed = None  # it may have been started again
+            self._by_routes = None  # another server may be started here
             raise StoreError(f"the vLLM server at {self.url} does not answer: {e}", retryable=True) from e
 
 

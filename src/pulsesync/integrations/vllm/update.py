@@ -1,0 +1,164 @@
+"""How the ranks of an engine move together: prepare on all, and if all are ready, pause, commit on all, resume.
+
+`moving` is the rule, without I/O: it yields what is to be done and is sent what came of it, or thrown what was raised.
+The process that serves requests takes the steps on its engine (`routes`), a script on an offline LLM (`offline`),
+`pulse follow` over vLLM's development routes (`server`), and each rank of an engine with the weight-transfer backend in
+step with the others (`backend`).
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from pulsesync import errors
+from pulsesync.errors import PulseError
+
+POLL_S = 0.02  # between two looks whether all ranks are ready: the first, and each time longer up to the last
+MAX_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Have every rank answer a message: `EngineFollower.call`. What is sent back is the list of the answers."""
+
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Let some seconds pass."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """All ranks have the weights of a version: name it, and drop what was cached of others, if that is wanted."""
+
+    version: int
+
+
+Step: TypeAlias = Ask | Wait | Finish | Literal["pause", "resume"]
+Answers: TypeAlias = list[dict[str, Any]]
+
+
+def moving(options: dict[str, Any], version: int | str) -> Generator[Step, Any, dict[str, Any]]:
+    """The steps of an update of all ranks to a version, or to "latest"; it returns the report.
+
+    If a rank fails before the first weight is written, no rank writes. If one fails after that, all are rolled back.
+
+    Raises:
+        PulseError: it failed, by the name that it has on the rank: all ranks have the weights that they had. If the
+            ranks cannot be rolled back, generation stays paused.
+    """
+    goal = version if isinstance(version, int) else (yield from _find(options))
+    raise_error((yield Ask({"do": "prepare", "options": options, "version": goal})))
+    before = yield from _all_ready()
+    try:
+        yield "pause"
+        reports = yield Ask({"do": "commit"})
+        raise_error(reports)
+        yield Finish(goal)
+    except Exception:
+        raise_error((yield Ask({"do": "roll back", "version": before})))
+        yield "resume"
+        raise
+    yield "resume"
+    return _merged(reports)
+
+
+def run(steps: Generator[Step, Any, dict[str, Any]], take: Callable[[Step], Any]) -> dict[str, Any]:
+    """Take the steps of an update one after the other, and return its report. Raises: as `moving`."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = take(step)
+            except Exception as e:  # noqa: BLE001 - the rule decides what becomes of it
+                step = steps.throw(e)
+            else:
+                step = steps.send(answer)
+    except StopIteration as end:
+        report: dict[str, Any] = end.value
+        return report
+
+
+def _find(options: dict[str, Any]) -> Generator[Step, Any, int]:
+    """The newest version, as rank 0 sees it."""
+    found: Answers = yield Ask({"do": "find", "options": options})
+    raise_error(found)
+    return int(found[0]["version"])
+
+
+def _all_ready() -> Generator[Step, Any, int | None]:
+    """Wait until every rank has prepared the update; return the version that all of them have.
+
+    Raises:
+        PulseError: one has failed; the update is aborted on all.
+    """
+    pause_s = POLL_S
+    while True:
+        states: Answers = yield Ask({"do": "status"})
+        failed: Answers = [{"error": state["failure"]} for state in states if state.get("failure")]
+        lost: Answers = [state for state in states if "error" in state]
+        if failed or lost:
+            yield Ask({"do": "abort"})
+            raise_error(failed or lost)
+        if all(state["update"] == "ready" for state in states):
+            versions = {state["version"] for state in states}
+            return versions.pop() if len(versions) == 1 else None
+        yield Wait(pause_s)
+        pause_s = min(2 * pause_s, MAX_POLL_S)
+
+
+def _merged(reports: Answers) -> dict[str, Any]:
+    return {
+        **reports[0],
+        "changed": sum(report["changed"] for report in reports),
+        "fetched_bytes": sum(report["fetched_bytes"] for report in reports),
+        "seconds": max(report["seconds"] for report in reports),
+        "ranks": len(reports),
+    }
+
+
+def raise_error(answers: Answers) -> None:
+    """Raise the error that an answer names, as the class of its name; that of the rank that failed first of all.
+
+    Raises:
+        PulseError: there is one.
+    """
+    found = [answer["error"] for answer in answers if "error" in answer]
+    if not found:
+        return
+    error = next((one for one in found if one["type"] != "GroupError"), found[0])
+    kind = getattr(errors, str(error["type"]), None)
+    if isinstance(kind, type) and issubclass(kind, PulseError):
+        raise kind(str(error["message"]))
+    raise PulseError(f"{error['type']}: {error['message']}")
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update of an engine did."""
+
+    version: int
+    step: int
+    from_version: int | None
+    path: tuple[str, ...]  # as of a SyncReport
+    changed: int  # weights written, by all ranks
+    fetched_bytes: int  # by all ranks
+    pause_s: float  # during which the engine did not generate
+    seconds: float  # of the slowest rank: fetching, checking, decoding and writing
+    digest: str
+    mode: str  # "in place" or "mirror"
+    ranks: int
+    repaired: tuple[str, ...] = ()  # tensors that something else had written to
+
+    @classmethod
+    def parse(cls, table: dict[str, Any]) -> "UpdateReport":
+        """Read a report that came over the network. Raises: PulseError."""
+        try:
+            known = {field.name: table[field.name] for field in fields(cls)}
+        except KeyError as e:
+            raise PulseError(f"the report has no {e}: the engine runs another version of pulsesync") from e
+        return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
