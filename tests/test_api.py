@@ -23,6 +23,7 @@ MODULES = [
     "pulsesync.server",
     "pulsesync.integrations.folder",
     "pulsesync.integrations.runtime",
+    "pulsesync.integrations.vllm",
     "pulsesync.integrations.ray",
     "pulsesync.lab.study",
     "pulsesync.testing",
@@ -44,6 +45,7 @@ RETURNED = {
     "RoundReport",
     "SquashReport",
     "SyncReport",
+    "UpdateReport",
 }
 
 

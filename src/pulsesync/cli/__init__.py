@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "follow": (
         "pulsesync.cli.follow:follow",
-        "Keep a folder at the newest version of a run, for programs that load weights from disk.",
+        "Keep a folder or a vLLM server at the newest version of a run.",
     ),
     "point": (
         "pulsesync.cli.point:point",
