@@ -1,0 +1,256 @@
+"""A real vLLM server follows a run: log-probabilities, live parameters, failures, kills and requests in flight.
+
+Each start of vLLM takes 20 seconds or more, so that the tests of a kind share a server.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None or find_spec("transformers") is None:
+    pytest.skip(
+        "vLLM is not installed: its adapter is UNTESTED against it here; run make test-vllm", allow_module_level=True
+    )
+
+from pulsesync import PulseError, Subscriber
+from pulsesync.errors import FormatError
+from pulsesync.integrations.vllm import VllmServer
+from tests.examples import python_path
+from tests.integrations.vllm.serving import (
+    PROMPTS,
+    ROOT,
+    ROUTES,
+    Server,
+    Training,
+    difference,
+    expected_parameters,
+    make_checkpoint,
+    serving,
+)
+
+BOUND = 5e-5  # on log-probabilities, against transformers in FP32
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(make_checkpoint(tmp_path / "model"), tmp_path / "run")
+    yield made
+    made.publisher.close()
+
+
+@pytest.fixture(scope="module", params=["in place", "mirror"])
+def server(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = (*ROUTES, "--weight-transfer-config", '{"backend": "pulse"}')
+    with serving(checkpoint, log, *flags, plain=request.param == "in place", dev=True) as made:
+        yield made
+
+
+def check_served(server: Server, training: Training, version: int) -> None:
+    """The server computes with a version, says so, and its parameters are those bits."""
+    assert difference(server.logprobs(), training.logprobs(version)) <= BOUND
+    status = VllmServer(server.url).status()
+    assert (status["version"], status["weight_version"], status["paused"]) == (version, str(version), False)
+    expected = expected_parameters(training.versions[version])
+    live = {name: value for name, value in server.ask_workers("peek")[0].items() if name != "lm_head.weight"}
+    if server.mode == "in place":
+        assert live == expected
+    assert live.items() <= expected.items()  # what is not packed away: norms and the embedding at least
+    assert len(live) >= 8
+
+
+def test_the_server_is_brought_to_every_version(server: Server, training: Training) -> None:
+    for _ in range(5):
+        training.step()
+    client = VllmServer(server.url)
+    before = training.logprobs(0)
+    for version in (0, 1, 2, 5, 4):
+        report = client.update(str(training.location), version)
+        assert (report.version, report.mode, report.ranks) == (version, server.mode, 1)
+        check_served(server, training, version)
+    assert difference(training.logprobs(5), before) > 100 * BOUND  # else the bound would show nothing
+
+
+def test_a_damaged_version_is_refused_while_the_old_one_is_served(server: Server, training: Training) -> None:
+    training.step()
+    client = VllmServer(server.url)
+    client.update(str(training.location), 1)
+    training.step()
+    record = training.location / "manifests" / f"{2:016d}"
+    good = record.read_bytes()
+    record.chmod(0o644)
+    record.write_bytes(good[:-20] + bytes(20))
+    with pytest.raises(FormatError):
+        client.update(str(training.location), 2)
+    check_served(server, training, 1)
+    record.write_bytes(good)
+    client.update(str(training.location), 2)
+    check_served(server, training, 2)
+
+
+def test_weights_that_were_reloaded_or_written_are_noticed(server: Server, training: Training) -> None:
+    training.step()
+    client = VllmServer(server.url)
+    client.update(str(training.location), 1)
+    server.ask_workers("reload_weights")  # the checkpoint that the server was started with
+    assert difference(server.logprobs(), training.logprobs(1)) > 100 * BOUND
+    training.step()
+    client.update(str(training.location), 2)
+    check_served(server, training, 2)
+    assert server.ask_workers("spoil", "layernorm") != ["0"]
+    client.update(str(training.location), 2)
+    check_served(server, training, 2)
+
+
+def test_requests_in_flight_are_kept_over_an_update(server: Server, training: Training) -> None:
+    client = VllmServer(server.url)
+    client.update(str(training.location), 0)
+    training.step()
+    events: list[tuple[float, dict[str, Any]]] = []
+
+    def generate() -> None:
+        events.extend(server.generate(PROMPTS[0], 400))
+
+    stream = threading.Thread(target=generate)
+    stream.start()
+    end = time.monotonic() + 60
+    while len(events) < 20 and time.monotonic() < end:
+        time.sleep(0.01)
+    report = client.update(str(training.location), 1, kv_cache="keep")
+    stream.join(120)
+    text = "".join(event["choices"][0]["text"] for _, event in events if event["choices"])
+    assert len(text.split()) == 400
+    assert events[-1][1]["choices"][0]["finish_reason"] == "length"
+    assert report.version == 1
+    check_served(server, training, 1)
+
+
+def test_vllms_own_routes_bring_the_server_to_versions(server: Server, training: Training) -> None:
+    training.step()
+    server.post("/init_weight_transfer_engine", {"init_info": {"location": str(training.location)}})
+    server.post("/pause?mode=keep")
+    server.post("/start_weight_update", {})
+    server.post("/update_weights", {"update_info": {"version": "latest"}})
+    server.post("/finish_weight_update", {"weight_version": "1"})
+    server.post("/resume")
+    check_served(server, training, 1)
+
+
+def test_an_init_that_fails_leaves_no_old_run_behind(server: Server, training: Training, tmp_path: Path) -> None:
+    server.post("/init_weight_transfer_engine", {"init_info": {"location": str(training.location)}})
+    with pytest.raises(urllib.error.HTTPError):
+        server.post("/init_weight_transfer_engine", {"init_info": {"location": "nowhere://at/all"}})
+    server.post("/start_weight_update", {})
+    with pytest.raises(urllib.error.HTTPError):
+        server.post("/update_weights", {"update_info": {"version": "latest"}})
+    client = VllmServer(server.url)
+    client.update(str(training.location), 0)
+    check_served(server, training, 0)
+
+
+def test_the_development_routes_do_without_ours(server: Server, training: Training) -> None:
+    training.step()
+    client = VllmServer(server.url)
+    client._by_routes = False  # as of a server that was started without them
+    report = client.update(str(training.location), "latest")
+    assert (report.version, report.ranks) == (1, 1)
+    check_served(server, training, 1)
+
+
+def pulse(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pulsesync.cli import main; sys.exit(main())", *arguments],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_a_server_that_is_killed_in_an_update_comes_back_to_the_version(checkpoint: Path, tmp_path: Path) -> None:
+    """Three starts of vLLM: `pulse follow` drives it, kill -9 ends it while it is updated, twice."""
+    training = Training(make_checkpoint(tmp_path / "model"), tmp_path / "run")
+    with serving(checkpoint, tmp_path / "log", *ROUTES, plain=True) as server:
+        follower = pulse("follow", str(training.location), "--vllm", server.url, "--interval", "0.1")
+        try:
+            for attempt in range(2):
+                wait_for_version(server, len(training.versions) - 1)
+                training.step()
+                time.sleep(0.15 * (attempt + 1))  # into the update
+                server.kill()
+                server.start()
+                wait_for_version(server, len(training.versions) - 1)
+                assert difference(server.logprobs(), training.logprobs(len(training.versions) - 1)) <= BOUND
+        finally:
+            follower.send_signal(signal.SIGINT)
+            follower.communicate(timeout=30)
+    training.publisher.close()
+
+
+def wait_for_version(server: Server, version: int) -> None:
+    client, end = VllmServer(server.url), time.monotonic() + 90
+    while client.status()["version"] != version:
+        assert time.monotonic() < end, f"the server did not reach version {version}: {client.status()}"
+        time.sleep(0.1)
+
+
+def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tmp_path: Path) -> None:
+    """A real trainer process, which publishes as fast as it can, is killed with kill -9 while the server follows it."""
+    run = tmp_path / "run"
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "tests.integrations.vllm.endless", str(run)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path()}"},
+        cwd=ROOT,
+    )
+    follower = pulse("follow", str(run), "--vllm", server.url, "--interval", "0.05")
+    client = VllmServer(server.url)
+    try:
+        end = time.monotonic() + 120
+        while client.status()["location"] != str(run) or (client.status()["version"] or 0) < 3:
+            assert trainer.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        trainer.kill()
+        trainer.wait()
+        newest = Subscriber(str(run))
+        weights = make_checkpoint(tmp_path / "model").bfloat16()
+        version = newest.sync(weights).version
+        wait_for_version(server, version)
+    finally:
+        trainer.kill()
+        trainer.wait()
+        follower.send_signal(signal.SIGINT)
+        output, _ = follower.communicate(timeout=30)
+    assert f"serves version {version}" in output
+    expected = expected_parameters(dict(weights.state_dict()))
+    live = {name: value for name, value in server.ask_workers("peek")[0].items() if name != "lm_head.weight"}
+    assert live.items() <= expected.items()
+
+
+def test_a_server_without_the_routes_says_how_to_start_it(checkpoint: Path, tmp_path: Path) -> None:
+    with (
+        serving(checkpoint, tmp_path / "log") as server,
+        pytest.raises(PulseError, match=r"--middleware pulsesync\.integrations\.vllm\.Routes"),
+    ):
+        VllmServer(server.url).status()
