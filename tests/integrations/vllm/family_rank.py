@@ -38,17 +38,24 @@ def write_(placed: Mapping[str, Placed], checkpoint: Tensors) -> None:
             one.tensor.copy_(part.reshape(one.tensor.shape))
 
 
+def keep_weights_as_loaded() -> None:
+    """Have linear layers keep their weights, which oneDNN would pack away, and save ten seconds for each class."""
+    operators: Any = import_module("vllm._custom_ops")
+    operators._supports_onednn = False
+    # vLLM looks at each model class in a process of its own, to keep CUDA out of this one.
+    registry: Any = import_module("vllm.model_executor.models.registry")
+    if hasattr(registry, "_run_in_subprocess"):
+        registry._run_in_subprocess = lambda function: function()
+
+
 class Loader:
-    """Builds vLLM's model of a folder and has it load the folder's weights, before kernels repack them."""
+    """Builds vLLM's model of a folder and has it load the folder's weights, before kernels repack them.
+
+    The first model must have experts: with it vLLM makes the groups of its ranks, and that of experts only then.
+    """
 
     def __init__(self, rank: int, world: int, meeting: Path) -> None:
-        # Linear layers keep their weights: without this, oneDNN packs them away as soon as they are processed.
-        operators: Any = import_module("vllm._custom_ops")
-        operators._supports_onednn = False
-        # vLLM looks at each model class in a process of its own, to keep CUDA out of this one: ten seconds a class.
-        registry: Any = import_module("vllm.model_executor.models.registry")
-        if hasattr(registry, "_run_in_subprocess"):
-            registry._run_in_subprocess = lambda function: function()
+        keep_weights_as_loaded()
         self.rank, self.world, self.meeting = rank, world, meeting
         self.met = False
 
@@ -71,7 +78,8 @@ class Loader:
             .create_engine_config()
         )
         with import_module("vllm.config").set_current_vllm_config(config):
-            self._meet()
+            if not self.met:
+                self._meet()
             precise = import_module("vllm.utils.torch_utils").set_default_torch_dtype(torch.float32)
             with precise, torch.device("cpu"):
                 model = import_module("vllm.model_executor.model_loader.utils").initialize_model(config)
@@ -85,12 +93,9 @@ class Loader:
 
     def _meet(self) -> None:
         state = import_module("vllm.distributed.parallel_state")
-        if self.met:
-            state.destroy_model_parallel()
-        else:
-            state.init_distributed_environment(self.world, self.rank, f"file://{self.meeting}", self.rank, "gloo")
-            self.met = True
+        state.init_distributed_environment(self.world, self.rank, f"file://{self.meeting}", self.rank, "gloo")
         state.ensure_model_parallel_initialized(self.world, 1)
+        self.met = True
 
 
 def held(shape: ModelShape, rank: EngineRank, model: Any, checkpoint: Tensors) -> str:
