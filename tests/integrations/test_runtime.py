@@ -15,7 +15,17 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
-from pulsesync.integrations.runtime import EngineRank, ModelShape, check_loaded, for_subscriber, fused, grid, place
+from pulsesync.integrations.runtime import (
+    EngineRank,
+    LatentShape,
+    ModelShape,
+    check_loaded,
+    for_subscriber,
+    fused,
+    grid,
+    place,
+    runtime_tensors,
+)
 from pulsesync.state.sharding import Placed, shards_of
 from pulsesync.state.slices import Slice
 
@@ -37,6 +47,23 @@ SMALL: Config = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 MOE: Config = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+MLA: Config = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 6,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GEMMA: Config = {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": None}
 CONFIGS: dict[str, Config] = {
     "llama": SMALL | {"model_type": "llama", "head_dim": 8},  # heads together are wider than the model
     "llama-bias": SMALL | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -50,6 +77,11 @@ CONFIGS: dict[str, Config] = {
     | MOE
     | {"model_type": "qwen3_moe", "head_dim": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+    "gemma2": SMALL | GEMMA | {"model_type": "gemma2"},
+    "gemma3_text": SMALL | GEMMA | {"model_type": "gemma3_text"},
+    "phi3": SMALL | {"model_type": "phi3", "pad_token_id": 0},
+    "deepseek_v2": SMALL | MLA | {"model_type": "deepseek_v2", "q_lora_rank": None},
+    "deepseek_v3": SMALL | MLA | {"model_type": "deepseek_v3", "topk_method": "noaux_tc"},
 }
 FLEETS: dict[str, list[EngineRank]] = {
     "one": [EngineRank()],
@@ -82,17 +114,45 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
         linear(f"{at}.{names[1]}", width, h, bias)
         linear(f"{at}.{names[2]}", h, width, bias)
 
+    def latent(at: str, query: int, rank: int, value: int) -> None:
+        if compressed := c["q_lora_rank"]:
+            linear(f"{at}.q_a_proj", compressed, h)
+            out[f"{at}.q_a_layernorm.weight"] = (compressed,)
+        linear(f"{at}.q_b_proj" if compressed else f"{at}.q_proj", heads * query, compressed or h)
+        linear(f"{at}.kv_a_proj_with_mqa", rank + c["qk_rope_head_dim"], h)
+        out[f"{at}.kv_a_layernorm.weight"] = (rank,)
+        linear(f"{at}.kv_b_proj", heads * (c["qk_nope_head_dim"] + value), rank)
+        linear(f"{at}.o_proj", h, heads * value)
+
     usual = ("gate_proj", "up_proj", "down_proj")
     for n in range(c["num_hidden_layers"]):
         at = f"model.layers.{n}"
         out[f"{at}.input_layernorm.weight"] = out[f"{at}.post_attention_layernorm.weight"] = (h,)
         bias = c.get("attention_bias", False)
-        for name, rows in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
-            linear(f"{at}.self_attn.{name}", rows * d, h, bias or kind.startswith("qwen2"))
-        linear(f"{at}.self_attn.o_proj", h, heads * d, bias)
-        if kind.startswith("qwen3"):
+        if kind.startswith("deepseek"):
+            latent(f"{at}.self_attn", c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["kv_lora_rank"], c["v_head_dim"])
+        else:
+            if kind == "phi3":
+                linear(f"{at}.self_attn.qkv_proj", (heads + 2 * kv) * d, h)
+            else:
+                for name, rows in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
+                    linear(f"{at}.self_attn.{name}", rows * d, h, bias or kind.startswith("qwen2"))
+            linear(f"{at}.self_attn.o_proj", h, heads * d, bias)
+        if kind.startswith(("qwen3", "gemma3")):
             out[f"{at}.self_attn.q_norm.weight"] = out[f"{at}.self_attn.k_norm.weight"] = (d,)
-        if kind == "mixtral":
+        if kind.startswith("gemma"):
+            out[f"{at}.pre_feedforward_layernorm.weight"] = out[f"{at}.post_feedforward_layernorm.weight"] = (h,)
+        if kind == "phi3":
+            linear(f"{at}.mlp.gate_up_proj", 2 * c["intermediate_size"], h)
+            linear(f"{at}.mlp.down_proj", h, c["intermediate_size"])
+        elif kind.startswith("deepseek") and n >= c["first_k_dense_replace"]:
+            linear(f"{at}.mlp.gate", c["n_routed_experts"], h)
+            if kind == "deepseek_v3":
+                out[f"{at}.mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
+            for e in range(c["n_routed_experts"]):
+                mlp(f"{at}.mlp.experts.{e}", c["moe_intermediate_size"], usual)
+            mlp(f"{at}.mlp.shared_experts", c["n_shared_experts"] * c["moe_intermediate_size"], usual)
+        elif kind == "mixtral":
             linear(f"{at}.block_sparse_moe.gate", c["num_local_experts"], h)
             for e in range(c["num_local_experts"]):
                 mlp(f"{at}.block_sparse_moe.experts.{e}", c["intermediate_size"], ("w1", "w3", "w2"))
@@ -137,7 +197,8 @@ def engine(c: Config, whole: Tensors, rank: EngineRank) -> Tensors:
             out[f"{at}.down_proj.bias"] = whole[f"{at}.down_proj.bias"].clone()
 
     def experts(at: str, gate: str, up: str, down: str) -> None:
-        mine = torch.arange(c.get("num_experts") or c["num_local_experts"]).tensor_split(rank.ep_size)[rank.ep]
+        count = c.get("num_experts") or c.get("num_local_experts") or c["n_routed_experts"]
+        mine = torch.arange(count).tensor_split(rank.ep_size)[rank.ep]
         of = {name: [whole[f"{at}.{int(e)}.{name}.weight"] for e in mine] for name in (gate, up, down)}
         both = (torch.stack(of[name]).chunk(shares, 1)[share] for name in (gate, up))
         out[f"{at}.w13_weight"] = torch.cat(list(both), 1)
@@ -147,7 +208,15 @@ def engine(c: Config, whole: Tensors, rank: EngineRank) -> Tensors:
         at, _, kind = name.rpartition(".")
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             out[name] = vocabulary(tensor)
-        elif at.endswith("q_proj"):
+        elif at.endswith(".q_a_proj"):
+            compressed = whole[name.replace("q_a_proj", "kv_a_proj_with_mqa")]
+            out[name.replace("q_a_proj", "fused_qkv_a_proj")] = torch.cat([tensor, compressed])
+        elif at.endswith(".kv_a_proj_with_mqa"):
+            if name.replace("kv_a_proj_with_mqa", "q_a_proj") not in whole:
+                out[name] = tensor.clone()
+        elif at.endswith((".q_b_proj", ".kv_b_proj")) or (at.endswith(".q_proj") and "kv_lora_rank" in c):
+            out[name] = tensor.chunk(size)[tp].clone()
+        elif at.endswith(".q_proj"):
             k, v = (kv_heads(whole[name.replace("q_proj", other)]) for other in ("k_proj", "v_proj"))
             out[name.replace("q_proj", "qkv_proj")] = torch.cat([tensor.chunk(size)[tp], k, v])
         elif name.endswith("o_proj.weight"):
@@ -160,7 +229,7 @@ def engine(c: Config, whole: Tensors, rank: EngineRank) -> Tensors:
         elif at.endswith(".gate_proj"):
             if kind == "weight":
                 mlp(at.removesuffix(".gate_proj"))
-        elif not at.endswith(("k_proj", "v_proj", "up_proj", "down_proj")):
+        elif not at.endswith((".k_proj", ".v_proj", ".up_proj", ".down_proj")) or c["model_type"] == "phi3":
             out[name] = tensor.clone()
     return out
 
@@ -178,12 +247,24 @@ def rectangle(whole: Any, one: Placed) -> Any:
     return flat[slice(*(one.rows or (None,))), slice(*(one.columns or (None,)))]
 
 
+def mapped(c: Config, ranks: list[EngineRank]) -> bool:
+    """Whether a rank has one rectangle of each tensor, and no copies beside it."""
+    if c["model_type"] == "phi3":
+        return ranks[0].tp_size == 1
+    return ranks[0].latent or "kv_lora_rank" not in c
+
+
+def split_most(c: Config) -> list[EngineRank]:
+    return next(ranks for ranks in (FLEETS[name] for name in ("ep2tp2", "ep2", "one")) if mapped(c, ranks))
+
+
 def every_case() -> Iterator[Any]:
     for family, c in CONFIGS.items():
         for fleet, ranks in FLEETS.items():
             if fleet.startswith(("ep", "dp")) and not ModelShape.from_config(c).experts:
                 continue
-            yield pytest.param(c, ranks, id=f"{family}-{fleet}")
+            if mapped(c, ranks):
+                yield pytest.param(c, ranks, id=f"{family}-{fleet}")
 
 
 # -- the map -------------------------------------------------------------------------------------------------------
@@ -221,7 +302,8 @@ def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks
     kv = c["num_key_value_heads"]
     for name, count in seen.items():
         size, replicas = ranks[0].tp_size, len(ranks) // ranks[0].tp_size
-        if "norm" in name or name.endswith((".gate.weight", "expert_gate.weight", "o_proj.bias", "down_proj.bias")):
+        alike = (".gate.weight", "expert_gate.weight", "o_proj.bias", "down_proj.bias", "correction_bias")
+        if "norm" in name or name.endswith(alike) or "_a_proj" in name:
             expected = len(ranks)
         elif "k_proj" in name or "v_proj" in name:
             expected = max(size // kv, 1) * replicas
@@ -233,7 +315,7 @@ def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_what_is_placed_are_contiguous_views_into_the_engines_own_memory(library: str) -> None:
     for c in CONFIGS.values():
-        for rank in FLEETS["ep2tp2"]:
+        for rank in split_most(c):
             runtime = engine(c, checkpoint(c, torch.float32), rank)
             if library == "numpy":
                 runtime = {name: tensor.numpy() for name, tensor in runtime.items()}
@@ -306,6 +388,86 @@ def test_vllm_spreads_experts_over_the_ranks_of_all_replicas_and_sglang_over_gro
     assert EngineRank(1, 4, ep=1, ep_size=4).experts_split == (0, 1)
 
 
+# -- Gemma, Phi-3, DeepSeek ------------------------------------------------------------------------------------------
+
+
+def test_what_a_config_json_of_gemma_leaves_out_is_what_transformers_takes() -> None:
+    for family in ("gemma2", "gemma3_text"):
+        short = {key: value for key, value in CONFIGS[family].items() if key not in ("head_dim", "tie_word_embeddings")}
+        model = ModelShape.from_config(short)
+        assert (model.head_dim, model.tied, model.lm_head) == (256, True, False)
+        assert not ModelShape.from_config(short | {"tie_word_embeddings": False}).tied
+
+
+def test_the_layers_and_widths_of_deepseek_are_read_from_its_configuration() -> None:
+    model = ModelShape.from_config(CONFIGS["deepseek_v3"] | {"num_hidden_layers": 6, "moe_layer_freq": 2})
+    assert model.dense_layers == {0, 1, 3, 5}
+    assert (model.experts, model.expert_intermediate, model.shared_intermediate) == (6, 16, 32)
+    assert model.latent == LatentShape(q_rank=12, kv_rank=8, nope=4, rope=2, value=6)
+    assert (model.router_bias, ModelShape.from_config(CONFIGS["deepseek_v2"]).router_bias) == (True, False)
+
+
+def test_views_into_kv_b_proj_are_passed_over_and_copies_of_it_refused() -> None:
+    c, rank = CONFIGS["deepseek_v2"], EngineRank.vllm(1, 2)
+    layer = "model.layers.2.self_attn"
+    runtime = engine(c, checkpoint(c), rank)
+    keys, values = runtime[f"{layer}.kv_b_proj.weight"].T.view(8, 4, 10).split([4, 6], -1)
+    derived = {f"{layer}.attn.W_UK_T": keys.permute(1, 2, 0), f"{layer}.attn.W_UV": values.transpose(0, 1)}
+    assert (
+        place(ModelShape.from_config(c), rank, runtime | derived).keys()
+        == place(ModelShape.from_config(c), rank, runtime).keys()
+    )
+    for name, view in derived.items():
+        with pytest.raises(StateError, match="has no runtime tensor") as refused:
+            place(ModelShape.from_config(c), rank, runtime | derived | {name: view.clone()})
+        assert refused.value.tensor == name
+
+
+def test_views_are_known_in_numpy_too() -> None:
+    c, rank = CONFIGS["deepseek_v2"], EngineRank()
+    runtime = {name: tensor.numpy() for name, tensor in engine(c, checkpoint(c, torch.float32), rank).items()}
+    view = runtime["model.layers.0.self_attn.kv_b_proj.weight"].T[:, 3:]
+    place(ModelShape.from_config(c), rank, runtime | {"view": view})
+    with pytest.raises(StateError, match="'view'"):
+        place(ModelShape.from_config(c), rank, runtime | {"view": view.copy()})
+
+
+def test_what_attention_layers_derive_is_found_although_it_is_no_parameter() -> None:
+    class Attention(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.kv_b_proj = torch.nn.Linear(2, 3, bias=False)
+            self.W_UV = self.kv_b_proj.weight.detach().T
+            self.w_kc = None
+            self.scale = torch.ones(1)
+
+    found = runtime_tensors(torch.nn.Sequential(Attention()))
+    assert found.keys() == {"0.kv_b_proj.weight", "0.W_UV"}
+
+
+def test_an_engine_that_keeps_copies_of_latent_attention_is_refused() -> None:
+    model = ModelShape.from_config(CONFIGS["deepseek_v2"])
+    with pytest.raises(StateError, match=r"keeps copies of model\.layers\.0\.self_attn\.kv_b_proj"):
+        list(fused(model, EngineRank.sglang(0, 1)))
+
+
+def test_a_checkpoint_with_fused_tensors_is_mapped_on_one_rank_and_refused_on_several() -> None:
+    model = ModelShape.from_config(CONFIGS["phi3"])
+    held = {one.name: one for one in fused(model, EngineRank())}
+    assert held["model.layers.1.self_attn.qkv_proj.weight"].shape == (48, 32)
+    assert held["model.layers.1.mlp.gate_up_proj.weight"].shape == (96, 32)
+    with pytest.raises(StateError, match="without tensor parallelism") as refused:
+        list(fused(model, EngineRank.vllm(0, 2)))
+    assert refused.value.tensor == "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def test_why_a_family_cannot_be_mapped_is_said() -> None:
+    with pytest.raises(StateError, match=r"'gpt_oss' \(engines hold the transpose"):
+        ModelShape.from_config({"model_type": "gpt_oss"})
+    with pytest.raises(StateError, match=r"'gemma3' \(it has a vision tower"):
+        ModelShape.from_config({"model_type": "gemma3", "text_config": {}})
+
+
 # -- tied weights --------------------------------------------------------------------------------------------------
 
 
@@ -374,11 +536,13 @@ def test_an_engine_that_is_not_the_models_is_refused_and_the_tensor_named(how: s
 
 def test_the_tensors_of_another_rank_count_are_refused() -> None:
     for family, c in CONFIGS.items():
+        if not mapped(c, FLEETS["tp2"]):
+            continue
         runtime = engine(c, checkpoint(c), EngineRank.vllm(0, 2))
         for wrong in (EngineRank(), EngineRank.vllm(0, 4)):
             with pytest.raises(StateError, match="has shape"):
                 place(ModelShape.from_config(c), wrong, runtime)
-        if "moe" in family or family == "mixtral":
+        if "moe" in family or family == "mixtral" or "deepseek" in family:
             with pytest.raises(StateError, match="w13_weight"):
                 place(ModelShape.from_config(c), EngineRank.vllm(0, 2, expert_parallel=True), runtime)
 
@@ -423,7 +587,7 @@ def test_an_engine_that_has_loaded_the_checkpoint_is_found_to_hold_it(library: s
     for c in CONFIGS.values():
         whole = checkpoint(c, torch.float32)
         whole["model.norm.weight"][:2] = torch.tensor([torch.nan, -0.0])
-        for rank in FLEETS["ep2tp2"]:
+        for rank in split_most(c):
             runtime = engine(c, whole, rank)
             if library == "numpy":
                 runtime = {name: tensor.numpy() for name, tensor in runtime.items()}
@@ -486,7 +650,7 @@ def test_the_grid_has_the_borders_of_every_rank_it_was_given() -> None:
 
 @pytest.mark.parametrize(("c", "ranks"), list(every_case()))
 def test_with_the_grid_every_part_of_every_rank_is_whole_tiles(c: Config, ranks: list[EngineRank]) -> None:
-    cuts = grid(ModelShape.from_config(c), [*ranks, *FLEETS["tp4"]])
+    cuts = grid(ModelShape.from_config(c), [*ranks, *(FLEETS["tp4"] if mapped(c, FLEETS["tp4"]) else ())])
     layout = layouts.make(
         layouts.cut(TensorSpec(name, "BF16", shape), cuts, 1 << 20) for name, shape in shapes(c).items()
     )
@@ -552,10 +716,12 @@ def train_(whole: Tensors, seed: int) -> None:
         ("llama", "gap", False),
         ("qwen3_moe", "history", True),
         ("mixtral", "auto", True),
+        ("deepseek_v3", "auto", True),
         *(
             pytest.param(family, codec, cut, marks=pytest.mark.slow)
             for family, codec, cut in [
                 ("llama", "history", True),
+                ("gemma3_text", "auto", True),
                 ("qwen2", "auto", True),
                 ("qwen2", "history", True),
                 ("qwen2", "gap", False),
@@ -577,7 +743,7 @@ def test_engines_of_several_layouts_follow_one_run_bit_for_bit(
     whole = checkpoint(c)
     model = ModelShape.from_config(c)
     fleets = ["tp2", "tp4", *(["ep2", "ep2tp2"] if model.experts else ["tp8"])]
-    ranks = [rank for name in fleets for rank in FLEETS[name]]
+    ranks = [rank for name in fleets if mapped(c, FLEETS[name]) for rank in FLEETS[name]]
     followers = [Follower(location, c, whole, rank) for rank in ranks]
     with Publisher(location, codec=codec, grid=grid(model, ranks) if cut else None) as publisher:
         for step in range(4):
@@ -845,8 +1011,8 @@ def test_names_numbers_and_logits_are_those_of_transformers(tmp_path: Path, fami
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == shapes(c)
     on_disk = json.loads((tmp_path / "config.json").read_text())
     assert ModelShape.from_config(on_disk) == ModelShape.from_config(config) == ModelShape.from_config(c)
-    if family == "llama-bias":
-        return  # its biases are of no engine's forward pass here
+    if family == "llama-bias" or family.startswith(("gemma", "phi", "deepseek")):
+        return  # no engine's forward pass here has its biases, norms or attention
     tokens = torch.tensor(TOKENS)
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]

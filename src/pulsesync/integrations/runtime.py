@@ -1,7 +1,7 @@
 """Where the weights of a checkpoint lie in an inference engine: fused, spread over ranks, padded; vLLM and SGLang.
 
-    model = ModelShape.from_config(config)  # Llama, Mistral, Qwen2, Qwen3, their MoE models, Mixtral
-    placed = place(model, EngineRank.vllm(tp, tp_size), dict(engine_model.named_parameters()))
+    model = ModelShape.from_config(config)  # Llama, Mistral, Qwen, Gemma, Phi-3, DeepSeek, …: see families.py
+    placed = place(model, EngineRank.vllm(tp, tp_size), runtime_tensors(engine_model))
 
 What comes back names the checkpoint's tensors; its values are views into the engine's memory, each a rectangle of the
 checkpoint's tensor. `for_subscriber` makes of it what a `Subscriber` takes, and `grid` says where a `Publisher` should
@@ -19,6 +19,7 @@ import numpy as np
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Grid
+from pulsesync.integrations.families import LatentShape, ModelShape
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice, Slices, Span
 from pulsesync.state.views import view_bits
@@ -27,126 +28,19 @@ __all__ = [
     "EngineRank",
     "Fused",
     "FusedPiece",
+    "LatentShape",
     "ModelShape",
     "check_loaded",
     "for_subscriber",
     "fused",
     "grid",
     "place",
+    "runtime_tensors",
 ]
 
 VOCAB_PADDING = 64  # both engines pad the vocabulary to a multiple of this, then divide it by the ranks
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not say
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "qwen2_moe": {"qkv_bias": True},
-    "qwen3_moe": {"qk_norm": True},
-    "mixtral": {"moe": "block_sparse_moe", "expert_names": ("w1", "w3", "w2")},
-}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The dimensions of a Llama-like model, and what its checkpoint calls its experts; `from_config` reads them.
-
-    Args:
-        layers: Number of layers.
-        hidden: Width of the residual stream.
-        heads: Number of attention heads.
-        kv_heads: Number of key and value heads.
-        head_dim: Width of a head.
-        intermediate: Width of the MLP, in layers without experts.
-        vocab: Rows of the embedding.
-        qkv_bias: Whether the query, key and value projections have biases.
-        o_bias: Whether the output projection of the attention has one.
-        mlp_bias: Whether the projections of the MLP have them.
-        qk_norm: Whether queries and keys are normalised.
-        tied: Whether the embedding is the output matrix too.
-        lm_head: Whether the checkpoint has lm_head.weight; one with tied weights may or may not.
-        experts: Number of experts, in layers with experts.
-        expert_intermediate: Width of an expert.
-        dense_layers: Layers without experts, in a model that has some.
-        moe: Name of the module of a layer that has its experts.
-        expert_names: Names of an expert's gate, up and down projections.
-        shared_intermediate: Width of an expert that every token goes to; 0 if there is none.
-        shared: Its name; by the default name it has a gate, as in Qwen2-MoE.
-
-    Raises:
-        ValueError: the checkpoint has no lm_head.weight, and the weights are not tied.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-    lm_head: bool = True
-    experts: int = 0
-    expert_intermediate: int = 0
-    dense_layers: frozenset[int] = frozenset()
-    moe: str = "mlp"
-    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared_intermediate: int = 0
-    shared: str = "shared_expert"
-
-    def __post_init__(self) -> None:
-        if not self.lm_head and not self.tied:
-            raise ValueError("a checkpoint without lm_head.weight is one of a model with tied weights")
-
-    @classmethod
-    def from_config(cls, config: Any, lm_head: bool | None = None) -> "ModelShape":
-        """Read a config.json, as a mapping or as transformers has it.
-
-        lm_head: whether the run has a tensor or a tie of that name. Unless it is given, one with tied weights has none,
-        which is how transformers saves it; a run published from a live module has both names.
-
-        Raises:
-            StateError: the names of this family (`model_type`) are not known here.
-        """
-        c: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        family = c.get("model_type")
-        if family not in _FAMILIES:
-            raise StateError(f"no map for models of type {family!r}; known are {', '.join(_FAMILIES)}")
-        tied, bias = bool(c.get("tie_word_embeddings", False)), bool(c.get("attention_bias", False))
-        numbers: dict[str, Any] = {
-            "layers": c["num_hidden_layers"],
-            "hidden": c["hidden_size"],
-            "heads": c["num_attention_heads"],
-            "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
-            "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-            "intermediate": c["intermediate_size"],
-            "vocab": c["vocab_size"],
-            "qkv_bias": bias,
-            "o_bias": bias,
-            "mlp_bias": bool(c.get("mlp_bias", False)),
-            "tied": tied,
-            "lm_head": not tied if lm_head is None else lm_head,
-        }
-        said = {key: bool(c[key]) for key in ("qkv_bias",) if key in c}
-        return cls(**numbers | _expert_numbers(c) | _FAMILIES[family] | said)
-
-
-def _expert_numbers(c: Mapping[str, Any]) -> dict[str, Any]:
-    step, dense = c.get("decoder_sparse_step") or 1, set(c.get("mlp_only_layers") or ())
-    layers = range(c["num_hidden_layers"])
-    return {
-        "experts": c.get("num_experts") or c.get("num_local_experts") or 0,
-        "expert_intermediate": c.get("moe_intermediate_size") or c["intermediate_size"],
-        "shared_intermediate": c.get("shared_expert_intermediate_size") or 0,
-        "dense_layers": frozenset(n for n in layers if n in dense or (n + 1) % step),
-    }
-
 
 Part = tuple[int, int]  # which of how many
 
@@ -163,6 +57,7 @@ class EngineRank:
         expert_tp: Which of how many parts of each of those experts; if not given, the same as of the rest, and with
             expert parallelism all of them.
         vocab_padding: The vocabulary is padded to a multiple of this, and then divided by the ranks.
+        latent: Whether latent attention reads kv_b_proj, or views into it; not if the engine multiplies with copies.
 
     Raises:
         ValueError: a rank is not below its size.
@@ -174,6 +69,7 @@ class EngineRank:
     ep_size: int = 1
     expert_tp: Part | None = None
     vocab_padding: int = VOCAB_PADDING
+    latent: bool = True
 
     def __post_init__(self) -> None:
         for n, size in ((self.tp, self.tp_size), (self.ep, self.ep_size), self.experts_split):
@@ -190,11 +86,14 @@ class EngineRank:
 
     @classmethod
     def sglang(cls, tp: int, tp_size: int, ep_size: int = 1) -> "EngineRank":
-        """As SGLang has it: experts are spread over ep_size groups of ranks, and split within each."""
+        """As SGLang has it: experts are spread over ep_size groups of ranks, and split within each.
+
+        It keeps copies of the halves of kv_b_proj (w_kc and w_vc), so that DeepSeek's attention is not mapped.
+        """
         if tp_size % ep_size:
             raise ValueError(f"{tp_size} ranks are not {ep_size} groups of one size")
         group = tp_size // ep_size
-        return cls(tp, tp_size, tp // group, ep_size, (tp % group, group))
+        return cls(tp, tp_size, tp // group, ep_size, (tp % group, group), latent=False)
 
     @property
     def experts_split(self) -> Part:
@@ -225,14 +124,19 @@ def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     """Every tensor that a rank of an engine holds.
 
     Raises:
-        StateError: the model cannot be divided by so many ranks.
+        StateError: the model cannot be divided by so many ranks, or this engine's tensors are no ranges of its tensors.
     """
     yield _vocabulary(EMBEDDING, model, rank)
     for n in range(model.layers):
         at, dense = f"model.layers.{n}", not model.experts or n in model.dense_layers
         yield _whole(f"{at}.input_layernorm.weight", model.hidden)
-        yield from _attention(f"{at}.self_attn", model, rank)
+        if model.latent:
+            yield from _latent_attention(f"{at}.self_attn", model, model.latent, rank)
+        else:
+            yield from _attention(f"{at}.self_attn", model, rank)
         yield _whole(f"{at}.post_attention_layernorm.weight", model.hidden)
+        if model.mlp_norms:
+            yield from (_whole(f"{at}.{when}_feedforward_layernorm.weight", model.hidden) for when in ("pre", "post"))
         if dense:
             yield from _mlp(f"{at}.mlp", model, model.intermediate, rank, model.mlp_bias)
         else:
@@ -248,9 +152,9 @@ def _attention(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     q = _share(heads, (rank.tp, rank.tp_size), d, f"{at}.q_proj.weight")
     kv = _share(kv_heads, (rank.tp // copies, rank.tp_size // copies), d, f"{at}.k_proj.weight")
     parts = (("q_proj", heads * d, q), ("k_proj", kv_heads * d, kv), ("v_proj", kv_heads * d, kv))
-    yield _stacked(f"{at}.qkv_proj.weight", parts, model.hidden)
+    yield _joined(f"{at}.qkv_proj.weight", model, parts, model.hidden)
     if model.qkv_bias:
-        yield _stacked(f"{at}.qkv_proj.bias", parts)
+        yield _joined(f"{at}.qkv_proj.bias", model, parts)
     yield _columns(f"{at}.o_proj.weight", model.hidden, heads * d, q)
     if model.o_bias:
         yield _whole(f"{at}.o_proj.bias", model.hidden)
@@ -258,18 +162,42 @@ def _attention(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
         yield from (_whole(f"{at}.{name}.weight", d) for name in ("q_norm", "k_norm"))
 
 
+def _latent_attention(at: str, model: ModelShape, latent: LatentShape, rank: EngineRank) -> Iterator[Fused]:
+    """What vLLM's MLA layer has; its W_UK_T and W_UV are views into kv_b_proj, if weights are not quantized."""
+    if not rank.latent:
+        raise StateError(f"this engine keeps copies of {at}.kv_b_proj, which a write in place leaves as they were")
+    heads, part = model.heads, (rank.tp, rank.tp_size)
+    query, compressed = latent.nope + latent.rope, latent.kv_rank + latent.rope
+    q_name, q_width = ("q_b_proj", latent.q_rank) if latent.q_rank else ("q_proj", model.hidden)
+    if latent.q_rank:
+        parts = (("q_a_proj", latent.q_rank), ("kv_a_proj_with_mqa", compressed))
+        whole = [(name, rows, (0, rows)) for name, rows in parts]  # on every rank
+        yield _stacked(f"{at}.fused_qkv_a_proj.weight", whole, model.hidden)
+        yield _whole(f"{at}.q_a_layernorm.weight", latent.q_rank)
+    else:
+        yield _whole(f"{at}.kv_a_proj_with_mqa.weight", compressed, model.hidden)
+    yield _rows(f"{at}.{q_name}.weight", heads * query, q_width, _share(heads, part, query, f"{at}.{q_name}.weight"))
+    yield _whole(f"{at}.kv_a_layernorm.weight", latent.kv_rank)
+    both = latent.nope + latent.value
+    yield _rows(f"{at}.kv_b_proj.weight", heads * both, latent.kv_rank, _share(heads, part, both, f"{at}.kv_b_proj"))
+    span = _share(heads, part, latent.value, f"{at}.o_proj.weight")
+    yield _columns(f"{at}.o_proj.weight", model.hidden, heads * latent.value, span)
+
+
 def _mlp(at: str, model: ModelShape, width: int, rank: EngineRank, bias: bool = False) -> Iterator[Fused]:
     span = _share(width, (rank.tp, rank.tp_size), 1, f"{at}.gate_proj.weight")
     parts = (("gate_proj", width, span), ("up_proj", width, span))
-    yield _stacked(f"{at}.gate_up_proj.weight", parts, model.hidden)
+    yield _joined(f"{at}.gate_up_proj.weight", model, parts, model.hidden)
     yield _columns(f"{at}.down_proj.weight", model.hidden, width, span)
     if bias:
-        yield _stacked(f"{at}.gate_up_proj.bias", parts)
+        yield _joined(f"{at}.gate_up_proj.bias", model, parts)
         yield _whole(f"{at}.down_proj.bias", model.hidden)
 
 
 def _moe(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     yield _whole(f"{at}.gate.weight", model.experts, model.hidden)
+    if model.router_bias:
+        yield _whole(f"{at}.gate.e_score_correction_bias", model.experts)
     yield from _experts(f"{at}.experts", model, rank)
     if model.shared_intermediate:
         yield from _mlp(f"{at}.{model.shared}", model, model.shared_intermediate, rank)
@@ -308,6 +236,19 @@ def _whole(name: str, *shape: int) -> Fused:
     return Fused(name, shape, (FusedPiece(name, shape, (slice(None),)),))
 
 
+def _joined(name: str, model: ModelShape, parts: Sequence[tuple[str, int, Span]], *inner: int) -> Fused:
+    """Rows of several tensors of a checkpoint, or a checkpoint's own tensor that has them one after the other."""
+    if not model.fused_checkpoint:
+        return _stacked(name, parts, *inner)
+    if any(span != (0, rows) for _, rows, span in parts):
+        raise StateError(
+            f"the checkpoint has {len(parts)} matrices in {name!r}, and of each of them a rank has a part, which is no "
+            "one rectangle: only an engine without tensor parallelism can be mapped",
+            tensor=name,
+        )
+    return _whole(name, sum(rows for _, rows, _ in parts), *inner)
+
+
 def _stacked(name: str, parts: Sequence[tuple[str, int, Span]], *inner: int) -> Fused:
     """Rows of several tensors, one after the other: each has a name, its rows, and which of them are here."""
     module, _, kind = name.rpartition(".")
@@ -318,6 +259,11 @@ def _stacked(name: str, parts: Sequence[tuple[str, int, Span]], *inner: int) -> 
         for (part, size, rows), span in zip(parts, pairwise(borders), strict=True)
     )
     return Fused(name, (borders[-1], *inner), pieces)
+
+
+def _rows(name: str, rows: int, columns: int, span: Span) -> Fused:
+    piece = FusedPiece(name, (rows, columns), (slice(None),), rows=span)
+    return Fused(name, (span[1] - span[0], columns), (piece,))
 
 
 def _columns(name: str, rows: int, columns: int, span: Span) -> Fused:
@@ -334,12 +280,29 @@ def _share(count: int, part: Part, each: int, name: str) -> Span:
     return n * mine, (n + 1) * mine
 
 
+_DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_V", "w_kc", "w_vc")  # of kv_b_proj, in vLLM and in SGLang
+
+
+def runtime_tensors(engine_model: Any) -> dict[str, Any]:
+    """The parameters of an engine's model (a torch module), and what its attention layers derive from kv_b_proj.
+
+    Most versions of the engines keep what is derived as plain attributes. `place` refuses those that are copies, which
+    a write in place would leave as they were.
+    """
+    out: dict[str, Any] = dict(engine_model.named_parameters())
+    for at, module in engine_model.named_modules():
+        for name in _DERIVED:
+            if hasattr(tensor := getattr(module, name, None), "data_ptr"):
+                out.setdefault(f"{at}.{name}", tensor)
+    return out
+
+
 def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> dict[str, Placed]:
     """Say which part of the checkpoint each weight of an engine's tensors is; padding is left out.
 
     Takes torch tensors and numpy arrays; what it returns are views into them. A tensor that the map does not know must
-    be in the memory of one that it knows, by another name. A checkpoint's tensor of which nothing is here (an expert of
-    another rank, a part of the vocabulary that is all padding) is not named.
+    be in the memory of one that it knows: another name for it, or a view into it. A checkpoint's tensor of which
+    nothing is here (an expert of another rank, a part of the vocabulary that is all padding) is not named.
 
     Raises:
         StateError: a tensor is unknown, missing, not contiguous or of another shape (`tensor`), or the model cannot be
@@ -354,14 +317,15 @@ def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> di
     if model.tied and EMBEDDING in given:
         given.setdefault(HEAD, given[EMBEDDING])  # engines name tied weights once, or twice
     out: dict[str, Placed] = {}
-    known = set()
+    known: list[Span] = []
     for one in fused(model, rank):
         tensor = _checked(one, given.pop(one.name, None))
-        known.add(_memory(tensor))
+        known.append(_memory(tensor))
         for piece in one.pieces:
             out[piece.name] = Placed(tensor[piece.at], piece.shape, piece.rows, piece.columns)
     for name, tensor in given.items():
-        if _memory(tensor) not in known:
+        begin, end = _memory(tensor)
+        if not any(low <= begin < end <= high for low, high in known):
             raise StateError(f"the map of this model has no runtime tensor {name!r}", tensor=name)
     return out
 
@@ -383,9 +347,16 @@ def _contiguous(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() if hasattr(tensor, "is_contiguous") else tensor.flags.c_contiguous)
 
 
-def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
-    address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor.ctypes.data
-    return int(address), tuple(tensor.shape)
+def _memory(tensor: Any) -> Span:
+    """The addresses that a tensor's weights lie between."""
+    if hasattr(tensor, "data_ptr"):
+        begin, width = int(tensor.data_ptr()), int(tensor.element_size())
+        strides = [width * stride for stride in tensor.stride()]
+    else:
+        begin, width, strides = int(tensor.ctypes.data), int(tensor.itemsize), list(tensor.strides)
+    if 0 in tensor.shape:
+        return begin, begin
+    return begin, begin + width + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
 
 
 def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) -> None:

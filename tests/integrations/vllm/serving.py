@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pulsesync import Publisher
+from pulsesync.integrations.runtime import EngineRank, ModelShape, grid
 from tests.examples import python_path
 
 ROOT = Path(__file__).parents[3]
@@ -57,12 +58,17 @@ def make_checkpoint(folder: Path) -> Any:
 
 
 class Training:
-    """Real steps of AdamW on FP32 masters, published in BF16; every version is remembered."""
+    """Real steps of AdamW on FP32 masters, published in BF16; every version is remembered.
+
+    Tensors are cut for two ranks, so that engines with one rank and with two can follow.
+    """
 
     def __init__(self, model: Any, location: Path) -> None:
         self.model, self.location = model, location
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.publisher = Publisher(str(location), cast="BF16")
+        shape = ModelShape.from_config(model.config, lm_head=True)
+        cuts = grid(shape, [EngineRank.vllm(n, 2) for n in range(2)])
+        self.publisher = Publisher(str(location), cast="BF16", grid=cuts)
         self.versions: list[dict[str, Any]] = []
         self.publish()
 

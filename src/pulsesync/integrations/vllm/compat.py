@@ -11,7 +11,7 @@ from typing import Any
 
 from pulsesync.errors import PulseError
 from pulsesync.group.collective import Collective, SoloTeam, Team
-from pulsesync.integrations.runtime import EngineRank
+from pulsesync.integrations.runtime import EngineRank, runtime_tensors
 
 TIMEOUT_S = 1800.0  # for which a rank waits for the others: as long as the slowest may fetch
 
@@ -51,7 +51,7 @@ def hf_config(config: Any) -> Any:
 
 def parameters(model: Any) -> dict[str, Any]:
     """The live parameters by name, without the marks of the wrapper that `--enable-lora` puts around layers."""
-    return {name.replace(".base_layer.", "."): tensor.data for name, tensor in model.named_parameters()}
+    return {name.replace(".base_layer.", "."): tensor.data for name, tensor in runtime_tensors(model).items()}
 
 
 def checkpoint_of(config: Any, model: Any) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,192 @@
+"""What a model's configuration says of its shape.
+
+Llama, Mistral, Qwen2, Qwen3, their MoE models, Mixtral, Gemma 2, Gemma 3 (text), Phi-3, DeepSeek-V2 and V3.
+
+    model = ModelShape.from_config(config)  # a config.json, as a mapping or as transformers has it
+
+A family is a line of data here where the tensors of its layers have Llama's names. `runtime` says where the tensors of
+such a model lie in an inference engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pulsesync.errors import StateError
+
+__all__ = ["LatentShape", "ModelShape"]
+
+_FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not say
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen2_moe": {"qkv_bias": True},
+    "qwen3_moe": {"qk_norm": True},
+    "mixtral": {"moe": "block_sparse_moe", "expert_names": ("w1", "w3", "w2")},
+    "gemma2": {"mlp_norms": True},
+    "gemma3_text": {"mlp_norms": True, "qk_norm": True},
+    "phi3": {"fused_checkpoint": True},
+    "deepseek_v2": {"shared": "shared_experts"},
+    "deepseek_v3": {"shared": "shared_experts"},
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers takes for numbers that a config.json leaves out
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
+}
+_NOT_MAPPED = {
+    "gpt_oss": "engines hold the transpose of the matrices that its checkpoint has for all experts together",
+    "gemma3": "it has a vision tower; a checkpoint of the language model alone is of type 'gemma3_text'",
+}
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The dimensions of multi-head latent attention (MLA), as DeepSeek-V2 and V3 have it.
+
+    Args:
+        q_rank: Width of what queries are compressed to; 0 if they are not.
+        kv_rank: Width of what keys and values are compressed to.
+        nope: Width of the part of a query head without positions.
+        rope: Width of the part with positions.
+        value: Width of a value head.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The dimensions of a Llama-like model, and what its checkpoint calls its experts; `from_config` reads them.
+
+    Args:
+        layers: Number of layers.
+        hidden: Width of the residual stream.
+        heads: Number of attention heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Width of a head.
+        intermediate: Width of the MLP, in layers without experts.
+        vocab: Rows of the embedding.
+        qkv_bias: Whether the query, key and value projections have biases.
+        o_bias: Whether the output projection of the attention has one.
+        mlp_bias: Whether the projections of the MLP have them.
+        qk_norm: Whether queries and keys are normalised.
+        tied: Whether the embedding is the output matrix too.
+        lm_head: Whether the checkpoint has lm_head.weight; one with tied weights may or may not.
+        experts: Number of experts, in layers with experts.
+        expert_intermediate: Width of an expert.
+        dense_layers: Layers without experts, in a model that has some.
+        moe: Name of the module of a layer that has its experts.
+        expert_names: Names of an expert's gate, up and down projections.
+        shared_intermediate: Width of an expert that every token goes to; 0 if there is none.
+        shared: Its name; by the default name it has a gate, as in Qwen2-MoE.
+        router_bias: Whether the router has e_score_correction_bias, as in DeepSeek-V3.
+        mlp_norms: Whether there are norms before and after the MLP beside those of the attention, as in Gemma.
+        fused_checkpoint: Whether the checkpoint itself has qkv_proj and gate_up_proj, as that of Phi-3.
+        latent: The dimensions of its latent attention, which then is in the place of the usual one.
+
+    Raises:
+        ValueError: the checkpoint has no lm_head.weight, and the weights are not tied.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    lm_head: bool = True
+    experts: int = 0
+    expert_intermediate: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    moe: str = "mlp"
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_intermediate: int = 0
+    shared: str = "shared_expert"
+    router_bias: bool = False
+    mlp_norms: bool = False
+    fused_checkpoint: bool = False
+    latent: LatentShape | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lm_head and not self.tied:
+            raise ValueError("a checkpoint without lm_head.weight is one of a model with tied weights")
+
+    @classmethod
+    def from_config(cls, config: Any, lm_head: bool | None = None) -> "ModelShape":
+        """Read a config.json, as a mapping or as transformers has it.
+
+        lm_head: whether the run has a tensor or a tie of that name. Unless it is given, one with tied weights has none,
+        which is how transformers saves it; a run published from a live module has both names.
+
+        Raises:
+            StateError: the names of this family (`model_type`) are not known here, or no map of it is possible.
+        """
+        given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        family = str(given.get("model_type"))
+        if family not in _FAMILIES:
+            why = f" ({_NOT_MAPPED[family]})" if family in _NOT_MAPPED else ""
+            raise StateError(f"no map for models of type {family!r}{why}; known are {', '.join(_FAMILIES)}")
+        c = _DEFAULTS.get(family, {}) | {key: value for key, value in given.items() if value is not None}
+        tied, bias = bool(c.get("tie_word_embeddings", False)), bool(c.get("attention_bias", False))
+        numbers: dict[str, Any] = {
+            "layers": c["num_hidden_layers"],
+            "hidden": c["hidden_size"],
+            "heads": c["num_attention_heads"],
+            "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
+            "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+            "intermediate": c["intermediate_size"],
+            "vocab": c["vocab_size"],
+            "qkv_bias": bias,
+            "o_bias": bias,
+            "mlp_bias": bool(c.get("mlp_bias", False)),
+            "tied": tied,
+            "lm_head": not tied if lm_head is None else lm_head,
+        }
+        said = {key: bool(c[key]) for key in ("qkv_bias",) if key in c}
+        deepseek = _deepseek_numbers(c) if family.startswith("deepseek") else {}
+        return cls(**numbers | _expert_numbers(c) | _FAMILIES[family] | deepseek | said)
+
+
+def _expert_numbers(c: Mapping[str, Any]) -> dict[str, Any]:
+    step, dense = c.get("decoder_sparse_step") or 1, set(c.get("mlp_only_layers") or ())
+    layers = range(c["num_hidden_layers"])
+    return {
+        "experts": c.get("num_experts") or c.get("num_local_experts") or 0,
+        "expert_intermediate": c.get("moe_intermediate_size") or c["intermediate_size"],
+        "shared_intermediate": c.get("shared_expert_intermediate_size") or 0,
+        "dense_layers": frozenset(n for n in layers if n in dense or (n + 1) % step),
+    }
+
+
+def _deepseek_numbers(c: Mapping[str, Any]) -> dict[str, Any]:
+    step, first = c.get("moe_layer_freq") or 1, c.get("first_k_dense_replace") or 0
+    width = c.get("moe_intermediate_size") or 0
+    latent = LatentShape(
+        q_rank=c.get("q_lora_rank") or 0,
+        kv_rank=c["kv_lora_rank"],
+        nope=c["qk_nope_head_dim"],
+        rope=c["qk_rope_head_dim"],
+        value=c["v_head_dim"],
+    )
+    return {
+        "experts": c.get("n_routed_experts") or 0,
+        "expert_intermediate": width,
+        "shared_intermediate": width * (c.get("n_shared_experts") or 0),
+        "dense_layers": frozenset(n for n in range(c["num_hidden_layers"]) if n < first or n % step),
+        "router_bias": c.get("topk_method") == "noaux_tc",
+        "latent": latent,
+        "head_dim": latent.nope + latent.rope,
+        "qkv_bias": False,
+        "o_bias": False,
+    }
