@@ -37,6 +37,8 @@ from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.views import CASTS
 from pulsesync.store import Store
 
+__all__ = ["PulseCallback"]  # noqa: F822 - by __getattr__, below
+
 Adapters = Literal["merged", "only"]
 _CASTS = {"bf16": "BF16", "fp16": "F16"}  # mixed precision -> dtype of the format
 logger = logging.getLogger(__name__)

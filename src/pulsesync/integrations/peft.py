@@ -31,6 +31,8 @@ from pulsesync.integrations.pretrained import (
 )
 from pulsesync.state.checkpoint_files import ADAPTER_CONFIG
 
+__all__ = ["adapter_weights", "merged_weights"]
+
 # Each of them is tested: equal to merge_and_unload, and nothing of the model written.
 MERGEABLE = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "TRAINABLE_TOKENS")
 

@@ -17,6 +17,8 @@ from typing import Any
 from pulsesync.errors import PulseError, StateError
 from pulsesync.state.checkpoint_files import companions
 
+__all__ = ["checkpoint_files", "checkpoint_weights"]
+
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # which have the model as `module`
 
 
