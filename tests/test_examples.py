@@ -1,6 +1,7 @@
 """The examples run as their docstrings say, and end with the line that is promised there.
 
-That of Ray is run in tests/integrations/test_ray.py, where there is a cluster.
+That of Ray is run in tests/integrations/test_ray.py, where there is a cluster, and that of Hugging Face's Trainer in
+tests/integrations/hf/test_page.py, where its packages are.
 """
 
 import re
@@ -49,7 +50,7 @@ def test_trainers_that_meet_in_a_folder_agree_on_the_shared_weights(tmp_path: Pa
 def test_the_list_of_examples_is_complete_and_has_their_commands() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     scripts = [path.name for path in EXAMPLES.glob("*.py")]
-    assert len(scripts) == 6
+    assert len(scripts) == 7
     for script in scripts:
         assert f"[{script}]({script})" in listed
         assert f"`{command_of(script)}`" in listed

@@ -519,3 +519,20 @@ def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path
     assert done_.code == 0
     assert equal(current(place), trainer.versions[-1])
     assert pulse("verify", run, place).code == 0
+
+
+def test_a_run_of_an_adapter_is_a_folder_as_peft_and_vllm_look_for_it(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = Trainer(store, files={"adapter_config.json": b"{}"})
+    with HuggingFaceFolder(store, tmp_path / "f", shard_bytes=1) as folder:
+        for _ in range(3):
+            state = trainer.publish()
+            flip = folder.update()
+            assert flip
+            assert flip.missing == ()
+            names = {path.name for path in (tmp_path / "f" / "current").iterdir()}
+            assert names >= {"adapter_config.json", "adapter_model.safetensors"}
+            assert not [name for name in names if name.startswith("model")]
+            assert equal(current(tmp_path / "f"), state)
+    found = identify(RunReader(store, None), tmp_path / "f")
+    assert found.record is not None
+    assert found.record.version == 2

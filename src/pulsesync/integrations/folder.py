@@ -8,6 +8,9 @@
         for flip in folder.follow():
             ...                                                  # weights/current is now version flip.version
 
+A run that has an `adapter_config.json` is an adapter: its weights are in `adapter_model.safetensors`, as PEFT and vLLM
+look for them.
+
 A copy that is being written has no `pulse.json`; it gets one when its weights are written, recounted and on the disk,
 and `current` is turned to it in one step after that. So a process that is killed at any moment leaves `current` at a
 whole version, and its successor goes on from there.
@@ -54,6 +57,7 @@ from pulsesync.run.reader import RunReader, forgetting
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.state.checkpoint_files import (
+    ADAPTER_CONFIG,
     INDEX,
     SHARD_BYTES,
     TensorFolder,
@@ -212,7 +216,7 @@ class HuggingFaceFolder:
                 return None
             companions = [file for file in goal.files if is_companion(file.name)]
             contents = {file.name: self._fetch(file) for file in companions}
-            plan = plan_files(self._layout_of(goal), self.shard_bytes)
+            plan = plan_files(self._layout_of(goal), self.shard_bytes, adapter=ADAPTER_CONFIG in contents)
             if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
                 self._check_room(goal)
             source = self._begin(side, plan, goal)

@@ -33,6 +33,7 @@ Array = NDArray[Any]
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 SHARD_BYTES = 5_000_000_000  # of weights in a file, as Hugging Face cuts them
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT and vLLM look for them
 
 # What travels along: all that transformers and tokenizers load, but no code and nothing that is unpickled.
 _COMPANIONS = (
@@ -130,8 +131,11 @@ def companions(folder: Path) -> dict[str, bytes]:
 def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
     """The files that `from_pretrained` needs next to the weights and will not find among these companions.
 
-    A model needs its configuration; one of language, which says how large its vocabulary is, a tokenizer too.
+    A model needs its configuration; one of language, which says how large its vocabulary is, a tokenizer too. An
+    adapter needs its own configuration alone.
     """
+    if ADAPTER_CONFIG in files:
+        return ()
     if "config.json" not in files:
         return ("config.json",)
     try:
@@ -230,8 +234,13 @@ class WeightFiles:
         return frozenset([*(shard.name for shard in self.shards), *([INDEX] if self.index else [])])
 
 
-def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES) -> WeightFiles:
-    """Say which files hold a layout. Of tied tensors one is in them, under the name that loaders look for."""
+def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool = False) -> WeightFiles:
+    """Say which files hold a layout. Of tied tensors one is in them, under the name that loaders look for.
+
+    The weights of an adapter are in one file, however large: PEFT reads no other.
+    """
+    if adapter:
+        return WeightFiles((_shard(ADAPTER_WEIGHTS, layout.tensors, _stored_names(layout)),), None)
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in layout.tensors:

@@ -1,0 +1,120 @@
+"""Two ranks of a Trainer, over gloo: with DDP rank 0 publishes, with FSDP2 both do, and workers get it all."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REASON = "needs the packages of Hugging Face: make test-trl runs it"
+transformers = pytest.importorskip("transformers", reason=REASON)
+pytest.importorskip("peft", reason=REASON)
+
+import torch  # noqa: E402 - after what skips the module
+
+from pulsesync import Subscriber  # noqa: E402
+from pulsesync.errors import StateError  # noqa: E402
+from pulsesync.integrations.folder import HuggingFaceFolder  # noqa: E402
+from pulsesync.integrations.pretrained import checkpoint_weights  # noqa: E402
+from tests.examples import ROOT, python_path  # noqa: E402
+from tests.integrations.hf import models  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+TIMEOUT_S = 240
+
+
+def run_ranks(kind: str, folder: Path) -> Any:
+    """Train with two processes; return what ranks.py has written."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [ROOT / "tests" / "integrations" / "hf" / "ranks.py", kind, folder / "run", folder / "result"]
+    process = subprocess.Popen(
+        [*launcher, *map(str, script)],
+        env={
+            **os.environ,
+            "PYTHONPATH": python_path(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, said[-6000:]
+    return torch.load(folder / "result", weights_only=False)
+
+
+def check_versions(folder: Path, steps: dict[int, dict[str, torch.Tensor]], versions: dict[int, int]) -> None:
+    assert versions == {0: 0, 1: 1, 2: 2, 3: 3}
+    subscriber = Subscriber(str(folder / "run"))
+    weights = {name: torch.zeros_like(tensor) for name, tensor in steps[0].items()}
+    for step, version in versions.items():
+        subscriber.sync(weights, version=version)
+        assert models.differing(weights, steps[step]) == []
+    assert models.differing(steps[0], steps[3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("ddp", ["Parameter"]),
+        ("fsdp2", ["DTensor"]),
+        ("fsdp2-tied", ["DTensor"]),
+        ("native", ["DTensor"]),
+        ("native-tied", ["DTensor"]),
+    ],
+)
+def test_workers_have_what_two_ranks_trained(kind: str, parameters: list[str], tmp_path: Path) -> None:
+    result = run_ranks(kind, tmp_path)
+    (versions, refused, found), (others, refused_there, found_there) = result["ranks"]
+    assert refused == refused_there == ""
+    assert found == found_there == parameters
+    assert others == ({} if kind == "ddp" else versions)  # with DDP the other rank publishes nothing
+    check_versions(tmp_path, result["steps"], versions)
+
+    with HuggingFaceFolder(str(tmp_path / "run"), tmp_path / "folder") as folder:
+        flip = folder.update()
+    assert flip is not None
+    assert flip.missing == ()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained((tmp_path / "folder" / "current").resolve())
+    assert type(loaded).__name__ == ("Qwen2ForCausalLM" if kind.endswith("-tied") else "LlamaForCausalLM")
+    assert models.differing(loaded.state_dict(), result["steps"][3]) == []
+
+
+def test_an_adapter_of_a_sharded_model_is_published_by_its_shards(tmp_path: Path) -> None:
+    result = run_ranks("fsdp2-adapter", tmp_path)
+    (versions, refused, found), _ = result["ranks"]
+    assert (refused, found) == ("", ["DTensor"])
+    assert all("lora_" in name for name in result["steps"][0])
+    check_versions(tmp_path, result["steps"], versions)
+
+
+def test_adapters_are_not_merged_into_shards_and_every_rank_says_so(tmp_path: Path) -> None:
+    for versions, refused, _ in run_ranks("fsdp2-merged", tmp_path)["ranks"]:
+        assert "adapters cannot be merged into shards" in refused
+        assert versions == {}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of a single rank that has nothing to shard
+def test_a_model_that_fsdp1_has_flattened_is_refused(tmp_path: Path) -> None:
+    """Accelerate makes none on CPUs: this one is torch's own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(models.llama(), device_id=torch.device("cpu"))
+        with pytest.raises(StateError, match="FSDP1 has flattened the model's parameters"):
+            checkpoint_weights(model)
+    finally:
+        torch.distributed.destroy_process_group()
