@@ -44,6 +44,7 @@ test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
 	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device tests/state/test_transaction.py \
+		tests/integrations/test_vllm.py \
 		$(wildcard tests/kernels/test_cuda*.py)
 
 gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton

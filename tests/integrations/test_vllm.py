@@ -27,6 +27,7 @@ from pulsesync.integrations.vllm.offline import OfflineFollower
 from pulsesync.integrations.vllm.routes import PATH, Routes, ServedEngine, parse_update, read_status
 from pulsesync.integrations.vllm.update import Ask, Finish, moving, raise_error, run
 from pulsesync.store import open_store
+from tests.conftest import GPU
 
 CONFIG = {
     "model_type": "llama",
@@ -40,6 +41,7 @@ CONFIG = {
 }
 SHAPE = ModelShape.from_config(CONFIG)
 RANKS = [EngineRank.vllm(n, 2) for n in range(2)]
+DEVICE = "cuda" if GPU else "cpu"  # of the engine; make gpu-test runs this file, too
 
 
 # The rule
@@ -159,7 +161,9 @@ class FusedModel(torch.nn.Module):
     def __init__(self, rank: EngineRank) -> None:
         super().__init__()
         self.rank = rank
-        self.tensors = {one.name: torch.zeros(one.shape, dtype=torch.bfloat16) for one in fused(SHAPE, rank)}
+        self.tensors = {
+            one.name: torch.zeros(one.shape, dtype=torch.bfloat16, device=DEVICE) for one in fused(SHAPE, rank)
+        }
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         return ((name, torch.nn.Parameter(tensor, requires_grad=False)) for name, tensor in self.tensors.items())
@@ -186,7 +190,7 @@ class FusedModel(torch.nn.Module):
 
     def has(self, checkpoint: dict[str, Any]) -> bool:
         return all(
-            torch.equal(self.tensors[name].view(torch.int16), tensor.view(torch.int16))
+            torch.equal(self.tensors[name].cpu().view(torch.int16), tensor.view(torch.int16))
             for name, tensor in self.expected(checkpoint).items()
         )
 
@@ -454,9 +458,8 @@ def test_a_run_with_a_tensor_that_the_map_does_not_know_is_not_written_in_place(
 @contextmanager
 def served(engine: TwoRanks, key: str | None = None) -> Iterator[str]:
     """The routes of an engine, behind a server of the standard library."""
-    from starlette.applications import Starlette
-
-    app = Starlette()
+    starlette = pytest.importorskip("starlette.applications", reason="the routes need starlette, as vLLM has it")
+    app = starlette.Starlette()
     app.state.engine_client = engine
     app.add_middleware(Routes)
 
@@ -470,7 +473,7 @@ def served(engine: TwoRanks, key: str | None = None) -> Iterator[str]:
             sent.append(message)
 
         scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": []}
-        await app(scope, receive, send)  # type: ignore[arg-type]
+        await app(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
     class Handler(BaseHTTPRequestHandler):

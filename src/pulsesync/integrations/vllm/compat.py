@@ -83,6 +83,19 @@ def load_weights(config: Any, model: Any, weights: Iterable[tuple[str, Any]]) ->
     return loaded
 
 
+def synchronize(model: Any) -> None:
+    """Wait until the GPU of a model has done everything that it was given."""
+    if (device := device_of(model)) is not None:
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def device_of(model: Any) -> Any:
+    """The GPU that a model is on, None if it is on none."""
+    return next((tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"), None)
+
+
 def refresh_packed(model: Any) -> int:
     """Pack again what vLLM packed on a CPU beside weights that it keeps; return how many layers.
 

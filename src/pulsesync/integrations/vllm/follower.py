@@ -16,6 +16,7 @@ from typing import Any
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted
+from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
@@ -212,8 +213,7 @@ class EngineFollower:
 
     def _on_device(self) -> Any:
         """Threads begin with the first GPU of a process as their current one."""
-        device = next((p.device for p in self._model.parameters() if p.device.type == "cuda"), None)
-        if device is None:
+        if (device := compat.device_of(self._model)) is None:
             return nullcontext()
         import torch
 
@@ -264,6 +264,7 @@ class EngineFollower:
         assert one.report is not None
         assert self._weights is not None
         self._weights.load(one.changed)
+        compat.synchronize(self._model)
         self._broken, self._fresh = None, False
         self._last = self._describe(one.report, time.perf_counter() - one.began)
         logger.info("The weights are at version %(version)d (%(mode)s, %(fetched_bytes)d bytes fetched).", self._last)
