@@ -100,7 +100,6 @@ class PublishingCallback:
         self.sent_bytes = 0  # by all versions of this callback, without anchors
         self._as: Adapters | None = None  # how the model is published; None: it has no adapters
         self._save_embeddings: SaveEmbeddings = "auto"
-        self._group: Any = None
         self._lock = Lock()
         self._futures: dict[int, Future[PublishReport]] = {}  # of steps that are in no version yet
         self._later: set[int] = set()  # those of them that failed or were left out: the next version has them
@@ -187,15 +186,8 @@ class PublishingCallback:
     def close(self) -> None:
         """Send everything and close the publisher, as the end of training does. Raises: as `Publisher.close`."""
         publisher, self.publisher = self.publisher, None
-        try:
-            if publisher is not None:
-                publisher.close()
-        finally:
-            group, self._group = self._group, None
-            if group is not None:
-                from torch import distributed
-
-                distributed.destroy_process_group(group)
+        if publisher is not None:
+            publisher.close()
 
     # What is published, and how
 
@@ -245,8 +237,9 @@ class PublishingCallback:
             from torch import distributed
 
             # Over gloo wherever the shards are: ranks send each other digests and sizes, and a background thread does.
-            self._group = distributed.new_group(backend="gloo")
-            team = Collective(self._group, timeout_s=float(args.ddp_timeout))
+            # It is not destroyed here, but with all other groups: torch 2.13 can deadlock when a gloo group is
+            # destroyed right after its last message, because it waits, with the GIL, for a thread that needs the GIL.
+            team = Collective(distributed.new_group(backend="gloo"), timeout_s=float(args.ddp_timeout))
         return ShardedPublisher(self.location, team, **options)
 
     def _publish(self, weights: Mapping[str, Any], step: int, now: bool = False) -> None:

@@ -17,6 +17,7 @@ of all adapted modules, on the same device.
 
 import copy
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,7 +174,9 @@ def _twin(module: Any, fresh: dict[int, Any], made: dict[int, Any]) -> Any:
     made[id(module)] = twin
     state = {}
     for name, value in vars(module).items():
-        if name == "config" or isinstance(value, dict | list | set):
+        if type(value) in (dict, OrderedDict, list, set):
+            value = value.copy()  # most attributes are empty tables of hooks, for which copy.copy is slow
+        elif name == "config" or isinstance(value, dict | list | set):
             value = copy.copy(value)
         elif isinstance(value, torch.nn.Module):
             value = _twin(value, fresh, made)

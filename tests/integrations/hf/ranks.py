@@ -1,12 +1,12 @@
 """A Trainer of several ranks, as torchrun starts it: python -m torch.distributed.run … ranks.py KIND RUN RESULT.
 
 KIND is ddp; fsdp2, fsdp2-tied, fsdp2-adapter or fsdp2-merged, which Accelerate shards; or native or native-tied,
-which transformers shards with FSDP2 when it loads a model. Rank 0 writes to RESULT the weights of every step, as they
-are gathered from all ranks, and what every rank has to say.
+which transformers shards with FSDP2 when it loads a model. Every rank writes to RESULT-rank the weights of every step,
+as they are gathered from all ranks, the versions of its callback, why it was refused, and the kinds of its parameters.
 """
 
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +64,10 @@ def main(kind: str, run: str, result: str) -> None:
 
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
         read = lambda model: adapter_weights(model)[0]  # noqa: E731
-    callback, gathers = PulseCallback(run, every_step=True, cast="BF16", adapters=adapters), Gathers(read)
+    cast = {"cast": "BF16"}
+    if kind.startswith("native"):
+        options, cast = {"bf16": True}, {}  # mixed precision: the callback finds the cast
+    callback, gathers = PulseCallback(run, every_step=True, adapters=adapters, **cast), Gathers(read)
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -95,11 +98,11 @@ def main(kind: str, run: str, result: str) -> None:
     except StateError as e:
         refused = str(e)
     kinds = sorted({type(parameter).__name__ for parameter in trainer.model.parameters()})
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (callback.versions, refused, kinds))
-    if dist.get_rank() == 0:
-        torch.save({"steps": gathers.kept, "ranks": found}, Path(result))
-    dist.destroy_process_group()
+    found = {"steps": gathers.kept, "versions": callback.versions, "refused": refused, "parameters": kinds}
+    torch.save(found, f"{result}-{dist.get_rank()}")
+    dist.barrier()
+    # Not by a return: when DDP frees its gloo group, torch waits, with the GIL, for a thread that may need the GIL.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Follows(TrainerCallback):  # type: ignore[misc]
         if not self.weights:
             self.weights = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
         version = self.callback.version_of(state.global_step, timeout_s=60)
-        report = self.subscriber.sync(self.weights, version=version)
+        report = self.subscriber.sync(self.weights, version=version, wait_s=60)  # for the first anchor
         self.wrong[state.global_step] = models.differing(self.weights, wanted)
         self.changed.append(report.changed)
 
