@@ -19,12 +19,20 @@ import pytest
 import torch
 
 from pulsesync import Publisher, PulseError, SigningKey, StoreError, VerificationError
-from pulsesync.errors import ChecksumError, FormatError, NothingPublishedError, SignatureError
+from pulsesync.errors import (
+    ChecksumError,
+    FormatError,
+    GroupError,
+    NothingPublishedError,
+    SignatureError,
+    StateError,
+)
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused, grid
 from pulsesync.integrations.vllm import ServerFollower, VllmServer, compat
-from pulsesync.integrations.vllm.follower import EngineFollower, RunOptions
+from pulsesync.integrations.vllm.follower import EngineFollower, EngineLimits, RunOptions
 from pulsesync.integrations.vllm.offline import OfflineFollower
-from pulsesync.integrations.vllm.routes import PATH, Routes, ServedEngine, parse_update, read_status
+from pulsesync.integrations.vllm.plugin import read_limits
+from pulsesync.integrations.vllm.routes import PATH, Routes, ServedEngine, parse_update
 from pulsesync.integrations.vllm.update import Ask, Finish, moving, raise_error, run
 from pulsesync.store import open_store
 from tests.conftest import GPU
@@ -64,7 +72,7 @@ class Ranks:
     @staticmethod
     def usual(do: str) -> dict[str, Any]:
         if do == "status":
-            return {"version": 3, "digest": "d", "update": "ready", "failure": None}
+            return {"version": 3, "digest": "d", "update": "ready", "token": "t", "failure": None}
         if do == "commit":
             return {"version": 4, "changed": 10, "fetched_bytes": 7, "seconds": 0.5}
         return {"version": 4}
@@ -75,8 +83,8 @@ FAILURE = {"type": "ChecksumError", "message": "bad bytes"}
 
 def test_all_ranks_commit_when_all_are_ready_and_only_then_is_the_engine_paused() -> None:
     ranks = Ranks({}, {})
-    report = run(moving({"location": "x"}, 4), ranks.take)
-    assert ranks.asked == ["prepare", "status", "pause", "commit", "finish", "resume"]
+    report = run(moving({"location": "x"}, 4, "t"), ranks.take)
+    assert ranks.asked == ["status", "prepare", "status", "pause", "commit", "finish", "resume"]
     assert (report["changed"], report["fetched_bytes"], report["ranks"]) == (20, 14, 2)
 
 
@@ -88,30 +96,31 @@ def test_the_latest_version_is_the_one_that_rank_0_finds() -> None:
         asked.append(step)
         return ranks.take(step)
 
-    run(moving({"location": "x"}, "latest"), take)
-    assert Ask({"do": "prepare", "options": {"location": "x"}, "version": 9}) in asked
+    run(moving({"location": "x"}, "latest", "t"), take)
+    assert Ask({"do": "prepare", "options": {"location": "x"}, "version": 9, "token": "t"}) in asked
     assert Finish(9) in asked
 
 
 def test_a_rank_that_cannot_prepare_keeps_all_others_from_writing() -> None:
     ranks = Ranks({}, {"status": {"failure": FAILURE}})
     with pytest.raises(ChecksumError, match="bad bytes"):
-        run(moving({"location": "x"}, 4), ranks.take)
-    assert ranks.asked == ["prepare", "status", "abort"]
+        run(moving({"location": "x"}, 4, "t"), ranks.take)
+    assert "commit" not in ranks.asked
+    assert ranks.asked[-2:] == ["abort", "resume"]
 
 
 def test_a_rank_that_fails_to_write_has_all_of_them_rolled_back() -> None:
     ranks = Ranks({}, {"commit": {"error": FAILURE}})
     with pytest.raises(ChecksumError, match="bad bytes"):
-        run(moving({"location": "x"}, 4), ranks.take)
-    assert ranks.asked == ["prepare", "status", "pause", "commit", "roll back", "resume"]
+        run(moving({"location": "x"}, 4, "t"), ranks.take)
+    assert ranks.asked == ["status", "prepare", "status", "pause", "commit", "roll back", "resume"]
 
 
 def test_an_engine_that_cannot_be_rolled_back_stays_paused() -> None:
     torn = {"type": "VerificationError", "message": "of no version"}
     ranks = Ranks({"roll back": {"error": torn}}, {"commit": {"error": FAILURE}})
-    with pytest.raises(VerificationError, match="of no version"):
-        run(moving({"location": "x"}, 4), ranks.take)
+    with pytest.raises(VerificationError, match=r"of no version \(the update failed: bad bytes\)"):
+        run(moving({"location": "x"}, 4, "t"), ranks.take)
     assert ranks.asked[-1] == "roll back"
 
 
@@ -124,8 +133,35 @@ def test_an_engine_that_cannot_name_the_version_is_rolled_back() -> None:
         return ranks.take(step)
 
     with pytest.raises(ConnectionError, match="gone"):
-        run(moving({"location": "x"}, 4), take)
+        run(moving({"location": "x"}, 4, "t"), take)
     assert ranks.asked[-2:] == ["roll back", "resume"]
+
+
+def test_an_engine_that_cannot_be_paused_is_not_written() -> None:
+    ranks = Ranks({})
+
+    def take(step: Any) -> Any:
+        if step == "pause":
+            raise ConnectionError("gone")
+        return ranks.take(step)
+
+    with pytest.raises(ConnectionError, match="gone"):
+        run(moving({"location": "x"}, 4, "t"), take)
+    assert "commit" not in ranks.asked
+    assert "roll back" not in ranks.asked
+
+
+@pytest.mark.parametrize("version", ["12", 1.0, None, True, -1])
+def test_a_version_is_a_number_or_latest(version: Any) -> None:
+    with pytest.raises(ValueError, match="version must be a number or 'latest'"):
+        run(moving({"location": "x"}, version, "t"), Ranks({}).take)
+
+
+def test_an_update_fails_if_another_caller_has_begun_one() -> None:
+    ranks = Ranks({"status": {"token": "another"}})
+    with pytest.raises(GroupError, match="another caller"):
+        run(moving({"location": "x"}, 4, "t"), ranks.take)
+    assert "commit" not in ranks.asked
 
 
 def test_an_error_that_is_not_ours_keeps_its_name() -> None:
@@ -202,8 +238,26 @@ class TwoRanks:
         self.models = [FusedModel(rank) for rank in RANKS]
         for model in self.models:
             model.load(checkpoint)
-        self.followers = [EngineFollower(SimpleNamespace(rank=model.rank), model) for model in self.models]
-        self.paused, self.weight_version, self.dropped = False, "default", 0
+        self.config = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
+        self.limits = EngineLimits()
+        self.start_followers()
+        self.paused, self.sleeps, self.weight_version, self.dropped = False, False, "default", 0
+        self.served = ServedEngine(self)
+
+    def start_followers(self) -> None:
+        self.followers = [
+            EngineFollower(
+                SimpleNamespace(
+                    rank=model.rank,
+                    parallel_config=self.config,
+                    lora_config=None,
+                    model_config=SimpleNamespace(quantization=None),
+                ),
+                model,
+                self.limits,
+            )
+            for model in self.models
+        ]
 
     async def collective_rpc(self, method: str, args: tuple[str] = ("",)) -> list[dict[str, Any]]:
         assert method == "pulse_call"
@@ -219,8 +273,12 @@ class TwoRanks:
     async def resume_generation(self) -> None:
         self.paused = False
 
-    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
-        self.dropped += reset_running_requests
+    async def is_sleeping(self) -> bool:
+        return self.sleeps
+
+    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self.dropped += reset_running_requests and reset_connector
+        return True
 
     async def update_weight_version(self, version: str) -> None:
         self.weight_version = version
@@ -230,7 +288,10 @@ class TwoRanks:
 
     def update(self, location: Path, version: int | str = "latest", **options: Any) -> dict[str, Any]:
         kv_cache = options.pop("kv_cache", "drop")
-        return asyncio.run(ServedEngine(self, kv_cache).update({"location": str(location), **options}, version))
+        return asyncio.run(self.served.update({"location": str(location), **options}, version, kv_cache))
+
+    def status(self) -> dict[str, Any]:
+        return asyncio.run(self.served.status())
 
     def have(self, checkpoint: dict[str, Any]) -> bool:
         return all(model.has(checkpoint) for model in self.models)
@@ -332,7 +393,7 @@ def test_a_damaged_version_is_refused_and_the_old_one_is_served(training: Traini
         engine.update(training.location)
     assert engine.have(training.versions[0])
     assert (engine.weight_version, engine.paused) == ("0", False)
-    status = asyncio.run(read_status(engine))
+    status = engine.status()
     assert (status["version"], status["ranks_agree"], status["broken"]) == (0, True, None)
     training.publish()  # the next version goes by the same patch, or by an anchor
     with pytest.raises(FormatError):
@@ -367,8 +428,7 @@ def test_no_rank_moves_if_one_of_them_cannot_prepare(training: Training, monkeyp
         engine.update(training.location)
     assert engine.have(training.versions[0])
     assert not engine.paused
-    monkeypatch.undo()
-    monkeypatch.setattr(compat, "refresh_packed", lambda model: 0)
+    monkeypatch.delattr(second, "_weights_for")
     engine.update(training.location)
     assert engine.have(training.versions[1])
 
@@ -379,8 +439,9 @@ def test_a_rank_that_fails_while_it_writes_has_both_rolled_back_and_the_next_upd
     engine = TwoRanks(training.versions[0])
     engine.update(training.location)
     training.publish()
-    weights = engine.followers[1]._weights
-    assert weights is not None
+    followed = engine.followers[1]._followed
+    assert followed is not None
+    weights = followed.weights
     once = iter([RuntimeError("kernel failed")])
 
     def fail(names: Any) -> None:
@@ -405,10 +466,10 @@ def test_an_update_that_nobody_commits_leaves_the_weights_alone(
     monkeypatch.setattr("pulsesync.integrations.vllm.follower.PATIENCE_S", 0.05)
     follower = engine.followers[0]
     follower.prepare(RunOptions(str(training.location)), 1)
-    end = time.monotonic() + 30
-    while follower.status()["failure"] is None and time.monotonic() < end:
-        time.sleep(0.01)
-    assert "nothing committed the update" in follower.status()["failure"]["message"]
+    assert follower._pending is not None
+    assert follower._pending.thread is not None
+    follower._pending.thread.join(30)
+    assert "nothing asked about the update" in follower.status()["failure"]["message"]
     assert engine.have(training.versions[0])
     monkeypatch.setattr("pulsesync.integrations.vllm.follower.PATIENCE_S", 60.0)
     engine.update(training.location)
@@ -450,6 +511,165 @@ def test_a_run_with_a_tensor_that_the_map_does_not_know_is_not_written_in_place(
     assert {name: tensor.tolist() for name, tensor in loaded.items() if "extra" in name} == {
         "model.extra.weight": [1.0] * 8
     }
+
+
+def test_packed_copies_are_made_again_after_a_repair(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Any] = []
+    monkeypatch.setattr(compat, "refresh_packed", packed.append)
+    engine = TwoRanks(training.versions[0])
+    training.publish()
+    engine.update(training.location)
+    for model in engine.models:
+        model.load(training.versions[0])
+    del packed[:]
+    engine.update(training.location)
+    assert len(packed) == 2
+    assert engine.have(training.versions[1])
+
+
+def test_a_failed_update_to_another_run_leaves_the_version_that_is_served(training: Training, tmp_path: Path) -> None:
+    engine = TwoRanks(training.versions[0])
+    engine.update(training.location)
+    with pytest.raises(NothingPublishedError):
+        engine.update(tmp_path / "elsewhere", 0)
+    assert (engine.status()["location"], engine.status()["version"]) == (str(training.location), 0)
+    training.publish()
+    assert engine.update(training.location)["path"] == ["patch"]
+
+
+def test_a_commit_that_fails_in_an_update_to_another_run_returns_to_the_first(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Training(tmp_path / "other")
+    other.publish()
+    other.publisher.close()
+    engine = TwoRanks(training.versions[0])
+    engine.update(training.location)
+    calls = iter([None, RuntimeError("kernel failed")])  # the second rank fails
+
+    def synchronize(model: Any) -> None:
+        if (error := next(calls, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(compat, "synchronize", synchronize)
+    with pytest.raises(PulseError, match="kernel failed"):
+        engine.update(other.location, 1)
+    assert engine.have(training.versions[0])
+    assert (engine.status()["location"], engine.status()["version"]) == (str(training.location), 0)
+    training.publish()
+    engine.update(training.location)
+    assert engine.have(training.versions[1])
+
+
+def test_a_roll_back_needs_no_store(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TwoRanks(training.versions[0])
+    engine.update(training.location)
+    training.publish()
+
+    def lose_the_run(model: Any) -> None:
+        if training.location.exists():
+            training.location.rename(training.location.with_name("away"))
+            raise RuntimeError("kernel failed")
+
+    monkeypatch.setattr(compat, "synchronize", lose_the_run)
+    with pytest.raises(PulseError, match="kernel failed"):
+        engine.update(training.location)
+    assert engine.have(training.versions[0])
+    assert (engine.paused, engine.status()["broken"]) == (False, None)
+
+
+def test_a_first_update_that_fails_returns_to_the_checkpoint(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TwoRanks(training.versions[0])
+    training.publish()
+    calls = iter([None, RuntimeError("kernel failed")])
+
+    def synchronize(model: Any) -> None:
+        if (error := next(calls, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(compat, "synchronize", synchronize)
+    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: model.load(training.versions[0]))
+    with pytest.raises(PulseError, match="kernel failed"):
+        engine.update(training.location)
+    assert engine.have(training.versions[0])
+    assert (engine.paused, engine.status()["version"], engine.status()["broken"]) == (False, None, None)
+
+
+def test_an_engine_that_cannot_be_rolled_back_is_paused_until_an_update_succeeds(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TwoRanks(training.versions[0])
+    training.publish()
+    failing = True
+
+    def synchronize(model: Any) -> None:
+        if failing and model is engine.models[1]:
+            raise RuntimeError("the GPU is lost")
+
+    monkeypatch.setattr(compat, "synchronize", synchronize)
+    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: None)
+    with pytest.raises(VerificationError, match="the GPU is lost"):
+        engine.update(training.location)
+    status = engine.status()
+    assert (engine.paused, status["paused_by_update"], "the GPU is lost" in status["broken"]) == (True, True, True)
+    failing = False
+    engine.update(training.location)
+    assert engine.have(training.versions[1])
+    assert (engine.paused, engine.status()["broken"]) == (False, None)
+
+
+def test_an_abort_does_not_wait_for_a_fetch(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TwoRanks(training.versions[0])
+    engine.update(training.location)
+    training.publish()
+    first, hold = engine.followers[0], threading.Event()
+    find = first._weights_for
+    monkeypatch.setattr(first, "_weights_for", lambda *given: (hold.wait(30), find(*given))[1])
+    first.prepare(RunOptions(str(training.location)), 1)
+    began = time.perf_counter()
+    first.abort()
+    assert time.perf_counter() - began < 5
+    monkeypatch.delattr(first, "_weights_for")
+    hold.set()
+    engine.update(training.location)  # after the one that was aborted has ended, without writing
+    assert engine.have(training.versions[1])
+
+
+def test_what_could_be_wrong_unnoticed_is_refused(training: Training) -> None:
+    engine = TwoRanks(training.versions[0])
+    engine.config.data_parallel_size = 2
+    with pytest.raises(StateError, match="2 data-parallel replicas"):
+        engine.update(training.location)
+    engine.config.data_parallel_size, engine.config.enable_eplb = 1, True
+    with pytest.raises(StateError, match="--enable-eplb"):
+        engine.update(training.location)
+    engine.config.enable_eplb, engine.sleeps = False, True
+    with pytest.raises(StoreError, match="the engine sleeps"):
+        engine.update(training.location)
+    assert not engine.paused
+
+
+def test_the_operator_says_which_runs_may_be_followed_and_whom_to_trust(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PULSE_VLLM_RUNS", f"s3://bucket/runs, {tmp_path / 'allowed'}")
+    for location in (
+        str(training.location),
+        f"{tmp_path}/allowed/../run",
+        "s3://bucket/runs/../x",
+        "s3://bucket/runsx",
+    ):
+        with pytest.raises(ValueError, match="PULSE_VLLM_RUNS does not name it"):
+            read_limits().applied(RunOptions(location))
+    assert read_limits().applied(RunOptions("s3://bucket/runs/one")).location == "s3://bucket/runs/one"
+    engine = TwoRanks(training.versions[0])
+    monkeypatch.delenv("PULSE_VLLM_RUNS")
+    engine.limits = EngineLimits(trust=(SigningKey.generate().public,))
+    engine.start_followers()
+    with pytest.raises(SignatureError):
+        engine.update(training.location, 0)
 
 
 # Over HTTP
@@ -527,8 +747,9 @@ def test_a_follower_brings_a_server_to_each_version_and_again_when_it_was_restar
         training.publish()
         updates = follower.follow(0.01)
         assert next(updates).version == 1
-        restarted = TwoRanks(training.versions[0])
-        engine.models, engine.followers = restarted.models, restarted.followers
+        for model in engine.models:
+            model.load(training.versions[0])
+        engine.start_followers()
         assert next(updates).version == 1
         assert engine.have(training.versions[1])
 

@@ -83,6 +83,10 @@ def follow(
     """
     if (folder is None) == (vllm is None):
         raise UsageError("give either a folder or --vllm with the address of a server")
+    if vllm is not None and cache is not None:
+        raise UsageError(
+            "--cache is for a folder; where a vLLM server keeps what it fetched, say PULSE_VLLM_CACHE there"
+        )
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     if vllm is not None:
         try:
@@ -91,7 +95,6 @@ def follow(
                 _reachable(run),
                 store,
                 trust=keys,
-                cache=str(cache.resolve()) if cache else None,
                 kv_cache=kv_cache,
                 pointer=pointer,
                 max_staleness=max_staleness,

@@ -631,15 +631,18 @@ class Subscriber:
     def _walk(self, path: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
         """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
         assert self._state is not None
-        if path and path[0].kind == RecordKind.ANCHOR:
-            with progress.applying(path[0], records):
-                self._load(path[0], progress)
-            path = path[1:]
 
         def checking(record: Manifest) -> AbstractContextManager[None]:
             return progress.applying(record, records)
 
-        with closing(self._fetched(path, progress, checking)) as groups:
+        anchor = path[0] if path and path[0].kind == RecordKind.ANCHOR else None
+        path = path[1:] if anchor else path
+        with closing(self._fetched(path, progress, checking)) as coming:
+            # Who confirms a sync wants to have everything here, and checked as far as it can be, before it is asked.
+            groups: Iterable[_Group] = list(coming) if self._confirm is not None else coming
+            if anchor:
+                with checking(anchor):
+                    self._load(anchor, progress)
             if self._state.overlays:
                 self._apply(path, groups, progress, checking, goes_on=False)
                 return
@@ -802,6 +805,23 @@ class Subscriber:
         progress.changed += sum(back.changed for _, _, back in taken)
         progress.path.append("undo")
         return True
+
+    def roll_back(self) -> int | None:
+        """Undo the last sync that wrote, from what is in memory: no store is asked. Return the version, None for none.
+
+        Raises:
+            VerificationError: that failed, and the weights are what they were before the call.
+        """
+        with self._working():
+            if self._state is None or not self._undo:
+                return None
+            position, step, back = self._undo.pop()
+            try:
+                self._state.commit(back)
+            finally:
+                if self._state.history is back.history:
+                    self._position, self._step = position, step
+            return position.version
 
     def _move_to(self, record: Manifest) -> None:
         self._position, self._step = Position.of(record), record.step

@@ -18,11 +18,13 @@ from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-f
     WeightTransferUpdateInfo,
 )
 
-from pulsesync.errors import PulseError
+from pulsesync.errors import GroupError, PulseError
 from pulsesync.group.collective import Team
 from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.follower import LATEST, EngineFollower, RunOptions
-from pulsesync.integrations.vllm.update import Ask, Step, Wait, moving, run
+from pulsesync.integrations.vllm.follower import EngineFollower, RunOptions
+from pulsesync.integrations.vllm.plugin import read_limits
+from pulsesync.integrations.vllm.update import LATEST, Ask, Step, Wait, moving, run
+from pulsesync.store import open_store
 
 
 @dataclass
@@ -31,7 +33,6 @@ class PulseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
     location: str
     trust: list[str] | None = None
-    cache: str | None = None
     pointer: str | None = None
     follow_replaced: bool = False
 
@@ -52,16 +53,18 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.follower = EngineFollower(vllm_config, model)
+        self.follower = EngineFollower(vllm_config, model, read_limits())
         self._options: dict[str, Any] | None = None
-        self._team: Team | None = None  # made by the first update
+        self._team: Team | None = None
+        self._updates = 0
 
     def init_transfer_engine(self, init_info: PulseInitInfo) -> None:
         """Follow a run. If this fails, the engine follows none: later updates raise, and change nothing."""
         self._options = None
         self.follower.close()
         options = dict(vars(init_info))
-        self.follower.follow(RunOptions.parse(options))
+        open_store(RunOptions.parse(options).location)  # raises for a location that no store is for
+        self._team = self._team or compat.team_of(self.vllm_config)
         self._options = options
 
     def start_weight_update(self) -> None:
@@ -78,9 +81,12 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Go to a version with the other ranks of this replica: each runs the same rule, on the answers of all."""
         if self._options is None:
             raise PulseError("this engine follows no run: initialise the weight transfer with the location of one")
-        if self._team is None:
-            self._team = compat.team_of(self.vllm_config)
-        run(moving(self._options, update_info.version), self._take)
+        self._updates += 1  # on every rank
+        try:
+            run(moving(self._options, update_info.version, f"backend-{self._updates}"), self._take)
+        except GroupError:
+            self._options = self._team = None  # a group that has failed is of no use: initialise again
+            raise
 
     def _take(self, step: Step) -> Any:
         """Take a step as this rank; the caller of vLLM's routes pauses, resumes and names the version."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
-from pulsesync.errors import PulseError
+from pulsesync.errors import PulseError, StateError, StoreError
 from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.runtime import EngineRank, runtime_tensors
 
@@ -21,14 +21,39 @@ logger = logging.getLogger(__name__)
 # In a worker
 
 
+def check_engine(config: Any) -> None:
+    """Refuse an engine whose weights could be wrong after an update that seems right.
+
+    Raises:
+        StateError: which setting it is, and what to do.
+    """
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        raise StateError(
+            f"this engine has {parallel.data_parallel_size} data-parallel replicas, and vLLM reports the answers of "
+            "one of them alone: start a server for each replica, and let each follow the run"
+        )
+    if getattr(parallel, "enable_eplb", False):
+        raise StateError(
+            "this engine moves its experts while it runs (--enable-eplb), so where a weight is cannot be known: start "
+            "it without that"
+        )
+
+
+def check_loader(config: Any) -> None:
+    """Refuse an engine whose loader would not find the layers of a checkpoint. Raises: StateError."""
+    if config.lora_config is None:
+        return
+    if not hasattr(import_module("vllm.lora.layers").BaseLayerWithLoRA, "load_weights"):
+        raise StateError("with --enable-lora, this version of vLLM cannot load weights again: use vLLM 0.28 or later")
+
+
 def team_of(config: Any) -> Team:
-    """The ranks of this replica of the engine, which move together."""
+    """The ranks of an engine, in a process group of their own. Every rank must call this at the same time."""
     parallel = config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return SoloTeam()
-    state = import_module("vllm.distributed.parallel_state")
-    group = state.get_tp_group() if parallel.pipeline_parallel_size == 1 else state.get_world_group()
-    return Collective(group.cpu_group, TIMEOUT_S)
+    return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)
 
 
 def rank_of(config: Any) -> EngineRank:
@@ -47,6 +72,10 @@ def rank_of(config: Any) -> EngineRank:
 def hf_config(config: Any) -> Any:
     """The model's config.json, as transformers has it."""
     return config.model_config.hf_config
+
+
+def is_quantised(config: Any) -> bool:
+    return config.model_config.quantization is not None
 
 
 def parameters(model: Any) -> dict[str, Any]:
@@ -125,8 +154,22 @@ async def pause(engine: Any) -> None:
 
 
 async def drop_cache(engine: Any) -> None:
-    """Drop the KV cache, that of requests in flight too: they compute theirs again when generation resumes."""
-    await engine.reset_prefix_cache(reset_running_requests=True)
+    """Drop everything that old weights have computed; requests in flight compute theirs again.
+
+    Raises:
+        PulseError: the engine did not do so.
+    """
+    if await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False:
+        raise PulseError("the engine could not drop its KV cache, which was computed with other weights")
+    for name in ("reset_mm_cache", "reset_encoder_cache"):  # those of images; the second is not in all versions
+        if hasattr(engine, name):
+            await getattr(engine, name)()
+
+
+async def check_awake(engine: Any) -> None:
+    """Refuse an engine that sleeps: its memory is not there. Raises: StoreError, which may pass."""
+    if await engine.is_sleeping():
+        raise StoreError("the engine sleeps: wake it up before it is updated", retryable=True)
 
 
 async def set_version(engine: Any, version: str) -> None:

@@ -8,9 +8,10 @@ and returns is plain data, because it travels between processes.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, VerificationError
@@ -23,7 +24,6 @@ from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber, SyncReport
 from pulsesync.store import open_store
 
-LATEST = "latest"
 PATIENCE_S = 600.0  # for which a prepared update waits to be committed: then whatever was to do so has died
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ class RunOptions:
         location: A path or URL of the run, which every rank reaches.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not looked at.
-        cache: A folder in which bodies are kept, shared by the ranks of a host: each is fetched once.
         pointer: Name of a pointer of the run, which "latest" then means; None: the newest version.
         follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
             start over from what is there now.
@@ -45,7 +44,6 @@ class RunOptions:
 
     location: str
     trust: Sequence[str] | None = None
-    cache: str | None = None
     pointer: str | None = None
     follow_replaced: bool = False
 
@@ -54,7 +52,7 @@ class RunOptions:
         """Read a mapping that came over the network. Raises: ValueError, for names or types that are not these."""
         if unknown := sorted(given.keys() - cls.__dataclass_fields__.keys()):
             raise ValueError(f"expected {', '.join(cls.__dataclass_fields__)}; got {', '.join(unknown)}")
-        for name in ("location", "cache", "pointer"):
+        for name in ("location", "pointer"):
             if not isinstance(given.get(name, ""), str | None):
                 raise ValueError(f"{name} must be a text; got {given[name]!r}")
         if not given.get("location"):
@@ -66,11 +64,65 @@ class RunOptions:
         return cls(**{**given, "trust": tuple([trust] if isinstance(trust, str) else trust) if trust else None})
 
 
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the operator of an engine allows those who may ask for updates.
+
+    Args:
+        runs: The locations that may be followed, each with everything under it; empty: any.
+        trust: Public keys that must have signed the run, whatever a request says; None: as the request says.
+        cache: A folder in which bodies are kept, shared by the ranks of a host: each is fetched once.
+    """
+
+    runs: tuple[str, ...] = ()
+    trust: tuple[str, ...] | None = None
+    cache: str | None = None
+
+    def applied(self, options: RunOptions) -> RunOptions:
+        """The options of a request, as far as they are allowed. Raises: ValueError, if the location is not."""
+        if self.runs and not any(_is_under(options.location, run) for run in self.runs):
+            raise ValueError(f"this engine may not follow {options.location}: PULSE_VLLM_RUNS does not name it")
+        return options if self.trust is None else replace(options, trust=self.trust)
+
+
+def _is_under(location: str, run: str) -> bool:
+    if "://" not in location:
+        return "://" not in run and Path(location).resolve().is_relative_to(Path(run).resolve())
+    root = run.rstrip("/")
+    return ".." not in location.split("/") and (location.rstrip("/") == root or location.startswith(root + "/"))
+
+
+class _Followed:
+    """A run that is followed, and where the engine has its weights."""
+
+    def __init__(self, options: RunOptions, cache: str | None, confirm: Callable[[], None]) -> None:
+        self.options = options
+        store = open_store(options.location)
+        self.subscriber = Subscriber(store, trust=options.trust, cache=cache, widen=True, confirm=confirm)
+        self.weights: EngineWeights | None = None
+        self.layout: Layout | None = None
+
+    def is_of(self, options: RunOptions) -> bool:
+        """Whether these options mean this run: what else they say is about one update."""
+        return (self.options.location, self.options.trust) == (options.location, options.trust)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What an engine had before an update."""
+
+    followed: _Followed | None
+    report: dict[str, Any]
+    fresh: bool
+    writer: _Followed  # the run of the update
+
+
 class _Preparation:
     """An update on its way: it runs in a thread up to the first write, and further when it may."""
 
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
+    def __init__(self, token: str, followed: _Followed) -> None:
+        self.token, self.followed = token, followed
+        self.began = self.seen = time.perf_counter()
         self.ready = threading.Event()  # to write, or done without anything to write, or failed
         self.decided = threading.Event()
         self.cancelled = False
@@ -82,16 +134,11 @@ class _Preparation:
     def wait_for_decision(self) -> None:
         """Wait until the update is committed. Raises: GroupError, if it is not."""
         self.ready.set()
-        if not self.decided.wait(PATIENCE_S):
-            raise GroupError(f"nothing committed the update within {PATIENCE_S:.0f} s; the weights are as they were")
+        while not self.decided.wait(min(1.0, PATIENCE_S)):
+            if time.perf_counter() - self.seen > PATIENCE_S:
+                raise GroupError(f"nothing asked about the update for {PATIENCE_S:.0f} s; the weights are as they were")
         if self.cancelled:
             raise GroupError("the update was aborted; the weights are as they were")
-
-    def decide(self, cancelled: bool) -> None:
-        assert self.thread is not None
-        self.cancelled = cancelled
-        self.decided.set()
-        self.thread.join()
 
 
 class EngineFollower:
@@ -100,18 +147,20 @@ class EngineFollower:
     Args:
         config: The engine's VllmConfig.
         model: The model of this rank.
+        limits: What may be asked for.
     """
 
-    def __init__(self, config: Any, model: Any) -> None:
-        self._config, self._model = config, model
-        self._options: RunOptions | None = None
-        self._subscriber: Subscriber | None = None
-        self._weights: EngineWeights | None = None
-        self._layout: Layout | None = None
-        self._fresh = True  # whether the engine has the weights that it was started with
+    def __init__(self, config: Any, model: Any, limits: EngineLimits | None = None) -> None:
+        self._config, self._model, self._limits = config, model, limits or EngineLimits()
+        self._followed: _Followed | None = None  # the run of which the engine has a version
         self._pending: _Preparation | None = None
+        self._preparing = threading.Lock()  # one preparation works at a time; one that was aborted may still fetch
+        self._fresh = True  # whether the engine has the weights that it was started with
+        self._before: _Served | None = None  # what there was before the last update that was committed here
         self._broken: str | None = None  # why the weights are of no version
-        self._last: dict[str, Any] = {}  # the report of the last update
+        self._served: dict[str, Any] = {}  # the report of the update whose version the engine has
+
+    # Messages
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what a message asks for, and answer it; an error is an answer, too: {"error": {"type", "message"}}.
@@ -123,15 +172,15 @@ class EngineFollower:
         except Exception as e:  # noqa: BLE001 - the process that asked raises it
             return {"error": _describe_error(e)}
 
-    def _do(self, do: str, **given: Any) -> dict[str, Any]:
+    def _do(self, do: str, token: str = "", **given: Any) -> dict[str, Any]:
         if do == "find":
-            return {"version": self.find(RunOptions.parse(given["options"]))}
+            return {"version": find_version(self._limits.applied(RunOptions.parse(given["options"])))}
         if do == "prepare":
-            self.prepare(RunOptions.parse(given["options"]), int(given["version"]))
+            self.prepare(self._limits.applied(RunOptions.parse(given["options"])), int(given["version"]), token)
         elif do == "abort":
-            self.abort()
+            self.abort(token)
         elif do == "commit":
-            return self.commit()
+            return self.commit(token)
         elif do == "roll back":
             self.roll_back(given["version"])
         elif do == "close":
@@ -140,72 +189,65 @@ class EngineFollower:
             raise ValueError(f"a worker was asked to {do!r}, which this version of pulsesync does not know")
         return self.status()
 
-    # Following
-
-    def follow(self, options: RunOptions) -> Subscriber:
-        """Follow a run from now on; nothing is fetched before the first update. Raises: ValueError, StoreError."""
-        if self._subscriber is not None and options == self._options:
-            return self._subscriber
-        self.close()  # whatever happens next, updates no longer go to the run that was followed before
-        store = open_store(options.location)
-        self._subscriber = Subscriber(
-            store, trust=options.trust, cache=options.cache, widen=True, confirm=self._wait_for_decision
-        )
-        self._options = options
-        return self._subscriber
+    def status(self) -> dict[str, Any]:
+        """Where this rank is: the version that it has, whatever is being prepared."""
+        known, pending = {} if self._broken else self._served, self._pending
+        if pending is not None:
+            pending.seen = time.perf_counter()
+        state = None if pending is None else "ready" if pending.ready.is_set() else "preparing"
+        return {
+            "location": self._followed.options.location if self._followed else None,
+            "version": known.get("version"),
+            "step": known.get("step"),
+            "digest": known.get("digest"),
+            "mode": known.get("mode"),
+            "broken": self._broken,
+            "update": state,
+            "token": pending.token if pending else None,
+            "failure": _describe_error(pending.error) if pending and pending.error else None,
+        }
 
     def close(self) -> None:
         """Stop following. The weights stay as they are."""
         self.abort()
-        if self._subscriber is not None:
-            self._subscriber.close()
-        self._options = self._subscriber = self._weights = self._layout = None
-        self._last = {}
+        if self._followed is not None:
+            self._followed.subscriber.close()
+        self._retire()
+        self._followed, self._served = None, {}
 
-    def status(self) -> dict[str, Any]:
-        """Where this rank is."""
-        position = self._subscriber.position if self._subscriber is not None else None
-        known = position if not self._broken else None
-        pending = self._pending
-        state = None if pending is None else "ready" if pending.ready.is_set() else "preparing"
-        return {
-            "location": self._options.location if self._options else None,
-            "version": known.version if known else None,
-            "step": self._last.get("step") if known else None,
-            "digest": known.digest if known else None,
-            "mode": self._weights.mode if self._weights else None,
-            "broken": self._broken,
-            "update": state,
-            "failure": _describe_error(pending.error) if pending and pending.error else None,
-        }
+    def _retire(self) -> None:
+        """Forget what there was before the last update: it will not be rolled back any more."""
+        before, self._before = self._before, None
+        if before is not None and before.followed is not None and before.followed is not self._followed:
+            before.followed.subscriber.close()
 
-    def find(self, options: RunOptions) -> int:
-        """The version that "latest" means. Raises: NothingPublishedError, FormatError, StoreError."""
-        subscriber = self.follow(options)
-        reader = RunReader(subscriber.store, subscriber.trust)
-        found = FollowTarget(options.pointer, None).find(reader, None)
-        if found is None:
-            raise reader.nothing_published()
-        return found.version
+    # Preparing
 
-    # An update
-
-    def prepare(self, options: RunOptions, version: int) -> None:
+    def prepare(self, options: RunOptions, version: int, token: str = "") -> None:
         """Begin to fetch, check and decode a version, in a thread; `status` tells when it is ready.
 
+        If there is another update, it is aborted. The run that is followed changes when the update is committed.
+
         Raises:
-            ValueError, StoreError: the run cannot be opened.
+            StateError: this engine cannot be updated; ValueError, StoreError: the run cannot be opened.
         """
+        compat.check_engine(self._config)
         self.abort()
-        self.follow(options)
-        self._pending = one = _Preparation()
-        one.thread = threading.Thread(target=self._prepare, args=[one, version], name="pulse-update", daemon=True)
+        self._retire()
+        known = self._followed
+        followed = (
+            known if known and known.is_of(options) else _Followed(options, self._limits.cache, self._wait_for_decision)
+        )
+        self._pending = one = _Preparation(token, followed)
+        one.thread = threading.Thread(
+            target=self._prepare, args=[one, version, options.follow_replaced], name="pulse-update", daemon=True
+        )
         one.thread.start()
 
-    def _prepare(self, one: _Preparation, version: int) -> None:
+    def _prepare(self, one: _Preparation, version: int, follow_replaced: bool) -> None:
         try:
-            with self._on_device():
-                one.report = self._sync(one, version)
+            with self._preparing, self._on_device():
+                one.report = self._sync(one, version, follow_replaced)
         except Exception as e:  # noqa: BLE001 - told to the process that asks
             one.error = e
         finally:
@@ -219,96 +261,149 @@ class EngineFollower:
 
         return torch.cuda.device(device)
 
-    def _sync(self, one: _Preparation, version: int) -> SyncReport:
-        subscriber, options = self._subscriber, self._options
-        assert subscriber is not None
-        assert options is not None
-        weights = self._weights_for(subscriber, version)
-        if weights.refresh():
+    def _sync(self, one: _Preparation, version: int, follow_replaced: bool) -> SyncReport:
+        subscriber, weights = one.followed.subscriber, self._weights_for(one.followed, version)
+        if replaced := weights.refresh():
             logger.warning("The engine has loaded other weights since the last update, so all of them are synced.")
         before = subscriber.state.sums if subscriber.state is not None else {}
         in_place = weights.mode == "in place"  # where something else may have written: an engine that slept, a reload
-        report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=options.follow_replaced)
+        report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=follow_replaced)
         assert subscriber.state is not None
-        one.changed = changed_names(subscriber.state.layout, before, subscriber.state.sums)
+        patched = set(report.path) <= {"patch", "squash", "undo"} and not report.repaired and not replaced
+        one.changed = (
+            changed_names(subscriber.state.layout, before, subscriber.state.sums) if patched else set(weights.tensors)
+        )
         return report
 
-    def _weights_for(self, subscriber: Subscriber, version: int) -> EngineWeights:
-        reader = RunReader(subscriber.store, subscriber.trust)
+    def _weights_for(self, followed: _Followed, version: int) -> EngineWeights:
+        reader = RunReader(followed.subscriber.store, followed.subscriber.trust)
         record = reader.version(version)
         if record is None:
             raise NothingPublishedError(f"version {version} is not published, or not any more", version=version)
-        if self._weights is None or self._layout is None or self._layout.id != record.layout:
-            self._layout = reader.layout(record.layout)
-            self._weights = find_weights(self._config, self._model, self._layout, self._fresh)
-            subscriber.slices = self._weights.slices
-        return self._weights
+        if followed.weights is not None and followed.layout is not None and followed.layout.id == record.layout:
+            return followed.weights
+        followed.weights = None
+        followed.layout = reader.layout(record.layout)
+        followed.weights = find_weights(self._config, self._model, followed.layout, self._fresh)
+        followed.subscriber.slices = followed.weights.slices
+        return followed.weights
 
     def _wait_for_decision(self) -> None:
-        if self._pending is not None:
-            self._pending.wait_for_decision()
+        """Wait in the thread of an update; one that is not wanted any more ends here. Others, a roll-back, pass."""
+        thread, pending = threading.current_thread(), self._pending
+        if thread.name != "pulse-update":
+            return
+        if pending is None or pending.thread is not thread:
+            raise GroupError("the update was aborted; the weights are as they were")
+        pending.wait_for_decision()
 
-    def commit(self) -> dict[str, Any]:
+    # Deciding
+
+    def commit(self, token: str = "") -> dict[str, Any]:
         """Write what was prepared, and have the engine compute with it. Nothing may generate meanwhile.
 
         Raises:
-            PulseError: it failed; `roll_back` brings the weights back. ChainError: nothing was prepared.
+            PulseError: it failed; `roll_back` brings the weights back. ChainError: nothing was prepared, or something
+            else than the caller wants.
         """
         one = self._pending
-        if one is None or not one.ready.is_set():
-            raise ChainError("no update is ready to be committed")
-        one.decide(cancelled=False)
+        if one is None or one.token != token or not one.ready.is_set():
+            raise ChainError("this update is not ready to be committed: another caller has begun one")
+        assert one.thread is not None
+        self._before = _Served(self._followed, self._served, self._fresh, one.followed)
+        one.decided.set()
+        one.thread.join()
         self._pending = None
         if one.error is not None:
             raise one.error
         assert one.report is not None
-        assert self._weights is not None
-        self._weights.load(one.changed)
+        assert one.followed.weights is not None
+        one.followed.weights.load(one.changed)
         compat.synchronize(self._model)
+        self._followed = one.followed
         self._broken, self._fresh = None, False
-        self._last = self._describe(one.report, time.perf_counter() - one.began)
-        logger.info("The weights are at version %(version)d (%(mode)s, %(fetched_bytes)d bytes fetched).", self._last)
-        return self._last
+        self._served = _describe(one.report, one.followed.weights.mode, time.perf_counter() - one.began)
+        logger.info("The weights are at version %(version)d (%(mode)s, %(fetched_bytes)d bytes fetched).", self._served)
+        return self._served
 
-    def abort(self) -> None:
-        """End an update that was prepared; the weights stay as they were."""
-        if self._pending is not None:
-            self._pending.decide(cancelled=True)
+    def abort(self, token: str | None = None) -> None:
+        """End an update that was prepared, if it is the one of this token; the weights stay as they were.
+
+        It is not waited for: its thread may be in a long fetch. It writes nothing any more.
+        """
+        one = self._pending
+        if one is not None and token in (None, one.token):
+            one.cancelled = True
+            one.decided.set()
             self._pending = None
 
     def roll_back(self, version: int | None) -> None:
         """Return to the version before an update of which this rank, or another one, has written a part.
+
+        None: to the checkpoint that the engine was started with.
 
         Raises:
             VerificationError: that is not possible: the weights are of no version, and the engine must not generate
                 before an update succeeds.
         """
         self.abort()
-        subscriber, weights = self._subscriber, self._weights
+        before = self._before
+        if before is None:  # this rank has not begun to write
+            return
         try:
-            if version is None or subscriber is None or weights is None:
-                raise ChainError("there was no version before this one")
-            subscriber.sync(weights.tensors, version)  # by the undo log, if it has moved at all
-            weights.load(weights.tensors.keys())
-            self._broken = None
+            if before.report.get("version") != version:
+                raise ChainError(f"this rank had version {before.report.get('version')}, not {version}")
+            if before.followed is None:
+                self._load_checkpoint(before.fresh)
+            else:
+                _return_to(before.followed, before.report["version"], wrote=before.writer)
+            compat.synchronize(self._model)
         except Exception as e:
             self._broken = f"an update failed halfway, and the weights cannot be rolled back: {e}"
             raise VerificationError(f"{self._broken}; do not generate before an update succeeds", torn=True) from e
+        self._followed, self._served, self._fresh = before.followed, before.report, before.fresh
+        self._broken = self._before = None
 
-    def _describe(self, report: SyncReport, seconds: float) -> dict[str, Any]:
-        assert self._weights is not None
-        return {
-            "version": report.version,
-            "step": report.step,
-            "from_version": report.from_version,
-            "path": list(report.path),
-            "changed": report.changed,
-            "fetched_bytes": report.fetched_bytes,
-            "seconds": seconds,
-            "digest": report.digest,
-            "mode": self._weights.mode,
-            "repaired": list(report.repaired),
-        }
+    def _load_checkpoint(self, fresh: bool) -> None:
+        if not fresh:
+            raise ChainError("there was no version before this one")
+        compat.load_weights(self._config, self._model, compat.checkpoint_of(self._config, self._model))
+        compat.refresh_packed(self._model)
+
+
+def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:
+    """Bring weights back to a version of a run that they had, after an update of it or of another run has failed."""
+    subscriber, weights = followed.subscriber, followed.weights
+    assert weights is not None
+    if wrote is not followed:  # what this subscriber knows of the weights may not be true any more
+        subscriber.sync(weights.tensors, version, verify=True)
+    elif subscriber.version != version and subscriber.roll_back() != version:
+        subscriber.sync(weights.tensors, version)
+    weights.load(set(weights.tensors))
+
+
+def find_version(options: RunOptions) -> int:
+    """The version that "latest" means. Raises: NothingPublishedError, FormatError, SignatureError, StoreError."""
+    reader = RunReader(open_store(options.location), trusted(options.trust))
+    found = FollowTarget(options.pointer, None).find(reader, None)
+    if found is None:
+        raise reader.nothing_published()
+    return found.version
+
+
+def _describe(report: SyncReport, mode: str, seconds: float) -> dict[str, Any]:
+    return {
+        "version": report.version,
+        "step": report.step,
+        "from_version": report.from_version,
+        "path": list(report.path),
+        "changed": report.changed,
+        "fetched_bytes": report.fetched_bytes,
+        "seconds": seconds,
+        "digest": report.digest,
+        "mode": mode,
+        "repaired": list(report.repaired),
+    }
 
 
 def _describe_error(error: Exception) -> dict[str, str]:

@@ -1,12 +1,24 @@
 """An offline `LLM` that follows a run."""
 
 import json
+import secrets
 import time
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.integrations.vllm.follower import LATEST, RunOptions
-from pulsesync.integrations.vllm.update import Ask, Finish, Step, UpdateReport, Wait, moving, run
+from pulsesync.integrations.vllm.follower import RunOptions, find_version
+from pulsesync.integrations.vllm.update import (
+    LATEST,
+    Ask,
+    Finish,
+    Step,
+    UpdateReport,
+    Wait,
+    check_version,
+    moving,
+    raise_error,
+    run,
+)
 
 
 def attach(
@@ -14,7 +26,6 @@ def attach(
     location: str,
     *,
     trust: str | list[str] | None = None,
-    cache: str | None = None,
     pointer: str | None = None,
 ) -> "OfflineFollower":
     """Let an offline LLM of vLLM follow a run; `update` brings it to a version.
@@ -23,13 +34,12 @@ def attach(
         llm: A `vllm.LLM`.
         location: A path or URL of the run, which every worker process reaches.
         trust: As for a `Subscriber`.
-        cache: As for a `Subscriber`.
         pointer: Name of a pointer of the run to follow; None: the newest version.
 
     Raises:
         ValueError: an argument is not of its type. PulseError: vLLM's workers do not know this adapter.
     """
-    given = {"location": location, "trust": trust, "cache": cache, "pointer": pointer}
+    given = {"location": location, "trust": trust, "pointer": pointer}
     RunOptions.parse(given)
     return OfflineFollower(llm, given)
 
@@ -47,7 +57,9 @@ class OfflineFollower:
         self._keep_cache = False
         try:
             self.status()
-        except AttributeError as e:
+        except Exception as e:
+            if "pulse_call" not in str(e):
+                raise
             raise PulseError(
                 "vLLM's workers do not know pulsesync: install it in vLLM's environment, so that vLLM finds its entry "
                 "point, and let VLLM_PLUGINS, if it is set, name 'pulse'"
@@ -55,8 +67,9 @@ class OfflineFollower:
 
     def status(self) -> dict[str, Any]:
         """Where the workers are, by rank 0."""
-        found: dict[str, Any] = self._ask({"do": "status"})[0]
-        return found
+        ranks: list[dict[str, Any]] = self._ask({"do": "status"})
+        raise_error(ranks)
+        return ranks[0]
 
     @property
     def version(self) -> int | None:
@@ -72,11 +85,14 @@ class OfflineFollower:
             keep_kv_cache: Keep what was cached of prompts, which other weights have computed.
 
         Raises:
-            PulseError: as `Subscriber.sync`; the engine has the weights that it had.
+            PulseError: as `Subscriber.sync`; the engine has the weights that it had. The one exception is a
+                VerificationError: then it must not generate before an update succeeds.
         """
         self._keep_cache = keep_kv_cache
         began = time.perf_counter()
-        report = run(moving(self._options, version), self._take)
+        check_version(version)
+        goal = find_version(RunOptions.parse(self._options)) if version == LATEST else version
+        report = run(moving(self._options, goal, secrets.token_hex(8)), self._take)
         return UpdateReport.parse({**report, "pause_s": time.perf_counter() - began})
 
     def _take(self, step: Step) -> Any:
@@ -85,8 +101,8 @@ class OfflineFollower:
         if isinstance(step, Wait):
             time.sleep(step.seconds)
         elif isinstance(step, Finish):
-            if not self._keep_cache:
-                self._llm.reset_prefix_cache()
+            if not self._keep_cache and self._llm.reset_prefix_cache() is False:
+                raise PulseError("the engine could not drop its KV cache, which was computed with other weights")
             if hasattr(self._llm, "update_weight_version"):  # vLLM 0.28 and later
                 self._llm.update_weight_version(str(step.version))
         return None

@@ -7,16 +7,18 @@ Nothing of pulsesync but this is imported before a worker is called: processes s
 CPU vLLM 0.32 cannot start a worker in a process that has imported numba.
 """
 
+import inspect
 import json
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pulsesync.integrations.vllm.follower import EngineFollower
+    from pulsesync.integrations.vllm.follower import EngineFollower, EngineLimits
 
 BACKEND = "pulse"
 PLAIN_WEIGHTS = "PULSE_VLLM_PLAIN_WEIGHTS"  # 1: on a CPU, keep linear weights as they are loaded, and write in place
+RUNS, TRUST, CACHE = "PULSE_VLLM_RUNS", "PULSE_VLLM_TRUST", "PULSE_VLLM_CACHE"  # see EngineLimits; lists with commas
 
 
 def register() -> None:
@@ -26,7 +28,7 @@ def register() -> None:
         ValueError: PULSE_VLLM_PLAIN_WEIGHTS is neither 0 nor 1.
     """
     factory = _find("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory")  # vLLM 0.16 and later
-    if factory is not None and BACKEND not in factory._registry:
+    if factory is not None and _takes_config(factory) and BACKEND not in factory._registry:
         factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
     worker = import_module("vllm.v1.worker.worker_base").WorkerBase
     worker.pulse_call = pulse_call
@@ -36,6 +38,11 @@ def register() -> None:
     if plain == "1":
         operations: Any = import_module("vllm._custom_ops")
         operations._supports_onednn = False  # with which linear layers on a CPU would pack their weights away
+
+
+def _takes_config(factory: Any) -> bool:
+    """Whether engines are given the configuration and the model: since vLLM 0.25."""
+    return "vllm_config" in inspect.signature(factory.create_engine).parameters
 
 
 def _find(module: str, name: str) -> Any:
@@ -57,5 +64,18 @@ def follower_of(worker: Any) -> "EngineFollower":
     engine = getattr(worker, "weight_transfer_engine", None)
     follower = getattr(engine, "follower", None) or getattr(worker, "pulse_follower", None)
     if not isinstance(follower, EngineFollower):
-        follower = worker.pulse_follower = EngineFollower(worker.vllm_config, worker.model_runner.get_model())
+        follower = EngineFollower(worker.vllm_config, worker.model_runner.get_model(), read_limits())
+        worker.pulse_follower = follower
     return follower
+
+
+def read_limits() -> "EngineLimits":
+    """What the environment of this process allows. Raises: ValueError, for what is no public key."""
+    from pulsesync.format.signature import trusted
+    from pulsesync.integrations.vllm.follower import EngineLimits
+
+    runs, keys = (
+        tuple(one.strip() for one in os.environ.get(name, "").split(",") if one.strip()) for name in (RUNS, TRUST)
+    )
+    trusted(keys or None)
+    return EngineLimits(runs, keys or None, os.environ.get(CACHE) or None)

@@ -11,14 +11,19 @@ and resumes. The routes are under /v1, so a server with --api-key asks for the k
 
 import asyncio
 import json
+import logging
+import secrets
 import time
+from collections.abc import Coroutine, Generator
 from typing import Any, Literal, get_args
 
 from pulsesync.errors import PulseError
 from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.follower import LATEST, RunOptions
-from pulsesync.integrations.vllm.update import Ask, Finish, Step, Wait, moving
+from pulsesync.integrations.vllm.follower import RunOptions, find_version
+from pulsesync.integrations.vllm.plugin import read_limits
+from pulsesync.integrations.vllm.update import LATEST, Ask, Finish, Step, Wait, check_version, moving, raise_error
 
+logger = logging.getLogger(__name__)
 PATH = "/v1/pulse"
 KvCache = Literal["drop", "keep"]
 
@@ -47,25 +52,39 @@ def add_routes(app: Any) -> None:
     """Add the routes to a Starlette application whose `state.engine_client` is the engine."""
     from starlette.responses import JSONResponse
 
-    turns = asyncio.Lock()  # one update at a time
+    served: list[ServedEngine] = []  # one, made when the engine is there
+
+    def engine(request: Any) -> ServedEngine:
+        if not served:
+            served.append(ServedEngine(request.app.state.engine_client))
+        return served[0]
 
     async def status(request: Any) -> Any:
-        return JSONResponse(await read_status(request.app.state.engine_client))
+        return await _answered(engine(request).status())
 
     async def update(request: Any) -> Any:
         try:
-            options, version, kv_cache = parse_update(await request.json())
+            asked = parse_update(await request.json())
         except ValueError as e:
             return JSONResponse({"error": {"type": "ValueError", "message": str(e)}}, 400)
+        # A task of its own: an update that has begun is completed, whether or not the client waits for it.
+        return await asyncio.shield(asyncio.create_task(_answered(engine(request).update(*asked))))
+
+    async def _answered(doing: Coroutine[Any, Any, dict[str, Any]]) -> Any:
         try:
-            async with turns:
-                report = await ServedEngine(request.app.state.engine_client, kv_cache).update(options, version)
-        except PulseError as e:
+            return JSONResponse(await doing)
+        except Exception as e:  # the client is told, in the words that it has for errors
+            if not isinstance(e, PulseError):
+                logger.exception("An update failed.")
             return JSONResponse({"error": {"type": type(e).__name__, "message": str(e)}}, 500)
-        return JSONResponse(report)
 
     app.add_route(PATH, status, methods=["GET"])
     app.add_route(f"{PATH}/update", update, methods=["POST"])
+    if not any("Authentication" in str(layer.cls) for layer in app.user_middleware):
+        logger.warning(
+            "Whoever reaches this port can have the server follow any run. Start it with --api-key, or say by "
+            "PULSE_VLLM_RUNS and PULSE_VLLM_TRUST what it may follow."
+        )
 
 
 def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
@@ -74,38 +93,50 @@ def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
         raise ValueError("the body must be a JSON object")
     options = {**body}
     version, kv_cache = options.pop("version", LATEST), options.pop("kv_cache", "drop")
-    if version != LATEST and (not isinstance(version, int) or isinstance(version, bool) or version < 0):
-        raise ValueError(f"version must be a number or {LATEST!r}; got {version!r}")
+    check_version(version)
     if kv_cache not in get_args(KvCache):
         raise ValueError(f"kv_cache must be one of {', '.join(map(repr, get_args(KvCache)))}; got {kv_cache!r}")
     RunOptions.parse(options)
     return options, version, kv_cache
 
 
-async def read_status(engine: Any) -> dict[str, Any]:
-    """Where the engine is: what rank 0 says, and whether the others are at the same version."""
-    ranks = await engine.collective_rpc("pulse_call", args=(json.dumps({"do": "status"}),))
-    agree = all((one["version"], one["digest"]) == (ranks[0]["version"], ranks[0]["digest"]) for one in ranks)
-    return {
-        **ranks[0],
-        "ranks": len(ranks),
-        "ranks_agree": agree,
-        "weight_version": await compat.get_version(engine),
-        "paused": await engine.is_paused(),
-    }
-
-
 class ServedEngine:
-    """The engine of a server, brought to versions by the process that serves."""
+    """The engine of a server, brought to versions by the process that serves; one update at a time."""
 
-    def __init__(self, engine: Any, kv_cache: KvCache) -> None:
-        self._engine, self._kv_cache = engine, kv_cache
-        self._was_paused = False
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._turns = asyncio.Lock()
+        self._kv_cache: KvCache = "drop"
+        self._paused_here = False  # whether an update has paused the engine, and not resumed it
         self._paused_at, self._pause_s = 0.0, 0.0
 
-    async def update(self, options: dict[str, Any], version: int | str) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
+        """Where the engine is: what rank 0 says, whether the others agree, and why an update left it paused."""
+        ranks = await self._ask({"do": "status"})
+        raise_error(ranks)
+        agree = all((one["version"], one["digest"]) == (ranks[0]["version"], ranks[0]["digest"]) for one in ranks)
+        return {
+            **ranks[0],
+            "broken": next((one["broken"] for one in ranks if one["broken"]), None),
+            "ranks": len(ranks),
+            "ranks_agree": agree,
+            "weight_version": await compat.get_version(self._engine),
+            "paused": await self._engine.is_paused(),
+            "paused_by_update": self._paused_here,
+        }
+
+    async def update(self, options: dict[str, Any], version: int | str, kv_cache: KvCache) -> dict[str, Any]:
         """Bring all ranks to a version; return the report. Raises: as `moving`."""
-        steps = moving(options, version)
+        allowed = read_limits().applied(RunOptions.parse(options))
+        if version == LATEST:
+            version = await asyncio.to_thread(find_version, allowed)  # not in a worker, which would not generate
+        async with self._turns:
+            await compat.check_awake(self._engine)
+            self._kv_cache, self._pause_s = kv_cache, 0.0
+            report = await self._run(moving(options, version, secrets.token_hex(8)))
+        return {**report, "pause_s": self._pause_s, "kv_cache": kv_cache}
+
+    async def _run(self, steps: Generator[Step, Any, dict[str, Any]]) -> dict[str, Any]:
         try:
             step = next(steps)
             while True:
@@ -116,12 +147,13 @@ class ServedEngine:
                 else:
                     step = steps.send(answer)
         except StopIteration as end:
-            return {**end.value, "pause_s": self._pause_s, "kv_cache": self._kv_cache}
+            report: dict[str, Any] = end.value
+            return report
 
     async def _take(self, step: Step) -> Any:
         engine = self._engine
         if isinstance(step, Ask):
-            return await engine.collective_rpc("pulse_call", args=(json.dumps(step.message),))
+            return await self._ask(step.message)
         if isinstance(step, Wait):
             await asyncio.sleep(step.seconds)
         elif isinstance(step, Finish):
@@ -129,11 +161,16 @@ class ServedEngine:
                 await compat.drop_cache(engine)
             await compat.set_version(engine, str(step.version))
         elif step == "pause":
-            self._was_paused = await engine.is_paused()
+            await compat.check_awake(engine)
             self._paused_at = time.perf_counter()
+            if not await engine.is_paused():  # what somebody else has paused stays paused
+                self._paused_here = True
             await compat.pause(engine)
-        else:
-            if not self._was_paused:
-                await engine.resume_generation()
-            self._pause_s = time.perf_counter() - self._paused_at
+        elif self._paused_here:
+            await engine.resume_generation()
+            self._paused_here, self._pause_s = False, time.perf_counter() - self._paused_at
         return None
+
+    async def _ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = await self._engine.collective_rpc("pulse_call", args=(json.dumps(message),))
+        return answers

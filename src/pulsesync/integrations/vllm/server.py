@@ -8,10 +8,12 @@ by one; if this process is killed in the middle, such a server can be left pause
 """
 
 import json
+import secrets
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
+from http.client import HTTPException
 from typing import Any
 
 from pulsesync.errors import (
@@ -71,7 +73,14 @@ class VllmServer:
                 "environment where pulsesync is installed"
             )
         ranks = self._ask({"do": "status"})
-        return {**ranks[0], "ranks": len(ranks), "paused": paused.get("is_paused")}
+        raise_error(ranks)
+        return {
+            **ranks[0],
+            "broken": next((one["broken"] for one in ranks if one["broken"]), None),
+            "ranks": len(ranks),
+            "ranks_agree": len({(one["version"], one["digest"]) for one in ranks}) == 1,
+            "paused": paused.get("is_paused"),
+        }
 
     def update(
         self,
@@ -79,7 +88,6 @@ class VllmServer:
         version: int | str,
         *,
         trust: Collection[str] | None = None,
-        cache: str | None = None,
         kv_cache: str = "drop",
         follow_replaced: bool = False,
     ) -> UpdateReport:
@@ -92,13 +100,13 @@ class VllmServer:
         options = {
             "location": location,
             "trust": list(trust) if trust else None,
-            "cache": cache,
             "follow_replaced": follow_replaced,
         }
         if self._by_routes is None:
             self.status()
         if not self._by_routes:
-            report = run(moving(options, version), lambda step: self._take(step, kv_cache))
+            steps = moving(options, version, secrets.token_hex(8))
+            report = run(steps, lambda step: self._take(step, kv_cache))
             return UpdateReport.parse({**report, "pause_s": self._pause_s})
         body = {**options, "version": version, "kv_cache": kv_cache}
         code, answer = self._call("POST", "/v1/pulse/update", self._timeout_s, body)
@@ -116,11 +124,11 @@ class VllmServer:
             time.sleep(step.seconds)
         elif isinstance(step, Finish):
             if kv_cache == "drop":
-                self._step("/reset_prefix_cache?reset_running_requests=true")
+                self._step("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
             code, answer = self._call(
                 "POST", "/update_weight_version", STATUS_TIMEOUT_S, {"new_version": str(step.version)}
             )
-            if code not in (200, 404):  # vLLM before 0.28 has no such route
+            if code not in (200, 404):  # vLLM before 0.27 has no such route
                 raise _refusal(code, answer)
         elif step == "pause":
             self._paused_at = time.perf_counter()
@@ -157,7 +165,7 @@ class VllmServer:
         except urllib.error.HTTPError as e:
             with e:
                 return e.code, _table(e.read())
-        except (OSError, ValueError) as e:  # no connection, or it ended; ValueError: not an address
+        except (OSError, HTTPException, ValueError) as e:  # no connection, or it ended; ValueError: not an address
             self._by_routes = None  # another server may be started here
             raise StoreError(f"the vLLM server at {self.url} does not answer: {e}", retryable=True) from e
 
@@ -170,7 +178,6 @@ class ServerFollower:
         location: The path or URL of the run, as the server reaches it.
         store: The same run, as this process reaches it, to see what is published.
         trust: As for a `Subscriber`.
-        cache: A folder on the server's host in which its ranks keep bodies.
         kv_cache: What becomes of the KV cache at an update: "drop", or "keep", with what old weights have computed.
         pointer: Name of a pointer of the run to follow; None: the newest version.
         max_staleness: How many versions the server may be away from the version to follow if it cannot be updated;
@@ -185,7 +192,6 @@ class ServerFollower:
         store: Store,
         *,
         trust: Collection[str] | None = None,
-        cache: str | None = None,
         kv_cache: str = "drop",
         pointer: str | None = None,
         max_staleness: int | None = None,
@@ -195,7 +201,6 @@ class ServerFollower:
         self._store, self._trust = store, trusted(trust)
         self._options: dict[str, Any] = {
             "trust": trust,
-            "cache": cache,
             "kv_cache": kv_cache,
             "follow_replaced": follow_replaced,
         }
@@ -216,7 +221,8 @@ class ServerFollower:
             if goal is None:
                 raise reader.nothing_published()
             version = goal.version
-        if version == self._version and not status.get("broken"):
+        whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
+        if version == self._version and whole:
             return None
         report = self.server.update(self.location, version, **self._options)
         self._version = report.version

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from pulsesync import errors
-from pulsesync.errors import PulseError
+from pulsesync.errors import GroupError, PulseError, VerificationError
 
+LATEST = "latest"
 POLL_S = 0.02  # between two looks whether all ranks are ready: the first, and each time longer up to the last
 MAX_POLL_S = 0.5
 
@@ -42,29 +43,51 @@ Step: TypeAlias = Ask | Wait | Finish | Literal["pause", "resume"]
 Answers: TypeAlias = list[dict[str, Any]]
 
 
-def moving(options: dict[str, Any], version: int | str) -> Generator[Step, Any, dict[str, Any]]:
+def moving(options: dict[str, Any], version: int | str, token: str) -> Generator[Step, Any, dict[str, Any]]:
     """The steps of an update of all ranks to a version, or to "latest"; it returns the report.
 
     If a rank fails before the first weight is written, no rank writes. If one fails after that, all are rolled back.
 
+    Args:
+        options: The fields of `RunOptions`.
+        version: The version to go to.
+        token: Names this update: if another caller begins one meanwhile, this one fails.
+
     Raises:
-        PulseError: it failed, by the name that it has on the rank: all ranks have the weights that they had. If the
-            ranks cannot be rolled back, generation stays paused.
+        ValueError: version is neither a number nor "latest". PulseError: it failed, by the name that it has on the
+            rank: all ranks have the weights that they had. If the ranks cannot be rolled back, it is a
+            VerificationError, and generation stays paused.
     """
+    check_version(version)
     goal = version if isinstance(version, int) else (yield from _find(options))
-    raise_error((yield Ask({"do": "prepare", "options": options, "version": goal})))
-    before = yield from _all_ready()
+    before = _common([state["version"] for state in (yield from _states())])
+    begun: Answers = yield Ask({"do": "prepare", "options": options, "version": goal, "token": token})
     try:
+        raise_error(begun)
+        yield from _all_ready(token)
         yield "pause"
-        reports = yield Ask({"do": "commit"})
+    except Exception:
+        yield Ask({"do": "abort", "token": token})
+        yield "resume"
+        raise
+    try:
+        reports: Answers = yield Ask({"do": "commit", "token": token})
         raise_error(reports)
         yield Finish(goal)
-    except Exception:
-        raise_error((yield Ask({"do": "roll back", "version": before})))
+    except Exception as e:
+        rolled: Answers = yield Ask({"do": "roll back", "version": before})
+        if any("error" in answer for answer in rolled):
+            raise VerificationError(f"{_first_error(rolled)['message']} (the update failed: {e})", torn=True) from e
         yield "resume"
         raise
     yield "resume"
     return _merged(reports)
+
+
+def check_version(version: Any) -> None:
+    """Raises: ValueError, if it is neither a number of a version nor "latest"."""
+    if version != LATEST and (not isinstance(version, int) or isinstance(version, bool) or version < 0):
+        raise ValueError(f"version must be a number or {LATEST!r}; got {version!r}")
 
 
 def run(steps: Generator[Step, Any, dict[str, Any]], take: Callable[[Step], Any]) -> dict[str, Any]:
@@ -90,23 +113,27 @@ def _find(options: dict[str, Any]) -> Generator[Step, Any, int]:
     return int(found[0]["version"])
 
 
-def _all_ready() -> Generator[Step, Any, int | None]:
-    """Wait until every rank has prepared the update; return the version that all of them have.
+def _states() -> Generator[Step, Any, Answers]:
+    states: Answers = yield Ask({"do": "status"})
+    raise_error(states)
+    return states
 
-    Raises:
-        PulseError: one has failed; the update is aborted on all.
-    """
+
+def _common(versions: list[int | None]) -> int | None:
+    """The version of all ranks; None, if they have none, or have different ones, which cannot be rolled back to."""
+    return versions[0] if len(set(versions)) == 1 else None
+
+
+def _all_ready(token: str) -> Generator[Step, Any, None]:
+    """Wait until every rank has prepared the update. Raises: PulseError, if one has failed."""
     pause_s = POLL_S
     while True:
-        states: Answers = yield Ask({"do": "status"})
-        failed: Answers = [{"error": state["failure"]} for state in states if state.get("failure")]
-        lost: Answers = [state for state in states if "error" in state]
-        if failed or lost:
-            yield Ask({"do": "abort"})
-            raise_error(failed or lost)
+        states = yield from _states()
+        raise_error([{"error": state["failure"]} for state in states if state["failure"]])
+        if any(state["token"] != token for state in states):
+            raise GroupError("another caller has begun to update this engine; no rank was updated")
         if all(state["update"] == "ready" for state in states):
-            versions = {state["version"] for state in states}
-            return versions.pop() if len(versions) == 1 else None
+            return
         yield Wait(pause_s)
         pause_s = min(2 * pause_s, MAX_POLL_S)
 
@@ -122,19 +149,20 @@ def _merged(reports: Answers) -> dict[str, Any]:
 
 
 def raise_error(answers: Answers) -> None:
-    """Raise the error that an answer names, as the class of its name; that of the rank that failed first of all.
-
-    Raises:
-        PulseError: there is one.
-    """
-    found = [answer["error"] for answer in answers if "error" in answer]
-    if not found:
+    """Raise the error that an answer names, as the class of its name. Raises: PulseError, if there is one."""
+    if not any("error" in answer for answer in answers):
         return
-    error = next((one for one in found if one["type"] != "GroupError"), found[0])
+    error = _first_error(answers)
     kind = getattr(errors, str(error["type"]), None)
     if isinstance(kind, type) and issubclass(kind, PulseError):
         raise kind(str(error["message"]))
     raise PulseError(f"{error['type']}: {error['message']}")
+
+
+def _first_error(answers: Answers) -> dict[str, Any]:
+    """The error of the rank that failed, and not of one that only heard of it."""
+    found: Answers = [answer["error"] for answer in answers if "error" in answer]
+    return next((one for one in found if one["type"] != "GroupError"), found[0])
 
 
 @dataclass(frozen=True)

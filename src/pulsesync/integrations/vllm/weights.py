@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.integrations.runtime import (
+    HEAD,
     EngineRank,
     ModelShape,
     check_loaded,
@@ -116,25 +117,31 @@ def _check_names(names: set[str], shape: ModelShape) -> None:
 
 
 def _check_placed(config: Any, model: Any, placed: Mapping[str, Placed]) -> bool:
-    """Compare the engine's weights with the checkpoint that it has loaded; return whether there is one.
+    """Compare the engine's weights with the checkpoint that it has loaded; return whether it has all of them.
 
     Raises:
         StateError: a weight is not where the map says.
     """
+    left = placed.keys() - {HEAD}  # which a checkpoint with tied weights does not have
     try:
         for name, tensor in compat.checkpoint_of(config, model):
             if one := placed.get(name):
                 check_loaded({name: one}, {name: tensor.to(one.tensor.dtype)})
+                left -= {name}
     except StateError:
         raise
     except Exception as e:  # noqa: BLE001 - a loader may raise anything, and without one there is nothing to compare
         logger.warning("The engine's weights could not be compared with a checkpoint: %s.", e)
         return False
-    return True
+    return not left
 
 
 class MirroredWeights:
-    """A copy of the checkpoint in host memory, and the model's own way to load from it."""
+    """A copy of the checkpoint in host memory, and the model's own way to load from it.
+
+    Raises:
+        StateError: what the engine was started with is not a checkpoint of the run's model in the run's dtypes.
+    """
 
     mode = "mirror"
     slices: Slices | None = None
@@ -142,6 +149,7 @@ class MirroredWeights:
     def __init__(self, config: Any, model: Any, layout: Layout) -> None:
         import torch
 
+        compat.check_loader(config)
         self._config, self._model, self._layout = config, model, layout
         dtypes = {**CASTS, "F32": "float32"}
         for spec in layout.tensors:
@@ -157,11 +165,23 @@ class MirroredWeights:
 
     def _fill(self) -> None:
         """Start from the checkpoint that the engine was started with: what it has need not be fetched."""
+        units = set(map(_unit, self.tensors))
         try:
             for name, tensor in compat.checkpoint_of(self._config, self._model):
                 mine = self.tensors.get(name)
+                if (mine is None and _unit(name) in units and not name.endswith(_NOT_LOADED)) or (
+                    mine is not None and tensor.element_size() < mine.element_size()
+                ):
+                    raise StateError(
+                        f"the engine was started with a checkpoint that has {name!r} in {tensor.dtype}, and the run "
+                        "has not: a quantised checkpoint cannot follow a run of plain weights. Start the engine with a "
+                        "plain checkpoint, and let vLLM quantise it as it loads",
+                        tensor=name,
+                    )
                 if mine is not None and (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype):
                     mine.copy_(tensor)
+        except StateError:
+            raise
         except Exception as e:  # noqa: BLE001 - a loader may raise anything, and an anchor has all the weights
             logger.info("The mirror starts empty: %s.", e)
 
@@ -170,9 +190,22 @@ class MirroredWeights:
         if not wanted:
             return
         self._loaded, self._seen = False, None  # until all of it is there
-        compat.load_weights(self._config, self._model, self._weights(wanted))
+        loaded = compat.load_weights(self._config, self._model, self._weights(wanted))
+        self._check_complete(loaded, everything=len(wanted) == len(self.tensors))
         compat.refresh_packed(self._model)
         self._loaded, self._seen = True, _Fingerprint(self._model)
+
+    def _check_complete(self, loaded: set[str] | None, everything: bool) -> None:
+        """Check what the model's loader says that it has loaded. Raises: StateError."""
+        if loaded is None:
+            logger.warning("The model's loader does not say which parameters it has loaded.")
+            return
+        plain = everything and not compat.is_quantised(self._config)  # which adds parameters of its own
+        names = [name for name, _ in self._model.named_parameters()] if plain else []
+        missing = {name.replace(".base_layer.", ".") for name in names} - loaded - {HEAD}
+        if missing or not loaded:
+            first = min(missing, default="any parameter")
+            raise StateError(f"the model's loader did not load {first!r} from the run's tensors", tensor=first)
 
     def _units(self, names: Collection[str]) -> set[str]:
         """All tensors of the layers that some tensors belong to: a layer is loaded whole or not at all."""
@@ -190,6 +223,7 @@ class MirroredWeights:
         return True
 
 
+_NOT_LOADED = ("rotary_emb.inv_freq",)  # in some old checkpoints, and computed by every loader
 _UNIT = re.compile(r"(.*?\.\d+\.[^.]+)\.")  # up to what follows the first number: model.layers.3.self_attn
 
 
@@ -227,7 +261,7 @@ def _checksums(model: Any) -> dict[str, tuple[Any, ...]]:
 
     found = {}
     for name, tensor in model.named_parameters():
-        bits = tensor.data.contiguous().view(torch.uint8).flatten()
+        bits = tensor.data.reshape(-1).view(torch.uint8)
         words = bits[: bits.numel() // 4 * 4].view(torch.int32)
         found[name] = (tensor.data_ptr(), tuple(tensor.shape), int(words.sum(dtype=torch.int64)))
     return found
