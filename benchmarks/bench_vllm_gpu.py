@@ -81,7 +81,8 @@ def main() -> None:
     began = time.perf_counter()
     publisher.publish(weights, step=0)
     print(f"published version 0 in {time.perf_counter() - began:.1f} s", flush=True)
-    follower = EngineFollower(SimpleNamespace(), engine)
+    parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
+    follower = EngineFollower(SimpleNamespace(parallel_config=parallel), engine)
     update(follower, 0)
     rows = []
     for version in range(1, given.versions + 1):
