@@ -90,15 +90,19 @@ def main() -> None:
             bits = tensor.view(torch.int16).view(-1)
             bits += (torch.rand(bits.shape, device="cuda") < 0.01).to(torch.int16)
         report = publisher.publish(weights, step=version)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
         row = update(follower, version)
+        row["memory_bytes"] = torch.cuda.max_memory_allocated() - held
         assert engine.equals(weights), "the engine has other weights than were published"
         rows.append({**row, "version": version, "changed": report.changed / size, "bytes": report.payload_bytes})
         print(rows[-1], flush=True)
     publisher.close()
     later = rows[2:]  # the first ones compile kernels
-    table = {key: statistics.median(row[key] for row in later) for key in ("prepare_s", "pause_s", "bytes")}
+    table = {key: statistics.median(row[key] for row in later) for key in ("prepare_s", "pause_s", "bytes", "memory_bytes")}
     print(f"\n| | |\n|---|--:|\n| weights | {size / 1e9:.2f} B |\n| prepared in | {table['prepare_s'] * 1e3:.0f} ms |")
     print(f"| pause | {table['pause_s'] * 1e3:.0f} ms |\n| bytes of a version | {table['bytes'] / 1e6:.1f} MB |")
+    print(f"| memory on the GPU, for the update | {table['memory_bytes'] / 1e9:.1f} GB |")
     print(json.dumps({"bench": "vllm_gpu", "device": torch.cuda.get_device_name(), "weights": size, "rows": rows}))
 
 
