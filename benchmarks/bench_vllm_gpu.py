@@ -99,7 +99,9 @@ def main() -> None:
         print(rows[-1], flush=True)
     publisher.close()
     later = rows[2:]  # the first ones compile kernels
-    table = {key: statistics.median(row[key] for row in later) for key in ("prepare_s", "pause_s", "bytes", "memory_bytes")}
+    table = {
+        key: statistics.median(row[key] for row in later) for key in ("prepare_s", "pause_s", "bytes", "memory_bytes")
+    }
     print(f"\n| | |\n|---|--:|\n| weights | {size / 1e9:.2f} B |\n| prepared in | {table['prepare_s'] * 1e3:.0f} ms |")
     print(f"| pause | {table['pause_s'] * 1e3:.0f} ms |\n| bytes of a version | {table['bytes'] / 1e6:.1f} MB |")
     print(f"| memory on the GPU, for the update | {table['memory_bytes'] / 1e9:.1f} GB |")
