@@ -1,5 +1,6 @@
 """What `pulse follow` does: a folder that other programs load from, or a vLLM server, is kept at the newest version."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +21,7 @@ from pulsesync.cli.options import (
     read_trust,
     size,
 )
-from pulsesync.errors import NothingPublishedError, PulseError
+from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
 from pulsesync.run.pointers import is_about_pointer
@@ -31,6 +32,7 @@ def follow(
     folder: Path | None = None,
     *,
     vllm: str | None = None,
+    lora: str | None = None,
     kv_cache: Literal["drop", "keep"] = "drop",
     api_key: Annotated[str | None, Parameter(env_var="PULSE_VLLM_API_KEY")] = None,
     trust: Trust = None,
@@ -59,6 +61,8 @@ def follow(
         run: The run to follow. A vLLM server must reach it at the same location.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was followed into before.
         vllm: Address of a vLLM server to update, such as http://127.0.0.1:8000, instead of a folder.
+        lora: With FOLDER and --vllm, for a run of a LoRA adapter: the name under which the server loads FOLDER/current
+            whenever it has changed.
         kv_cache: What becomes of the server's KV cache at an update: drop has running requests compute theirs again
             with the new weights; keep lets them go on with what the old weights have computed.
         api_key: The key that the server was started with, if any.
@@ -81,17 +85,20 @@ def follow(
         NothingThereError: with --once or --version, no version can be reached.
         PulseError: the folder or the server cannot be updated.
     """
-    if (folder is None) == (vllm is None):
+    if lora is not None and (folder is None or vllm is None):
+        raise UsageError("--lora needs both a folder, for the adapter, and --vllm, for the server that loads it")
+    if lora is None and (folder is None) == (vllm is None):
         raise UsageError("give either a folder or --vllm with the address of a server")
-    if vllm is not None and cache is not None:
+    if folder is None and cache is not None:
         raise UsageError(
             "--cache is for a folder; where a vLLM server keeps what it fetched, say PULSE_VLLM_CACHE there"
         )
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
-    if vllm is not None:
+    server = VllmServer(vllm, api_key=api_key) if vllm is not None else None
+    if server is not None and folder is None:
         try:
             follower = ServerFollower(
-                VllmServer(vllm, api_key=api_key),
+                server,
                 _reachable(run),
                 store,
                 trust=keys,
@@ -129,20 +136,41 @@ def follow(
             if flip is not None:
                 _report_flip(flip, printer)
                 _report_missing(flip, folder, printer)
-            elif held := kept.current:
+            if server is not None and lora is not None and kept.current is not None:
+                _load_adapter(server, lora, folder, kept.current.version, printer)
+            elif flip is None and (held := kept.current):
                 printer.tell("holds", f"{folder}/current is version {held.version} already", **asdict(held))
             return 0
         if held := kept.current:
             printer.note("holds", f"{folder}/current is version {held.version}; following {run}", **asdict(held))
         else:
             printer.note("waits", f"{folder} holds no version yet; following {run}", folder=str(folder))
+        if server is not None and lora is not None and held:
+            _load_adapter(server, lora, folder, held.version, printer)
         missing: tuple[str, ...] = ()
         for flip in kept.follow(interval_s, lambda e: _report_error(e, run, kept, printer)):
             _report_flip(flip, printer)
             if flip.missing != missing:
                 _report_missing(flip, folder, printer)
             missing = flip.missing
+            if server is not None and lora is not None:
+                _load_adapter(server, lora, folder, flip.mark.version, printer)
     return 0
+
+
+def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, printer: Printer) -> None:
+    """Have a server load the folder's adapter, as soon as it answers."""
+    for wait_s in (1, 2, 4, 8, 16, 32, 60, 0):
+        try:
+            server.load_adapter(name, (folder / "current").resolve())
+        except StoreError as e:
+            if not wait_s:
+                raise
+            printer.note("error", f"{e}; trying again", kind=type(e).__name__, message=str(e))
+            time.sleep(wait_s)
+        else:
+            break
+    printer.tell("adapter", f"{server.url} serves version {version} as {name}", version=version, lora=name)
 
 
 def _reachable(run: str) -> str:

@@ -88,13 +88,19 @@ class Training:
         """Of the prompts' own tokens, computed by transformers in FP32 with the weights of a version."""
         kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict({name: tensor.float() for name, tensor in self.versions[version].items()})
-        found = []
-        with torch.no_grad():
-            for prompt in PROMPTS:
-                logits = self.model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
-                found.append([float(logits[n, token]) for n, token in enumerate(prompt[1:])])
+        found = prompt_logprobs(self.model)
         self.model.load_state_dict(kept)
         return found
+
+
+@torch.no_grad()
+def prompt_logprobs(model: Any) -> list[list[float]]:
+    """Of the prompts' own tokens, as transformers computes them."""
+    found = []
+    for prompt in PROMPTS:
+        logits = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+        found.append([float(logits[n, token]) for n, token in enumerate(prompt[1:])])
+    return found
 
 
 def expected_parameters(weights: dict[str, Any]) -> dict[str, str]:
@@ -177,11 +183,11 @@ class Server:
         """Call a method of the workers, by a development route."""
         return self.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
 
-    def logprobs(self) -> list[list[float]]:
+    def logprobs(self, model: str = "policy") -> list[list[float]]:
         """Of the prompts' own tokens, as the server computes them."""
         found = []
         for prompt in PROMPTS:
-            body = {"model": "policy", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+            body = {"model": model, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
             answer = self.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
             found.append([row[str(token)]["logprob"] for row, token in zip(answer[1:], prompt[1:], strict=True)])
         return found

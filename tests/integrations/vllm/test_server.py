@@ -3,6 +3,7 @@
 Each start of vLLM takes 20 seconds or more, so that the tests of a kind share a server.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if find_spec("vllm") is None or find_spec("transformers") is None:
     pytest.skip(
         "vLLM is not installed: its adapter is UNTESTED against it here; run make test-vllm", allow_module_level=True
     )
 
-from pulsesync import PulseError, Subscriber
+from pulsesync import Publisher, PulseError, Subscriber
 from pulsesync.errors import FormatError
 from pulsesync.integrations.vllm import VllmServer
 from tests.examples import python_path
@@ -35,6 +37,7 @@ from tests.integrations.vllm.serving import (
     difference,
     expected_parameters,
     make_checkpoint,
+    prompt_logprobs,
     serving,
 )
 
@@ -245,6 +248,40 @@ def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tm
     expected = expected_parameters(dict(weights.state_dict()))
     live = {name: value for name, value in server.ask_workers("peek")[0].items() if name != "lm_head.weight"}
     assert live.items() <= expected.items()
+
+
+def test_a_lora_adapter_is_followed_as_a_folder_that_the_server_loads(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start of vLLM; the truth is transformers with the adapter added to the weights."""
+    model = make_checkpoint(tmp_path / "model")
+    names = [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    adapters: list[dict[str, Any]] = []
+    with Publisher(str(tmp_path / "run"), files={"adapter_config.json": json.dumps(config).encode()}) as publisher:
+        for step in range(2):
+            adapters.append({})
+            for name in names:
+                shape = model.get_submodule(name).weight.shape
+                adapters[step][f"base_model.model.{name}.lora_A.weight"] = torch.randn(8, shape[1]) * 0.1
+                adapters[step][f"base_model.model.{name}.lora_B.weight"] = torch.randn(shape[0], 8) * 0.1
+            publisher.publish(adapters[step], step=step)
+    flags = ("--enable-lora", "--max-lora-rank", "8")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    with serving(checkpoint, tmp_path / "log", *flags) as server:
+        before = server.logprobs()
+        for version in range(2):
+            command = ("follow", str(tmp_path / "run"), str(tmp_path / "folder"), "--version", str(version))
+            done = pulse(*command, "--vllm", server.url, "--lora", "tuned")
+            output, _ = done.communicate(timeout=120)
+            assert f"serves version {version} as tuned" in output
+            tuned = make_checkpoint(tmp_path / f"model{version}")
+            for name in names:
+                a, b = (adapters[version][f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+                tuned.get_submodule(name).weight.data += 2.0 * (b @ a)
+            assert difference(server.logprobs("tuned"), prompt_logprobs(tuned)) <= BOUND
+            assert difference(server.logprobs("tuned"), before) > 100 * BOUND
+        assert difference(server.logprobs(), before) <= BOUND
 
 
 @pytest.mark.parametrize("mode", ["in place", "mirror"])

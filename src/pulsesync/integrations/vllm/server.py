@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 from pulsesync.errors import (
@@ -115,6 +116,22 @@ class VllmServer:
         if code != 200:
             raise _refusal(code, answer)
         return UpdateReport.parse(answer)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter from a folder, in the place of the one that has this name.
+
+        Raises:
+            PulseError: the server refuses it; StoreError: it does not answer.
+        """
+        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+        code, answer = self._call("POST", "/v1/load_lora_adapter", self._timeout_s, body)
+        if code == 404:
+            raise PulseError(
+                f"the server at {self.url} loads no adapters while it runs: start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        if code != 200:
+            raise _refusal(code, answer, "/v1/load_lora_adapter")
 
     def _take(self, step: Step, kv_cache: str) -> Any:
         """Take a step of an update by vLLM's development routes."""
