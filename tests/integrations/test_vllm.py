@@ -384,6 +384,41 @@ def test_parameters_that_were_replaced_are_found_where_they_are_now(training: Tr
     assert engine.have(training.versions[1])
 
 
+def test_parameters_that_were_packed_away_are_followed_by_a_mirror(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, Any] = {}
+    engine = TwoRanks(training.versions[0])
+    engine.update(training.location)
+    for model in engine.models:
+        model.tensors["model.layers.0.mlp.gate_up_proj.weight"] = torch.zeros(0)
+    training.publish()
+    monkeypatch.setattr(compat, "derived", lambda model: [])
+
+    def load(config: Any, model: FusedModel, weights: Any) -> set[str]:
+        loaded.update(weights)
+        return set(model.tensors)
+
+    monkeypatch.setattr(compat, "load_weights", load)
+    assert engine.update(training.location)["mode"] == "mirror"
+    assert all(
+        torch.equal(loaded[name].view(torch.int16), tensor.view(torch.int16))
+        for name, tensor in training.versions[1].items()
+    )
+
+
+def test_a_loader_that_leaves_parameters_out_fails_the_update(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TwoRanks(training.versions[0])
+    for model in engine.models:
+        model.tensors["model.norm.weight"] = torch.zeros(0)
+    monkeypatch.setattr(compat, "derived", lambda model: [])
+    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: {name for name, _ in weights})
+    with pytest.raises(StateError, match="did not load"):
+        engine.update(training.location)
+
+
 def test_a_damaged_version_is_refused_and_the_old_one_is_served(training: Training) -> None:
     engine = TwoRanks(training.versions[0])
     engine.update(training.location)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pulsesync.errors import ChainError, GroupError, NothingPublishedError, VerificationError
+from pulsesync.errors import ChainError, GroupError, NothingPublishedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted
 from pulsesync.integrations.vllm import compat
@@ -263,7 +263,12 @@ class EngineFollower:
 
     def _sync(self, one: _Preparation, version: int, follow_replaced: bool) -> SyncReport:
         subscriber, weights = one.followed.subscriber, self._weights_for(one.followed, version)
-        if replaced := weights.refresh():
+        try:
+            replaced = weights.refresh()
+        except StateError:  # the engine has its weights in another form than before
+            one.followed.weights, replaced = None, True
+            weights = self._weights_for(one.followed, version)
+        if replaced:
             logger.warning("The engine has loaded other weights since the last update, so all of them are synced.")
         before = subscriber.state.sums if subscriber.state is not None else {}
         in_place = weights.mode == "in place"  # where something else may have written: an engine that slept, a reload
