@@ -4,8 +4,8 @@
 
 The parameters are those that a rank of vLLM has of Qwen2.5-7B (fused qkv and gate_up, padded vocabulary), without vLLM:
 the follower of the adapter writes them, as it does in a worker. Each version changes about 1 % of the weights by one
-unit of their last bit. The run is in host memory, so that no link is measured. After each update every parameter is
-compared with what was published.
+unit of their last bit, small ones more often, as Adam does. The run is in host memory, so that no link is measured.
+After each update every parameter is compared with what was published.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from bench_gpu import SPREAD, chances
 
 from pulsesync import Publisher
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused
@@ -43,7 +44,7 @@ class FusedParameters(torch.nn.Module):
         self.tensors: dict[str, torch.Tensor] = {}
         self.pieces = list(fused(shape, EngineRank()))
         for one in self.pieces:
-            self.tensors[one.name] = torch.randn(one.shape, device="cuda", dtype=torch.bfloat16) * 0.02
+            self.tensors[one.name] = torch.randn(one.shape, device="cuda", dtype=torch.bfloat16) * SPREAD
 
     def named_parameters(self, *_: Any, **__: Any) -> Any:
         return ((name, torch.nn.Parameter(tensor, requires_grad=False)) for name, tensor in self.tensors.items())
@@ -84,11 +85,12 @@ def main() -> None:
     parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
     follower = EngineFollower(SimpleNamespace(parallel_config=parallel), engine)
     update(follower, 0)
-    rows = []
+    rows, chance = [], chances(0.01)
     for version in range(1, given.versions + 1):
         for tensor in weights.values():
             bits = tensor.view(torch.int16).view(-1)
-            bits += (torch.rand(bits.shape, device="cuda") < 0.01).to(torch.int16)
+            moved = torch.rand(bits.shape, device="cuda") < chance[((bits & 0x7FFF) >> 7).long()]
+            bits += moved * torch.where(torch.rand(bits.shape, device="cuda") < 0.5, 1, -1).to(torch.int16)
         report = publisher.publish(weights, step=version)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
