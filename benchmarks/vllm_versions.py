@@ -29,6 +29,7 @@ STEPS = 20
 MIN_DENSITY = 0.003  # of the weights, in every version after 0
 RATE = 3e-6  # of AdamW: a common one for reinforcement learning is 1e-6
 ROWS, LENGTH = 4, 128  # tokens of a step
+TIED = "lm_head.weight"  # which the checkpoint leaves out: it is the embedding
 TEXT = Path(__file__).parent.parent / "docs"
 
 Weights = dict[str, np.ndarray]
@@ -121,12 +122,13 @@ class Replay:
 
     def __init__(self, model: Path, run: Path) -> None:
         self.files = companions(model)
-        self.weights: Weights = {name: np.array(array) for name, array in open_checkpoint(model).items()}
+        self.weights: Weights = {name: np.array(array) for name, array in open_checkpoint(model).tensors.items()}
+        self.named = {TIED: self.weights["model.embed_tokens.weight"], **self.weights}  # as the run names them
         self.subscriber = Subscriber(str(run))
 
     def go(self, version: int) -> str:
         """Bring the weights to a version; return their digest, which was counted anew."""
-        report = self.subscriber.sync(self.weights, version, verify=True)
+        report = self.subscriber.sync(self.named, version, verify=True)
         assert report.version == version, f"{report.version} instead of {version}"
         return report.digest
 
