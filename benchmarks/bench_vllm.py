@@ -118,6 +118,7 @@ def fresh_answers(checkpoints: list[Path], kinds: list[str], folder: Path) -> di
         **NO_PLUGINS,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in one process, which is a new one for each
         "TORCHDYNAMO_DISABLE": "1",  # which else compiles how tokens are ranked, for seconds, in each
+        "OMP_WAIT_POLICY": "passive",  # two engines at a time: their threads are not to spin while they wait
     }
     logs = {kind: folder / f"fresh_{kind}.log" for kind in kinds}
     until = time.monotonic() + vllm_server.START_S + vllm_server.ANSWER_S * len(checkpoints)
