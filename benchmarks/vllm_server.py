@@ -175,7 +175,7 @@ class TokenTimes:
 
     def __enter__(self) -> "TokenTimes":
         self._thread.start()
-        self.wait_for(16)
+        self.wait_for(8)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ line is one JSON object, which is also kept next to the run, as RUN.json.
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def show(one: dict[str, Any]) -> None:
     print(
         f"version {one['version']:2}: loss {one['loss']:.3f}, {one['density']:.3%} changed, {one['bytes']:,} bytes; "
         f"trained in {one['train_s']:.1f} s, published in {one['publish_s']:.2f} s",
+        file=sys.stderr,
         flush=True,
     )
 
