@@ -189,8 +189,8 @@ def main() -> None:
     callback = PulseCallback(given.location, cast={})  # PULSE 1: publishes every step; cast={}: in FP32
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        step = trainer.state.global_step
-        VllmServer(given.server).update(given.location, callback.version_of(step))  # PULSE 3: its weights
+        version = callback.version_of(trainer.state.global_step)
+        VllmServer(given.server).update(given.location, version, wait_s=ANSWER_S)  # PULSE 3: the weights of this step
         found = generator.generate(prompts, trainer)
         differences.append(largest_difference(found, trainer.model))
         return found
