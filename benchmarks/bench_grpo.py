@@ -1,6 +1,6 @@
 """Does GRPO learn the same with a vLLM server that follows by patches as with one that reloads every checkpoint?
 
-    python benchmarks/bench_grpo.py --vllm .venv-vllm/bin/python          # with TRL's Python; about eight minutes
+    python benchmarks/bench_grpo.py --vllm .venv-vllm/bin/python          # with TRL's Python; 8 to 14 minutes
 
 The run of examples/grpo_vllm.py, twice with the same seeds, in FP32 and on CPUs. With `reload` the trainer saves a
 checkpoint before each rollout, which vLLM's own `reload_weights` reads while the server is paused; `patches` is what
