@@ -35,6 +35,7 @@ from pulsesync.store import Store
 TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
 LONGEST_WAIT_S = 60.0  # between attempts, while something does not answer
+AGAIN_S = 0.25  # between attempts, while a version that is waited for is not there
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
 
 
@@ -91,18 +92,40 @@ class VllmServer:
         trust: Collection[str] | None = None,
         kv_cache: str = "drop",
         follow_replaced: bool = False,
+        wait_s: float = 0.0,
     ) -> UpdateReport:
         """Bring the server to a version of a run: pause, update all ranks, name the version, resume.
 
+        Args:
+            location: The path or URL of the run, as the server reaches it.
+            version: The version, or "latest".
+            trust: As for a `Subscriber`.
+            cache: A folder on the server's host in which its ranks keep bodies.
+            kv_cache: What becomes of the KV cache: "drop", or "keep", with what old weights have computed.
+            follow_replaced: As for `Subscriber.sync`.
+            wait_s: How long to wait for the version, or for the first anchor of the run: a trainer has it written in
+                the background, and until then a server that is new to the run has nothing to start from.
+
         Raises:
-            PulseError: it failed on the server, by the name that it has there; the old weights are served. StoreError:
-            the server does not answer: whether it was updated is not known, and `status` tells.
+            NothingPublishedError: the version cannot be reached, also not within `wait_s`. PulseError: it failed on the
+            server, by the name that it has there; the old weights are served. StoreError: the server does not answer:
+            whether it was updated is not known, and `status` tells.
         """
         options = {
             "location": location,
             "trust": list(trust) if trust else None,
             "follow_replaced": follow_replaced,
         }
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._update(options, version, kv_cache)
+            except NothingPublishedError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(AGAIN_S)
+
+    def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
         if self._by_routes is None:
             self.status()
         if not self._by_routes:
