@@ -51,7 +51,7 @@ class VllmServer:
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
         self._by_routes: bool | None = None  # whether it has our routes, once it was asked
-        self._paused_at, self._pause_s = 0.0, 0.0
+        self._paused_at, self._pause_s = 0.0, 0.0  # since when it is paused by an update, 0 if it is not
 
     def status(self) -> dict[str, Any]:
         """Where the server is: location, version, digest, weight_version, paused.
@@ -100,7 +100,6 @@ class VllmServer:
             location: The path or URL of the run, as the server reaches it.
             version: The version, or "latest".
             trust: As for a `Subscriber`.
-            cache: A folder on the server's host in which its ranks keep bodies.
             kv_cache: What becomes of the KV cache: "drop", or "keep", with what old weights have computed.
             follow_replaced: As for `Subscriber.sync`.
             wait_s: How long to wait for the version, or for the first anchor of the run: a trainer has it written in
@@ -173,9 +172,9 @@ class VllmServer:
         elif step == "pause":
             self._paused_at = time.perf_counter()
             self._step("/pause?mode=keep&clear_cache=false")
-        else:
+        elif self._paused_at:  # else the update has failed before it paused anything
             self._step("/resume")
-            self._pause_s = time.perf_counter() - self._paused_at
+            self._pause_s, self._paused_at = time.perf_counter() - self._paused_at, 0.0
         return None
 
     def _ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
