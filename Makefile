@@ -15,7 +15,7 @@ OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all test-trl test-vllm gpu-test gpu-bench lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all test-trl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +40,10 @@ test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT
 
 test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in an environment of its own: about ten minutes
 	$(VLLM)/bin/python -m pytest -q -o faulthandler_timeout=900 tests/integrations/vllm
+
+test-grpo: $(TRL)/.made $(VLLM)/.made  ## run GRPO with TRL and rollouts from a vLLM server, each in its own environment
+	PULSE_TRL_PYTHON=$(abspath $(TRL))/bin/python $(VLLM)/bin/python -m pytest -q -o faulthandler_timeout=900 \
+		tests/integrations/vllm/test_grpo.py
 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)

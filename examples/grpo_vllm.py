@@ -2,14 +2,14 @@
 
     python examples/grpo_vllm.py runs/grpo --model runs/tiny
 
-and in the same folder, with vLLM and pulsesync in its own environment:
+and in a second terminal, with vLLM and pulsesync in an environment of its own:
 
     vllm serve runs/tiny --middleware pulsesync.integrations.vllm.Routes
 
 (on a CPU add `--dtype float32 --enforce-eager --max-model-len 256`). The trainer makes a tiny random model in runs/tiny
 if nothing is there, and waits for the server. The policy learns to write even numbers. The three lines marked with
-PULSE are what is added to a trainer that generates with a server. The third brings the server to the weights of the
-step before each rollout, so that rollouts are on-policy. Without it, `pulse follow runs/grpo --vllm
+PULSE, and their imports, are what is added to a trainer that generates with a server. The third brings the server to
+the weights of the step before each rollout, so that rollouts are on-policy. Without it, `pulse follow runs/grpo --vllm
 http://127.0.0.1:8000` in a third terminal updates the server as versions come; rollouts may then lag behind.
 
 To show that rollouts are on-policy, the trainer computes the log-probabilities of all sampled tokens again. Ends with
@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if "://" not in given.location:
+        given.location = os.path.abspath(given.location)  # the server may have been started elsewhere
 
     if not given.model.exists():
         make_model(given.model)
@@ -189,8 +191,8 @@ def main() -> None:
     callback = PulseCallback(given.location, cast={})  # PULSE 1: publishes every step; cast={}: in FP32
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        version = callback.version_of(trainer.state.global_step)
-        VllmServer(given.server).update(given.location, version, wait_s=ANSWER_S)  # PULSE 3: the weights of this step
+        step = trainer.state.global_step
+        VllmServer(given.server).update(given.location, callback.version_of(step), wait_s=120)  # PULSE 3: its weights
         found = generator.generate(prompts, trainer)
         differences.append(largest_difference(found, trainer.model))
         return found
