@@ -38,13 +38,9 @@ from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
     NotFoundError,
-    NothingPublishedError,
     PulseError,
     RunChangedError,
-    SignatureError,
-    StateError,
     StoreError,
-    UnsupportedError,
     VerificationError,
 )
 from pulsesync.format.layout import Layout
@@ -77,7 +73,6 @@ __all__ = ["CopyRecord", "FolderUpdate", "HuggingFaceFolder", "reading"]
 MARK, HISTORY, LOCK, CURRENT, CACHE = "pulse.json", "pulse.history", ".lock", "current", ".cache"
 CACHE_BYTES = 4 << 30
 logger = logging.getLogger(__name__)
-LONGEST_WAIT_S = 60.0  # between attempts, while the store does not answer
 
 
 @dataclass(frozen=True)
@@ -179,27 +174,11 @@ class HuggingFaceFolder:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
             the folder cannot be updated, and is further from the version to follow than `max_staleness`.
         """
-        wait_s, waiting = interval_s, False
-        while True:
-            try:
-                flip = self.update()
-                wait_s, waiting = interval_s, False
-            except (SignatureError, UnsupportedError, StateError, RunChangedError):
-                raise
-            except NothingPublishedError as e:
-                if on_error and not waiting:
-                    on_error(e)
-                flip, wait_s, waiting = None, interval_s, True
-            except PulseError as e:
-                if on_error:
-                    on_error(e)
-                if (current := self.current) is not None:  # else there is nothing to load, old or new
-                    self._target.check_staleness(current.version)
-                flip, wait_s = None, min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
-            if flip:
-                yield flip
-            else:
-                time.sleep(wait_s)
+        return self._target.follow(self.update, self._version, interval_s, on_error)
+
+    def _version(self) -> int | None:
+        current = self.current
+        return current.version if current else None
 
     def update(self, version: int | None = None) -> FolderUpdate | None:
         """Bring the folder to the newest version, the one that its pointer names, or to one; None if it is there.

@@ -6,10 +6,22 @@
 """
 
 import re
-from collections.abc import Collection
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
-from pulsesync.errors import ChainError, MissingLinkError, NothingPublishedError, RunReplacedError, StaleWeightsError
+from pulsesync.errors import (
+    ChainError,
+    MissingLinkError,
+    NothingPublishedError,
+    PulseError,
+    RunChangedError,
+    RunReplacedError,
+    SignatureError,
+    StaleWeightsError,
+    StateError,
+    UnsupportedError,
+)
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.pointer import NAME, Pointer, check_name
 from pulsesync.format.signature import trusted
@@ -18,6 +30,8 @@ from pulsesync.run.reader import RunReader, location_of
 from pulsesync.store import Store, open_store
 
 PREFIX = "pointers/"
+LONGEST_WAIT_S = 60.0  # between attempts, while something does not answer
+T = TypeVar("T")
 _KEY = re.compile(rf"{PREFIX}({NAME.pattern})/([0-9]{{16}})")
 
 
@@ -100,6 +114,50 @@ class FollowTarget:
         goal = check_target(pointer, records.version(pointer.version))
         self._seen = pointer  # not one that leads nowhere, which without a signature may have been damaged on its path
         return goal
+
+    def follow(
+        self,
+        update: Callable[[], T | None],
+        local: Callable[[], int | None],
+        interval_s: float,
+        on_error: Callable[[PulseError], None] | None = None,
+    ) -> Iterator[T]:
+        """Update again and again, without end, and yield what an update returns each time that it did something.
+
+        An error that may pass is reported, and tried again; while nothing is published, that is reported once.
+
+        Args:
+            update: Goes to the version to follow; None: it is there already.
+            local: The version that there is, None if there is none.
+            interval_s: Seconds between updates; after an error twice as long each time, up to a minute.
+            on_error: Is told of an error.
+
+        Raises:
+            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError: it
+            cannot be updated, and is further from the version to follow than `max_staleness`.
+        """
+        wait_s, waiting = interval_s, False
+        while True:
+            done = None
+            try:
+                done = update()
+                wait_s, waiting = interval_s, False
+            except (SignatureError, UnsupportedError, StateError, RunChangedError):
+                raise
+            except NothingPublishedError as e:
+                if on_error and not waiting:
+                    on_error(e)
+                wait_s, waiting = interval_s, True
+            except PulseError as e:
+                if on_error:
+                    on_error(e)
+                if (version := local()) is not None:  # else there is nothing to use, old or new
+                    self.check_staleness(version)
+                wait_s = min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
+            if done is not None:
+                yield done
+            else:
+                time.sleep(wait_s)
 
     def check_staleness(self, local: int | None) -> int:
         """Return how many versions a local one is away from the version that was found last.

@@ -20,11 +20,7 @@ from typing import Any
 from pulsesync.errors import (
     NothingPublishedError,
     PulseError,
-    RunChangedError,
-    SignatureError,
-    StateError,
     StoreError,
-    UnsupportedError,
 )
 from pulsesync.format.signature import trusted
 from pulsesync.integrations.vllm.update import Ask, Finish, Step, UpdateReport, Wait, moving, raise_error, run
@@ -34,7 +30,6 @@ from pulsesync.store import Store
 
 TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
-LONGEST_WAIT_S = 60.0  # between attempts, while something does not answer
 AGAIN_S = 0.25  # between attempts, while a version that is waited for is not there
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
 
@@ -278,28 +273,7 @@ class ServerFollower:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
             the server cannot be updated, and is further from the version to follow than `max_staleness`.
         """
-        wait_s, waiting = interval_s, False
-        while True:
-            report = None
-            try:
-                report = self.update()
-                wait_s, waiting = interval_s, False
-            except (SignatureError, UnsupportedError, StateError, RunChangedError):
-                raise
-            except NothingPublishedError as e:
-                if on_error and not waiting:
-                    on_error(e)
-                wait_s, waiting = interval_s, True
-            except PulseError as e:
-                if on_error:
-                    on_error(e)
-                if self._version is not None:
-                    self._target.check_staleness(self._version)
-                wait_s = min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
-            if report is not None:
-                yield report
-            else:
-                time.sleep(wait_s)
+        return self._target.follow(self.update, lambda: self._version, interval_s, on_error)
 
 
 def _table(data: bytes) -> dict[str, Any]:
