@@ -137,6 +137,51 @@ def test_the_version_before_the_last_sync_is_a_step_back_without_a_body() -> Non
     assert equal(held, states[4])
 
 
+def test_the_last_sync_can_be_rolled_back_without_a_store() -> None:
+    store, states = run_of(5)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=2)
+    sub.sync(held)
+    store.gets.clear()
+    assert sub.roll_back() == 2
+    assert (store.gets, sub.version) == ([], 2)
+    assert equal(held, states[2])
+    sub.verify()
+    assert sub.roll_back() is None  # no more was kept
+    assert equal(held, states[2])
+    assert sub.sync(held).path == ("patch", "patch")
+    assert equal(held, states[4])
+
+
+@pytest.mark.parametrize("first", [None, 2])  # from an anchor, and by patches alone
+def test_a_caller_is_asked_once_when_everything_was_fetched_and_nothing_is_written(first: int | None) -> None:
+    store, states = run_of(5)
+    asked: list[list[str]] = []
+    sub, held = Subscriber(store, confirm=lambda: asked.append(store.got("parts/"))), worker()
+    if first is not None:
+        sub.sync(held, version=first)
+    before, asked[:] = {name: tensor.copy() for name, tensor in held.items()}, []
+    store.gets.clear()
+
+    def refuse() -> None:
+        asked.append(store.got("parts/"))
+        assert equal(held, before)
+        raise StateError("not now")
+
+    sub._confirm = refuse
+    with pytest.raises(StateError, match="not now"):
+        sub.sync(held)
+    assert equal(held, before)
+    fetched = asked.pop()
+    assert not asked
+    sub._confirm = lambda: asked.append(store.got("parts/"))
+    store.gets.clear()
+    sub.sync(held)
+    assert equal(held, states[4])
+    assert asked == [store.got("parts/")]  # nothing was fetched afterwards
+    assert sorted(fetched) == sorted(asked[0])
+
+
 def test_as_many_syncs_are_taken_back_as_were_kept() -> None:
     store, states = run_of(6)
     sub, held = Subscriber(store, undo=3), worker()
