@@ -2,7 +2,7 @@
 
     python examples/grpo_vllm.py runs/grpo --model runs/tiny
 
-and in a second terminal, with vLLM and pulsesync in an environment of its own:
+and, once runs/tiny exists, in a second terminal, with vLLM and pulsesync in an environment of its own:
 
     vllm serve runs/tiny --middleware pulsesync.integrations.vllm.Routes
 

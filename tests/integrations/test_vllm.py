@@ -179,7 +179,7 @@ def test_an_error_that_is_not_ours_keeps_its_name() -> None:
         ({"location": "x", "version": True}, "version must be a number or 'latest'"),
         ({"location": "x", "kv_cache": "reset"}, "kv_cache must be one of 'drop', 'keep'"),
         ({"location": "x", "trust": ["ab"]}, "64 hexadecimal digits"),
-        ({"location": "x", "verison": 3}, "got verison"),
+        ({"location": "x", "verison": 3}, "unknown field verison"),
         ({"location": "x", "follow_replaced": 1}, "follow_replaced must be true or false"),
     ],
 )
@@ -407,6 +407,25 @@ def test_parameters_that_were_packed_away_are_followed_by_a_mirror(
     )
 
 
+def test_a_quantised_checkpoint_is_refused_and_one_in_another_float_is_not(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TwoRanks(training.versions[0])
+    for model in engine.models:
+        model.tensors["model.norm.weight"] = torch.zeros(0)  # so that a mirror is used
+    monkeypatch.setattr(compat, "derived", lambda model: [])
+    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: set(model.tensors))
+    checkpoint = {"model.layers.0.mlp.up_proj.weight": torch.ones(4).to(torch.float8_e4m3fn)}
+    monkeypatch.setattr(compat, "checkpoint_of", lambda config, model: iter(checkpoint.items()))
+    with pytest.raises(StateError, match="a quantised checkpoint cannot follow"):
+        engine.update(training.location)
+    checkpoint = {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
+    with pytest.raises(StateError, match="a quantised checkpoint cannot follow"):
+        engine.update(training.location)
+    checkpoint = {"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32, dtype=torch.float16)}
+    assert engine.update(training.location)["mode"] == "mirror"
+
+
 def test_a_loader_that_leaves_parameters_out_fails_the_update(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,7 +523,7 @@ def test_an_update_that_nobody_commits_leaves_the_weights_alone(
     assert follower._pending is not None
     assert follower._pending.thread is not None
     follower._pending.thread.join(30)
-    assert "nothing asked about the update" in follower.status()["failure"]["message"]
+    assert "the prepared update was dropped" in follower.status()["failure"]["message"]
     assert engine.have(training.versions[0])
     monkeypatch.setattr("pulsesync.integrations.vllm.follower.PATIENCE_S", 60.0)
     engine.update(training.location)
@@ -681,7 +700,7 @@ def test_what_could_be_wrong_unnoticed_is_refused(training: Training) -> None:
     with pytest.raises(StateError, match="--enable-eplb"):
         engine.update(training.location)
     engine.config.enable_eplb, engine.sleeps = False, True
-    with pytest.raises(StoreError, match="the engine sleeps"):
+    with pytest.raises(StoreError, match="the engine is asleep"):
         engine.update(training.location)
     assert not engine.paused
 

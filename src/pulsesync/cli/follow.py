@@ -54,13 +54,14 @@ def follow(
     resumes from what is in the folder.
 
     With --vllm, a server that was started with `vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes` is
-    updated while it runs: it pauses, brings its live weights to the version, all ranks or none, and resumes. It keeps
-    requests that are in flight.
+    updated while it runs. It fetches and decodes a version while it generates, pauses to write it on all ranks or on
+    none, and resumes. Requests in flight are kept.
 
     Args:
         run: The run to follow. A vLLM server must reach it at the same location.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was followed into before.
-        vllm: Address of a vLLM server to update, such as http://127.0.0.1:8000, instead of a folder.
+        vllm: Address of a vLLM server to update, such as http://127.0.0.1:8000: instead of a folder, or with --lora in
+            addition to one.
         lora: With FOLDER and --vllm, for a run of a LoRA adapter: the name under which the server loads FOLDER/current
             whenever it has changed.
         kv_cache: What becomes of the server's KV cache at an update: drop has running requests compute theirs again
@@ -90,9 +91,7 @@ def follow(
     if lora is None and (folder is None) == (vllm is None):
         raise UsageError("give either a folder or --vllm with the address of a server")
     if folder is None and cache is not None:
-        raise UsageError(
-            "--cache is for a folder; where a vLLM server keeps what it fetched, say PULSE_VLLM_CACHE there"
-        )
+        raise UsageError("--cache applies to a folder only; for a vLLM server, set PULSE_VLLM_CACHE in its environment")
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     server = VllmServer(vllm, api_key=api_key) if vllm is not None else None
     if server is not None and folder is None:

@@ -417,7 +417,7 @@ def for_subscriber(placed: Mapping[str, Placed]) -> tuple[dict[str, Any], Slices
 def grid(model: ModelShape, ranks: Iterable[EngineRank]) -> Grid:
     """Where a `Publisher` should cut tensors so that the part of each of these ranks is whole tiles.
 
-        grid(model, [*(Rank.vllm(n, 2) for n in range(2)), *(Rank.vllm(n, 8) for n in range(8))])
+        grid(model, [*(EngineRank.vllm(n, 2) for n in range(2)), *(EngineRank.vllm(n, 8) for n in range(8))])
 
     Give it every rank of every kind of engine that will follow the run.
     """

@@ -1,7 +1,7 @@
 """vLLM follows a run: live parameters are brought to a version in place, all ranks or none, checked by digests.
 
     vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes                 # then: pulse follow RUN --vllm URL
-    vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'                 # or vLLM's own routes for trainers
+    vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'      # or vLLM's own routes, in development mode
     follower = pulsesync.integrations.vllm.attach(LLM(MODEL), "s3://bucket/run")     # or an offline LLM
     follower.update()
 

@@ -1,6 +1,6 @@
-"""The weight-transfer backend "pulse" of vLLM 0.26 and later: its own routes and clients bring an engine to versions.
+"""The weight-transfer backend "pulse" of vLLM 0.25 and later: its own routes and clients bring an engine to versions.
 
-    vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'
     POST /init_weight_transfer_engine   {"init_info": {"location": "s3://bucket/run", "trust": ["…"]}}
     POST /update_weights                {"update_info": {"version": "latest"}}     # between start and finish
 
@@ -80,7 +80,9 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: PulseUpdateInfo, load_weights: Any = None) -> None:
         """Go to a version with the other ranks of this replica: each runs the same rule, on the answers of all."""
         if self._options is None:
-            raise PulseError("this engine follows no run: initialise the weight transfer with the location of one")
+            raise PulseError(
+                'no run is configured: call /init_weight_transfer_engine with {"init_info": {"location": …}} first'
+            )
         self._updates += 1  # on every rank
         try:
             run(moving(self._options, update_info.version, f"backend-{self._updates}"), self._take)
@@ -100,7 +102,7 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise: a trainer publishes to the run instead. vLLM 0.26 requires this method."""
+        """Raise: a trainer publishes to the run instead. vLLM before 0.28 requires this method."""
         raise NotImplementedError("publish with pulsesync.Publisher; this backend reads the run from its store")
 
     def shutdown(self) -> None:

@@ -35,8 +35,8 @@ def check_engine(config: Any) -> None:
         )
     if getattr(parallel, "enable_eplb", False):
         raise StateError(
-            "this engine moves its experts while it runs (--enable-eplb), so where a weight is cannot be known: start "
-            "it without that"
+            "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not known: "
+            "start it without --enable-eplb"
         )
 
 
@@ -169,7 +169,7 @@ async def drop_cache(engine: Any) -> None:
 async def check_awake(engine: Any) -> None:
     """Refuse an engine that sleeps: its memory is not there. Raises: StoreError, which may pass."""
     if await engine.is_sleeping():
-        raise StoreError("the engine sleeps: wake it up before it is updated", retryable=True)
+        raise StoreError("the engine is asleep: call wake_up, then update again", retryable=True)
 
 
 async def set_version(engine: Any, version: str) -> None:

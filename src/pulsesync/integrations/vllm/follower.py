@@ -51,7 +51,9 @@ class RunOptions:
     def parse(cls, given: dict[str, Any]) -> "RunOptions":
         """Read a mapping that came over the network. Raises: ValueError, for names or types that are not these."""
         if unknown := sorted(given.keys() - cls.__dataclass_fields__.keys()):
-            raise ValueError(f"expected {', '.join(cls.__dataclass_fields__)}; got {', '.join(unknown)}")
+            raise ValueError(
+                f"unknown field {', '.join(unknown)}; the fields are {', '.join(cls.__dataclass_fields__)}"
+            )
         for name in ("location", "pointer"):
             if not isinstance(given.get(name, ""), str | None):
                 raise ValueError(f"{name} must be a text; got {given[name]!r}")
@@ -81,7 +83,10 @@ class EngineLimits:
     def applied(self, options: RunOptions) -> RunOptions:
         """The options of a request, as far as they are allowed. Raises: ValueError, if the location is not."""
         if self.runs and not any(_is_under(options.location, run) for run in self.runs):
-            raise ValueError(f"this engine may not follow {options.location}: PULSE_VLLM_RUNS does not name it")
+            raise ValueError(
+                f"this engine may not follow {options.location}: PULSE_VLLM_RUNS does not name it; add it there, in "
+                "the server's environment, and restart the server"
+            )
         return options if self.trust is None else replace(options, trust=self.trust)
 
 
@@ -136,7 +141,10 @@ class _Preparation:
         self.ready.set()
         while not self.decided.wait(min(1.0, PATIENCE_S)):
             if time.perf_counter() - self.seen > PATIENCE_S:
-                raise GroupError(f"nothing asked about the update for {PATIENCE_S:.0f} s; the weights are as they were")
+                raise GroupError(
+                    f"the prepared update was dropped: its caller sent no request for {PATIENCE_S:.0f} s; weights "
+                    "unchanged, update again"
+                )
         if self.cancelled:
             raise GroupError("the update was aborted; the weights are as they were")
 
@@ -186,7 +194,10 @@ class EngineFollower:
         elif do == "close":
             self.close()
         elif do != "status":
-            raise ValueError(f"a worker was asked to {do!r}, which this version of pulsesync does not know")
+            raise ValueError(
+                f"unknown request {do!r}: caller and worker run different versions of pulsesync; install the same one "
+                "in both"
+            )
         return self.status()
 
     def status(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class OfflineFollower:
         elif isinstance(step, Finish):
             if not self._keep_cache and self._llm.reset_prefix_cache() is False:
                 raise PulseError("the engine could not drop its KV cache, which was computed with other weights")
-            if hasattr(self._llm, "update_weight_version"):  # vLLM 0.28 and later
+            if hasattr(self._llm, "update_weight_version"):  # vLLM 0.27 and later
                 self._llm.update_weight_version(str(step.version))
         return None
 

@@ -80,10 +80,12 @@ def add_routes(app: Any) -> None:
 
     app.add_route(PATH, status, methods=["GET"])
     app.add_route(f"{PATH}/update", update, methods=["POST"])
-    if not any("Authentication" in str(layer.cls) for layer in app.user_middleware):
+    limits = read_limits()
+    guarded = any("Authentication" in str(layer.cls) for layer in app.user_middleware)
+    if not guarded and not (limits.runs and limits.trust):
         logger.warning(
-            "Whoever reaches this port can have the server follow any run. Start it with --api-key, or say by "
-            "PULSE_VLLM_RUNS and PULSE_VLLM_TRUST what it may follow."
+            "Any client that reaches this port can change the served weights. Start the server with --api-key, or set "
+            "PULSE_VLLM_RUNS and PULSE_VLLM_TRUST to limit which runs it accepts."
         )
 
 

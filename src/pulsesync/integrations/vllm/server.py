@@ -286,6 +286,8 @@ def _table(data: bytes) -> dict[str, Any]:
 
 def _refusal(code: int, answer: dict[str, Any], path: str = "") -> PulseError:
     if code == 401:
-        return PulseError("the vLLM server asks for an API key: give it with --api-key or PULSE_VLLM_API_KEY")
+        return PulseError(
+            "the vLLM server asks for an API key: pass it with --api-key, PULSE_VLLM_API_KEY or VllmServer(api_key=)"
+        )
     reason = answer.get("error") or answer.get("detail") or answer
     return PulseError(f"the vLLM server answered {code}{f' to {path}' if path else ''}: {reason}")

@@ -188,5 +188,7 @@ class UpdateReport:
         try:
             known = {field.name: table[field.name] for field in fields(cls)}
         except KeyError as e:
-            raise PulseError(f"the report has no {e}: the engine runs another version of pulsesync") from e
+            raise PulseError(
+                f"the report has no {e}: the engine runs another version of pulsesync; install the same"
+            ) from e
         return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})

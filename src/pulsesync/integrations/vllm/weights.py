@@ -169,9 +169,9 @@ class MirroredWeights:
         try:
             for name, tensor in compat.checkpoint_of(self._config, self._model):
                 mine = self.tensors.get(name)
-                if (mine is None and _unit(name) in units and not name.endswith(_NOT_LOADED)) or (
-                    mine is not None and tensor.element_size() < mine.element_size()
-                ):
+                unknown = mine is None and _unit(name) in units and not name.endswith(_NOT_LOADED)
+                packed = mine is not None and (tensor.element_size() == 1 or not tensor.is_floating_point())
+                if unknown or packed:
                     raise StateError(
                         f"the engine was started with a checkpoint that has {name!r} in {tensor.dtype}, and the run "
                         "has not: a quantised checkpoint cannot follow a run of plain weights. Start the engine with a "
@@ -204,8 +204,11 @@ class MirroredWeights:
         names = [name for name, _ in self._model.named_parameters()] if plain else []
         missing = {name.replace(".base_layer.", ".") for name in names} - loaded - {HEAD}
         if missing or not loaded:
-            first = min(missing, default="any parameter")
-            raise StateError(f"the model's loader did not load {first!r} from the run's tensors", tensor=first)
+            first = min(missing, default=None)
+            what = f"did not load {first!r}" if first else "loaded no parameter"
+            raise StateError(
+                f"the model's loader {what} from the run's tensors; check that the run is of this model", tensor=first
+            )
 
     def _units(self, names: Collection[str]) -> set[str]:
         """All tensors of the layers that some tensors belong to: a layer is loaded whole or not at all."""
