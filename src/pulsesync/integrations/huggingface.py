@@ -175,7 +175,10 @@ class PublishingCallback:
         if known is None and future is not None:
             known = future.result(timeout_s).version
         if known is None:
-            raise StateError(f"step {step} is in no version of {self.location}, or is not published by this process")
+            raise StateError(
+                f"step {step} is in no version of {self.location}: it was not published yet, publish_every skipped it, "
+                "or this process does not publish (without FSDP2, only rank 0 does)"
+            )
         return known
 
     def flush(self) -> None:
@@ -218,7 +221,7 @@ class PublishingCallback:
         dtypes = {str(tensor.dtype) for tensor in weights.values() if tensor.is_floating_point()}
         if dtypes != {"torch.float32"}:
             return None
-        # `mixed_precision` also has what `accelerate launch` was told
+        # `mixed_precision` also has the choice of `accelerate launch`
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else getattr(args, "mixed_precision", "no")
         if precision not in _CASTS:
             logger.warning(

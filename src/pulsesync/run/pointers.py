@@ -130,7 +130,7 @@ class FollowTarget:
             update: Goes to the version to follow; None: it is there already.
             local: The version that there is, None if there is none.
             interval_s: Seconds between updates; after an error twice as long each time, up to a minute.
-            on_error: Is told of an error.
+            on_error: Called with each error that may pass.
 
         Raises:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError: it

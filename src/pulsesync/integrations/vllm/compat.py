@@ -4,7 +4,6 @@ Run with vLLM 0.32; the interfaces of 0.16 to 0.32 were read (docs/integrations/
 process that does not run vLLM.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
@@ -14,8 +13,6 @@ from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.runtime import EngineRank, runtime_tensors
 
 TIMEOUT_S = 1800.0  # for which a rank waits for the others: as long as the slowest may fetch
-
-logger = logging.getLogger(__name__)
 
 
 # In a worker

@@ -21,7 +21,7 @@ from pulsesync.errors import PulseError
 from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.follower import RunOptions, find_version
 from pulsesync.integrations.vllm.plugin import read_limits
-from pulsesync.integrations.vllm.update import LATEST, Ask, Finish, Step, Wait, check_version, moving, raise_error
+from pulsesync.integrations.vllm.update import LATEST, Ask, Finish, Step, Wait, check_version, merged_status, moving
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/pulse"
@@ -73,7 +73,7 @@ def add_routes(app: Any) -> None:
     async def _answered(doing: Coroutine[Any, Any, dict[str, Any]]) -> Any:
         try:
             return JSONResponse(await doing)
-        except Exception as e:  # the client is told, in the words that it has for errors
+        except Exception as e:  # the client gets it as an answer
             if not isinstance(e, PulseError):
                 logger.exception("An update failed.")
             return JSONResponse({"error": {"type": type(e).__name__, "message": str(e)}}, 500)
@@ -114,14 +114,8 @@ class ServedEngine:
 
     async def status(self) -> dict[str, Any]:
         """Where the engine is: what rank 0 says, whether the others agree, and why an update left it paused."""
-        ranks = await self._ask({"do": "status"})
-        raise_error(ranks)
-        agree = all((one["version"], one["digest"]) == (ranks[0]["version"], ranks[0]["digest"]) for one in ranks)
         return {
-            **ranks[0],
-            "broken": next((one["broken"] for one in ranks if one["broken"]), None),
-            "ranks": len(ranks),
-            "ranks_agree": agree,
+            **merged_status(await self._ask({"do": "status"})),
             "weight_version": await compat.get_version(self._engine),
             "paused": await self._engine.is_paused(),
             "paused_by_update": self._paused_here,
@@ -165,7 +159,7 @@ class ServedEngine:
         elif step == "pause":
             await compat.check_awake(engine)
             self._paused_at = time.perf_counter()
-            if not await engine.is_paused():  # what somebody else has paused stays paused
+            if not await engine.is_paused():  # if another caller has paused it, it stays paused
                 self._paused_here = True
             await compat.pause(engine)
         elif self._paused_here:

@@ -23,7 +23,17 @@ from pulsesync.errors import (
     StoreError,
 )
 from pulsesync.format.signature import trusted
-from pulsesync.integrations.vllm.update import Ask, Finish, Step, UpdateReport, Wait, moving, raise_error, run
+from pulsesync.integrations.vllm.update import (
+    Ask,
+    Finish,
+    Step,
+    UpdateReport,
+    Wait,
+    merged_status,
+    moving,
+    raise_error,
+    run,
+)
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Store
@@ -69,15 +79,7 @@ class VllmServer:
                 f"the server at {self.url} cannot be updated: start it with `vllm serve MODEL {START_WITH}`, in an "
                 "environment where pulsesync is installed"
             )
-        ranks = self._ask({"do": "status"})
-        raise_error(ranks)
-        return {
-            **ranks[0],
-            "broken": next((one["broken"] for one in ranks if one["broken"]), None),
-            "ranks": len(ranks),
-            "ranks_agree": len({(one["version"], one["digest"]) for one in ranks}) == 1,
-            "paused": paused.get("is_paused"),
-        }
+        return {**merged_status(self._ask({"do": "status"})), "paused": paused.get("is_paused")}
 
     def update(
         self,

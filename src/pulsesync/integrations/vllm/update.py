@@ -138,6 +138,17 @@ def _all_ready(token: str) -> Generator[Step, Any, None]:
         pause_s = min(2 * pause_s, MAX_POLL_S)
 
 
+def merged_status(ranks: Answers) -> dict[str, Any]:
+    """Where an engine is: what rank 0 answers, whether all agree, and why one is broken. Raises: PulseError."""
+    raise_error(ranks)
+    return {
+        **ranks[0],
+        "broken": next((one["broken"] for one in ranks if one["broken"]), None),
+        "ranks": len(ranks),
+        "ranks_agree": len({(one["version"], one["digest"]) for one in ranks}) == 1,
+    }
+
+
 def _merged(reports: Answers) -> dict[str, Any]:
     return {
         **reports[0],
@@ -189,6 +200,6 @@ class UpdateReport:
             known = {field.name: table[field.name] for field in fields(cls)}
         except KeyError as e:
             raise PulseError(
-                f"the report has no {e}: the engine runs another version of pulsesync; install the same"
+                f"the report has no {e}: the engine runs another version of pulsesync; install the same one in both"
             ) from e
         return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
