@@ -14,7 +14,7 @@ import urllib.error
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -180,11 +180,11 @@ def test_the_development_routes_do_without_ours(server: Server, training: Traini
     check_served(server, training, 1)
 
 
-def pulse(*arguments: str) -> "subprocess.Popen[str]":
+def pulse(*arguments: str, output: "int | IO[str]" = subprocess.PIPE) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", "import sys; from pulsesync.cli import main; sys.exit(main())", *arguments],
         env={**os.environ, "PYTHONPATH": python_path()},
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
@@ -225,7 +225,9 @@ def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tm
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path()}"},
         cwd=ROOT,
     )
-    follower = pulse("follow", str(run), "--vllm", server.url, "--interval", "0.05")
+    log = tmp_path / "follower"
+    with log.open("w") as output:
+        follower = pulse("follow", str(run), "--vllm", server.url, "--interval", "0.05", output=output)
     client = VllmServer(server.url)
     try:
         end = time.monotonic() + 120
@@ -239,12 +241,15 @@ def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tm
         weights = make_checkpoint(tmp_path / "model").bfloat16()
         version = newest.sync(weights).version
         wait_for_version(server, version)
+        end = time.monotonic() + 30
+        while f"serves version {version}" not in log.read_text():  # which it writes after the server has said so
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
     finally:
         trainer.kill()
         trainer.wait()
         follower.send_signal(signal.SIGINT)
-        output, _ = follower.communicate(timeout=30)
-    assert f"serves version {version}" in output
+        follower.wait(30)
     expected = expected_parameters(dict(weights.state_dict()))
     live = {name: value for name, value in server.ask_workers("peek")[0].items() if name != "lm_head.weight"}
     assert live.items() <= expected.items()
