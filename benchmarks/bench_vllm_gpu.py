@@ -12,16 +12,15 @@ import argparse
 import json
 import statistics
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from bench_gpu import SPREAD, chances
 
 from pulsesync import Publisher
+from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.follower import EngineFollower, RunOptions
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused
-from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.follower import EngineFollower, RunOptions
 from pulsesync.store import open_store
 
 QWEN = {
@@ -63,16 +62,38 @@ class FusedParameters(torch.nn.Module):
         )
 
 
+class FusedEngine(EngineAdapter):
+    """What the follower asks of an engine, of the parameters above."""
+
+    def __init__(self, model: FusedParameters, config: dict[str, Any]) -> None:
+        super().__init__(model)
+        self._config = config
+
+    def check(self) -> None:
+        pass
+
+    def rank(self) -> EngineRank:
+        return EngineRank()
+
+    def hf_config(self) -> Any:
+        return self._config
+
+    def is_quantised(self) -> bool:
+        return False
+
+    def checkpoint(self) -> Any:
+        return iter(())
+
+    def load_weights(self, weights: Any) -> None:
+        raise NotImplementedError
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--versions", type=int, default=6)
     given = parser.parse_args()
     config = {**QWEN, "num_hidden_layers": given.layers}
-    compat.rank_of = lambda _: EngineRank()  # type: ignore[assignment]
-    compat.hf_config = lambda _: config  # type: ignore[assignment]
-    compat.checkpoint_of = lambda *_: iter(())  # type: ignore[assignment]
-    compat.refresh_packed = lambda _: 0  # type: ignore[assignment]
 
     engine = FusedParameters(ModelShape.from_config(config))
     weights = engine.checkpoint()
@@ -82,8 +103,7 @@ def main() -> None:
     began = time.perf_counter()
     publisher.publish(weights, step=0)
     print(f"published version 0 in {time.perf_counter() - began:.1f} s", flush=True)
-    parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
-    follower = EngineFollower(SimpleNamespace(parallel_config=parallel), engine)
+    follower = EngineFollower(FusedEngine(engine, config))
     update(follower, 0)
     rows, chance = [], chances(0.01)
     for version in range(1, given.versions + 1):

@@ -27,13 +27,14 @@ from pulsesync.errors import (
     SignatureError,
     StateError,
 )
+from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions
+from pulsesync.integrations.engine.update import Ask, Finish, moving, raise_error, run
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused, grid
-from pulsesync.integrations.vllm import ServerFollower, VllmServer, compat
-from pulsesync.integrations.vllm.follower import EngineFollower, EngineLimits, RunOptions
+from pulsesync.integrations.vllm import ServerFollower, VllmServer
+from pulsesync.integrations.vllm.compat import VllmEngine
 from pulsesync.integrations.vllm.offline import OfflineFollower
 from pulsesync.integrations.vllm.plugin import read_limits
 from pulsesync.integrations.vllm.routes import PATH, Routes, ServedEngine, parse_update
-from pulsesync.integrations.vllm.update import Ask, Finish, moving, raise_error, run
 from pulsesync.store import open_store
 from tests.conftest import GPU
 
@@ -247,13 +248,15 @@ class TwoRanks:
     def start_followers(self) -> None:
         self.followers = [
             EngineFollower(
-                SimpleNamespace(
-                    rank=model.rank,
-                    parallel_config=self.config,
-                    lora_config=None,
-                    model_config=SimpleNamespace(quantization=None),
+                VllmEngine(
+                    SimpleNamespace(
+                        rank=model.rank,
+                        parallel_config=self.config,
+                        lora_config=None,
+                        model_config=SimpleNamespace(quantization=None),
+                    ),
+                    model,
                 ),
-                model,
                 self.limits,
             )
             for model in self.models
@@ -300,10 +303,10 @@ class TwoRanks:
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adapter asks of vLLM, answered by the engine above."""
-    monkeypatch.setattr(compat, "rank_of", lambda config: config.rank)
-    monkeypatch.setattr(compat, "hf_config", lambda config: CONFIG)
-    monkeypatch.setattr(compat, "checkpoint_of", lambda config, model: iter(()))
-    monkeypatch.setattr(compat, "refresh_packed", lambda model: 0)
+    monkeypatch.setattr(VllmEngine, "rank", lambda engine: engine.config.rank)
+    monkeypatch.setattr(VllmEngine, "hf_config", lambda engine: CONFIG)
+    monkeypatch.setattr(VllmEngine, "checkpoint", lambda engine: iter(()))
+    monkeypatch.setattr(VllmEngine, "refresh_packed", lambda engine: 0)
 
 
 class Training:
@@ -393,13 +396,13 @@ def test_parameters_that_were_packed_away_are_followed_by_a_mirror(
     for model in engine.models:
         model.tensors["model.layers.0.mlp.gate_up_proj.weight"] = torch.zeros(0)
     training.publish()
-    monkeypatch.setattr(compat, "derived", lambda model: [])
+    monkeypatch.setattr(VllmEngine, "derived", lambda engine: [])
 
-    def load(config: Any, model: FusedModel, weights: Any) -> set[str]:
+    def load(engine: VllmEngine, weights: Any) -> set[str]:
         loaded.update(weights)
-        return set(model.tensors)
+        return set(engine.model.tensors)
 
-    monkeypatch.setattr(compat, "load_weights", load)
+    monkeypatch.setattr(VllmEngine, "load_weights", load)
     assert engine.update(training.location)["mode"] == "mirror"
     assert all(
         torch.equal(loaded[name].view(torch.int16), tensor.view(torch.int16))
@@ -413,10 +416,10 @@ def test_a_quantised_checkpoint_is_refused_and_one_in_another_float_is_not(
     engine = TwoRanks(training.versions[0])
     for model in engine.models:
         model.tensors["model.norm.weight"] = torch.zeros(0)  # so that a mirror is used
-    monkeypatch.setattr(compat, "derived", lambda model: [])
-    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: set(model.tensors))
+    monkeypatch.setattr(VllmEngine, "derived", lambda engine: [])
+    monkeypatch.setattr(VllmEngine, "load_weights", lambda engine, weights: set(engine.model.tensors))
     checkpoint = {"model.layers.0.mlp.up_proj.weight": torch.ones(4).to(torch.float8_e4m3fn)}
-    monkeypatch.setattr(compat, "checkpoint_of", lambda config, model: iter(checkpoint.items()))
+    monkeypatch.setattr(VllmEngine, "checkpoint", lambda engine: iter(checkpoint.items()))
     with pytest.raises(StateError, match="a quantised checkpoint cannot follow"):
         engine.update(training.location)
     checkpoint = {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
@@ -432,8 +435,8 @@ def test_a_loader_that_leaves_parameters_out_fails_the_update(
     engine = TwoRanks(training.versions[0])
     for model in engine.models:
         model.tensors["model.norm.weight"] = torch.zeros(0)
-    monkeypatch.setattr(compat, "derived", lambda model: [])
-    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: {name for name, _ in weights})
+    monkeypatch.setattr(VllmEngine, "derived", lambda engine: [])
+    monkeypatch.setattr(VllmEngine, "load_weights", lambda engine, weights: {name for name, _ in weights})
     with pytest.raises(StateError, match="did not load"):
         engine.update(training.location)
 
@@ -517,7 +520,7 @@ def test_an_update_that_nobody_commits_leaves_the_weights_alone(
     engine = TwoRanks(training.versions[0])
     engine.update(training.location)
     training.publish()
-    monkeypatch.setattr("pulsesync.integrations.vllm.follower.PATIENCE_S", 0.05)
+    monkeypatch.setattr("pulsesync.integrations.engine.follower.PATIENCE_S", 0.05)
     follower = engine.followers[0]
     follower.prepare(RunOptions(str(training.location)), 1)
     assert follower._pending is not None
@@ -525,7 +528,7 @@ def test_an_update_that_nobody_commits_leaves_the_weights_alone(
     follower._pending.thread.join(30)
     assert "the prepared update was dropped" in follower.status()["failure"]["message"]
     assert engine.have(training.versions[0])
-    monkeypatch.setattr("pulsesync.integrations.vllm.follower.PATIENCE_S", 60.0)
+    monkeypatch.setattr("pulsesync.integrations.engine.follower.PATIENCE_S", 60.0)
     engine.update(training.location)
     assert engine.have(training.versions[1])
 
@@ -557,8 +560,8 @@ def test_a_run_with_a_tensor_that_the_map_does_not_know_is_not_written_in_place(
         publisher.publish({**training.weights, "model.extra.weight": torch.ones(8).bfloat16()})
     engine = TwoRanks(training.versions[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "load_weights", lambda config, model, weights: loaded.update(weights))
-        patch.setattr(compat, "derived", lambda model: [])
+        patch.setattr(VllmEngine, "load_weights", lambda engine, weights: loaded.update(weights))
+        patch.setattr(VllmEngine, "derived", lambda engine: [])
         report = engine.update(tmp_path / "other")
     assert report["mode"] == "mirror"
     assert "'model.extra.weight'" in caplog.text
@@ -569,7 +572,7 @@ def test_a_run_with_a_tensor_that_the_map_does_not_know_is_not_written_in_place(
 
 def test_packed_copies_are_made_again_after_a_repair(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
-    monkeypatch.setattr(compat, "refresh_packed", packed.append)
+    monkeypatch.setattr(VllmEngine, "refresh_packed", lambda engine: packed.append(engine))
     engine = TwoRanks(training.versions[0])
     training.publish()
     engine.update(training.location)
@@ -601,11 +604,11 @@ def test_a_commit_that_fails_in_an_update_to_another_run_returns_to_the_first(
     engine.update(training.location)
     calls = iter([None, RuntimeError("kernel failed")])  # the second rank fails
 
-    def synchronize(model: Any) -> None:
+    def synchronize(rank: VllmEngine) -> None:
         if (error := next(calls, None)) is not None:
             raise error
 
-    monkeypatch.setattr(compat, "synchronize", synchronize)
+    monkeypatch.setattr(VllmEngine, "synchronize", synchronize)
     with pytest.raises(PulseError, match="kernel failed"):
         engine.update(other.location, 1)
     assert engine.have(training.versions[0])
@@ -620,12 +623,12 @@ def test_a_roll_back_needs_no_store(training: Training, monkeypatch: pytest.Monk
     engine.update(training.location)
     training.publish()
 
-    def lose_the_run(model: Any) -> None:
+    def lose_the_run(rank: VllmEngine) -> None:
         if training.location.exists():
             training.location.rename(training.location.with_name("away"))
             raise RuntimeError("kernel failed")
 
-    monkeypatch.setattr(compat, "synchronize", lose_the_run)
+    monkeypatch.setattr(VllmEngine, "synchronize", lose_the_run)
     with pytest.raises(PulseError, match="kernel failed"):
         engine.update(training.location)
     assert engine.have(training.versions[0])
@@ -639,12 +642,12 @@ def test_a_first_update_that_fails_returns_to_the_checkpoint(
     training.publish()
     calls = iter([None, RuntimeError("kernel failed")])
 
-    def synchronize(model: Any) -> None:
+    def synchronize(rank: VllmEngine) -> None:
         if (error := next(calls, None)) is not None:
             raise error
 
-    monkeypatch.setattr(compat, "synchronize", synchronize)
-    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: model.load(training.versions[0]))
+    monkeypatch.setattr(VllmEngine, "synchronize", synchronize)
+    monkeypatch.setattr(VllmEngine, "load_weights", lambda engine, weights: engine.model.load(training.versions[0]))
     with pytest.raises(PulseError, match="kernel failed"):
         engine.update(training.location)
     assert engine.have(training.versions[0])
@@ -658,12 +661,12 @@ def test_an_engine_that_cannot_be_rolled_back_is_paused_until_an_update_succeeds
     training.publish()
     failing = True
 
-    def synchronize(model: Any) -> None:
-        if failing and model is engine.models[1]:
+    def synchronize(rank: VllmEngine) -> None:
+        if failing and rank.model is engine.models[1]:
             raise RuntimeError("the GPU is lost")
 
-    monkeypatch.setattr(compat, "synchronize", synchronize)
-    monkeypatch.setattr(compat, "load_weights", lambda config, model, weights: None)
+    monkeypatch.setattr(VllmEngine, "synchronize", synchronize)
+    monkeypatch.setattr(VllmEngine, "load_weights", lambda engine, weights: None)
     with pytest.raises(VerificationError, match="the GPU is lost"):
         engine.update(training.location)
     status = engine.status()

@@ -12,20 +12,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pulsesync.integrations.engine.server import ServerFollower as ServerFollower
+    from pulsesync.integrations.engine.update import UpdateReport as UpdateReport
     from pulsesync.integrations.vllm.offline import OfflineFollower as OfflineFollower
     from pulsesync.integrations.vllm.offline import attach as attach
     from pulsesync.integrations.vllm.routes import Routes as Routes
-    from pulsesync.integrations.vllm.server import ServerFollower as ServerFollower
     from pulsesync.integrations.vllm.server import VllmServer as VllmServer
-    from pulsesync.integrations.vllm.update import UpdateReport as UpdateReport
 
 _MODULES = {
-    "OfflineFollower": "offline",
-    "Routes": "routes",
-    "ServerFollower": "server",
-    "UpdateReport": "update",
-    "VllmServer": "server",
-    "attach": "offline",
+    "OfflineFollower": "vllm.offline",
+    "Routes": "vllm.routes",
+    "ServerFollower": "engine.server",
+    "UpdateReport": "engine.update",
+    "VllmServer": "vllm.server",
+    "attach": "vllm.offline",
 }
 __all__ = ["OfflineFollower", "Routes", "ServerFollower", "UpdateReport", "VllmServer", "attach"]
 
@@ -33,4 +33,4 @@ __all__ = ["OfflineFollower", "Routes", "ServerFollower", "UpdateReport", "VllmS
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"pulsesync.integrations.{_MODULES[name]}"), name)

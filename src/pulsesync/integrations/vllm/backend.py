@@ -7,8 +7,6 @@
 This module is imported by vLLM alone, when an engine is created with this backend.
 """
 
-import json
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,11 @@ from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-f
 
 from pulsesync.errors import GroupError, PulseError
 from pulsesync.group.collective import Team
+from pulsesync.integrations.engine.follower import EngineFollower, RunOptions
+from pulsesync.integrations.engine.together import move_together
+from pulsesync.integrations.engine.update import LATEST
 from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.follower import EngineFollower, RunOptions
 from pulsesync.integrations.vllm.plugin import read_limits
-from pulsesync.integrations.vllm.update import LATEST, Ask, Step, Wait, moving, run
 from pulsesync.store import open_store
 
 
@@ -53,7 +52,7 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.follower = EngineFollower(vllm_config, model, read_limits())
+        self.follower = EngineFollower(compat.VllmEngine(vllm_config, model), read_limits())
         self._options: dict[str, Any] | None = None
         self._team: Team | None = None
         self._updates = 0
@@ -78,27 +77,18 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo, load_weights: Any = None) -> None:
-        """Go to a version with the other ranks of this replica: each runs the same rule, on the answers of all."""
-        if self._options is None:
+        """Go to a version with the other ranks of this replica; the caller of vLLM's routes pauses and resumes."""
+        if self._options is None or self._team is None:
             raise PulseError(
                 'no run is configured: call /init_weight_transfer_engine with {"init_info": {"location": …}} first'
             )
         self._updates += 1  # on every rank
         try:
-            run(moving(self._options, update_info.version, f"backend-{self._updates}"), self._take)
+            token = f"backend-{self._updates}"
+            move_together(self.follower, self._team, self._options, update_info.version, token)
         except GroupError:
             self._options = self._team = None  # a group that has failed is of no use: initialise again
             raise
-
-    def _take(self, step: Step) -> Any:
-        """Take a step as this rank; the caller of vLLM's routes pauses, resumes and names the version."""
-        if isinstance(step, Wait):
-            time.sleep(step.seconds)
-        if not isinstance(step, Ask):
-            return None
-        assert self._team is not None
-        answers = self._team.gather(json.dumps(self.follower.call(step.message)).encode())
-        return [json.loads(answer) for answer in answers]
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

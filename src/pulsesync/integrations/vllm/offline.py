@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.integrations.vllm.follower import RunOptions, find_version
-from pulsesync.integrations.vllm.update import (
+from pulsesync.integrations.engine.follower import RunOptions, find_version
+from pulsesync.integrations.engine.update import (
     LATEST,
     Ask,
     Finish,

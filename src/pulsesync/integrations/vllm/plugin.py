@@ -14,11 +14,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pulsesync.integrations.vllm.follower import EngineFollower, EngineLimits
+    from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits
 
 BACKEND = "pulse"
 PLAIN_WEIGHTS = "PULSE_VLLM_PLAIN_WEIGHTS"  # 1: on a CPU, keep linear weights as they are loaded, and write in place
-RUNS, TRUST, CACHE = "PULSE_VLLM_RUNS", "PULSE_VLLM_TRUST", "PULSE_VLLM_CACHE"  # see EngineLimits; lists with commas
+PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST and PULSE_VLLM_CACHE: see EngineLimits
 
 
 def register() -> None:
@@ -59,23 +59,19 @@ def pulse_call(worker: Any, message: str) -> dict[str, Any]:
 
 def follower_of(worker: Any) -> "EngineFollower":
     """The follower of a worker: the one of its weight-transfer engine, if that is ours, or one of its own."""
-    from pulsesync.integrations.vllm.follower import EngineFollower
+    from pulsesync.integrations.engine.follower import EngineFollower
+    from pulsesync.integrations.vllm.compat import VllmEngine
 
     engine = getattr(worker, "weight_transfer_engine", None)
     follower = getattr(engine, "follower", None) or getattr(worker, "pulse_follower", None)
     if not isinstance(follower, EngineFollower):
-        follower = EngineFollower(worker.vllm_config, worker.model_runner.get_model(), read_limits())
+        follower = EngineFollower(VllmEngine(worker.vllm_config, worker.model_runner.get_model()), read_limits())
         worker.pulse_follower = follower
     return follower
 
 
 def read_limits() -> "EngineLimits":
     """What the environment of this process allows. Raises: ValueError, for what is no public key."""
-    from pulsesync.format.signature import trusted
-    from pulsesync.integrations.vllm.follower import EngineLimits
+    from pulsesync.integrations.engine.follower import EngineLimits
 
-    runs, keys = (
-        tuple(one.strip() for one in os.environ.get(name, "").split(",") if one.strip()) for name in (RUNS, TRUST)
-    )
-    trusted(keys or None)
-    return EngineLimits(runs, keys or None, os.environ.get(CACHE) or None)
+    return EngineLimits.read(PREFIX)

@@ -18,10 +18,10 @@ from collections.abc import Coroutine, Generator
 from typing import Any, Literal, get_args
 
 from pulsesync.errors import PulseError
+from pulsesync.integrations.engine.follower import RunOptions, find_version
+from pulsesync.integrations.engine.update import LATEST, Ask, Finish, Step, Wait, check_version, merged_status, moving
 from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.follower import RunOptions, find_version
 from pulsesync.integrations.vllm.plugin import read_limits
-from pulsesync.integrations.vllm.update import LATEST, Ask, Finish, Step, Wait, check_version, merged_status, moving
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/pulse"

@@ -10,20 +10,12 @@ by one; if this process is killed in the middle, such a server can be left pause
 import json
 import secrets
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Collection, Iterator
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from pulsesync.errors import (
-    NothingPublishedError,
-    PulseError,
-    StoreError,
-)
-from pulsesync.format.signature import trusted
-from pulsesync.integrations.vllm.update import (
+from pulsesync.errors import PulseError
+from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
+from pulsesync.integrations.engine.update import (
     Ask,
     Finish,
     Step,
@@ -34,17 +26,11 @@ from pulsesync.integrations.vllm.update import (
     raise_error,
     run,
 )
-from pulsesync.run.pointers import FollowTarget
-from pulsesync.run.reader import RunReader
-from pulsesync.store import Store
 
-TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
-STATUS_TIMEOUT_S = 30.0
-AGAIN_S = 0.25  # between attempts, while a version that is waited for is not there
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
 
 
-class VllmServer:
+class VllmServer(EngineServer):
     """A vLLM server that is brought to versions of a run.
 
     Args:
@@ -53,8 +39,11 @@ class VllmServer:
         timeout_s: How long an update may take.
     """
 
+    engine = "vLLM"
+    key_hint = "pass it with --api-key, PULSE_VLLM_API_KEY or VllmServer(api_key=)"
+
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
+        super().__init__(url, api_key=api_key, timeout_s=timeout_s)
         self._by_routes: bool | None = None  # whether it has our routes, once it was asked
         self._paused_at, self._pause_s = 0.0, 0.0  # since when it is paused by an update, 0 if it is not
 
@@ -70,7 +59,7 @@ class VllmServer:
                 self._by_routes = True
                 return answer
             if code != 404:
-                raise _refusal(code, answer)
+                raise self._refusal(code, answer)
             self._by_routes = False
         code, paused = self._call("GET", "/is_paused", STATUS_TIMEOUT_S)
         if code == 404:
@@ -80,46 +69,6 @@ class VllmServer:
                 "environment where pulsesync is installed"
             )
         return {**merged_status(self._ask({"do": "status"})), "paused": paused.get("is_paused")}
-
-    def update(
-        self,
-        location: str,
-        version: int | str,
-        *,
-        trust: Collection[str] | None = None,
-        kv_cache: str = "drop",
-        follow_replaced: bool = False,
-        wait_s: float = 0.0,
-    ) -> UpdateReport:
-        """Bring the server to a version of a run: pause, update all ranks, name the version, resume.
-
-        Args:
-            location: The path or URL of the run, as the server reaches it.
-            version: The version, or "latest".
-            trust: As for a `Subscriber`.
-            kv_cache: What becomes of the KV cache: "drop", or "keep", with what old weights have computed.
-            follow_replaced: As for `Subscriber.sync`.
-            wait_s: How long to wait for the version, or for the first anchor of the run: a trainer has it written in
-                the background, and until then a server that is new to the run has nothing to start from.
-
-        Raises:
-            NothingPublishedError: the version cannot be reached, also not within `wait_s`. PulseError: it failed on the
-            server, by the name that it has there; the old weights are served. StoreError: the server does not answer:
-            whether it was updated is not known, and `status` tells.
-        """
-        options = {
-            "location": location,
-            "trust": list(trust) if trust else None,
-            "follow_replaced": follow_replaced,
-        }
-        until = time.monotonic() + wait_s
-        while True:
-            try:
-                return self._update(options, version, kv_cache)
-            except NothingPublishedError:
-                if time.monotonic() >= until:
-                    raise
-                time.sleep(AGAIN_S)
 
     def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
         if self._by_routes is None:
@@ -133,7 +82,7 @@ class VllmServer:
         if isinstance(answer.get("error"), dict) and "type" in answer["error"]:
             raise_error([answer])
         if code != 200:
-            raise _refusal(code, answer)
+            raise self._refusal(code, answer)
         return UpdateReport.parse(answer)
 
     def load_adapter(self, name: str, folder: Path) -> None:
@@ -150,7 +99,7 @@ class VllmServer:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         if code != 200:
-            raise _refusal(code, answer, "/v1/load_lora_adapter")
+            raise self._refusal(code, answer, "/v1/load_lora_adapter")
 
     def _take(self, step: Step, kv_cache: str) -> Any:
         """Take a step of an update by vLLM's development routes."""
@@ -165,7 +114,7 @@ class VllmServer:
                 "POST", "/update_weight_version", STATUS_TIMEOUT_S, {"new_version": str(step.version)}
             )
             if code not in (200, 404):  # vLLM before 0.27 has no such route
-                raise _refusal(code, answer)
+                raise self._refusal(code, answer)
         elif step == "pause":
             self._paused_at = time.perf_counter()
             self._step("/pause?mode=keep&clear_cache=false")
@@ -178,118 +127,9 @@ class VllmServer:
         body = {"method": "pulse_call", "args": [json.dumps(message)]}
         code, answer = self._call("POST", "/collective_rpc", self._timeout_s, body)
         if code != 200:
-            raise _refusal(code, answer, "/collective_rpc")
+            raise self._refusal(code, answer, "/collective_rpc")
         results: list[dict[str, Any]] = answer["results"]
         return results
 
-    def _step(self, path: str, body: dict[str, Any] | None = None) -> None:
-        code, answer = self._call("POST", path, self._timeout_s, body)
-        if code != 200:
-            raise _refusal(code, answer, path)
-
-    def _call(
-        self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
-    ) -> tuple[int, dict[str, Any]]:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return int(response.status), _table(response.read())
-        except urllib.error.HTTPError as e:
-            with e:
-                return e.code, _table(e.read())
-        except (OSError, HTTPException, ValueError) as e:  # no connection, or it ended; ValueError: not an address
-            self._by_routes = None  # another server may be started here
-            raise StoreError(f"the vLLM server at {self.url} does not answer: {e}", retryable=True) from e
-
-
-class ServerFollower:
-    """Keeps a vLLM server at the versions of a run. A server that was started again is brought there again.
-
-    Args:
-        server: The server.
-        location: The path or URL of the run, as the server reaches it.
-        store: The same run, as this process reaches it, to see what is published.
-        trust: As for a `Subscriber`.
-        kv_cache: What becomes of the KV cache at an update: "drop", or "keep", with what old weights have computed.
-        pointer: Name of a pointer of the run to follow; None: the newest version.
-        max_staleness: How many versions the server may be away from the version to follow if it cannot be updated;
-            `follow` raises where it is further away. None: that is not checked.
-        follow_replaced: As for `Subscriber.sync`.
-    """
-
-    def __init__(
-        self,
-        server: VllmServer,
-        location: str,
-        store: Store,
-        *,
-        trust: Collection[str] | None = None,
-        kv_cache: str = "drop",
-        pointer: str | None = None,
-        max_staleness: int | None = None,
-        follow_replaced: bool = False,
-    ) -> None:
-        self.server, self.location = server, location
-        self._store, self._trust = store, trusted(trust)
-        self._options: dict[str, Any] = {
-            "trust": trust,
-            "kv_cache": kv_cache,
-            "follow_replaced": follow_replaced,
-        }
-        self._target = FollowTarget(pointer, max_staleness)
-        self._version: int | None = None  # that the server had when it was last asked
-
-    def update(self, version: int | None = None) -> UpdateReport | None:
-        """Bring the server to the version to follow, or to one; return None if it is there already.
-
-        Raises:
-            NothingPublishedError: there is no version yet; PulseError: as `VllmServer.update`.
-        """
-        status = self.server.status()
-        self._version = status["version"] if status["location"] == self.location else None
-        reader = RunReader(self._store, self._trust)
-        if version is None:
-            goal = self._target.find(reader, None)
-            if goal is None:
-                raise reader.nothing_published()
-            version = goal.version
-        whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
-        if version == self._version and whole:
-            return None
-        report = self.server.update(self.location, version, **self._options)
-        self._version = report.version
-        return report
-
-    def follow(
-        self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
-    ) -> Iterator[UpdateReport]:
-        """Yield a report for each version that the server was brought to, without end.
-
-        An error that may pass is reported, and tried again; while nothing is published, that is reported once.
-
-        Raises:
-            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
-            the server cannot be updated, and is further from the version to follow than `max_staleness`.
-        """
-        return self._target.follow(self.update, lambda: self._version, interval_s, on_error)
-
-
-def _table(data: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(data or b"{}")
-    except ValueError:
-        return {"detail": data[:200].decode(errors="replace")}
-    return answer if isinstance(answer, dict) else {"detail": answer}
-
-
-def _refusal(code: int, answer: dict[str, Any], path: str = "") -> PulseError:
-    if code == 401:
-        return PulseError(
-            "the vLLM server asks for an API key: pass it with --api-key, PULSE_VLLM_API_KEY or VllmServer(api_key=)"
-        )
-    reason = answer.get("error") or answer.get("detail") or answer
-    return PulseError(f"the vLLM server answered {code}{f' to {path}' if path else ''}: {reason}")
+    def _forget(self) -> None:
+        self._by_routes = None

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
+from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.runtime import (
     HEAD,
     EngineRank,
@@ -22,7 +23,6 @@ from pulsesync.integrations.runtime import (
     fused,
     place,
 )
-from pulsesync.integrations.vllm import compat
 from pulsesync.run.subscriber import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
@@ -54,16 +54,16 @@ class EngineWeights(Protocol):
         """
 
 
-def find_weights(config: Any, model: Any, layout: Layout, fresh: bool) -> EngineWeights:
+def find_weights(engine: EngineAdapter, layout: Layout, fresh: bool) -> EngineWeights:
     """The weights of this rank: in place, or by a mirror if that is not possible; the log says why.
 
     fresh: the engine still has the weights that it was started with, so the map can be checked against them.
     """
     try:
-        return PlacedWeights(config, model, layout, fresh)
+        return PlacedWeights(engine, layout, fresh)
     except StateError as e:
         logger.warning("The weights cannot be written in place, so a mirror in host memory is used: %s.", e)
-        return MirroredWeights(config, model, layout)
+        return MirroredWeights(engine, layout)
 
 
 class PlacedWeights:
@@ -75,13 +75,13 @@ class PlacedWeights:
 
     mode = "in place"
 
-    def __init__(self, config: Any, model: Any, layout: Layout, fresh: bool) -> None:
+    def __init__(self, engine: EngineAdapter, layout: Layout, fresh: bool) -> None:
         names = {spec.name for spec in layout.tensors} | set(layout.ties)
-        self._shape = ModelShape.from_config(compat.hf_config(config), lm_head="lm_head.weight" in names)
+        self._shape = ModelShape.from_config(engine.hf_config(), lm_head="lm_head.weight" in names)
         _check_names(names, self._shape)
-        self._model, self._rank = model, compat.rank_of(config)
+        self._engine, self._rank = engine, engine.rank()
         placed = self._place()
-        if not (fresh and _check_placed(config, model, placed)) and self._shape.experts:
+        if not (fresh and _check_placed(engine, placed)) and self._shape.experts:
             raise StateError(
                 "the engine was not started with a checkpoint that the places of its experts can be checked against, "
                 "and some kernels rearrange experts"
@@ -89,7 +89,7 @@ class PlacedWeights:
         attach(self.tensors, layout, self.slices, widen=True)  # raises what a sync would raise, before any rank votes
 
     def _place(self) -> dict[str, Placed]:
-        live = compat.parameters(self._model)
+        live = self._engine.parameters()
         placed = place(self._shape, self._rank, live)
         self.tensors, self.slices = for_subscriber(placed)
         self._addresses = _addresses(live)
@@ -97,10 +97,10 @@ class PlacedWeights:
 
     def load(self, names: Collection[str]) -> None:
         if names:
-            compat.refresh_packed(self._model)
+            self._engine.refresh_packed()
 
     def refresh(self) -> bool:
-        if _addresses(compat.parameters(self._model)) == self._addresses:
+        if _addresses(self._engine.parameters()) == self._addresses:
             return False
         self._place()  # parameters were replaced: the old memory is nobody's any more
         return True
@@ -116,7 +116,7 @@ def _check_names(names: set[str], shape: ModelShape) -> None:
         raise StateError(f"the map of this model has no tensor {unknown[0]!r}, which the run has", tensor=unknown[0])
 
 
-def _check_placed(config: Any, model: Any, placed: Mapping[str, Placed]) -> bool:
+def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
     """Compare the engine's weights with the checkpoint that it has loaded; return whether it has all of them.
 
     Raises:
@@ -124,7 +124,7 @@ def _check_placed(config: Any, model: Any, placed: Mapping[str, Placed]) -> bool
     """
     left = placed.keys() - {HEAD}  # which a checkpoint with tied weights does not have
     try:
-        for name, tensor in compat.checkpoint_of(config, model):
+        for name, tensor in engine.checkpoint():
             if one := placed.get(name):
                 check_loaded({name: one}, {name: tensor.to(one.tensor.dtype)})
                 left -= {name}
@@ -146,11 +146,11 @@ class MirroredWeights:
     mode = "mirror"
     slices: Slices | None = None
 
-    def __init__(self, config: Any, model: Any, layout: Layout) -> None:
+    def __init__(self, engine: EngineAdapter, layout: Layout) -> None:
         import torch
 
-        compat.check_loader(config)
-        self._config, self._model, self._layout = config, model, layout
+        engine.check_loader()
+        self._engine, self._layout = engine, layout
         dtypes = {**CASTS, "F32": "float32"}
         for spec in layout.tensors:
             if spec.dtype not in dtypes:
@@ -167,7 +167,7 @@ class MirroredWeights:
         """Start from the checkpoint that the engine was started with: what it has need not be fetched."""
         units = set(map(_unit, self.tensors))
         try:
-            for name, tensor in compat.checkpoint_of(self._config, self._model):
+            for name, tensor in self._engine.checkpoint():
                 mine = self.tensors.get(name)
                 unknown = mine is None and _unit(name) in units and not name.endswith(_NOT_LOADED)
                 packed = mine is not None and (tensor.element_size() == 1 or not tensor.is_floating_point())
@@ -175,7 +175,7 @@ class MirroredWeights:
                     raise StateError(
                         f"the engine was started with a checkpoint that has {name!r} in {tensor.dtype}, and the run "
                         "has not: a quantised checkpoint cannot follow a run of plain weights. Start the engine with a "
-                        "plain checkpoint, and let vLLM quantise it as it loads",
+                        "plain checkpoint, and let the engine quantise it as it loads",
                         tensor=name,
                     )
                 if mine is not None and (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype):
@@ -190,18 +190,18 @@ class MirroredWeights:
         if not wanted:
             return
         self._loaded, self._seen = False, None  # until all of it is there
-        loaded = compat.load_weights(self._config, self._model, self._weights(wanted))
+        loaded = self._engine.load_weights(self._weights(wanted))
         self._check_complete(loaded, everything=len(wanted) == len(self.tensors))
-        compat.refresh_packed(self._model)
-        self._loaded, self._seen = True, _Fingerprint(self._model)
+        self._engine.refresh_packed()
+        self._loaded, self._seen = True, _Fingerprint(self._engine)
 
     def _check_complete(self, loaded: set[str] | None, everything: bool) -> None:
         """Check what the model's loader says that it has loaded. Raises: StateError."""
         if loaded is None:
             logger.warning("The model's loader does not say which parameters it has loaded.")
             return
-        plain = everything and not compat.is_quantised(self._config)  # which adds parameters of its own
-        names = [name for name, _ in self._model.named_parameters()] if plain else []
+        plain = everything and not self._engine.is_quantised()  # which adds parameters of its own
+        names = [name for name, _ in self._engine.model.named_parameters()] if plain else []
         missing = {name.replace(".base_layer.", ".") for name in names} - loaded - {HEAD}
         if missing or not loaded:
             first = min(missing, default=None)
@@ -220,7 +220,7 @@ class MirroredWeights:
             yield name, self.tensors[name]
 
     def refresh(self) -> bool:
-        if self._seen is None or self._seen.fits(self._model):
+        if self._seen is None or self._seen.fits(self._engine):
             return False
         self._loaded = False  # so that the next `load` brings all of it
         return True
@@ -246,17 +246,17 @@ class _Fingerprint:
     something has loaded weights.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._tensors = _checksums(model)
-        self._packed = [weakref.ref(one) for one in compat.derived(model)]
+    def __init__(self, engine: EngineAdapter) -> None:
+        self._tensors = _checksums(engine.model)
+        self._packed = [weakref.ref(one) for one in engine.derived()]
 
-    def fits(self, model: Any) -> bool:
-        packed = compat.derived(model)
+    def fits(self, engine: EngineAdapter) -> bool:
+        packed = engine.derived()
         if len(packed) != len(self._packed) or any(
             seen() is not one for seen, one in zip(self._packed, packed, strict=True)
         ):
             return False
-        return _checksums(model) == self._tensors
+        return _checksums(engine.model) == self._tensors
 
 
 def _checksums(model: Any) -> dict[str, tuple[Any, ...]]:

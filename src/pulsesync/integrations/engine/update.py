@@ -1,9 +1,9 @@
 """How the ranks of an engine move together: prepare on all, and if all are ready, pause, commit on all, resume.
 
 `moving` is the rule, without I/O: it yields what is to be done and is sent what came of it, or thrown what was raised.
-The process that serves requests takes the steps on its engine (`routes`), a script on an offline LLM (`offline`),
-`pulse follow` over vLLM's development routes (`server`), and each rank of an engine with the weight-transfer backend in
-step with the others (`backend`).
+The process that serves requests takes the steps on its engine (`vllm.routes`), a script on an offline LLM
+(`vllm.offline`), `pulse follow` over an engine's own routes (`vllm.server`), and the ranks of an engine in step with
+each other (`together`).
 """
 
 from collections.abc import Callable, Generator

@@ -6,6 +6,7 @@ and returns is plain data, because it travels between processes.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from typing import Any
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted
-from pulsesync.integrations.vllm import compat
-from pulsesync.integrations.vllm.weights import EngineWeights, changed_names, find_weights
+from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber, SyncReport
@@ -74,17 +75,33 @@ class EngineLimits:
         runs: The locations that may be followed, each with everything under it; empty: any.
         trust: Public keys that must have signed the run, whatever a request says; None: as the request says.
         cache: A folder in which bodies are kept, shared by the ranks of a host: each is fetched once.
+        variable: The environment variable that names the runs, for errors.
     """
 
     runs: tuple[str, ...] = ()
     trust: tuple[str, ...] | None = None
     cache: str | None = None
+    variable: str = ""
+
+    @classmethod
+    def read(cls, prefix: str) -> "EngineLimits":
+        """What this process's environment allows: PREFIX_RUNS, PREFIX_TRUST (lists with commas) and PREFIX_CACHE.
+
+        Raises:
+            ValueError: PREFIX_TRUST has what is no public key.
+        """
+        runs, keys = (
+            tuple(one.strip() for one in os.environ.get(f"{prefix}_{name}", "").split(",") if one.strip())
+            for name in ("RUNS", "TRUST")
+        )
+        trusted(keys or None)
+        return cls(runs, keys or None, os.environ.get(f"{prefix}_CACHE") or None, f"{prefix}_RUNS")
 
     def applied(self, options: RunOptions) -> RunOptions:
         """The options of a request, as far as they are allowed. Raises: ValueError, if the location is not."""
         if self.runs and not any(_is_under(options.location, run) for run in self.runs):
             raise ValueError(
-                f"this engine may not follow {options.location}: PULSE_VLLM_RUNS does not name it; add it there, in "
+                f"this engine may not follow {options.location}: {self.variable} does not name it; add it there, in "
                 "the server's environment, and restart the server"
             )
         return options if self.trust is None else replace(options, trust=self.trust)
@@ -153,13 +170,12 @@ class EngineFollower:
     """The weights of one rank of an engine, kept at versions of a run.
 
     Args:
-        config: The engine's VllmConfig.
-        model: The model of this rank.
+        engine: This rank of the engine.
         limits: What may be asked for.
     """
 
-    def __init__(self, config: Any, model: Any, limits: EngineLimits | None = None) -> None:
-        self._config, self._model, self._limits = config, model, limits or EngineLimits()
+    def __init__(self, engine: EngineAdapter, limits: EngineLimits | None = None) -> None:
+        self._engine, self._limits = engine, limits or EngineLimits()
         self._followed: _Followed | None = None  # the run of which the engine has a version
         self._pending: _Preparation | None = None
         self._preparing = threading.Lock()  # one preparation works at a time; one that was aborted may still fetch
@@ -173,7 +189,7 @@ class EngineFollower:
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what a message asks for, and answer it; an error is an answer, too: {"error": {"type", "message"}}.
 
-        It is not raised, because some versions of vLLM end an engine whose worker raises.
+        It is not raised, because some engines end when a worker raises.
         """
         try:
             return self._do(**request)
@@ -242,7 +258,7 @@ class EngineFollower:
         Raises:
             StateError: this engine cannot be updated; ValueError, StoreError: the run cannot be opened.
         """
-        compat.check_engine(self._config)
+        self._engine.check()
         self.abort()
         self._retire()
         known = self._followed
@@ -266,7 +282,7 @@ class EngineFollower:
 
     def _on_device(self) -> Any:
         """Threads begin with the first GPU of a process as their current one."""
-        if (device := compat.device_of(self._model)) is None:
+        if (device := self._engine.device()) is None:
             return nullcontext()
         import torch
 
@@ -300,7 +316,7 @@ class EngineFollower:
             return followed.weights
         followed.weights = None
         followed.layout = reader.layout(record.layout)
-        followed.weights = find_weights(self._config, self._model, followed.layout, self._fresh)
+        followed.weights = find_weights(self._engine, followed.layout, self._fresh)
         followed.subscriber.slices = followed.weights.slices
         return followed.weights
 
@@ -335,7 +351,7 @@ class EngineFollower:
         assert one.report is not None
         assert one.followed.weights is not None
         one.followed.weights.load(one.changed)
-        compat.synchronize(self._model)
+        self._engine.synchronize()
         self._followed = one.followed
         self._broken, self._fresh = None, False
         self._served = _describe(one.report, one.followed.weights.mode, time.perf_counter() - one.began)
@@ -373,7 +389,7 @@ class EngineFollower:
                 self._load_checkpoint(before.fresh)
             else:
                 _return_to(before.followed, before.report["version"], wrote=before.writer)
-            compat.synchronize(self._model)
+            self._engine.synchronize()
         except Exception as e:
             self._broken = f"an update failed halfway, and the weights cannot be rolled back: {e}"
             raise VerificationError(f"{self._broken}; do not generate before an update succeeds", torn=True) from e
@@ -383,8 +399,8 @@ class EngineFollower:
     def _load_checkpoint(self, fresh: bool) -> None:
         if not fresh:
             raise ChainError("there was no version before this one")
-        compat.load_weights(self._config, self._model, compat.checkpoint_of(self._config, self._model))
-        compat.refresh_packed(self._model)
+        self._engine.load_weights(self._engine.checkpoint())
+        self._engine.refresh_packed()
 
 
 def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:

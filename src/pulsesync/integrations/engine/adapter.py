@@ -1,0 +1,83 @@
+"""What an adapter says of its engine: the rest of this package works with nothing else.
+
+Run with vLLM and SGLang (`integrations.vllm.compat`, `integrations.sglang`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pulsesync.integrations.runtime import EngineRank, runtime_tensors
+
+
+class EngineAdapter(ABC):
+    """One rank of an engine, in the process that has its weights.
+
+    Args:
+        model: The model of this rank, a torch.nn.Module.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse an engine whose weights could be wrong after an update that seems right.
+
+        Raises:
+            StateError: which setting it is, and what to do.
+        """
+
+    @abstractmethod
+    def rank(self) -> EngineRank:
+        """Which part of the model this rank has."""
+
+    @abstractmethod
+    def hf_config(self) -> Any:
+        """The model's config.json, as transformers has it."""
+
+    @abstractmethod
+    def is_quantised(self) -> bool:
+        """Whether the engine has changed the form of weights as it loaded them, and added parameters of its own."""
+
+    @abstractmethod
+    def checkpoint(self) -> Iterator[tuple[str, Any]]:
+        """The tensors of the checkpoint that the engine was started with, as the engine's own loader reads them.
+
+        Raises:
+            PulseError: this engine was not started with a checkpoint that can be read again.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
+        """Load tensors of a checkpoint through the model's own loader; return the parameters that it says it loaded.
+
+        Parameters of which no tensor is given keep what they have. If it fails, some have new weights; all of them can
+        be loaded again.
+        """
+
+    def check_loader(self) -> None:  # noqa: B027 - most engines can load weights again
+        """Refuse an engine whose loader would not find the layers of a checkpoint. Raises: StateError."""
+
+    def parameters(self) -> dict[str, Any]:
+        """The live parameters by name."""
+        return runtime_tensors(self.model)
+
+    def refresh_packed(self) -> int:
+        """Make anew what the engine has derived from weights and computes with; return of how many layers."""
+        return 0
+
+    def derived(self) -> list[Any]:
+        """What layers keep beside their parameters and compute with: packed weights, each an object of its own."""
+        return []
+
+    def device(self) -> Any:
+        """The GPU that the model is on, None if it is on none."""
+        return next((tensor.device for tensor in self.model.parameters() if tensor.device.type == "cuda"), None)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU of the model has done everything that it was given."""
+        if (device := self.device()) is not None:
+            import torch
+
+            torch.cuda.synchronize(device)

@@ -1,0 +1,31 @@
+"""The ranks of an engine move by themselves: each runs the same rule, on the answers of all."""
+
+import json
+import time
+from typing import Any
+
+from pulsesync.group.collective import Team
+from pulsesync.integrations.engine.follower import EngineFollower
+from pulsesync.integrations.engine.update import Ask, Step, Wait, moving, run
+
+
+def move_together(
+    follower: EngineFollower, team: Team, options: dict[str, Any], version: int | str, token: str
+) -> dict[str, Any]:
+    """Bring this rank to a version with the others, all or none; return the report. Every rank must call this.
+
+    Whoever asked for it pauses and resumes generation, drops the KV cache and names the version.
+
+    Raises:
+        PulseError: as `moving`, the same on every rank. GroupError: a rank did not answer.
+    """
+
+    def take(step: Step) -> Any:
+        if isinstance(step, Wait):
+            time.sleep(step.seconds)
+        if not isinstance(step, Ask):
+            return None
+        answers = team.gather(json.dumps(follower.call(step.message)).encode())
+        return [json.loads(answer) for answer in answers]
+
+    return run(moving(options, version, token), take)
