@@ -44,6 +44,14 @@ COMMANDS = {
         "pulsesync.cli.follow:follow",
         "Keep a folder or a vLLM server at the newest version of a run.",
     ),
+    "export": (
+        "pulsesync.cli.delta:export",
+        "Write the versions of a run as the delta folders that slime, miles and stitch read.",
+    ),
+    "import": (
+        "pulsesync.cli.delta:import_",
+        "Publish the delta folders of slime, miles and stitch as the versions of a run.",
+    ),
     "point": (
         "pulsesync.cli.point:point",
         "Show the pointers of a run, or move one: all workers that follow it go to the version that it names.",

@@ -143,7 +143,7 @@ class HuggingFaceFolder:
         self._cache = Path(cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
         self._stack = ExitStack()
-        self._stack.enter_context(_owned(self.folder))
+        self._stack.enter_context(owned(self.folder))
         self._sides = {name: _Side(self.folder / name) for name in "ab"}
         self._layout: Layout | None = None
 
@@ -194,7 +194,7 @@ class HuggingFaceFolder:
             if goal is None:
                 return None
             companions = [file for file in goal.files if is_companion(file.name)]
-            contents = {file.name: self._fetch(file) for file in companions}
+            contents = {file.name: fetch_file(self.store, file) for file in companions}
             plan = plan_files(self._layout_of(goal), self.shard_bytes, adapter=ADAPTER_CONFIG in contents)
             if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
                 self._check_room(goal)
@@ -295,14 +295,6 @@ class HuggingFaceFolder:
                 return "copy"
         return "nothing"
 
-    def _fetch(self, file: FileRef) -> bytes:
-        key = keys.file_key(file.id)
-        with forgetting(self.store, key):
-            data = self.store.get(key, 0, file.size + 1)
-            if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.id:
-                raise ChecksumError(f"the run's {file.name} is damaged", expected=file.id)
-        return data
-
     def _turn(self, side: "_Side") -> None:
         """Make a copy current, in one step."""
         link = self.folder / f".{CURRENT}"
@@ -310,7 +302,7 @@ class HuggingFaceFolder:
             link.unlink(missing_ok=True)
             link.symlink_to(side.folder.name)
             os.replace(link, self.folder / CURRENT)
-            _sync(self.folder)
+            flush_names(self.folder)
 
     def _tidy(self) -> None:
         """Keep the cache small. No anchor is needed there: one copy begins as a copy of the other."""
@@ -359,7 +351,7 @@ class _Side:
     def unmark(self) -> None:
         with writing(self.folder / MARK) as path:
             path.unlink(missing_ok=True)
-            _sync(self.folder)
+            flush_names(self.folder)
 
     def sync(self, version: int, follow_replaced: bool, current: CopyRecord | None) -> SyncReport:
         """Bring the weights to a version, and count them all; report what changes for readers of the current copy.
@@ -396,8 +388,18 @@ class _Side:
             _write(self.folder / name, data)
         self.weights.flush()
         with writing(self.folder):
-            _sync(self.folder)  # the names of the files too, before the one that says that they are whole
+            flush_names(self.folder)  # the names of the files too, before the one that says that they are whole
         _write(self.folder / MARK, json.dumps(asdict(mark)).encode() + b"\n")
+
+
+def fetch_file(store: Store, file: FileRef) -> bytes:
+    """The bytes of a file that travels with a run, checked. Raises: ChecksumError, StoreError."""
+    key = keys.file_key(file.id)
+    with forgetting(store, key):
+        data = store.get(key, 0, file.size + 1)
+        if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.id:
+            raise ChecksumError(f"the run's {file.name} is damaged", expected=file.id)
+    return data
 
 
 def read_mark(folder: Path) -> CopyRecord | None:
@@ -441,7 +443,7 @@ def _current(folder: Path) -> str | None:
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[None]:
+def owned(folder: Path) -> Iterator[None]:
     """Be the only process that writes a folder, which is empty or was made by one like this."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -472,10 +474,11 @@ def _write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(spool, path)
-        _sync(path.parent)
+        flush_names(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def flush_names(folder: Path) -> None:
+    """Return once the names of the files in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

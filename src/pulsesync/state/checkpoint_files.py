@@ -165,6 +165,18 @@ def open_file(path: Path, *, private: bool = False) -> dict[str, Array]:
     return arrays
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a safetensors file says of itself, under `__metadata__`. Raises: NotFoundError, FormatError."""
+    with _reading(path), path.open("rb") as file:
+        count = int.from_bytes(file.read(8), "little")
+        if count > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+            raise FormatError(f"{path} is not a safetensors file: it is cut short, or something else")
+        said = load_json(file.read(count), f"the header of {path}").get("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
+        raise FormatError(f"{path} has a __metadata__ that is not a table of texts")
+    return said
+
+
 def _parse_header(length: bytes, read: Any, size: int, path: Path) -> tuple[int, list[tuple[TensorSpec, int]]]:
     """Check a header as safetensors does; return where the data begins, and each tensor with its offset there."""
     count = int.from_bytes(length, "little")
@@ -240,7 +252,7 @@ def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool 
     The weights of an adapter are in one file, however large: PEFT reads no other.
     """
     if adapter:
-        return WeightFiles((_shard(ADAPTER_WEIGHTS, layout.tensors, _stored_names(layout)),), None)
+        return WeightFiles((_shard(ADAPTER_WEIGHTS, layout.tensors, stored_names(layout)),), None)
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in layout.tensors:
@@ -250,7 +262,7 @@ def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool 
             filled = 0
         groups[-1].append(spec)
         filled += size
-    stored = _stored_names(layout)
+    stored = stored_names(layout)
     if len(groups) == 1:
         return WeightFiles((_shard("model.safetensors", groups[0], stored),), None)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
@@ -262,7 +274,7 @@ def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool 
     return WeightFiles(shards, json.dumps(table, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def _stored_names(layout: Layout) -> dict[str, str]:
+def stored_names(layout: Layout) -> dict[str, str]:
     """Under which of its names each tensor is in a file.
 
     Transformers keeps the embedding and drops what is tied to it, and vLLM skips an lm_head that is tied; the layout's

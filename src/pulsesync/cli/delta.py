@@ -1,0 +1,119 @@
+"""What `pulse export` and `pulse import` do: a run as delta folders, and delta folders as a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from pulsesync.cli.options import (
+    Json,
+    Key,
+    NothingThereError,
+    Printer,
+    Trust,
+    Version,
+    open_place,
+    read_key,
+    read_trust,
+    size,
+)
+from pulsesync.errors import NothingPublishedError
+from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
+from pulsesync.integrations.delta_format import Checksum, Encoding
+
+
+def export(
+    run: str,
+    folder: Path,
+    *,
+    first: Annotated[Version, Parameter(name="--from")] = None,
+    to: Version = None,
+    encoding: Encoding = "xor",
+    checksum: Checksum = "xxh3-128",
+    trust: Trust = None,
+    as_json: Json = False,
+) -> int:
+    """Write the versions of a run as the delta folders that slime, miles and stitch read.
+
+    FOLDER/weight_v000004 is a complete checkpoint, for the first version; FOLDER/weight_v000005 and those after it hold
+    what changed since the version before, with a checksum of every tensor that changed. Each appears when it is
+    complete. Run the command again to continue after an interruption, or when the run has new versions.
+
+    Args:
+        run: The run to export.
+        folder: Where the folders go: a folder that is empty, does not exist yet, or was exported to before.
+        first: The version to begin with; if not given, the one after the last in FOLDER, or the oldest of the run.
+        to: The last version to write; if not given, the newest.
+        encoding: xor is smaller; overwrite may be applied twice.
+        checksum: Of each tensor that changed; xxh3-128 and blake3 need pip install 'pulsesync[delta]'.
+        trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
+        as_json: Print one JSON object for every version, for machines.
+
+    Raises:
+        NothingThereError: the run has no version.
+        PulseError: the run cannot be read, or the folder not be written.
+    """
+    printer, count = Printer(as_json), 0
+    with DeltaExporter(
+        open_place(run), folder, first=first, encoding=encoding, checksum=checksum, trust=read_trust(trust)
+    ) as exporter:
+        try:
+            while (done := exporter.advance(to)) is not None:
+                count += 1
+                _tell(printer, "exported", f"version {done.version} as {done.folder}", done)
+        except NothingPublishedError as e:
+            raise NothingThereError(str(e)) from e
+    if not count:
+        printer.note("complete", f"{folder} has every version that was asked for")
+    return 0
+
+
+def import_(
+    folder: Path,
+    run: str,
+    *,
+    base: Path | None = None,
+    key: Key = None,
+    spool: Path | None = None,
+    as_json: Json = False,
+) -> int:
+    """Publish the delta folders of slime, miles and stitch as the versions of a run.
+
+    Each folder becomes one version, whose step is the number in the folder's name. A folder is decoded and all of its
+    checksums are compared before it is published. Run the command again to continue after an interruption, or when
+    there are new folders.
+
+    Args:
+        folder: The folder with weight_v000001, weight_v000002 and so on.
+        run: Where to publish: a new run, or one that an import of this folder has begun.
+        base: The checkpoint that the engines have started with, if the first folder is a delta; it is published first.
+        key: File with the key to sign with, from pulse keygen.
+        spool: Folder to keep bodies in, so that the next import need not fetch the last version.
+        as_json: Print one JSON object for every version, for machines.
+
+    Raises:
+        PulseError: a folder cannot be read or is damaged, or the run cannot be written.
+    """
+    printer, count = Printer(as_json), 0
+    with DeltaImporter(folder, open_place(run), base=base, signing_key=read_key(key), spool=spool) as importer:
+        while (done := importer.advance()) is not None:
+            count += 1
+            _tell(printer, "imported", f"{done.folder} as version {done.version}", done)
+        if importer.incomplete is not None:
+            printer.note("incomplete", f"{importer.incomplete} has no index yet and was left out; run this again")
+    if not count:
+        printer.note("complete", f"the run has every complete folder of {folder}")
+    return 0
+
+
+def _tell(printer: Printer, event: str, text: str, done: DeltaVersion) -> None:
+    kind = "delta" if done.is_delta else "checkpoint"
+    printer.tell(
+        event,
+        f"{text}: {kind}, {done.tensors} tensors, {size(done.size_bytes)}",
+        version=done.version,
+        folder=str(done.folder),
+        kind=kind,
+        tensors=done.tensors,
+        size_bytes=done.size_bytes,
+    )

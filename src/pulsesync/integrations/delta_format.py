@@ -1,0 +1,296 @@
+"""The bytes of a delta folder, as slime, miles and stitch write and read them; docs/integrations/delta_folders.md.
+
+    weight_v000005/
+        model.safetensors.index.json       version, base_version, delta_encoding, compression_format, checksum_format
+        model-00000-of-00001.safetensors   for each tensor that changed, a zstd frame of what changed, as U8; and in
+                                           __metadata__ the checksum of the whole new tensor
+
+A folder whose index has no `delta_encoding` is an ordinary checkpoint. Deltas are about bytes and know no dtypes.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from pulsesync.errors import ChecksumError, FormatError, LimitError, NotFoundError, UnsupportedError
+from pulsesync.format.layout import load_json
+from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata
+
+Octets: TypeAlias = NDArray[np.uint8]
+Encoding: TypeAlias = Literal["xor", "overwrite"]
+Checksum: TypeAlias = Literal["xxh3-128", "blake3", "adler32"]
+
+PREFIX = "weight_v"
+COMPRESSION = "zstd"  # the only one that their readers have
+MAX_INDEX_BYTES = 100_000_000
+
+
+def folder_name(version: int) -> str:
+    return f"{PREFIX}{version:06d}"
+
+
+def folder_version(path: Path) -> int | None:
+    """The version that a folder is named for; None if it is no version's folder."""
+    digits = path.name.removeprefix(PREFIX)
+    fits = path.name.startswith(PREFIX) and digits.isascii() and digits.isdigit()
+    return int(digits) if fits and folder_name(int(digits)) == path.name else None
+
+
+def octets(tensor: Any) -> Octets:
+    """The bytes of a tensor that is contiguous, in place."""
+    flat: Octets = tensor.reshape(-1).view(np.uint8)
+    return flat
+
+
+# Checksums
+
+
+def checksum(algorithm: str, data: Octets) -> str:
+    """The checksum of some bytes, as text. Raises: UnsupportedError, for one that is unknown or not installed."""
+    if algorithm == "adler32":
+        return f"{zlib.adler32(data.data):08x}"
+    if algorithm == "xxh3-128":
+        return str(_package("xxhash", algorithm).xxh3_128_hexdigest(data))
+    if algorithm == "blake3":
+        return str(_package("blake3", algorithm).blake3(data).hexdigest())
+    raise UnsupportedError(f"checksum_format must be one of {', '.join(get_args(Checksum))}; got {algorithm!r}")
+
+
+def _package(name: str, algorithm: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as e:
+        raise UnsupportedError(
+            f"the checksum {algorithm} needs the package {name}, which is not installed: pip install 'pulsesync[delta]'"
+        ) from e
+
+
+# One tensor
+
+
+def encode(encoding: Encoding, old: Octets, new: Octets) -> bytes | None:
+    """What turns the bytes of a tensor into others, compressed; None if they are the same.
+
+    Raises:
+        LimitError: `overwrite` has 32 bits for a position, and the tensor is larger.
+    """
+    if encoding == "overwrite" and new.size > 1 << 32:
+        raise LimitError(
+            "overwrite cannot name a byte beyond 4 GiB of a tensor; use xor", value=new.size, limit=1 << 32
+        )
+    changed = old != new
+    if not changed.any():
+        return None
+    if encoding == "xor":
+        return zstandard.ZstdCompressor(level=1).compress((old ^ new).data)
+    at = np.flatnonzero(changed).astype("<u4")
+    plain = np.concatenate([np.array([at.size], "<u4").view(np.uint8), at.view(np.uint8), new[changed]])
+    return zstandard.ZstdCompressor(level=1).compress(plain.data)
+
+
+def decode(encoding: str, frame: Octets, old: Octets) -> Octets:
+    """The new bytes of a tensor; the old ones stay as they are. Raises: FormatError, for a frame that does not fit."""
+    if encoding == "xor":
+        flips = _decompress(frame, old.size)
+        if flips.size != old.size:
+            raise FormatError(f"its delta has {flips.size} bytes, and the tensor {old.size}")
+        return old ^ flips
+    plain = _decompress(frame, 4 + 5 * old.size)
+    count = int(plain[:4].view("<u4")[0]) if plain.size >= 4 else -1
+    if plain.size != 4 + 5 * count:
+        raise FormatError(f"its delta has {plain.size} bytes, and they are not a count, positions and values")
+    at = plain[4 : 4 + 4 * count].view("<u4")
+    if count and int(at.max()) >= old.size:
+        raise FormatError(f"its delta writes byte {int(at.max())}, and the tensor has {old.size}")
+    new = old.copy()
+    new[at] = plain[4 + 4 * count :]
+    return new
+
+
+def _decompress(frame: Octets, limit: int) -> Octets:
+    """The content of a zstd frame, which has at most so many bytes: what the frame itself says is not believed."""
+    data = frame.tobytes()
+    try:
+        if zstandard.frame_content_size(data) > limit:
+            raise FormatError(f"its delta is larger than {limit} bytes, the most that this tensor can need")
+        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=max(limit, 1), allow_extra_data=False)
+    except zstandard.ZstdError as e:
+        raise FormatError(f"its delta is not a zstd frame of at most {limit} bytes: {e}") from e
+    return np.frombuffer(plain, np.uint8)
+
+
+# One folder
+
+
+@dataclass(frozen=True)
+class TensorDelta:
+    """What turns one tensor into the next version's."""
+
+    frame: Octets
+    checksum: str  # of the whole new tensor
+
+
+@dataclass(frozen=True)
+class FolderIndex:
+    """What the index of a version's folder says."""
+
+    folder: Path
+    metadata: Mapping[str, Any]
+    weight_map: Mapping[str, str]
+
+    @property
+    def is_delta(self) -> bool:
+        return "delta_encoding" in self.metadata
+
+    @property
+    def checksum_format(self) -> str:
+        return str(self.metadata["checksum_format"])
+
+    @property
+    def base_version(self) -> int:
+        return int(self.metadata["base_version"])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum((self.folder / name).stat().st_size for name in set(self.weight_map.values()))
+
+
+def read_index(folder: Path) -> FolderIndex | None:
+    """The index of a version's folder, checked; None if there is none, as in a checkpoint of one file.
+
+    Raises:
+        FormatError, and branches: it is not an index, is about another version, or names an encoding, compression or
+        checksum that nobody has defined.
+    """
+    try:
+        with (folder / INDEX).open("rb") as file:
+            data = file.read(MAX_INDEX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    if len(data) > MAX_INDEX_BYTES:
+        raise LimitError(f"{folder / INDEX} is too large", value=len(data), limit=MAX_INDEX_BYTES)
+    table = load_json(data, str(folder / INDEX))
+    metadata, weight_map = table.get("metadata", {}), table.get("weight_map")
+    if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+        raise FormatError(f"{folder / INDEX} has no metadata and weight_map")
+    if strange := [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
+        raise FormatError(f"{folder / INDEX} names a file {strange[0]!r} that is not in its folder")
+    index = FolderIndex(folder, metadata, weight_map)
+    if index.is_delta:
+        _check_delta(index)
+    return index
+
+
+def _check_delta(index: FolderIndex) -> None:
+    said, where = index.metadata, index.folder / INDEX
+    for key in ("version", "base_version"):
+        if not (isinstance(text := said.get(key), str) and text.isascii() and text.isdigit()):
+            raise FormatError(f"{where}: {key} must be a number as text, such as '000005'; got {said.get(key)!r}")
+    if int(said["version"]) != folder_version(index.folder):
+        raise FormatError(f"{where} is about version {said['version']}, and its folder is not")
+    choices = {
+        "delta_encoding": get_args(Encoding),
+        "compression_format": (COMPRESSION,),
+        "checksum_format": get_args(Checksum),
+    }
+    for key, known in choices.items():
+        if said.get(key) not in known:
+            raise UnsupportedError(f"{where}: {key} must be one of {', '.join(known)}; got {said.get(key)!r}")
+
+
+def read_deltas(index: FolderIndex) -> dict[str, TensorDelta]:
+    """All deltas of a folder. Raises: FormatError, if files and index disagree, or a tensor has no checksum."""
+    deltas: dict[str, TensorDelta] = {}
+    files = sorted(path.name for path in index.folder.glob("*.safetensors"))  # their readers apply all there are
+    if absent := sorted(set(index.weight_map.values()) - set(files)):
+        raise NotFoundError(f"{index.folder} lacks {absent[0]}, which its index names", key=str(index.folder))
+    for file in files:
+        sums = read_metadata(index.folder / file)
+        for name, frame in open_file(index.folder / file).items():
+            if name in deltas or index.weight_map.get(name) != file:
+                raise FormatError(f"{index.folder}: tensor {name!r} of {file} is there twice or not in the index")
+            if name not in sums or frame.dtype != np.uint8:
+                raise FormatError(f"{index.folder / file}: tensor {name!r} has no checksum, or is not of bytes")
+            deltas[name] = TensorDelta(frame.reshape(-1), sums[name])
+    if absent := sorted(index.weight_map.keys() - deltas.keys()):
+        raise FormatError(f"{index.folder}: no file has tensor {absent[0]!r}, which the index names", tensor=absent[0])
+    return deltas
+
+
+def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets) -> Octets:
+    """The new bytes of a tensor, checked. Raises: ChecksumError: they are not those that were written; FormatError."""
+    try:
+        new = decode(index.metadata["delta_encoding"], delta.frame, old)
+    except FormatError as e:
+        raise FormatError(f"{index.folder}, tensor {name!r}: {e}", tensor=name) from e
+    if (actual := checksum(index.checksum_format, new)) != delta.checksum:
+        raise ChecksumError(
+            f"{index.folder}: tensor {name!r} has another checksum than its writer gave: the delta is damaged, or made "
+            "for other weights",
+            tensor=name,
+            expected=delta.checksum,
+            actual=actual,
+        )
+    return new
+
+
+def delta_files(
+    deltas: Mapping[str, tuple[bytes, str]], max_bytes: int
+) -> tuple[dict[str, list[bytes]], dict[str, str]]:
+    """The files that hold frames with their checksums, as pieces to write one after the other; and the weight_map."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name in sorted(deltas, key=str.encode):
+        size = len(deltas[name][0])
+        if not groups or filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    files: dict[str, list[bytes]] = {}
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        files[file] = _file({name: deltas[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    return files, weight_map
+
+
+def _file(deltas: Mapping[str, tuple[bytes, str]]) -> list[bytes]:
+    table: dict[str, Any] = {"__metadata__": {name: text for name, (_, text) in deltas.items()}}
+    at = 0
+    for name, (frame, _) in deltas.items():
+        table[name] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [at, at + len(frame)]}
+        at += len(frame)
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return [len(header).to_bytes(8, "little"), header, *(frame for frame, _ in deltas.values())]
+
+
+def index_bytes(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
+    return json.dumps({"metadata": dict(metadata), "weight_map": dict(weight_map)}).encode()
+
+
+def delta_metadata(version: int, encoding: Encoding, algorithm: Checksum) -> dict[str, str]:
+    """What the index of a delta says: all of it is text, as their writers have it."""
+    return {
+        "version": f"{version:06d}",
+        "base_version": f"{version - 1:06d}",
+        "delta_encoding": encoding,
+        "compression_format": COMPRESSION,
+        "checksum_format": algorithm,
+    }
+
+
+def choose(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises: ValueError, if a value is not one of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
