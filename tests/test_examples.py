@@ -1,8 +1,9 @@
 """The examples run as their docstrings say, and end with the line that is promised there.
 
 That of Ray is run in tests/integrations/test_ray.py, where there is a cluster, that of Hugging Face's Trainer in
-tests/integrations/hf/test_page.py, where its packages are, and that of GRPO in tests/integrations/vllm/test_grpo.py, by
-make test-grpo, with the environments of TRL and of vLLM.
+tests/integrations/hf/test_page.py, where its packages are, that of JAX in tests/integrations/jax/test_page.py by make
+test-jax, and that of GRPO in tests/integrations/vllm/test_grpo.py, by make test-grpo, with the environments of TRL and
+of vLLM.
 """
 
 import re
@@ -51,7 +52,7 @@ def test_trainers_that_meet_in_a_folder_agree_on_the_shared_weights(tmp_path: Pa
 def test_the_list_of_examples_is_complete_and_has_their_commands() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     scripts = [path.name for path in EXAMPLES.glob("*.py")]
-    assert len(scripts) == 8
+    assert len(scripts) == 9
     for script in scripts:
         assert f"[{script}]({script})" in listed
         assert f"`{command_of(script)}`" in listed

@@ -1,7 +1,7 @@
 """For tests, ours and yours.
 
-Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, and a store that fails; and
-a whole run in one thread, with everything that can go wrong in it.
+Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, one for the weights of
+frameworks, and a store that fails; and a whole run in one thread, with everything that can go wrong in it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ from pulsesync.testing.recorded import RecordedSlice, load_recorded
 from pulsesync.testing.updates import AdamUpdates, mutate, random_bits
 
 if TYPE_CHECKING:
+    from pulsesync.testing.frameworks import FrameworkTests
     from pulsesync.testing.simulator import RunSimulator
     from pulsesync.testing.stores import StoreTests
 
 __all__ = [
     "AdamUpdates",
     "FaultyStore",
+    "FrameworkTests",
     "RecordedSlice",
     "RunSimulator",
     "StoreTests",
@@ -27,11 +29,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import pytest only for those who write tests of a store, and both ends of a run for those who simulate one."""
+    """Import pytest only for those who write tests with a suite, and both ends of a run for those who simulate one."""
     if name == "RunSimulator":
         from pulsesync.testing.simulator import RunSimulator
 
         return RunSimulator
+    if name == "FrameworkTests":
+        from pulsesync.testing.frameworks import FrameworkTests
+
+        return FrameworkTests
     if name == "StoreTests":
         from pulsesync.testing.stores import StoreTests
 

@@ -1,0 +1,232 @@
+"""Any framework: three methods say what its weights are, and they can be published and synced.
+
+    class MyWeights:                                   # a FrameworkWeights
+        def names(self): ...                           # of the tensors, the same in every process
+        def bits(self, name): ...                      # a tensor as it is now: a numpy array, or a torch tensor
+        def write(self, name, bits): ...               # take new weights over, by a copy
+
+    Publisher("s3://bucket/run").publish(published_tensors(MyWeights(model)), step=step)     # trainer
+
+    follower = FrameworkSubscriber("s3://bucket/run")                                        # worker
+    follower.sync(MyWeights(model))
+
+`pulsesync.testing.FrameworkTests` is a test suite for such a class. `jax` and `keras` are built on this.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from pulsesync import device
+from pulsesync.core.threads import spread
+from pulsesync.errors import StateError, VerificationError
+from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.state.host import HostState
+from pulsesync.store import Store
+
+__all__ = ["FrameworkSubscriber", "FrameworkWeights", "published_tensors"]
+
+
+class FrameworkWeights(Protocol):
+    """The weights of a model in some framework, by name.
+
+    An implementation may have an attribute `immutable = True` if what `bits` returned stays as it was after a `write`.
+    Then no copy of the old weights is made while new ones are written.
+    """
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors: each once, and the same in the trainer and in every worker."""
+        ...
+
+    def bits(self, name: str) -> Any:
+        """A tensor with its shape, dtype and exact bits.
+
+        It is a numpy array (bfloat16 and float8 of ml_dtypes), or a torch tensor, in host memory or on a CUDA device.
+        It may be a view of live memory. It is never written, and not read after the call that asked for it returns.
+        """
+        ...
+
+    def write(self, name: str, bits: Any) -> None:
+        """Replace the weights of a tensor by those of an array or tensor of the kind that `bits` returns.
+
+        They must be copied: the next sync changes that memory. What is raised here ends the sync, and the tensors
+        written so far get their old weights back, through this method.
+        """
+        ...
+
+
+def published_tensors(weights: FrameworkWeights) -> dict[str, Any]:
+    """Return the tensors of a framework as `Publisher.publish` takes them: by name, without copies where possible.
+
+    Two names for the same memory are two tensors here, not a tie: frameworks with immutable arrays share memory freely,
+    and the next step ends that.
+
+    Raises:
+        StateError: two tensors have the same name; or what `bits` raises.
+    """
+    tensors: dict[str, Any] = {}
+    places: set[int] = set()
+    for name in weights.names():
+        if name in tensors:
+            raise StateError(f"two tensors have the name {name!r}; rename one, names must be unique", tensor=name)
+        tensor = weights.bits(name)
+        place = _address(name, tensor)
+        tensors[name] = _copy(tensor) if place in places else tensor
+        places |= {place} - {0}
+    return tensors
+
+
+class FrameworkSubscriber:
+    """Follows a run with the weights of any framework.
+
+    It keeps a copy of the weights, which a `Subscriber` brings to a version as one transaction: host memory for numpy
+    arrays, the same GPU for torch tensors on one. Then every tensor that differs from the copy is written to the
+    framework, also one that something else has changed since the last sync. If a write fails, the tensors that were
+    written get their old weights back; a repeated sync continues from the copy.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        options: As for `Subscriber`: `trust`, `cache`, `follow`, `undo`, `verify_every`, ….
+    """
+
+    def __init__(self, location: str | Store, **options: Any) -> None:
+        self.subscriber = Subscriber(location, **options)
+        self._copy: dict[str, Any] = {}
+        self._kind: dict[str, tuple[Any, ...]] = {}  # of the tensors that the copy is of
+
+    @property
+    def version(self) -> int | None:
+        """The version of the last sync; None before the first."""
+        return self.subscriber.version
+
+    def sync(self, weights: FrameworkWeights, version: int | None = None, **options: Any) -> SyncReport:
+        """Bring the weights to the newest version, or to one.
+
+        Args:
+            weights: What is read and written.
+            version: The version to go to; None: the newest.
+            options: As for `Subscriber.sync`: `wait_s`, `verify`, `follow_replaced`.
+
+        Raises:
+            As `Subscriber.sync`, with the weights as they were; or what `write` raised, with the weights as they were.
+            VerificationError with `torn=True`: writing failed, and writing the old weights back failed too; do not use
+            the weights until a sync succeeds.
+        """
+        tensors = self._attached(weights)
+        report = self.subscriber.sync(self._copy, version, **options)
+        self._write(weights, tensors)
+        return report
+
+    def watch(self, weights: FrameworkWeights, **options: Any) -> Iterator[SyncReport]:
+        """Bring the weights to each version as it comes, and yield the report of each. Raises: as `sync`.
+
+        Args:
+            weights: What is read and written.
+            options: As for `Subscriber.watch`.
+        """
+        self._attached(weights)
+        for report in self.subscriber.watch(self._copy, **options):
+            self._write(weights, published_tensors(weights))
+            yield report
+
+    def roll_back(self, weights: FrameworkWeights) -> int | None:
+        """Undo the last sync that wrote, from memory. Return the version, None where there is none to go back to."""
+        version = self.subscriber.roll_back()
+        if version is not None:
+            self._write(weights, published_tensors(weights))
+        return version
+
+    def verify(self, weights: FrameworkWeights) -> str:
+        """Recount the digest of the version and compare the weights with it, bit for bit; return the digest.
+
+        Raises:
+            VerificationError: nothing was synced yet, or something else has changed the weights.
+        """
+        digest = self.subscriber.verify()
+        if differing := _differing(published_tensors(weights), self._copy):
+            raise VerificationError(
+                f"the weights are not version {self.version}: something else has written to {differing[0]!r}",
+                tensor=differing[0],
+            )
+        return digest
+
+    def close(self) -> None:
+        """Release the copy and the undo logs. The weights stay as they are."""
+        self.subscriber.close()
+        self._copy, self._kind = {}, {}
+
+    def __enter__(self) -> "FrameworkSubscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attached(self, weights: FrameworkWeights) -> dict[str, Any]:
+        """The tensors of the weights; if they are others than those of the last sync, make a copy of them first."""
+        tensors = published_tensors(weights)
+        kind = {name: _kind(tensor) for name, tensor in tensors.items()}
+        if kind != self._kind:
+            self._copy = {name: _copy(tensor) for name, tensor in tensors.items()}
+            self._kind = kind
+        return tensors
+
+    def _write(self, weights: FrameworkWeights, tensors: Mapping[str, Any]) -> None:
+        """Write what differs from the copy; if that fails, write the old weights back."""
+        immutable = getattr(weights, "immutable", False)
+        old: dict[str, Any] = {}
+        try:
+            for name in _differing(tensors, self._copy):
+                old[name] = tensors[name] if immutable else _copy(tensors[name])
+                weights.write(name, self._copy[name])
+        except BaseException as e:
+            _write_back(weights, old, e)
+            raise
+
+
+def _write_back(weights: FrameworkWeights, old: Mapping[str, Any], failure: BaseException) -> None:
+    for name, bits in old.items():
+        try:
+            weights.write(name, bits)
+        except Exception as e:  # noqa: BLE001 - whatever a framework raises
+            raise VerificationError(
+                f"writing the weights failed ({failure}), and so did writing the old ones back, at {name!r} ({e}): the "
+                "weights are between two versions; do not use them until a sync succeeds",
+                tensor=name,
+                torn=True,
+            ) from failure
+
+
+def _differing(tensors: Mapping[str, Any], copies: Mapping[str, Any]) -> list[str]:
+    """The names of tensors whose bits differ from those of their copies."""
+    backend: Any = HostState if device.find(copies) is None else device.load("state").DeviceState
+    new, old = backend.views(tensors), backend.views(copies)
+
+    def equal(name: str) -> bool:
+        return bool(backend.equal(new[name].flat, old[name].flat))
+
+    names = list(copies)
+    found = spread(equal, names) if backend is HostState else [equal(name) for name in names]
+    return [name for name, same in zip(names, found, strict=True) if not same]
+
+
+def _copy(tensor: Any) -> Any:
+    if isinstance(tensor, np.ndarray):
+        return np.array(tensor, order="C")
+    import torch
+
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _address(name: str, tensor: Any) -> int:
+    """Where the weights of a tensor are; 0 for none. Raises: StateError, for what is no tensor."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.ctypes.data if tensor.size else 0
+    if not hasattr(tensor, "data_ptr"):
+        kind = type(tensor).__name__
+        raise StateError(f"bits({name!r}) must return a numpy array or a torch tensor; got {kind}", tensor=name)
+    return int(tensor.data_ptr())
+
+
+def _kind(tensor: Any) -> tuple[Any, ...]:
+    return type(tensor), tuple(tensor.shape), str(tensor.dtype), str(getattr(tensor, "device", "cpu"))

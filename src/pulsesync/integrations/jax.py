@@ -1,0 +1,294 @@
+"""JAX: publish any pytree of arrays, and bring one to a version: a new tree comes back, the old one stays as it was.
+
+    publisher = JaxPublisher("s3://bucket/run", cast="BF16")        # trainer
+    publisher.publish(params, step=step)
+
+    subscriber = JaxSubscriber("s3://bucket/run")                   # worker
+    params = subscriber.sync(params)
+
+A tensor is called by its path in the tree, joined by dots: {"dense": {"kernel": …}} has "dense.kernel", and the first
+element of a list under "layers" is "layers.0". Two leaves with the same name are refused.
+
+Arrays on one GPU are read and written there, through DLPack and torch; nothing is copied to the host. JAX and torch
+have streams of their own, so both wait at every handover: JAX has computed an array before torch reads it, torch has
+read it before JAX may donate or free it, and has written new weights before JAX copies them into memory of its own.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pulsesync.errors import PulseError, StateError, VerificationError
+from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run.subscriber import SyncReport
+from pulsesync.store import Store
+
+__all__ = ["JaxPublisher", "JaxSubscriber", "JaxWeights"]
+
+logger = logging.getLogger(__name__)
+
+
+class JaxPublisher(Publisher):
+    """A `Publisher` whose `publish` takes a pytree of `jax.Array`.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        options: As for `Publisher`: `cast`, `signing_key`, `publish_every`, `link`, ….
+    """
+
+    def __init__(self, location: str | Store, **options: Any) -> None:
+        super().__init__(location, **options)
+
+    def publish(self, params: Any, **options: Any) -> Any:  # type: ignore[override]
+        """Publish a tree as the next version; the first one whole. It may be donated or deleted when this returns.
+
+        Args:
+            params: A pytree of `jax.Array`.
+            options: As for `Publisher.publish`: `step`, `wait`, `now`, `coalesce`.
+
+        Raises:
+            StateError: a leaf is no array that this process has all of, or two have the same name; and as
+            `Publisher.publish`.
+        """
+        with lent(params):
+            return super().publish(published_tensors(JaxWeights(params)), **options)
+
+
+class JaxSubscriber:
+    """Brings trees of `jax.Array` to the versions of a run.
+
+    It keeps a copy of the weights, in host memory or on the arrays' GPU, in which versions are checked and applied. No
+    array is ever written: leaves that a version changes are new arrays, with the sharding of the old ones, and all
+    others are the same objects as before.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        options: As for `Subscriber`: `trust`, `cache`, `follow`, `undo`, `verify_every`, ….
+    """
+
+    def __init__(self, location: str | Store, **options: Any) -> None:
+        self._follower = FrameworkSubscriber(location, **options)
+        self.subscriber = self._follower.subscriber
+        self.report: SyncReport | None = None  # of the last sync
+
+    @property
+    def version(self) -> int | None:
+        """The version of the last sync; None before the first."""
+        return self._follower.version
+
+    def sync(self, params: Any, version: int | None = None, **options: Any) -> Any:
+        """Return a tree like params with the weights of the newest version, or of one. `report` says what was done.
+
+        Args:
+            params: A pytree of `jax.Array`, in the dtypes of the run: any weights will do, and those of a published
+                version spare the download of an anchor. It stays as it was, whatever happens.
+            version: The version to go to; None: the newest.
+            options: As for `Subscriber.sync`: `wait_s`, `verify`, `follow_replaced`.
+
+        Raises:
+            As `Subscriber.sync`, and StateError as `JaxPublisher.publish`.
+        """
+        with lent(params):
+            weights = JaxWeights(params)
+            self.report = self._follower.sync(weights, version, **options)
+        return weights.tree()
+
+    def watch(self, params: Any, **options: Any) -> Iterator[Any]:
+        """Yield a tree with the weights of each version as it comes. Raises: as `sync`.
+
+        Args:
+            params: As for `sync`.
+            options: As for `Subscriber.watch`: `wait_s`, `interval_s`, `max_interval_s`, ….
+        """
+        weights = JaxWeights(params)
+        for report in self._follower.watch(weights, **options):
+            self.report = report
+            _wait_for_torch(map(weights.array, weights.names()))
+            yield weights.tree()
+
+    def roll_back(self, params: Any) -> Any:
+        """Return a tree like params with the weights before the last sync that wrote, from memory.
+
+        Raises:
+            VerificationError: there is no sync to undo, or undoing it failed.
+        """
+        with lent(params):
+            weights = JaxWeights(params)
+            if self._follower.roll_back(weights) is None:
+                raise VerificationError("there is no sync to roll back; undo= says how many are kept")
+        return weights.tree()
+
+    def verify(self, params: Any) -> str:
+        """Compare a tree with the version of the last sync, bit for bit; return the digest.
+
+        Raises:
+            VerificationError: it is not that version, or nothing was synced yet.
+        """
+        with lent(params):
+            return self._follower.verify(JaxWeights(params))
+
+    def close(self) -> None:
+        """Release the copy and the undo logs."""
+        self._follower.close()
+
+    def __enter__(self) -> "JaxSubscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JaxWeights:
+    """A pytree of arrays as a `FrameworkWeights`; `tree` returns it with what was written.
+
+    Args:
+        params: A pytree of `jax.Array`.
+
+    Raises:
+        StateError: two leaves have the same name.
+    """
+
+    immutable = True
+
+    def __init__(self, params: Any) -> None:
+        jax = _jax()
+        paths, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._leaves: dict[str, Any] = {}
+        for path, leaf in paths:
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "params"
+            if name in self._leaves:
+                raise StateError(
+                    f"two leaves of the tree have the name {name!r}: their paths differ only in how dots and types are "
+                    "written; rename a key",
+                    tensor=name,
+                )
+            self._leaves[name] = leaf
+
+    def names(self) -> Iterable[str]:
+        return self._leaves
+
+    def bits(self, name: str) -> Any:
+        return array_bits(name, self._leaves[name])
+
+    def write(self, name: str, bits: Any) -> None:
+        self._leaves[name] = array_like(name, self._leaves[name], bits)
+
+    def array(self, name: str) -> Any:
+        return self._leaves[name]
+
+    def tree(self) -> Any:
+        return self._structure.unflatten(self._leaves.values())
+
+
+def array_bits(name: str, array: Any) -> Any:
+    """The bits of an array: a torch tensor in its memory, if that is on one GPU, or a read-only numpy array.
+
+    Raises:
+        StateError: it is no array, a key of a random generator, or other processes have parts of it.
+    """
+    jax = _jax()
+    if not isinstance(array, jax.Array):
+        raise StateError(f"{name!r} is a {type(array).__name__}, not a jax.Array; leave it out", tensor=name)
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        raise StateError(f"{name!r} has dtype {array.dtype}, which are no weights; leave it out", tensor=name)
+    if array.is_deleted():
+        raise StateError(f"{name!r} was deleted or donated; pass the arrays that replaced it", tensor=name)
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise StateError(
+            f"{name!r} has shards on devices of other processes, which this one cannot read; gather it first with "
+            "jax.experimental.multihost_utils.process_allgather, and publish in one process",
+            tensor=name,
+        )
+    if not _through_torch(array):
+        return np.asarray(array)
+    from torch.utils.dlpack import from_dlpack
+
+    array.block_until_ready()  # torch reads it in another stream
+    try:
+        return from_dlpack(array)
+    except (RuntimeError, BufferError, TypeError) as e:
+        raise StateError(f"{name!r} ({array.dtype}) cannot be handed to torch by DLPack: {e}", tensor=name) from e
+
+
+def array_like(name: str, array: Any, bits: Any) -> Any:
+    """A new array with these bits, in memory of its own, with the dtype and sharding of another one."""
+    new = _from_host(array, bits) if isinstance(bits, np.ndarray) else _from_torch(array, bits)
+    if (new.dtype, new.shape) != (array.dtype, array.shape):
+        raise StateError(f"{name!r} became {new.dtype}{new.shape}, and was {array.dtype}{array.shape}", tensor=name)
+    return new
+
+
+def _from_host(array: Any, bits: np.ndarray[Any, Any]) -> Any:
+    jax, own = _jax(), np.array(bits, order="C")  # on CPUs device_put may keep the memory, whatever may_alias says
+    if not array.is_fully_addressable:
+        return jax.make_array_from_callback(array.shape, array.sharding, lambda index: own[index])
+    if array.committed:
+        return jax.device_put(own, array.sharding)
+    with jax.default_device(next(iter(array.devices()))):
+        return jax.device_put(own)
+
+
+def _from_torch(array: Any, bits: Any) -> Any:
+    jax = _jax()
+    _wait_for_torch([array])  # it has written the bits
+    # A copy in JAX's own memory: no stream of JAX then reads what torch changes or frees.
+    new = jax.device_put(jax.numpy.copy(jax.dlpack.from_dlpack(bits)), array.sharding)
+    return new.block_until_ready()  # torch may change the bits again
+
+
+@contextmanager
+def lent(params: Any) -> Iterator[None]:
+    """When this ends, torch has read all that it was given of a tree: JAX may donate or free it."""
+    try:
+        yield
+    finally:
+        _wait_for_torch(_jax().tree.leaves(params))
+
+
+def _wait_for_torch(arrays: Iterable[Any]) -> None:
+    jax = _jax()
+    shared = [array for array in arrays if isinstance(array, jax.Array) and _through_torch(array)]
+    for gpu in {next(iter(array.sharding.device_set)).local_hardware_id for array in shared}:
+        import torch
+
+        torch.cuda.synchronize(gpu)
+
+
+def _through_torch(array: Any) -> bool:
+    """Whether an array is read by torch, where it is: on one GPU."""
+    sharding = array.sharding
+    if len(sharding.device_set) != 1 or sharding.memory_kind not in (None, "device"):
+        return False
+    return next(iter(sharding.device_set)).platform in ("gpu", "cuda") and _torch_sees_gpu()
+
+
+@cache
+def _torch_sees_gpu() -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        found = False
+    else:
+        found = torch.cuda.is_available()
+    if not found:
+        logger.warning(
+            "JAX has a GPU and torch does not see one: weights go through host memory. Install torch for CUDA, which "
+            "brings Triton, to have them compared and written on the GPU."
+        )
+    return found
+
+
+def _jax() -> Any:
+    """The module jax. Raises: PulseError, if it is not installed."""
+    try:
+        import jax
+        import jax.dlpack
+        import jax.dtypes
+    except ModuleNotFoundError as e:
+        raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[jax]'") from e
+    return jax
