@@ -2,10 +2,13 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pulsesync import Publisher, SigningKey, Subscriber
 from pulsesync.errors import (
@@ -26,14 +31,18 @@ from pulsesync.errors import (
     PulseError,
     SignatureError,
     StateError,
+    StoreError,
     UnsupportedError,
 )
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.integrations import delta_format
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
 from pulsesync.maintain.prune import prune
-from pulsesync.testing import mutate, random_bits
+from pulsesync.run.reader import RunReader
+from pulsesync.store import MemoryStore
+from pulsesync.testing import FaultyStore, mutate, random_bits
 from tests.commands import pulse
+from tests.helpers import densities, many, seeds
 from tests.integrations.delta_writer import HASHES, INDEX, EngineCheckpoint, flat, write_checkpoint, write_delta
 
 Weights = dict[str, np.ndarray[Any, Any]]
@@ -84,9 +93,9 @@ def publish(location: Path, states: list[Weights], **options: Any) -> str:
     return str(location)
 
 
-def read_run(location: Path | str, like: Weights, version: int) -> Weights:
+def read_run(location: Path | MemoryStore, like: Weights, version: int) -> Weights:
     out = {name: np.zeros_like(array) for name, array in like.items()}
-    Subscriber(str(location)).sync(out, version=version)
+    Subscriber(str(location) if isinstance(location, Path) else location).sync(out, version=version)
     return out
 
 
@@ -188,6 +197,29 @@ def test_tied_tensors_are_exported_under_the_name_that_loaders_look_for(tmp_path
     engine = EngineCheckpoint(tmp_path / "out" / "weight_v000000")
     engine.pull(tmp_path / "out", 1)
     assert_same(dict(engine.tensors), {"model.embed_tokens.weight": flat(weights["lm_head.weight"])})
+
+
+@many
+@given(seeds, densities, st.sampled_from(ENCODINGS), st.integers(0, 300))
+def test_what_is_encoded_is_decoded_to_the_same_bytes(seed: int, density: float, encoding: Any, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = random_bits(rng, np.uint8, (size,))
+    new = mutate(rng, old, density)
+    before = old.copy()
+    frame = delta_format.encode(encoding, old, new)
+    if frame is None:
+        assert np.array_equal(old, new)
+        return
+    assert np.array_equal(delta_format.decode(encoding, np.frombuffer(frame, np.uint8), old), new)
+    assert np.array_equal(old, before)
+
+
+@many
+@given(st.binary(max_size=60), st.sampled_from(ENCODINGS), st.booleans())
+def test_any_other_bytes_are_decoded_or_refused_by_name(data: bytes, encoding: str, framed: bool) -> None:
+    frame = np.frombuffer(zstandard.ZstdCompressor().compress(data) if framed else data, np.uint8)
+    with suppress(FormatError):
+        assert delta_format.decode(encoding, frame, np.zeros(20, np.uint8)).size == 20
 
 
 # Parts of a run, and more of it later
@@ -523,6 +555,40 @@ def test_an_export_whose_disk_is_full_leaves_no_folder_and_can_be_repeated(
     assert_same(dict(engine.tensors), {name: flat(array) for name, array in states[2].items()})
 
 
+def until_done(advance: Callable[[], DeltaVersion | None]) -> int:
+    """Call something until it has nothing more to do, however often it fails; return how often it did."""
+    failures = 0
+    while failures < 1000:
+        try:
+            if advance() is None:
+                return failures
+        except PulseError:
+            failures += 1
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_over_a_store_that_fails_both_ways_are_repeated_until_all_is_there(tmp_path: Path, seed: int) -> None:
+    states, good = make_states(5), MemoryStore()
+    base = write_stream(tmp_path, states)
+    bad = FaultyStore(good, random.Random(seed), lost=0.1, unanswered=0.1)
+    importer = DeltaImporter(tmp_path / "updates", bad, base=base)
+    failures = until_done(importer.advance)
+    with suppress(StoreError):
+        importer.close()
+    newest = RunReader(good, None).newest()
+    assert newest is not None
+    assert newest.step == 4
+    assert_same(read_run(good, states[4], newest.version), states[4])
+    worse = FaultyStore(good, random.Random(seed), lost=0.1, truncated=0.05, flipped=0.05)
+    with DeltaExporter(worse, tmp_path / "out") as exporter:
+        failures += until_done(exporter.advance)
+    engine = EngineCheckpoint(tmp_path / "out" / "weight_v000000")
+    engine.pull(tmp_path / "out", newest.version)
+    assert_same(dict(engine.tensors), {name: flat(array) for name, array in states[4].items()})
+    assert failures
+
+
 KILLED = """
 import os, signal, sys
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter
@@ -549,7 +615,7 @@ def kill_at(write: int, *arguments: str) -> None:
 
 
 # A process a kill, and each imports numpy and the kernels: two seconds each.
-@pytest.mark.parametrize("write", [1, 3, 5, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("write", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 7))])
 def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)
     run = publish(tmp_path / "run", states)
@@ -564,7 +630,7 @@ def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tm
     assert_same(dict(engine.tensors), {name: flat(array) for name, array in states[3].items()})
 
 
-@pytest.mark.parametrize("write", [2, 9, pytest.param(14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("write", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14))])
 def test_an_import_that_was_killed_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)
     base = write_stream(tmp_path, states)
@@ -592,8 +658,11 @@ def test_the_commands_export_and_import(tmp_path: Path) -> None:
     told = pulse("export", run, str(tmp_path / "out"), "--from", "1", "--to", "2", "--json")
     assert [json.loads(line)["kind"] for line in told.out.splitlines()] == ["checkpoint", "delta"]
     assert "version 3 as" in pulse("export", run, str(tmp_path / "out")).out
-    assert "every version" in pulse("export", run, str(tmp_path / "out")).err
+    assert "nothing to write" in pulse("export", run, str(tmp_path / "out")).err
     told = pulse("import", str(tmp_path / "out"), str(tmp_path / "back"))
     assert told.out.count("as version") == 3
     assert_run(tmp_path / "back", states[1:])
-    assert pulse("export", str(tmp_path / "none"), str(tmp_path / "x")).code == 3
+    assert "nothing to publish" in pulse("import", str(tmp_path / "out"), str(tmp_path / "back")).err
+    assert pulse("export", str(tmp_path / "none"), str(tmp_path / "x")).refused(3, "there is no run")
+    assert pulse("export", run, str(tmp_path / "y"), "--from", "3", "--to", "2").refused(2, "--to 2 is before --from 3")
+    assert pulse("export", run, str(tmp_path / "y"), "--from", "9").refused(1, "version 9 is not published")

@@ -11,6 +11,7 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    UsageError,
     Version,
     open_place,
     read_key,
@@ -50,9 +51,11 @@ def export(
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
-        NothingThereError: the run has no version.
+        UsageError: --to is before --from. NothingThereError: the run has no version.
         PulseError: the run cannot be read, or the folder not be written.
     """
+    if first is not None and to is not None and to < first:
+        raise UsageError(f"--to {to} is before --from {first}")
     printer, count = Printer(as_json), 0
     with DeltaExporter(
         open_place(run), folder, first=first, encoding=encoding, checksum=checksum, trust=read_trust(trust)
@@ -64,7 +67,9 @@ def export(
         except NothingPublishedError as e:
             raise NothingThereError(str(e)) from e
     if not count:
-        printer.note("complete", f"{folder} has every version that was asked for")
+        printer.note(
+            "complete", f"nothing to write: {folder} has every version up to {'the newest' if to is None else to}"
+        )
     return 0
 
 
@@ -102,7 +107,7 @@ def import_(
         if importer.incomplete is not None:
             printer.note("incomplete", f"{importer.incomplete} has no index yet and was left out; run this again")
     if not count:
-        printer.note("complete", f"the run has every complete folder of {folder}")
+        printer.note("complete", f"nothing to publish: the run has every complete folder of {folder}")
     return 0
 
 

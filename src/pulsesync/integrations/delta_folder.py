@@ -145,8 +145,9 @@ class DeltaExporter:
 
         Raises:
             NothingPublishedError: the run has no version; ConflictError: the folder has versions of another run, or
-            begins later than `first`; MissingLinkError: a version was pruned; StoreError, FormatError, ChainError,
-            VerificationError: as `Subscriber.sync`. The folders are then as they were, and the call can be repeated.
+            begins later than `first`; MissingLinkError: a version was pruned, or `first` is not published yet;
+            StoreError, FormatError, ChainError, VerificationError: as `Subscriber.sync`. The folders are then as they
+            were, and the call can be repeated.
         """
         records = RunReader(self.store, self.trust)
         newest = records.newest()
@@ -154,6 +155,8 @@ class DeltaExporter:
             raise records.nothing_published()
         last = self._last_exported(records)
         number = self._next(records, last)
+        if last is None and number > newest.version:
+            raise MissingLinkError(f"version {number} is not published: the newest is {newest.version}", version=number)
         if number > (newest.version if to is None else min(to, newest.version)):
             return None
         try:
@@ -343,7 +346,7 @@ class DeltaImporter:
         self._key, self._spool = signing_key, spool
         self._publisher: Publisher | None = None
         self._tensors: dict[str, Any] = {}
-        self._at = -1  # the version of the folders that the tensors are at
+        self._at: int | None = None  # the version of the folders that the tensors are at, once one is in the run
 
     def close(self) -> None:
         """Send what is left to send. Raises: as `Publisher.close`."""
@@ -372,9 +375,9 @@ class DeltaImporter:
             run is then as it was, and the call can be repeated.
         """
         versions = self._complete()
-        if self._publisher is None and (begun := self._begin(versions)) is not None:
+        if self._at is None and (begun := self._begin(versions)) is not None:
             return begun
-        number = next((version for version in versions if version > self._at), None)
+        number = next((version for version in versions if self._at is None or version > self._at), None)
         if number is None:
             return None
         folder = self.folder / form.folder_name(number)
@@ -422,8 +425,9 @@ class DeltaImporter:
                 )
         if newest is not None and not self._resume(newest, opened, before_first):
             newest = None
-        files = opened.files if opened is not None else None
-        self._publisher = Publisher(self.store, signing_key=self._key, files=files, spool=self._spool)
+        if self._publisher is None:  # else an attempt to publish the first version has failed
+            files = opened.files if opened is not None else None
+            self._publisher = Publisher(self.store, signing_key=self._key, files=files, spool=self._spool)
         if newest is None and opened is not None and self.base is not None and before_first is not None:
             return self._publish(opened, before_first, self.base) if before_first >= 0 else None
         return None
