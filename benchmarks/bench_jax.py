@@ -24,7 +24,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs m
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from save_results import write
 
 from pulsesync.integrations.jax import JaxPublisher, JaxSubscriber
@@ -100,9 +99,12 @@ def timed(work: Any) -> tuple[float, Any]:
 
 
 def send_whole(half: Any) -> Any:
-    """The whole tree to the host, as bytes of its own, and to the device again, in new arrays."""
-    host = [np.array(leaf) for leaf in jax.device_get(jax.tree.leaves(half))]
-    return [jax.device_put(leaf, old.sharding) for leaf, old in zip(host, jax.tree.leaves(half), strict=True)]
+    """The whole tree to the host and to the device again, in new arrays."""
+    leaves = jax.tree.leaves(half)
+    host = jax.device_get(leaves)
+    if leaves[0].devices() == {jax.devices("cpu")[0]}:
+        host = [leaf.copy() for leaf in host]  # there device_get and device_put copy nothing
+    return [jax.device_put(leaf, old.sharding) for leaf, old in zip(host, leaves, strict=True)]
 
 
 to_half = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree))
@@ -116,15 +118,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             began = time.perf_counter()
             sent = publisher.publish(trainer.masters(), step=trainer.steps)
             publish_s = time.perf_counter() - began
-            sync_s, params = timed(lambda: subscriber.sync(params))
+            sync_s, params = timed(partial(subscriber.sync, params))
             assert subscriber.report is not None
-            wrong = sum(
-                int(differing(*pair)) for pair in zip(*map(jax.tree.leaves, (trainer.masters(), params)), strict=True)
-            )
+            wrong = sum(map(int, jax.tree.leaves(jax.tree.map(differing, trainer.masters(), params))))
             assert wrong == 0, f"{wrong} weights differ"
-            half = to_half(trainer.masters())
-            whole_s, copy = timed(lambda: send_whole(half))
-            del half, copy
+            half = jax.block_until_ready(to_half(trainer.masters()))
+            whole_s, _ = timed(partial(send_whole, half))
             got = subscriber.report
             rows.append(
                 {
@@ -135,7 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     "publish_s": publish_s,
                     "blocked_s": sent.blocked_s,
                     "sync_s": sync_s,
-                    "prepare_s": got.prepare_s,
+                    "prepare_s": got.fetch_s + got.prepare_s,
                     "apply_s": got.apply_s,
                     "whole_s": whole_s,
                 }
@@ -160,7 +159,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
     return [
         "",
-        f"| {found['weights'] / 1e6:.1f} M weights, medians of {len(rows) - WARM_UP} versions | pulsesync | whole tree |",
+        f"| {found['weights'] / 1e6:.1f} M weights, medians of {len(rows) - WARM_UP} | pulsesync | whole tree |",
         "|---|--:|--:|",
         f"| weights changed | {median(rows, 'changed') / found['weights']:.2%} | |",
         f"| bytes of a version | {size:,.0f} | {full:,} |",
@@ -200,7 +199,8 @@ def main() -> None:
     if options.device == "cuda":
         import torch
 
-        found |= {"torch": torch.__version__, "peak_torch_bytes": torch.cuda.max_memory_allocated()}
+        memory = {"torch_peak_bytes": torch.cuda.max_memory_allocated(), "jax_memory": device.memory_stats()}
+        found |= {"torch": torch.__version__, **memory}
     print("\n".join(table(found)))
     print(json.dumps(found))
     if options.out:
