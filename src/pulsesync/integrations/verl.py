@@ -1,0 +1,307 @@
+"""verl: the checkpoint engine "pulse". Trainers publish each step into a run, and rollouts follow it.
+
+    actor_rollout_ref:
+      rollout:
+        checkpoint_engine:
+          backend: pulse
+          custom_backend_module: pulsesync.integrations.verl
+          engine_kwargs:
+            pulse:
+              location: s3://bucket/run
+
+verl alone imports this module: in the driver and in every trainer and rollout process, where `custom_backend_module`
+names it, and, by the entry point of the group `verl.plugins`, wherever verl is imported and pulsesync installed. The
+import registers the engine; a second one does nothing.
+
+One sync, as verl's `CheckpointEngineManager` drives it: `prepare` reads which version the run has, `build_topology` has
+the rollouts know it, the trainers make one version, and each rollout waits for a version after that one. So a rollout
+never receives an older version of the same step, such as one from before a crash.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from pulsesync.errors import ChainError, ClosedError, NothingPublishedError, StateError
+from pulsesync.format.layout import SMALL, Layout
+from pulsesync.format.manifest import Manifest
+from pulsesync.format.signature import SigningKey, trusted
+from pulsesync.group.collective import Collective, SoloTeam, Team
+from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run.reader import RunReader
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.views import torch_dtype
+
+BACKEND = "pulse"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two looks at the store while the trainers publish
+
+
+@dataclass(frozen=True)
+class AwaitedVersion:
+    """The version that a sync makes: the one after the newest that the run had when the sync began."""
+
+    run: str | None  # None: there was no run
+    after: int  # -1: there was no version
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Moves weights from verl's trainers to its rollouts through a run: as patches, bit for bit.
+
+    Trainers: verl gives every rank all tensors of the model, one after another. Each rank copies some of them to host
+    memory, keeps the last version of those alone, and compares, encodes and uploads them; rank 0 commits the version.
+    Rollouts: each process has a copy of the model in host memory, which a `Subscriber` brings to the version of the
+    step; then all its tensors go to the inference engine. If anything fails, nothing was handed to the engine.
+
+    Args:
+        bucket_size: Bytes of verl's transfer buckets; verl passes `update_weights_bucket_megabytes`.
+        is_master: Whether this is rank 0 of the trainers; verl passes it.
+        location: A path or URL of the run, which all processes can reach.
+        cast: The dtype that FP32 tensors are published in: one for all, or by name pattern, "" to leave them FP32.
+        anchor_every: As for `Publisher`.
+        signing_key: A file with the signing key, on the host of trainer rank 0. The key itself is no option, because
+            verl logs its configuration.
+        trust: Public keys (64 hexadecimal digits); records that none of them signed are refused.
+        cache: A folder in which the rollout processes of a host share what they fetched.
+        timeout_s: How long a rollout waits for the version of a step, and trainers for each other.
+
+    Raises:
+        ValueError: a key, a dtype or a location that is none.
+    """
+
+    wire_format = "named_tensors"  # docs/integrations/verl.md says why not "delta_flush"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        location: str,
+        cast: str | Mapping[str, str] | None = "BF16",
+        anchor_every: float = 1.0,
+        signing_key: str | None = None,
+        trust: str | Sequence[str] | None = None,
+        cache: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.bucket_size, self.is_master = bucket_size, is_master
+        self.location, self.timeout_s = location, timeout_s
+        self._cast = cast if cast is None or isinstance(cast, str) else dict(cast)  # verl may pass OmegaConf's types
+        self._anchor_every, self._key_file = anchor_every, signing_key
+        keys = trust if trust is None or isinstance(trust, str) else list(trust)
+        self._subscriber = Subscriber(location, trust=keys, cache=cache)
+        self._trust = trusted(keys)
+        self._team: Team | None = None  # of the trainers, from the first sync on
+        self._publisher: Publisher | None = None
+        self._awaited: AwaitedVersion | None = None  # while a rollout syncs
+        self._layout: Layout | None = None
+        self._mirror: dict[str, Any] = {}
+
+    # What verl calls on every worker, before and after each sync
+
+    def prepare(self) -> dict[str, Any]:
+        """Return, on rank 0 of the trainers, which version the run has. Raises: StoreError, FormatError, ChainError."""
+        if not self.is_master:
+            return {}
+        newest = RunReader(self._subscriber.store, self._trust).newest()
+        return {"run": newest.run if newest else None, "version": newest.version if newest else -1}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Pass the number of trainers to the trainers, and to the rollouts which version the run has."""
+        before = metadata[0]
+        if not before:
+            raise StateError("the first worker is not rank 0 of the trainers: it did not say which version the run has")
+        trainers = {"trainers": [actor_wg_world_size] * actor_wg_world_size}
+        rollouts = {"run": [before["run"]] * rollout_world_size, "after": [before["version"]] * rollout_world_size}
+        return trainers, rollouts
+
+    def init_process_group(self, *, trainers: int = 0, run: str | None = None, after: int = -1) -> None:
+        """Become one of the trainers, or a rollout that waits for the version after one. Raises: StateError."""
+        if not trainers:
+            self._awaited = AwaitedVersion(run, after)
+        elif self._team is None:
+            self._team = self._meet(trainers)
+
+    def finalize(self) -> None:
+        """End the sync; a rollout that still waits for its version gives up."""
+        self._awaited = None
+
+    # Trainers
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Publish the weights of a step as one version. Every rank calls it, with the same tensors in the same order.
+
+        Returns:
+            On rank 0 what verl logs of a sync; on other ranks nothing.
+
+        Raises:
+            StateError: the ranks were given different tensors, or one twice; otherwise as `Publisher.publish`. The
+            run is then as it was, and the next sync covers this step too.
+        """
+        team = self._team
+        if team is None:
+            raise StateError("send_weights needs init_process_group first, which CheckpointEngineManager calls")
+        share = _Share(team)
+        async for name, tensor in ensure_async_iterator(weights):
+            share.add(name, tensor)
+        report = await asyncio.to_thread(self._publish, share, global_steps or 0)
+        return _metrics(report) if team.rank == 0 else {}
+
+    def _publish(self, share: "_Share", step: int) -> PublishReport:
+        share.check()
+        if self._publisher is None:
+            self._publisher = self._open(share.team)
+        return self._publisher.publish(share.tensors, step=step)
+
+    def _open(self, team: Team) -> Publisher:
+        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every}
+        if self._key_file is not None and team.rank == 0:
+            options["signing_key"] = SigningKey(Path(self._key_file).read_text(encoding="ascii").strip())
+        return Publisher(self.location, team=team, **options)
+
+    def _meet(self, trainers: int) -> Team:
+        """The team of all trainers, which have a process group already."""
+        if trainers == 1:
+            return SoloTeam()
+        from torch import distributed
+
+        found = distributed.get_world_size() if distributed.is_initialized() else 0
+        if found != trainers:
+            raise StateError(
+                f"verl has {trainers} trainers, and torch.distributed a group of {found}; the default group must be "
+                "that of all trainers"
+            )
+        # Over gloo wherever the weights are: the ranks send each other digests and sizes.
+        return Collective(distributed.new_group(backend="gloo"), timeout_s=self.timeout_s)
+
+    # Rollouts
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
+        """Yield all tensors of the version that this sync makes, by name, in host memory. They must not be written to.
+
+        Raises:
+            NothingPublishedError: the trainers made no version within `timeout_s`; ChainError: the version is of
+            another step or run; otherwise as `Subscriber.sync`. Nothing was yielded then.
+        """
+        awaited = self._awaited
+        if awaited is None:
+            raise StateError("receive_weights needs init_process_group first, which CheckpointEngineManager calls")
+        await asyncio.to_thread(self._receive, awaited, global_steps)
+        for name, tensor in self._mirror.items():
+            yield name, self._passable(tensor)
+
+    def _receive(self, awaited: AwaitedVersion, step: int | None) -> None:
+        until = time.monotonic() + self.timeout_s
+        reader, record = self._wait_for(awaited, step, until)
+        if self._layout is None or self._layout.id != record.layout:
+            self._layout = reader.layout(record.layout)
+            self._mirror = _new_mirror(self._layout)
+        self._subscriber.sync(self._mirror, record.version, wait_s=max(0.0, until - time.monotonic()))
+
+    def _wait_for(self, awaited: AwaitedVersion, step: int | None, until: float) -> tuple[RunReader, Manifest]:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            reader = RunReader(self._subscriber.store, self._trust)
+            record = reader.newest(awaited.after)
+            if self._awaited is not awaited:
+                raise ClosedError("this sync is over: verl ended it or has begun another one")
+            if record is not None:
+                _check_record(record, awaited, step)
+                return reader, record
+            if time.monotonic() > until:
+                raise NothingPublishedError(
+                    f"the trainers published no version after {awaited.after} at {self.location} within "
+                    f"{self.timeout_s:g} s; read their log, and raise engine_kwargs.pulse.timeout_s if they need longer"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _passable(self, tensor: Any) -> Any:
+        """Where there is a GPU, verl passes a tensor that is larger than a bucket by CUDA IPC: it has to be there."""
+        if tensor.nbytes <= self.bucket_size or not get_torch_device().is_available():
+            return tensor
+        return tensor.to(f"{get_device_name()}:{get_device_id()}")
+
+
+class _Share:
+    """The tensors that this trainer publishes, of all that pass by on every rank.
+
+    Whole tensors, so that a run can be resumed with another number of trainers: each goes to the rank that has the
+    fewest bytes so far, and the small ones, which share tiles, to rank 0.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.tensors: dict[str, Any] = {}
+        self._bytes = [0] * team.size
+        self._seen: dict[str, str] = {}
+        self._twice: str | None = None
+
+    def add(self, name: str, tensor: Any) -> None:
+        """Copy a tensor if it is this rank's: verl frees or changes its own when the next one is asked for."""
+        if name in self._seen:
+            self._twice = name  # raised when all have passed by: other ranks take part in gathering them
+            return
+        self._seen[name] = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        owner = 0 if tensor.numel() < SMALL else self._bytes.index(min(self._bytes))
+        self._bytes[owner] += tensor.nbytes
+        if owner == self.team.rank:
+            self.tensors[name] = tensor.detach().to("cpu", copy=True)
+
+    def check(self) -> None:
+        """Raises: StateError, if the tensors are not the same on all ranks, or one came twice."""
+        if self._twice is not None:
+            raise StateError(f"verl's training engine gave tensor {self._twice!r} twice", tensor=self._twice)
+        mine = hashlib.sha256("\n".join(self._seen.values()).encode()).digest()
+        others = [rank for rank, digest in enumerate(self.team.gather(mine)) if digest != mine]
+        if others:
+            raise StateError(
+                f"trainer {self.team.rank} was given {len(self._seen)} tensors, and trainer {others[0]} others, or in "
+                "another order or dtype; every rank must be given the whole model"
+            )
+
+
+def _metrics(report: PublishReport) -> dict[str, float]:
+    """What verl logs of a sync, under the names that its own engines use, and the version."""
+    return {
+        "checkpoint_engine/changed_ratio": report.density,
+        "checkpoint_engine/changed_elems": float(report.changed),
+        "checkpoint_engine/payload_mbytes": report.payload_bytes / (1 << 20),
+        "checkpoint_engine/version": float(report.version or 0),
+    }
+
+
+def _check_record(record: Manifest, awaited: AwaitedVersion, step: int | None) -> None:
+    """Raises: ChainError, if a version is not the one that this sync makes."""
+    if awaited.run not in (None, record.run):
+        raise ChainError(
+            f"the run was {awaited.run} when this sync began, and is {record.run} now: something else writes to its "
+            "location",
+            version=record.version,
+        )
+    if step is not None and record.step != step:
+        raise ChainError(
+            f"version {record.version} is of step {record.step}, and this sync is of step {step}: another trainer "
+            "writes to this run",
+            version=record.version,
+        )
+
+
+def _new_mirror(layout: Layout) -> dict[str, Any]:
+    """Zeros for all tensors of a run, tied ones under each of their names."""
+    import torch
+
+    own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}
+    return own | {alias: own[name] for alias, name in layout.ties.items()}

@@ -1,0 +1,167 @@
+"""Trainers and rollouts of the tests: verl's own worker classes, with weights that are known for each step.
+
+Not in the test module: every actor is a process that imports the module of its class, and this one does without pytest.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.import_utils import import_external_libs
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout import BaseRollout, RolloutReplica
+
+from pulsesync.core.types import Bits
+from pulsesync.testing import mutate, random_bits
+
+# The first three have more weights than those that share a tile, so that they go to different trainers.
+SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "embed.weight": (torch.bfloat16, (520, 256)),
+    "up.weight": (torch.bfloat16, (300, 256)),
+    "down.weight": (torch.float32, (256, 300)),  # FP32 master weights, published as BF16
+    "gate.weight": (torch.float32, (8, 256)),  # left in FP32
+    "norm.weight": (torch.bfloat16, (256,)),
+}
+CAST = {"gate.*": "", "*": "BF16"}
+BITS: dict[torch.dtype, type[np.uint16] | type[np.uint32]] = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
+
+
+def weights_at(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The trainers' weights after a step: of every kind, NaNs with payloads and both zeros among them."""
+    rng = np.random.default_rng(seed)
+    bits: dict[str, Bits] = {name: random_bits(rng, BITS[dtype], shape) for name, (dtype, shape) in SHAPES.items()}
+    for _ in range(step):
+        bits = {name: mutate(rng, one, 0.01) for name, one in bits.items()}
+    return {name: torch.from_numpy(one.copy()).view(SHAPES[name][0]) for name, one in bits.items()}
+
+
+def published_at(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The same as rollouts must receive them."""
+    weights = weights_at(step, seed)
+    return weights | {"down.weight": weights["down.weight"].to(torch.bfloat16)}
+
+
+def described(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Weights as what can be compared bit for bit."""
+    return {
+        name: (str(one.dtype), tuple(one.shape), one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, one in weights.items()
+    }
+
+
+def damage(files: set[Path]) -> None:
+    """Flip a bit in the middle of the record of a version, and of every body beside it."""
+    assert any(path.parent.name == "manifests" for path in files)
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(data)
+
+
+class ShardedEngine:
+    """A model sharded by FSDP2, exported as verl's FSDP engine does it: every rank gathers every tensor.
+
+    ahead: a step has the weights of so many steps later, so that it comes out otherwise than before a crash.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead, self.skips = ahead, ""
+        self.module = nn.Module()
+        for name, (dtype, shape) in SHAPES.items():
+            layer = nn.Module()
+            layer.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), False)
+            self.module.add_module(name.removesuffix(".weight"), layer)
+        self.mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        fully_shard(self.module, mesh=self.mesh)
+
+    def train(self, step: int) -> None:
+        for name, full in weights_at(step + self.ahead).items():
+            live = self.module.get_parameter(name)
+            assert isinstance(live, DTensor)
+            live.to_local().copy_(distribute_tensor(full, self.mesh, live.placements).to_local())
+
+    def get_per_tensor_param(self) -> tuple[Any, None]:
+        gathered = ((name, param.full_tensor()) for name, param in self.module.state_dict().items())
+        return ((name, tensor) for name, tensor in gathered if name != self.skips), None
+
+
+class TrainerWorker(Worker):
+    """A trainer whose checkpoint engine is made and driven by verl's code: `ActorRolloutRefWorker` needs a GPU."""
+
+    def __init__(self, checkpoint_engine: dict[str, Any], ahead: int = 0) -> None:
+        super().__init__()
+        initialize_global_process_group_ray(timeout_second=60, backend="cpu:gloo")
+        self.config = OmegaConf.create({"rollout": {"checkpoint_engine": checkpoint_engine}})
+        self.actor = SimpleNamespace(engine=ShardedEngine(ahead))
+        # What follows is step 4 of ActorRolloutRefWorker.init_model.
+        config = omega_conf_to_dataclass(self.config.rollout.checkpoint_engine)
+        import_external_libs(config.custom_backend_module or None)
+        self.checkpoint_engine = CheckpointEngineRegistry.new(
+            config.backend,
+            is_master=(torch.distributed.get_rank() == 0),
+            bucket_size=config.update_weights_bucket_megabytes << 20,
+            **config.engine_kwargs.get(config.backend, {}),
+        )
+
+    update_weights = ActorRolloutRefWorker.update_weights
+    execute_checkpoint_engine = ActorRolloutRefWorker.execute_checkpoint_engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def train(self, step: int) -> None:
+        self.actor.engine.train(step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def skip_on_rank_1(self, name: str) -> None:
+        """From now on rank 1 is given all tensors but this one; "": all of them."""
+        self.actor.engine.skips = name if self.rank == 1 else ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def kept_bytes(self) -> int:
+        """What this rank keeps of the last version."""
+        return int(self.checkpoint_engine._publisher.base_bytes)
+
+
+class KeepingRollout(BaseRollout):
+    """What stands between verl and an inference engine; this one keeps what it is given."""
+
+    def __init__(self, config: Any, model_config: Any) -> None:
+        super().__init__(config, model_config, device_mesh=None)
+        self.received: dict[str, torch.Tensor] = {}
+        self.step: int | None = None
+
+    async def resume(self, tags: list[str]) -> None: ...
+
+    async def release(self) -> None: ...
+
+    async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:
+        assert kwargs == {"wire_format": "named_tensors"}
+        received = {name: tensor.clone() async for name, tensor in weights}
+        self.received, self.step = received, global_steps
+
+
+class RolloutWorker(CheckpointEngineWorker):
+    def __init__(self, rollout_config: Any, model_config: Any = None) -> None:
+        super().__init__(rollout_config, model_config, KeepingRollout(rollout_config, model_config))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def received(self) -> tuple[int | None, dict[str, Any]]:
+        return self.server_adapter.step, described(self.server_adapter.received)
+
+
+class ServerlessReplica(RolloutReplica):
+    """A replica of workers without an inference server."""
+
+    async def launch_servers(self) -> None: ...

@@ -1,0 +1,65 @@
+"""How verl finds the adapter: by its configuration, and by the entry point. Each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import verl
+from hydra import compose, initialize_config_dir
+from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
+from verl.utils.config import omega_conf_to_dataclass
+
+from pulsesync.integrations.verl import PulseCheckpointEngine
+
+pytestmark = pytest.mark.timeout(120)  # a process that imports verl takes seconds
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "verl.md"
+PLACE = "actor_rollout_ref.rollout.checkpoint_engine"
+OVERRIDES = [
+    f"{PLACE}.backend=pulse",
+    f"{PLACE}.custom_backend_module=pulsesync.integrations.verl",
+    f"+{PLACE}.engine_kwargs.pulse.location=/tmp/run",
+]
+
+
+def run(program: str, plugins: str) -> str:
+    environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+IS_THERE = "from verl.checkpoint_engine.base import CheckpointEngineRegistry as r; print('pulse' in r._registry)"
+
+
+@pytest.mark.parametrize(("plugins", "found"), [("auto", "True"), ("pulse", "True"), ("none", "False")])
+def test_importing_verl_is_enough_where_its_plugins_are_loaded(plugins: str, found: str) -> None:
+    assert run(IS_THERE, plugins) == found
+
+
+def test_without_plugins_the_configuration_names_the_module() -> None:
+    program = (
+        "from verl.checkpoint_engine.base import CheckpointEngineManager; from verl.workers.config import "
+        "CheckpointEngineConfig; print(CheckpointEngineManager(CheckpointEngineConfig(backend='pulse', "
+        "custom_backend_module='pulsesync.integrations.verl'), None, []).backend_cls.__name__)"
+    )
+    assert run(program, "none") == "PulseCheckpointEngine"
+
+
+def test_the_entry_point_is_a_module_of_this_package() -> None:
+    (found,) = entry_points(group="verl.plugins", name="pulse")
+    assert found.load().PulseCheckpointEngine is PulseCheckpointEngine
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_verls_own_configuration_takes_the_overrides(name: str) -> None:
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        composed = compose(name, overrides=[*OVERRIDES, f"+{PLACE}.engine_kwargs.pulse.trust=[{'ab' * 32}]"])
+    config = omega_conf_to_dataclass(composed.actor_rollout_ref.rollout.checkpoint_engine)
+    assert CheckpointEngineManager(config, None, []).backend_cls is PulseCheckpointEngine
+    made = CheckpointEngineRegistry.new(config.backend, bucket_size=1, **config.engine_kwargs[config.backend])
+    assert (made.location, made._trust) == ("/tmp/run", {"ab" * 32})
