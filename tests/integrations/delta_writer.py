@@ -1,9 +1,10 @@
-"""A trainer's writer and an engine's reader of delta folders, made from the sources of slime and miles.
+"""Trainers' writers and an engine's reader of delta folders, made from the sources of slime, miles and SkyRL.
 
 Independent of `pulsesync`: plain numpy, zstandard and the safetensors library. The commits that were read are named in
 docs/integrations/delta_folders.md.
 """
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -139,3 +140,43 @@ class EngineCheckpoint:
         assert encoding == "overwrite"
         count = int.from_bytes(delta[:4], "little")
         self.tensors[name][np.frombuffer(delta, "<u4", count, 4)] = np.frombuffer(delta, np.uint8, count, 4 + 4 * count)
+
+
+def write_skyrl_delta(root: Path, version: int, old: Weights, new: Weights, *, checksum: str = "xxh3-128") -> Path:
+    """One sync of SkyRL's `delta` backend: rank 0 writes files of few tensors each, and a manifest at the end."""
+    folder = root / f"delta-{version:08d}"
+    folder.mkdir(parents=True)
+    records: list[dict[str, Any]] = []
+    for name in new:
+        before, after = flat(old[name]), flat(new[name])
+        if np.array_equal(before, after):
+            continue
+        frame = zstandard.ZstdCompressor(level=1).compress((before ^ after).tobytes())
+        file = f"delta-rank00000-file{len(records):06d}.safetensors"
+        safetensors.numpy.save_file({name: np.frombuffer(frame, np.uint8)}, folder / file)
+        hashed = (
+            hashlib.sha256(after.tobytes()).hexdigest() if checksum == "sha256" else HASHES[checksum](after.tobytes())
+        )
+        records.append(
+            {
+                "name": name,
+                "dtype": str(new[name].dtype),
+                "shape": list(new[name].shape),
+                "uncompressed_num_bytes": after.size,
+                "compressed_num_bytes": len(frame),
+                "payload_file": file,
+                "payload_key": name,
+                "checksum": hashed,
+                "checksum_algorithm": checksum,
+            }
+        )
+    manifest = {
+        "version": version,
+        "base_version": version - 1,
+        "tensors": records,
+        "total_uncompressed_num_bytes": sum(record["uncompressed_num_bytes"] for record in records),
+        "total_compressed_num_bytes": sum(record["compressed_num_bytes"] for record in records),
+        "payload_files": [record["payload_file"] for record in records],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder

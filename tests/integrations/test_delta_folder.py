@@ -35,15 +35,23 @@ from pulsesync.errors import (
     UnsupportedError,
 )
 from pulsesync.format.epochs import EPOCH_PATCHES
-from pulsesync.integrations import delta_format
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
+from pulsesync.integrations.delta_folder import deltas as delta_format
 from pulsesync.maintain.prune import prune
 from pulsesync.run.reader import RunReader
 from pulsesync.store import MemoryStore
 from pulsesync.testing import FaultyStore, mutate, random_bits
 from tests.commands import pulse
 from tests.helpers import densities, many, seeds
-from tests.integrations.delta_writer import HASHES, INDEX, EngineCheckpoint, flat, write_checkpoint, write_delta
+from tests.integrations.delta_writer import (
+    HASHES,
+    INDEX,
+    EngineCheckpoint,
+    flat,
+    write_checkpoint,
+    write_delta,
+    write_skyrl_delta,
+)
 
 Weights = dict[str, np.ndarray[Any, Any]]
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -197,6 +205,91 @@ def test_tied_tensors_are_exported_under_the_name_that_loaders_look_for(tmp_path
     engine = EngineCheckpoint(tmp_path / "out" / "weight_v000000")
     engine.pull(tmp_path / "out", 1)
     assert_same(dict(engine.tensors), {"model.embed_tokens.weight": flat(weights["lm_head.weight"])})
+
+
+@pytest.mark.parametrize("checksum", ["xxh3-128", "sha256"])
+def test_folders_of_skyrl_become_a_run_bit_for_bit(tmp_path: Path, checksum: str) -> None:
+    states = make_states(6)
+    write_checkpoint(tmp_path / "base", states[0])
+    for version in range(1, 6):
+        write_skyrl_delta(tmp_path / "sync", version, states[version - 1], states[version], checksum=checksum)
+    (tmp_path / "sync" / "delta-00000006").mkdir()  # being written
+    with DeltaImporter(tmp_path / "sync", str(tmp_path / "run"), base=tmp_path / "base") as importer:
+        assert [one.version for one in importer.update()] == [0, 1, 2, 3, 4, 5]
+        assert importer.incomplete == tmp_path / "sync" / "delta-00000006"
+    assert_run(tmp_path / "run", states)
+    assert bring(tmp_path / "sync", tmp_path / "run") == []
+
+
+def edit_version(manifest: Any) -> None:
+    manifest["version"] = 7
+
+
+def edit_base(manifest: Any) -> None:
+    manifest["base_version"] = None
+
+
+def edit_checksum(manifest: Any) -> None:
+    manifest["tensors"][0]["checksum"] = "0" * 32
+
+
+def edit_key(manifest: Any) -> None:
+    manifest["tensors"][0]["payload_key"] = "other"
+
+
+def edit_file(manifest: Any) -> None:
+    manifest["tensors"][0]["payload_file"] = "../x.safetensors"
+
+
+def edit_algorithm(manifest: Any) -> None:
+    manifest["tensors"][0]["checksum_algorithm"] = "crc32"
+
+
+def drop_tensors(manifest: Any) -> None:
+    del manifest["tensors"]
+
+
+def repeat_tensor(manifest: Any) -> None:
+    manifest["tensors"] *= 2
+
+
+def drop_tensor(manifest: Any) -> None:
+    del manifest["tensors"][0]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        edit_version,
+        edit_base,
+        edit_checksum,
+        edit_key,
+        edit_file,
+        edit_algorithm,
+        drop_tensors,
+        repeat_tensor,
+        drop_tensor,
+    ],
+)
+def test_a_manifest_of_skyrl_that_says_something_else_is_refused(tmp_path: Path, edit: Callable[[Any], None]) -> None:
+    states = make_states(2)
+    write_checkpoint(tmp_path / "base", states[0])
+    path = write_skyrl_delta(tmp_path / "sync", 1, *states) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(FormatError, match=r"delta-00000001|checksum_format"):
+        bring(tmp_path / "sync", tmp_path / "run", tmp_path / "base")
+    assert_run(tmp_path / "run", states[:1])
+
+
+def test_folders_of_two_programs_in_one_place_are_refused(tmp_path: Path) -> None:
+    states = make_states(2)
+    write_checkpoint(tmp_path / "base", states[0])
+    write_delta(tmp_path / "sync", 1, *states)
+    write_skyrl_delta(tmp_path / "sync", 1, *states)
+    with pytest.raises(FormatError, match="two programs"):
+        bring(tmp_path / "sync", tmp_path / "run", tmp_path / "base")
 
 
 @many

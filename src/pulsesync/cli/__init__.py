@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "import": (
         "pulsesync.cli.delta:import_",
-        "Publish the delta folders of slime, miles and stitch as the versions of a run.",
+        "Publish the delta folders of slime, miles, stitch or SkyRL as the versions of a run.",
     ),
     "point": (
         "pulsesync.cli.point:point",

@@ -20,7 +20,7 @@ from pulsesync.cli.options import (
 )
 from pulsesync.errors import NothingPublishedError
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
-from pulsesync.integrations.delta_format import Checksum, Encoding
+from pulsesync.integrations.delta_folder.deltas import Checksum, Encoding
 
 
 def export(
@@ -82,14 +82,14 @@ def import_(
     spool: Path | None = None,
     as_json: Json = False,
 ) -> int:
-    """Publish the delta folders of slime, miles and stitch as the versions of a run.
+    """Publish the delta folders of slime, miles, stitch or SkyRL as the versions of a run.
 
     Each folder becomes one version, whose step is the number in the folder's name. A folder is decoded and all of its
     checksums are compared before it is published. Run the command again to continue after an interruption, or when
     there are new folders.
 
     Args:
-        folder: The folder with weight_v000001, weight_v000002 and so on.
+        folder: The folder with weight_v000001, weight_v000002 and so on; delta-00000001 and so on from SkyRL.
         run: Where to publish: a new run, or one that an import of this folder has begun.
         base: The checkpoint that the engines have started with, if the first folder is a delta; it is published first.
         key: File with the key to sign with, from pulse keygen.

@@ -6,8 +6,11 @@
                                            __metadata__ the checksum of the whole new tensor
 
 A folder whose index has no `delta_encoding` is an ordinary checkpoint. Deltas are about bytes and know no dtypes.
+
+SkyRL's folders are read as well: `delta-00000005/`, with a `manifest.json` that names files and checksums.
 """
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,26 +25,29 @@ from numpy.typing import NDArray
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, NotFoundError, UnsupportedError
 from pulsesync.format.layout import load_json
-from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata
+from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata, writing
 
 Octets: TypeAlias = NDArray[np.uint8]
 Encoding: TypeAlias = Literal["xor", "overwrite"]
 Checksum: TypeAlias = Literal["xxh3-128", "blake3", "adler32"]
 
-PREFIX = "weight_v"
+NAMES = {"weight_v": 6, "delta-": 8}  # what the names of folders begin with, and the digits that follow
+MANIFEST = "manifest.json"  # of SkyRL
 COMPRESSION = "zstd"  # the only one that their readers have
 MAX_INDEX_BYTES = 100_000_000
 
 
-def folder_name(version: int) -> str:
-    return f"{PREFIX}{version:06d}"
+def folder_name(version: int, prefix: str = "weight_v") -> str:
+    return f"{prefix}{version:0{NAMES[prefix]}d}"
 
 
 def folder_version(path: Path) -> int | None:
     """The version that a folder is named for; None if it is no version's folder."""
-    digits = path.name.removeprefix(PREFIX)
-    fits = path.name.startswith(PREFIX) and digits.isascii() and digits.isdigit()
-    return int(digits) if fits and folder_name(int(digits)) == path.name else None
+    for prefix in NAMES:
+        digits = path.name.removeprefix(prefix)
+        if digits.isascii() and digits.isdigit() and folder_name(int(digits), prefix) == path.name:
+            return int(digits)
+    return None
 
 
 def octets(tensor: Any) -> Octets:
@@ -57,6 +63,8 @@ def checksum(algorithm: str, data: Octets) -> str:
     """The checksum of some bytes, as text. Raises: UnsupportedError, for one that is unknown or not installed."""
     if algorithm == "adler32":
         return f"{zlib.adler32(data.data):08x}"
+    if algorithm == "sha256":  # in manifests of SkyRL alone
+        return hashlib.sha256(data.data).hexdigest()
     if algorithm == "xxh3-128":
         return str(_package("xxhash", algorithm).xxh3_128_hexdigest(data))
     if algorithm == "blake3":
@@ -131,10 +139,32 @@ def _decompress(frame: Octets, limit: int) -> Octets:
 
 
 @dataclass(frozen=True)
+class DeltaVersion:
+    """A version that was exported or imported."""
+
+    version: int  # of the run
+    folder: Path  # that was written, or read
+    is_delta: bool  # not a whole checkpoint
+    tensors: int  # in the folder
+    size_bytes: int  # of its weight files
+
+
+def find_folders(folder: Path) -> dict[int, Path]:
+    """The folders of versions in a folder, in order."""
+    with writing(folder):
+        found = [(folder_version(path), path) for path in folder.iterdir() if path.is_dir()]
+    named = sorted((version, path) for version, path in found if version is not None)
+    if len(named) != len(folders := dict(named)):
+        raise FormatError(f"{folder} has folders of two programs: give each a folder of its own")
+    return folders
+
+
+@dataclass(frozen=True)
 class TensorDelta:
     """What turns one tensor into the next version's."""
 
     frame: Octets
+    algorithm: str  # of the checksum
     checksum: str  # of the whole new tensor
 
 
@@ -145,14 +175,11 @@ class FolderIndex:
     folder: Path
     metadata: Mapping[str, Any]
     weight_map: Mapping[str, str]
+    checksums: Mapping[str, tuple[str, str]] | None = None  # algorithm and text by tensor; None: the files have them
 
     @property
     def is_delta(self) -> bool:
         return "delta_encoding" in self.metadata
-
-    @property
-    def checksum_format(self) -> str:
-        return str(self.metadata["checksum_format"])
 
     @property
     def base_version(self) -> int:
@@ -170,27 +197,53 @@ def read_index(folder: Path) -> FolderIndex | None:
         FormatError, and branches: it is not an index, is about another version, or names an encoding, compression or
         checksum that nobody has defined.
     """
-    try:
-        with (folder / INDEX).open("rb") as file:
-            data = file.read(MAX_INDEX_BYTES + 1)
-    except FileNotFoundError:
+    if (table := _load(folder / MANIFEST)) is not None:
+        index = _from_manifest(folder, table)
+    elif (table := _load(folder / INDEX)) is not None:
+        metadata, weight_map = table.get("metadata", {}), table.get("weight_map")
+        if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+            raise FormatError(f"{folder / INDEX} has no metadata and weight_map")
+        index = FolderIndex(folder, metadata, weight_map)
+    else:
         return None
-    if len(data) > MAX_INDEX_BYTES:
-        raise LimitError(f"{folder / INDEX} is too large", value=len(data), limit=MAX_INDEX_BYTES)
-    table = load_json(data, str(folder / INDEX))
-    metadata, weight_map = table.get("metadata", {}), table.get("weight_map")
-    if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
-        raise FormatError(f"{folder / INDEX} has no metadata and weight_map")
-    if strange := [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
-        raise FormatError(f"{folder / INDEX} names a file {strange[0]!r} that is not in its folder")
-    index = FolderIndex(folder, metadata, weight_map)
+    if strange := [name for name in index.weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
+        raise FormatError(f"the index of {folder} names a file {strange[0]!r} that is not in its folder")
     if index.is_delta:
         _check_delta(index)
     return index
 
 
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_INDEX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    if len(data) > MAX_INDEX_BYTES:
+        raise LimitError(f"{path} is too large", value=len(data), limit=MAX_INDEX_BYTES)
+    return load_json(data, str(path))
+
+
+def _from_manifest(folder: Path, table: Mapping[str, Any]) -> FolderIndex:
+    """What a manifest of SkyRL says, in the words of an index."""
+    try:
+        files = {str(entry["name"]): entry["payload_file"] for entry in table["tensors"]}
+        sums = {
+            str(entry["name"]): (str(entry.get("checksum_algorithm", "xxh3-128")), str(entry["checksum"]))
+            for entry in table["tensors"]
+        }
+        renamed = [entry["name"] for entry in table["tensors"] if entry["payload_key"] != entry["name"]]
+        version, base = table["version"], table["base_version"]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise FormatError(f"{folder / MANIFEST} is not a manifest of deltas: {e!r}") from e
+    if renamed or len(files) != len(table["tensors"]):
+        raise FormatError(f"{folder / MANIFEST} has a tensor twice, or under another name than in its file")
+    metadata = delta_metadata(version, "xor", "xxh3-128") if type(version) is int is type(base) else {}
+    return FolderIndex(folder, metadata | {"delta_encoding": "xor", "base_version": str(base)}, files, sums)
+
+
 def _check_delta(index: FolderIndex) -> None:
-    said, where = index.metadata, index.folder / INDEX
+    said, where = index.metadata, index.folder
     for key in ("version", "base_version"):
         if not (isinstance(text := said.get(key), str) and text.isascii() and text.isdigit()):
             raise FormatError(f"{where}: {key} must be a number as text, such as '000005'; got {said.get(key)!r}")
@@ -209,17 +262,18 @@ def _check_delta(index: FolderIndex) -> None:
 def read_deltas(index: FolderIndex) -> dict[str, TensorDelta]:
     """All deltas of a folder. Raises: FormatError, if files and index disagree, or a tensor has no checksum."""
     deltas: dict[str, TensorDelta] = {}
-    files = sorted(path.name for path in index.folder.glob("*.safetensors"))  # their readers apply all there are
+    files = sorted(path.name for path in index.folder.glob("*.safetensors"))  # slime's reader applies all there are
     if absent := sorted(set(index.weight_map.values()) - set(files)):
         raise NotFoundError(f"{index.folder} lacks {absent[0]}, which its index names", key=str(index.folder))
     for file in files:
-        sums = read_metadata(index.folder / file)
+        algorithm = str(index.metadata["checksum_format"])
+        sums = index.checksums or {n: (algorithm, text) for n, text in read_metadata(index.folder / file).items()}
         for name, frame in open_file(index.folder / file).items():
             if name in deltas or index.weight_map.get(name) != file:
                 raise FormatError(f"{index.folder}: tensor {name!r} of {file} is there twice or not in the index")
             if name not in sums or frame.dtype != np.uint8:
                 raise FormatError(f"{index.folder / file}: tensor {name!r} has no checksum, or is not of bytes")
-            deltas[name] = TensorDelta(frame.reshape(-1), sums[name])
+            deltas[name] = TensorDelta(frame.reshape(-1), *sums[name])
     if absent := sorted(index.weight_map.keys() - deltas.keys()):
         raise FormatError(f"{index.folder}: no file has tensor {absent[0]!r}, which the index names", tensor=absent[0])
     return deltas
@@ -231,7 +285,7 @@ def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets
         new = decode(index.metadata["delta_encoding"], delta.frame, old)
     except FormatError as e:
         raise FormatError(f"{index.folder}, tensor {name!r}: {e}", tensor=name) from e
-    if (actual := checksum(index.checksum_format, new)) != delta.checksum:
+    if (actual := checksum(delta.algorithm, new)) != delta.checksum:
         raise ChecksumError(
             f"{index.folder}: tensor {name!r} has another checksum than its writer gave: the delta is damaged, or made "
             "for other weights",

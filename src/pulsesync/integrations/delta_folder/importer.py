@@ -1,0 +1,219 @@
+"""From delta folders to a run: everything in a folder is decoded and checked before it becomes a version."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pulsesync.core.threads import spread
+from pulsesync.errors import (
+    FormatError,
+    MissingLinkError,
+    NotFoundError,
+    NothingPublishedError,
+    StateError,
+)
+from pulsesync.format.manifest import Manifest
+from pulsesync.format.signature import SigningKey
+from pulsesync.integrations.delta_folder import deltas as form
+from pulsesync.integrations.delta_folder.deltas import (
+    DeltaVersion,
+    FolderIndex,
+    Octets,
+    find_folders,
+    octets,
+)
+from pulsesync.publish.publisher import Publisher
+from pulsesync.run.reader import RunReader, location_of
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.checkpoint_files import (
+    INDEX,
+    Checkpoint,
+    open_checkpoint,
+)
+from pulsesync.state.views import new_tensors
+from pulsesync.store import Store, open_store
+
+
+class DeltaImporter:
+    """Publishes delta folders as the versions of a run; the step of each is the version that its folder is named for.
+
+    Everything in a folder is decoded and its checksums are compared before any of it is published. The weights, the
+    tensors that a folder changes and the publisher's base are in memory.
+
+    Args:
+        folder: Where the folders of the versions are.
+        location: A path or URL of the run, or a store. A run that an import has begun is continued.
+        base: The checkpoint that the engines have started with, as a file or folder: what the first delta is against.
+            It is published first. None: the first folder is a whole checkpoint.
+        signing_key: As for a `Publisher`.
+        spool: As for a `Publisher`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        location: str | Store,
+        *,
+        base: str | Path | None = None,
+        signing_key: SigningKey | None = None,
+        spool: str | Path | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.base = Path(base) if base is not None else None
+        self.store = open_store(location) if isinstance(location, str) else location
+        self.incomplete: Path | None = None  # the last folder, if it is still being written
+        self._key, self._spool = signing_key, spool
+        self._publisher: Publisher | None = None
+        self._tensors: dict[str, Any] = {}
+        self._at: int | None = None  # the version of the folders that the tensors are at, once one is in the run
+
+    def close(self) -> None:
+        """Send what is left to send. Raises: as `Publisher.close`."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def __enter__(self) -> "DeltaImporter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self) -> list[DeltaVersion]:
+        """Publish every folder that is complete and not in the run yet. Raises: as `advance`."""
+        return list(iter(self.advance, None))
+
+    def advance(self) -> DeltaVersion | None:
+        """Publish the next folder, or first of all the base; None if there is none.
+
+        A last folder that has no index yet is being written: it is left alone, and named by `incomplete`.
+
+        Raises:
+            ChecksumError, FormatError, UnsupportedError: a folder is damaged, made for other weights, or of a kind that
+            is not known; MissingLinkError: a folder is missing, or there is no base; StateError: the run was not made
+            from these folders, or a folder has tensors that the base has not; StoreError; AnotherPublisherError. The
+            run is then as it was, and the call can be repeated.
+        """
+        folders = self._complete()
+        if self._at is None and (begun := self._begin(folders)) is not None:
+            return begun
+        number = next((version for version in folders if self._at is None or version > self._at), None)
+        if number is None:
+            return None
+        folder = folders[number]
+        index = form.read_index(folder)
+        if index is None or not index.is_delta:
+            return self._publish(open_checkpoint(folder), number, folder)
+        if index.base_version != self._at:
+            raise MissingLinkError(
+                f"{folder} is a delta on version {index.base_version}, and the run is at {self._at}: a folder between "
+                "them is missing",
+                version=index.base_version,
+            )
+        changed = self._decode(index)
+        report = self._commit(self._tensors | changed, number)
+        return DeltaVersion(report, folder, True, len(changed), index.size_bytes)
+
+    def _complete(self) -> dict[int, Path]:
+        """The folders that are complete, by version. Raises: NotFoundError; FormatError: one before the last is not."""
+        if not self.folder.is_dir():
+            raise NotFoundError(f"there is no folder {self.folder}", key=str(self.folder))
+        folders, self.incomplete = find_folders(self.folder), None
+        for version, path in list(folders.items()):
+            if any((path / name).exists() for name in (INDEX, form.MANIFEST, "model.safetensors")):
+                continue
+            if version != max(folders):
+                raise FormatError(f"{path} has no {INDEX}: whoever wrote it was interrupted")
+            self.incomplete = folders.pop(version)
+        return folders
+
+    def _begin(self, folders: Mapping[int, Path]) -> DeltaVersion | None:
+        """Continue the run, or begin it with the base; return the base if it was published."""
+        opened = open_checkpoint(self.base) if self.base is not None else None
+        newest = RunReader(self.store, None).newest()
+        if newest is None and not folders:
+            return None
+        before_first = min(folders) - 1 if folders else None
+        if newest is None and opened is None:
+            index = form.read_index(folders[min(folders)])
+            if index is not None and index.is_delta:
+                raise MissingLinkError(
+                    f"{index.folder} is a delta on version {index.base_version}, which is not here: give the "
+                    "checkpoint that the engines have started with as the base",
+                    version=index.base_version,
+                )
+        if newest is not None and not self._resume(
+            newest, folders.get(newest.step), opened if newest.step == before_first else None
+        ):
+            newest = None
+        if self._publisher is None:  # else an attempt to publish the first version has failed
+            files = opened.files if opened is not None else None
+            self._publisher = Publisher(self.store, signing_key=self._key, files=files, spool=self._spool)
+        if newest is None and opened is not None and self.base is not None and before_first is not None:
+            return self._publish(opened, before_first, self.base) if before_first >= 0 else None
+        return None
+
+    def _resume(self, newest: Manifest, folder: Path | None, base: Checkpoint | None) -> bool:
+        """Take the weights of the newest version; return whether it can be reached.
+
+        An import that was interrupted between its first record and the anchor has left a version that nobody can
+        reach. It is then as if nothing had been published.
+        """
+        layout = RunReader(self.store, None).layout(newest.layout)
+        tensors = new_tensors(layout.tensors)
+        try:
+            Subscriber(self.store, undo=0).sync(tensors, version=newest.version)
+        except NothingPublishedError:
+            return False
+        if (name := _find_different(tensors, folder, base)) is not None:
+            raise StateError(
+                f"the run at {location_of(self.store)} ends at step {newest.step}, and its tensor {name!r} is not that "
+                f"of {folder or self.base}: it was not made from these folders; import into a new run"
+            )
+        self._tensors, self._at = tensors, newest.step
+        return True
+
+    def _decode(self, index: FolderIndex) -> dict[str, Any]:
+        """The tensors that a folder changes, as they are after it, all checked."""
+        deltas = form.read_deltas(index)
+        if unknown := sorted(deltas.keys() - self._tensors.keys()):
+            raise StateError(f"{index.folder} changes a tensor {unknown[0]!r} that the base does not have")
+
+        def decode(name: str) -> tuple[str, Any]:
+            tensor = np.ascontiguousarray(self._tensors[name])
+            new: Octets = form.decode_tensor(index, name, deltas[name], octets(tensor))
+            return name, new.view(tensor.dtype).reshape(self._tensors[name].shape)
+
+        return dict(spread(decode, sorted(deltas)))
+
+    def _publish(self, opened: Checkpoint, number: int, folder: Path) -> DeltaVersion:
+        version = self._commit(dict(opened.tensors), number)
+        return DeltaVersion(version, folder, False, len(opened.tensors), opened.size_bytes)
+
+    def _commit(self, tensors: dict[str, Any], number: int) -> int:
+        assert self._publisher is not None
+        report = self._publisher.publish(tensors, step=number)
+        assert report.version is not None
+        self._tensors, self._at = tensors, number
+        return report.version
+
+
+def _find_different(tensors: Mapping[str, Any], folder: Path | None, base: Checkpoint | None) -> str | None:
+    """The first tensor that is not as a folder has it, or the base; None also if there is nothing to compare with.
+
+    If the folder was deleted, the checksums of the next one have to tell.
+    """
+    index = form.read_index(folder) if folder is not None else None
+    if index is not None and index.is_delta:
+        for name, delta in form.read_deltas(index).items():
+            if name not in tensors or form.checksum(delta.algorithm, octets(tensors[name])) != delta.checksum:
+                return name
+        return None
+    whole = open_checkpoint(folder) if folder is not None else base
+    return next((name for name in tensors if not _same(tensors[name], whole, name)), None) if whole else None
+
+
+def _same(tensor: Any, checkpoint: Checkpoint, name: str) -> bool:
+    other = checkpoint.tensors.get(name)
+    return other is not None and other.dtype == tensor.dtype and np.array_equal(octets(tensor), octets(other))
