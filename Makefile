@@ -57,7 +57,7 @@ test-grpo: $(TRL)/.made $(VLLM)/.made  ## run GRPO with TRL and rollouts from a 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
 	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device tests/state/test_transaction.py \
-		tests/integrations/test_vllm.py tests/integrations/jax/test_gpu.py \
+		tests/integrations/test_vllm.py tests/integrations/jax/test_gpu.py tests/quantized \
 		$(wildcard tests/kernels/test_cuda*.py)
 
 gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton

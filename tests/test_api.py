@@ -16,6 +16,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MODULES = [
     "pulsesync",
     "pulsesync.store",
+    "pulsesync.quantized",
     "pulsesync.loco",
     "pulsesync.maintain.squash",
     "pulsesync.maintain.prune",
@@ -49,6 +50,7 @@ RETURNED = {
     "Pointer",
     "PruneReport",
     "PublishReport",
+    "QuantizedReport",
     "RecordedSlice",
     "Recording",
     "RoundReport",

@@ -304,8 +304,8 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return [run.inverse() for run in changes]
 
     def compose(self, first: Changes, then: Changes) -> Changes:
-        if not first:
-            return then
+        if not (first and then):
+            return first or then
         with self.aside():
             return compose(first, then)
 

@@ -163,8 +163,8 @@ class HostState(LiveState[Bits, Changes, History]):
         return {key: inverse(change) for key, change in changes.items()}
 
     def compose(self, first: Changes, then: Changes) -> Changes:
-        if not first:
-            return then
+        if not (first and then):
+            return first or then
         both = {key: compose(first.get(key), then.get(key)) for key in first.keys() | then.keys()}
         return {key: change for key, change in both.items() if change}
 

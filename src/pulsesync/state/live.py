@@ -555,6 +555,14 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 sums = self._take_whole(manifest, parts, self.take_blocks)
             self._begin_at(sums)
 
+    def rewrite(self, write: Callable[[], None]) -> None:
+        """Have a function write all weights, and count them afterwards. If it fails halfway, `torn` stays True."""
+        with self.lock:
+            with self.exclusive():
+                self.torn = True
+                write()
+            self._begin_at(self.count())
+
     def _begin_at(self, sums: Mapping[int, Sum]) -> None:
         self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
 

@@ -1,0 +1,74 @@
+"""Changes of weights as flat tensors, in whichever memory a state is: which tensors, where in them, which bits.
+
+A backend of `state.live` keeps changes by tile and block. `host_changes` and `device_changes` turn those of theirs into
+flat tensors and back, with the same three functions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pulsesync.format.layout import Layout
+
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bits, by the size of a weight
+
+
+@dataclass(frozen=True)
+class FlatChanges:
+    """Some changes of tensors of one dtype."""
+
+    owners: torch.Tensor  # int64: of each change the number of its tile, or of its tensor
+    indices: torch.Tensor  # int64: where it is in that
+    old: torch.Tensor  # integers of the size of the dtype
+    new: torch.Tensor
+
+    def to(self, where: torch.device) -> "FlatChanges":
+        return FlatChanges(*(column.to(where) for column in (self.owners, self.indices, self.old, self.new)))
+
+    def where(self, mask: torch.Tensor) -> "FlatChanges":
+        return FlatChanges(*(column[mask] for column in (self.owners, self.indices, self.old, self.new)))
+
+    def inverse(self) -> "FlatChanges":
+        return FlatChanges(self.owners, self.indices, self.new, self.old)
+
+    def sorted(self) -> "FlatChanges":
+        """In the order of owners, and of indices in each."""
+        keys = (self.owners << 46) | self.indices  # no tensor has more weights
+        if bool((keys[1:] > keys[:-1]).all()):
+            return self
+        return self.where(torch.argsort(keys))
+
+    @property
+    def count(self) -> int:
+        return self.owners.numel()
+
+
+def join_flat(some: Sequence[FlatChanges]) -> FlatChanges:
+    """Changes of tensors of one dtype, one after the other."""
+    columns = zip(*((one.owners, one.indices, one.old, one.new) for one in some), strict=True)
+    return FlatChanges(*(torch.cat(column) for column in columns))
+
+
+class TileIndex:
+    """Where the weights of the tiles of a layout are in its tensors."""
+
+    def __init__(self, layout: Layout, where: torch.device) -> None:
+        numbers = {spec.name: n for n, spec in enumerate(layout.tensors)}
+        tables = [tile.piece_table[:, :4] for tile in layout.tiles]
+        starts = np.cumsum([0, *(tile.size for tile in layout.tiles)])
+        table = np.concatenate([np.array((at, 0, 0, 0)) + rows for rows, at in zip(tables, starts[:-1], strict=True)])
+        owners = [numbers[piece.tensor.name] for tile in layout.tiles for piece in tile.pieces or (tile,)]
+        self._starts = torch.from_numpy(starts).to(where)
+        self._begins, self._firsts, self._columns, self._strides = torch.from_numpy(table.T.copy()).to(where)
+        self._owners = torch.tensor(owners, device=where)
+
+    def by_tensor(self, changes: FlatChanges) -> FlatChanges:
+        """Changes of tiles as changes of the tensors that the tiles are of."""
+        at = self._starts[changes.owners] + changes.indices
+        piece = torch.searchsorted(self._begins, at, right=True) - 1
+        inside, columns, strides = at - self._begins[piece], self._columns[piece], self._strides[piece]
+        in_rows = torch.div(inside, columns, rounding_mode="floor") * (strides - columns)
+        indices = self._firsts[piece] + inside + torch.where(strides > 0, in_rows, 0)
+        return FlatChanges(self._owners[piece], indices, changes.old, changes.new)

@@ -1,0 +1,143 @@
+"""The tensors of a worker that follow from the weights of a run: a transaction brings them to where these are now."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from pulsesync.core.types import Sum
+from pulsesync.errors import VerificationError
+from pulsesync.quantized.changes import SIGNED, FlatChanges, TileIndex
+from pulsesync.quantized.groups import GroupScales, QuantizedGroups
+from pulsesync.quantized.recipes import Recipe
+from pulsesync.quantized.targets import Target, Targets
+from pulsesync.run.subscriber import attach
+from pulsesync.state.host import HostState
+from pulsesync.state.live import AnyState, AnyTransition, Snapshot
+
+
+@dataclass(frozen=True)
+class PreparedWeights:
+    """What brings the worker's tensors to the weights of the run: everything is known, nothing is written."""
+
+    known: GroupScales  # of the groups afterwards
+    transition: AnyTransition | None  # None: all tensors are to be written as a whole
+    changed: int  # numbers to be written
+    requantized: int
+    rescaled: int
+
+
+class DerivedWeights:
+    """Tensors that are quantised from the weights of a run, or copied.
+
+    Args:
+        weights: The worker's tensors.
+        plain: The state of the run's weights, which a Subscriber moves on.
+        mirror: These weights, by name.
+        recipe: How they are quantised.
+    """
+
+    def __init__(self, weights: Any, plain: AnyState, mirror: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
+        self.plain = plain
+        self._targets = Targets.match(weights, plain.layout, recipe)
+        self.state = attach(weights, self._targets.layout, None)
+        self._where = next(iter(self._targets.tensors.values())).device
+        self._mirror = [mirror[spec.name].view(-1) for spec in plain.layout.tensors]
+        self._groups = QuantizedGroups(self._targets, recipe, len(self._mirror), self._where)
+        self._tiles = TileIndex(plain.layout, self._where)
+        self._made_from: Snapshot | None = None  # the weights that the tensors follow from; None: not known
+        self._known: GroupScales | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the tensors follow from weights of the run."""
+        return self._made_from is not None
+
+    def forget(self) -> None:
+        """Something else has written to the tensors: all of them must be made anew."""
+        self._made_from = None
+
+    # Preparing
+
+    def prepare(self) -> PreparedWeights:
+        """Find what changes in the tensors; touches nothing."""
+        changes = self._changed_weights()
+        if changes is None:
+            known = self._groups.count(self._weights)
+            changed = sum(flat.numel() for flat in self._targets.tensors.values())
+            size = sum(self._tensor(target).numel() for target in self._targets.quantized)
+            return PreparedWeights(known, None, changed, size, self._targets.groups)
+        assert self._known is not None
+        found = self._groups.follow(changes, self._weights, self._tensor, self._known)
+        transition = self._transition(found.changes)
+        return PreparedWeights(found.known, transition, transition.changed, found.requantized, found.rescaled)
+
+    def _changed_weights(self) -> list[FlatChanges] | None:
+        """What changed since the tensors were made, from then to now; None where that is not known.
+
+        A snapshot has what commits changed since it was taken. An anchor is no commit, so the digests are compared.
+        """
+        if self._made_from is None:
+            return None
+        back, changes = self._made_from, _changes_of(self.plain)
+        moves = changes.count_moves(self.plain, back.changes)
+        moved = {n: total + moves.get(n, Sum(0, 0)) for n, total in self.plain.sums.items()}
+        if moved != back.sums:
+            return None
+        listed = (one.to(self._where).inverse() for one in changes.list_changes(back.changes))
+        return [self._tiles.by_tensor(one) for one in listed]
+
+    def _transition(self, some: Sequence[FlatChanges]) -> AnyTransition:
+        backend = _changes_of(self.state)
+        changes = backend.make_changes(self.state, some)
+        moves = backend.count_moves(self.state, changes)
+        sums = {n: total + moves.get(n, Sum(0, 0)) for n, total in self.state.sums.items()}
+        return replace(self.state.stay(), changes=changes, sums=sums)
+
+    def _weights(self, number: int) -> torch.Tensor:
+        """A tensor of the run as integers, flat, where the worker's tensors are."""
+        flat = self._mirror[number]
+        return flat.view(SIGNED[flat.element_size()]).to(self._where)
+
+    def _tensor(self, target: Target) -> torch.Tensor:
+        return self._targets.tensors[target.name]
+
+    # Writing
+
+    def commit(self, prepared: PreparedWeights) -> None:
+        """Write what was prepared into the tensors.
+
+        Raises:
+            VerificationError: all tensors were to be written, and that failed halfway.
+        """
+        if prepared.transition is not None:
+            self.state.commit(prepared.transition)
+        else:
+            self._made_from = None
+            try:
+                self.state.rewrite(lambda: self._write_all(prepared.known))
+            except Exception as e:
+                raise VerificationError(
+                    f"quantising all weights failed halfway ({e}): they are between two versions; do not use them "
+                    "until a sync succeeds",
+                    torn=True,
+                ) from e
+        self._made_from, self._known = self.plain.snapshot(), prepared.known
+
+    def _write_all(self, known: GroupScales) -> None:
+        tensors = self._targets.tensors
+        for target in self._targets.copied:
+            flat = tensors[target.name]
+            flat.view(SIGNED[flat.element_size()]).copy_(self._weights(target.source))
+        for target in self._targets.quantized:
+            tensors[target.name].copy_(self._groups.quantized(target, self._weights, known).view(-1))
+        for number, scales in self._groups.scales_by_tensor(known).items():
+            tensors[self._targets.layout.tensors[number].name].copy_(scales)
+
+
+def _changes_of(state: AnyState) -> Any:
+    """The functions for changes of a state: those for host memory, or for a GPU."""
+    where = "host" if isinstance(state, HostState) else "device"
+    return import_module(f"pulsesync.quantized.{where}_changes")

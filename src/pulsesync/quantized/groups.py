@@ -1,0 +1,274 @@
+"""From changes of weights to changes of quantised weights and scales: the groups, and what is known of each.
+
+Of each group its largest magnitude and its scale are kept. A changed weight can make the largest magnitude of its group
+larger, which the weight itself shows. It can make it smaller only if it was the largest; then all weights of the group
+are read. If the scale stays, down to its last bit, only the changed weights are quantised; if not, all of the group.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pulsesync.quantized.changes import FlatChanges, join_flat
+from pulsesync.quantized.recipes import INTEGERS, Recipe, magnitude_bits
+from pulsesync.quantized.targets import Target, Targets
+
+CELLS = 1 << 24  # weights of groups that are read at a time
+
+Weights = Callable[[int], torch.Tensor]  # of a tensor of the run, by its number: flat, on the device of the groups
+
+
+@dataclass(frozen=True)
+class GroupScales:
+    """What is known of all groups. It is replaced, never changed."""
+
+    largest: torch.Tensor  # int32 (groups,): the bits of magnitudes
+    scales: torch.Tensor  # FP32 (groups,)
+
+
+@dataclass(frozen=True)
+class Requantized:
+    """What changes in the tensors of a worker."""
+
+    changes: Sequence[FlatChanges]  # of its tensors by number, sorted; those of each size of a weight together
+    known: GroupScales  # afterwards
+    rescaled: int  # groups whose scale changes
+    requantized: int  # weights that were quantised anew
+
+
+class QuantizedGroups:
+    """The groups of all quantised tensors of a worker.
+
+    Args:
+        targets: The tensors.
+        recipe: How they are quantised.
+        where: The device that works on them.
+    """
+
+    def __init__(self, targets: Targets, recipe: Recipe, sources: int, where: torch.device) -> None:
+        self.targets, self.recipe, self.where = targets, recipe, where
+        self._integer = INTEGERS[targets.dtype.itemsize]
+        self._infinity = int(torch.tensor(torch.inf, dtype=targets.dtype).view(self._integer))
+        self._lanes = [_Lane(some, recipe, sources, where) for some in _one_each(targets)]
+        by_scales = {target.first_group: target.scales for target in targets.quantized}
+        self._first_groups = torch.tensor(sorted(by_scales), device=where)
+        self._scale_tensors = torch.tensor([by_scales[first] for first in sorted(by_scales)], device=where)
+
+    # All of them
+
+    def count(self, weights: Weights) -> GroupScales:
+        """Find the largest magnitudes and the scales of all groups."""
+        largest = torch.zeros(self.targets.groups, dtype=torch.int32, device=self.where)
+        for target in self.targets.quantized:
+            matrix = weights(target.source).view(self.targets.dtype).view(target.shape)
+            found = magnitude_bits(self.recipe.largest(matrix)).reshape(-1).to(torch.int32)
+            part = largest[target.first_group :][: found.numel()]
+            torch.maximum(part, found, out=part)
+        return GroupScales(largest, self._scales(largest))
+
+    def quantized(self, target: Target, weights: Weights, known: GroupScales) -> torch.Tensor:
+        """One tensor, quantised as a whole."""
+        matrix = weights(target.source).view(self.targets.dtype).view(target.shape)
+        down, across = self.recipe.scale_shape(target.shape)
+        scales = known.scales[target.first_group :][: down * across].view(down, across)
+        return self.recipe.encode_matrix(matrix, scales)
+
+    def scales_by_tensor(self, known: GroupScales) -> Mapping[int, torch.Tensor]:
+        """The numbers of the tensors of scales, and these."""
+        firsts, numbers = self._first_groups.tolist(), self._scale_tensors.tolist()
+        ends = [*firsts[1:], self.targets.groups]
+        return {number: known.scales[a:b] for number, a, b in zip(numbers, firsts, ends, strict=True)}
+
+    # Some of them
+
+    def follow(
+        self,
+        changes: Sequence[FlatChanges],
+        weights: Weights,
+        quantized: Callable[[Target], torch.Tensor],
+        known: GroupScales,
+    ) -> Requantized:
+        """What changes of weights change in the tensors of the worker.
+
+        Args:
+            changes: Of tensors of the run by number; all that changed since the worker's tensors were made.
+            weights: The weights after the changes.
+            quantized: The worker's tensor of a target as it is, flat.
+            known: What is known of the groups before the changes.
+        """  # fmt: skip
+        by_size: dict[int, list[FlatChanges]] = {}
+        cells: list[_ChangedCells] = []
+        for some in changes:
+            for lane in self._lanes:
+                if (copied := lane.copied(some)).count:
+                    by_size.setdefault(copied.new.element_size(), []).append(copied)
+                if (
+                    some.new.element_size() == self.targets.dtype.itemsize
+                    and (found := lane.cells(some)).groups.numel()
+                ):
+                    cells.append(found)
+        later, rescaled, count = known, torch.zeros(0, dtype=torch.int64, device=self.where), 0
+        if cells:
+            changed = _ChangedCells.join(cells)
+            later, rescaled = self._rescale(changed, weights, known)
+            kept = changed.outside(rescaled, self.targets.groups)
+            by_size.setdefault(1, []).append(self._encode_cells(kept, later.scales))
+            count = kept.groups.numel()
+            for target, indices, groups in self._cells_of(rescaled):
+                now = self._encode(weights(target.source)[indices], later.scales[groups])
+                before = quantized(target).view(torch.int8)[indices]
+                owners = torch.full_like(indices, target.number)
+                by_size[1].append(FlatChanges(owners, indices, before, now).where(before != now))
+                count += indices.numel()
+            by_size.setdefault(4, []).append(self._scale_changes(rescaled, known, later))
+        joined = (join_flat(some).sorted() for some in by_size.values())
+        return Requantized([one for one in joined if one.count], later, rescaled.numel(), count)
+
+    def _rescale(
+        self, changed: "_ChangedCells", weights: Weights, known: GroupScales
+    ) -> tuple[GroupScales, torch.Tensor]:
+        """The groups after changes, and the numbers of those that must be quantised as a whole."""
+        now, before = (magnitude_bits(bits).to(torch.int32) for bits in (changed.new, changed.old))
+        peak = torch.full_like(known.largest, -1).scatter_reduce_(0, changed.groups, now, "amax")
+        was_largest = torch.zeros_like(known.largest, dtype=torch.bool)
+        was_largest[changed.groups[before == known.largest[changed.groups]]] = True
+        largest = torch.maximum(known.largest, peak)
+        unknown = (was_largest & (peak < known.largest)).nonzero()[:, 0]
+        if unknown.numel():
+            largest[unknown] = 0
+            for target, indices, groups in self._cells_of(unknown):
+                found = magnitude_bits(weights(target.source)[indices]).to(torch.int32)
+                largest.scatter_reduce_(0, groups, found, "amax")
+        moved = (largest != known.largest).nonzero()[:, 0]
+        scales = known.scales.clone()
+        scales[moved] = self._scales(largest[moved])
+        # What a group with NaN becomes is for the engine's formula to say: it is quantised as a whole.
+        differ = (scales.view(torch.int32) != known.scales.view(torch.int32)) | (largest > self._infinity) & (peak >= 0)
+        return GroupScales(largest, scales), differ.nonzero()[:, 0]
+
+    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+        return self.recipe.scale(largest.to(self._integer).view(self.targets.dtype))
+
+    def _encode(self, bits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return self.recipe.encode(bits.view(self.targets.dtype), scales).view(torch.int8)
+
+    def _encode_cells(self, cells: "_ChangedCells", scales: torch.Tensor) -> FlatChanges:
+        """Quantise changed weights whose scales stay, before and after."""
+        mine = scales[cells.groups]
+        old, new = self._encode(cells.old, mine), self._encode(cells.new, mine)
+        return FlatChanges(cells.owners, cells.indices, old, new).where(old != new)
+
+    def _scale_changes(self, rescaled: torch.Tensor, known: GroupScales, later: GroupScales) -> FlatChanges:
+        tensor = torch.searchsorted(self._first_groups, rescaled, right=True) - 1
+        old, new = (one.scales.view(torch.int32)[rescaled] for one in (known, later))
+        changes = FlatChanges(self._scale_tensors[tensor], rescaled - self._first_groups[tensor], old, new)
+        return changes.where(old != new)
+
+    def _cells_of(self, groups: torch.Tensor) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
+        """The weights of some groups: their tensor, where they are in it, and the group of each. Some at a time."""
+        if not groups.numel():
+            return
+        firsts = [target.first_group for target in self.targets.quantized]
+        counts = [target_groups(self.recipe, target) for target in self.targets.quantized]
+        borders = torch.tensor([firsts, [a + n for a, n in zip(firsts, counts, strict=True)]], device=self.where)
+        begins, ends = torch.searchsorted(groups, borders).tolist()
+        for target, begin, end in zip(self.targets.quantized, begins, ends, strict=True):
+            if begin < end:
+                yield from self._cells_in(target, groups[begin:end])
+
+    def _cells_in(self, target: Target, groups: torch.Tensor) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
+        rows, columns = target.shape
+        high, wide = self.recipe.group_shape(target.shape)
+        across = self.recipe.scale_shape(target.shape)[1]
+        some = max(CELLS // (high * wide), 1)
+        low = max(
+            CELLS // wide, 1
+        )  # rows of a group that are read at a time, where a group has more than CELLS weights
+        for chosen in groups.split(some):
+            local = chosen - target.first_group
+            top, left = local // across * high, local % across * wide
+            for begin in range(0, high, low):
+                row = top[:, None, None] + torch.arange(begin, min(begin + low, high), device=self.where)[:, None]
+                column = left[:, None, None] + torch.arange(wide, device=self.where)
+                inside = ((row < rows) & (column < columns)).reshape(-1)
+                shape = torch.broadcast_shapes(row.shape, column.shape)
+                indices = (row * columns + column).reshape(-1)
+                owner = chosen[:, None, None].expand(shape).reshape(-1)
+                if not bool(inside.all()):
+                    indices, owner = indices[inside], owner[inside]
+                yield target, indices, owner
+
+
+def target_groups(recipe: Recipe, target: Target) -> int:
+    down, across = recipe.scale_shape(target.shape)
+    return down * across
+
+
+@dataclass(frozen=True)
+class _ChangedCells:
+    """Changed weights of quantised tensors, by tensor of the worker, and the groups that they are in."""
+
+    owners: torch.Tensor
+    indices: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    groups: torch.Tensor
+
+    @classmethod
+    def join(cls, some: "Sequence[_ChangedCells]") -> "_ChangedCells":
+        columns = zip(*((one.owners, one.indices, one.old, one.new, one.groups) for one in some), strict=True)
+        return cls(*(torch.cat(column) if len(column) > 1 else column[0] for column in columns))
+
+    def outside(self, groups: torch.Tensor, count: int) -> "_ChangedCells":
+        """Those that are in none of some groups."""
+        if not groups.numel():
+            return self
+        apart = torch.ones(count, dtype=torch.bool, device=groups.device)
+        apart[groups] = False
+        kept = apart[self.groups]
+        columns = (self.owners, self.indices, self.old, self.new, self.groups)
+        return _ChangedCells(*(column[kept] for column in columns))
+
+
+class _Lane:
+    """For each tensor of the run at most one tensor of the worker: those that are tied there are in several lanes."""
+
+    def __init__(self, targets: Sequence[Target], recipe: Recipe, sources: int, where: torch.device) -> None:
+        copied = torch.full((sources,), -1, dtype=torch.int64)
+        # of each: number of the target, columns, rows and columns of a group, groups across, first group
+        quantized = torch.full((6, sources), -1, dtype=torch.int32)
+        for target in targets:
+            if target.scales is None:
+                copied[target.source] = target.number
+                continue
+            row = (target.shape[1], *recipe.group_shape(target.shape), recipe.scale_shape(target.shape)[1])
+            quantized[:, target.source] = torch.tensor((target.number, *row, target.first_group))
+        self._copied, self._quantized = copied.to(where), quantized.to(where)
+
+    def copied(self, changes: FlatChanges) -> FlatChanges:
+        """What changes in tensors that are copied; from old to new bits, as `changes` has them."""
+        owners = self._copied[changes.owners]
+        mask = owners >= 0
+        return FlatChanges(owners[mask], changes.indices[mask], changes.old[mask], changes.new[mask])
+
+    def cells(self, changes: FlatChanges) -> _ChangedCells:
+        """The changed weights of tensors that are quantised."""
+        mask = self._quantized[0][changes.owners] >= 0
+        changes = changes.where(mask)
+        numbers, columns, high, wide, across, first = self._quantized[:, changes.owners]
+        row = changes.indices // columns
+        column = changes.indices - row * columns
+        groups = first + row // high * across + column // wide
+        return _ChangedCells(numbers.to(torch.int64), changes.indices, changes.old, changes.new, groups)
+
+
+def _one_each(targets: Targets) -> list[list[Target]]:
+    """The targets in lanes, in each of which no tensor of the run has two."""
+    lanes: list[dict[int, Target]] = []
+    for target in (*targets.copied, *targets.quantized):
+        lane = next((lane for lane in lanes if target.source not in lane), None)
+        if lane is None:
+            lanes.append(lane := {})
+        lane[target.source] = target
+    return [list(lane.values()) for lane in lanes]

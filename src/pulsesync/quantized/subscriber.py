@@ -1,0 +1,249 @@
+"""The worker's end for quantised weights: follow a run of plain weights with FP8 or INT8 tensors.
+
+    sub = QuantizedSubscriber("s3://bucket/run", "vllm-fp8-block")
+    report = sub.sync(weights)      # FP8 matrices, their scales, and everything else as in the run
+
+A mirror of the run's own weights is synced first, as by `Subscriber`. What changed in it since the worker's tensors
+were made is then quantised, and committed to them in one transaction. So a worker that fails between the two has its
+old weights, whole, and the next sync goes on from there.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from pulsesync import device
+from pulsesync.errors import StateError, VerificationError
+from pulsesync.format.layout import Layout
+from pulsesync.quantized.derived import DerivedWeights, PreparedWeights
+from pulsesync.quantized.recipes import Recipe, find_recipe
+from pulsesync.quantized.targets import Targets
+from pulsesync.run.reader import RunReader
+from pulsesync.run.subscriber import INTERVAL_S, Subscriber, SyncReport
+from pulsesync.state.views import torch_dtype
+from pulsesync.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class QuantizedReport:
+    """What a sync of quantised weights did."""
+
+    version: int  # of the run, that the weights were quantised from
+    plain: SyncReport  # what was done to the mirror of the run's weights
+    changed: int  # quantised weights, scales and copied weights written; all of them where everything was quantised
+    requantized: int  # weights that were quantised
+    rescaled: int  # groups whose scale changed
+    whole: bool  # whether everything was quantised anew: at the first sync, and after an anchor
+    quantize_s: float  # finding what changes; weights can be used meanwhile
+    apply_s: float  # writing: the only time the weights are not to be used
+    digest: str  # of the worker's tensors
+
+
+class QuantizedSubscriber:
+    """Follows a run of plain weights with quantised ones, which are bit for bit those that the engine would make.
+
+    Args:
+        location: A path or URL of the run, or a store.
+        recipe: How weights are quantised: a `Recipe`, or the name of one in `RECIPES`.
+        plain: Where the mirror of the run's weights is kept: "device", beside the worker's tensors, or "host".
+        confirm: Called before the first of the worker's tensors is written, as by `Subscriber`.
+        **options: The other options of `Subscriber`: trust, cache, undo, verify_every, follow, max_staleness, executor.
+    """
+
+    def __init__(
+        self,
+        location: str | Store,
+        recipe: str | Recipe,
+        *,
+        plain: str = "device",
+        confirm: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        if plain not in ("device", "host"):
+            raise ValueError(f"plain must be 'device' or 'host'; got {plain!r}")
+        if refused := {"slices", "widen"} & options.keys():
+            raise ValueError(f"{min(refused)}= is for plain weights: a group of weights with one scale must be whole")
+        self.recipe = find_recipe(recipe)
+        self._plain, self._confirm = plain, confirm
+        self._subscriber = Subscriber(location, **options)
+        self._mirror: dict[str, torch.Tensor] = {}
+        self._derived: DerivedWeights | None = None
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that the worker's tensors were quantised from; None before the first sync."""
+        return self._version
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the worker's tensors, as it follows from what was written; None before the first sync."""
+        return self._derived.state.digest if self._derived else None
+
+    def sync(
+        self,
+        weights: Any,
+        version: int | None = None,
+        *,
+        wait_s: float = 0.0,
+        verify: bool = False,
+        follow_replaced: bool = False,
+    ) -> QuantizedReport:
+        """Bring a module's or mapping's tensors to the newest version, or to one, in place.
+
+        Args:
+            weights: The worker's tensors: matrices in the recipe's dtype are quantised, and have their scales beside
+                them; others have the dtype that they have in the run.
+            version: The version to go to; None: the newest.
+            wait_s: How long to wait for the first version, if there is none yet.
+            verify: Recount the mirror and the worker's tensors first; what something else has written is made anew.
+            follow_replaced: As for `Subscriber.sync`.
+
+        Raises:
+            StateError: the tensors are not those of the run, or their scales are not those of the recipe;
+            PulseError: as `Subscriber.sync`. The worker's tensors are then as they were; after a VerificationError with
+            `torn=True` they are between two versions: do not use them until a sync succeeds.
+        """
+        plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
+        derived = self._attach(weights)
+        if verify and derived.is_made and (damaged := derived.state.find_damaged()):
+            logger.warning(
+                "Something other than a sync has written to %d tensors, the first of which is %r; all weights are "
+                "quantised anew.",
+                len(damaged),
+                damaged[0],
+            )
+            derived.forget()
+        prepared, quantize_s, apply_s = self._bring(derived)
+        return QuantizedReport(
+            version=plain.version,
+            plain=plain,
+            changed=prepared.changed,
+            requantized=prepared.requantized,
+            rescaled=prepared.rescaled,
+            whole=prepared.transition is None,
+            quantize_s=quantize_s,
+            apply_s=apply_s,
+            digest=derived.state.digest,
+        )
+
+    def roll_back(self) -> int | None:
+        """Undo the last sync that wrote, from what is in memory: no store is asked. Return the version, None for none.
+
+        The mirror is rolled back, and what that changes is quantised and committed as by a sync.
+        """
+        if self._derived is None:
+            return None
+        version = self._subscriber.roll_back()
+        if version is not None:
+            self._bring(self._derived)
+        return version
+
+    def verify(self) -> str:
+        """Recount the mirror and the worker's tensors; return the digest of the latter.
+
+        Raises:
+            VerificationError: something other than a sync has written to them. The next sync quantises all weights.
+        """
+        if self._derived is None:
+            raise VerificationError("nothing has been synced yet")
+        self._subscriber.verify()
+        if damaged := self._derived.state.find_damaged():
+            self._derived.forget()
+            raise VerificationError(
+                f"something other than a sync has written to {damaged[0]!r} ({len(damaged)} such tensors); sync again "
+                "to quantise all weights anew",
+                tensor=damaged[0],
+            )
+        return self._derived.state.digest
+
+    def close(self) -> None:
+        """Let go of the weights and of the mirror. The worker's tensors stay as they are."""
+        self._subscriber.close()
+        self._derived, self._version = None, None
+        self._mirror.clear()
+
+    def __enter__(self) -> "QuantizedSubscriber":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # The mirror
+
+    def _sync_plain(
+        self, weights: Any, version: int | None, wait_s: float, verify: bool, follow_replaced: bool
+    ) -> SyncReport:
+        until = time.monotonic() + wait_s
+        if not self._mirror:
+            self._make_mirror(weights, wait_s)
+        options: dict[str, Any] = {"verify": verify, "follow_replaced": follow_replaced}
+        try:
+            return self._subscriber.sync(self._mirror, version, wait_s=max(until - time.monotonic(), 0.0), **options)
+        except StateError:
+            if not follow_replaced:
+                raise
+        self._make_mirror(weights, wait_s)  # another run may have other tensors
+        return self._subscriber.sync(self._mirror, version, **options)
+
+    def _make_mirror(self, weights: Any, wait_s: float) -> None:
+        """Take memory for the weights of the run as it is now, after a look at whether the worker's tensors fit."""
+        layout = self._read_layout(wait_s)
+        Targets.match(weights, layout, self.recipe)
+        where = device.find(weights) if self._plain == "device" else None
+        self._derived = None
+        self._mirror = {
+            spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=where or "cpu")
+            for spec in layout.tensors
+        }
+
+    def _read_layout(self, wait_s: float) -> Layout:
+        until = time.monotonic() + wait_s
+        while True:
+            reader = RunReader(self._subscriber.store, self._subscriber.trust)
+            if (newest := reader.newest()) is not None:
+                return reader.layout(newest.layout)
+            if time.monotonic() >= until:
+                raise reader.nothing_published()
+            time.sleep(INTERVAL_S)
+
+    # The worker's tensors
+
+    def _attach(self, weights: Any) -> DerivedWeights:
+        state = self._subscriber.state
+        assert state is not None
+        if self._derived is None or self._derived.plain is not state or not self._derived.state.holds(weights):
+            self._version = None
+            self._derived = DerivedWeights(weights, state, self._mirror, self.recipe)
+        return self._derived
+
+    def _bring(self, derived: DerivedWeights) -> "_Brought":
+        """Bring the worker's tensors to the version of the mirror."""
+        began = time.perf_counter()
+        prepared = derived.prepare()
+        found_at = time.perf_counter()
+        if self._confirm is not None and prepared.changed:
+            self._confirm()
+        asked_at = time.perf_counter()
+        try:
+            derived.commit(prepared)
+        finally:
+            if not derived.is_made:
+                self._version = None
+        self._version = self._subscriber.version
+        return _Brought(prepared, found_at - began, time.perf_counter() - asked_at)
+
+
+class _Brought(NamedTuple):
+    """What was done to the worker's tensors, and how long that took."""
+
+    prepared: PreparedWeights
+    quantize_s: float
+    apply_s: float

@@ -1,0 +1,153 @@
+"""What each tensor of a worker follows from: a tensor of the run as it is, or quantised with scales beside it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pulsesync.core.types import TensorSpec
+from pulsesync.errors import StateError
+from pulsesync.format import layout as layouts
+from pulsesync.format.layout import Layout
+from pulsesync.quantized.recipes import Recipe
+from pulsesync.state.views import dtype_name, mapping_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of the worker that follows from a tensor of the run."""
+
+    number: int  # in the worker's layout
+    name: str
+    source: int  # number of the tensor of the run, in its layout
+    shape: tuple[int, ...]
+    scales: int | None = None  # number of the tensor of its scales, if it is quantised
+    first_group: int = 0  # of all groups; two targets have the same where they share their scales
+
+
+@dataclass(frozen=True)
+class Targets:
+    """All tensors of a worker: as a layout of their own, in which each tensor is one tile.
+
+    Raises:
+        StateError: `match` found a tensor that is missing, unknown, or of another shape or dtype than it must be.
+    """
+
+    layout: Layout
+    tensors: Mapping[str, torch.Tensor]  # canonical ones, flat
+    copied: Sequence[Target]
+    quantized: Sequence[Target]
+    groups: int
+    dtype: torch.dtype  # of the weights that are quantised
+
+    @classmethod
+    def match(cls, source: Any, run: Layout, recipe: Recipe) -> "Targets":
+        tensors = {name: _plain(name, tensor) for name, tensor in mapping_of(source).items()}
+        ties = _find_ties(tensors)
+        canonical = {name: tensor for name, tensor in tensors.items() if name not in ties}
+        layout = layouts.make([_spec(name, tensor) for name, tensor in canonical.items()], ties)
+        numbers = {spec.name: n for n, spec in enumerate(layout.tensors)}
+        by_name = {spec.name: n for n, spec in enumerate(run.tensors)}
+        sources = by_name | {alias: by_name[name] for alias, name in run.ties.items()}
+        _check_all_there(tensors, run)
+        copied, quantized, dtypes = [], [], set()
+        first_groups: dict[int, int] = {}
+        groups = 0
+        used = set()
+        for name in sorted(sources.keys() & tensors.keys(), key=str.encode):
+            spec, tensor = run.tensors[sources[name]], tensors[name]
+            used |= {name}
+            same = dtype_name(name, tensor) == spec.dtype
+            scales = name + recipe.scale_suffix
+            if not same:
+                _check_quantized(name, tensors, spec, recipe)
+                used |= {scales}
+                dtypes.add(spec.dtype)
+            if tuple(tensor.shape) != spec.shape:
+                raise StateError(
+                    f"tensor {name!r} has shape {tuple(tensor.shape)} here and {spec.shape} in the run", tensor=name
+                )
+            if name in ties:
+                continue  # the memory of another name
+            target = Target(numbers[name], name, sources[name], spec.shape)
+            if same:
+                copied.append(target)
+                continue
+            number = numbers[ties.get(scales, scales)]
+            if number not in first_groups:
+                first_groups[number], groups = groups, groups + tensors[scales].numel()
+            quantized.append(Target(target.number, name, target.source, spec.shape, number, first_groups[number]))
+        if extra := sorted(tensors.keys() - used):
+            raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
+        if not quantized:
+            raise StateError(f"no tensor is {recipe.dtype} here: there is nothing to quantise; use Subscriber instead")
+        if len(dtypes) > 1:
+            raise StateError(f"the weights to quantise must have one dtype in the run; they have {sorted(dtypes)}")
+        plain = _TORCH[dtypes.pop()]
+        flats = {name: tensor.detach().view(-1) for name, tensor in canonical.items()}
+        return cls(layout, flats, copied, quantized, groups, plain)
+
+
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def _plain(name: str, tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise StateError(f"{name!r} is a {type(tensor).__name__}; quantised weights must be torch tensors", tensor=name)
+    if not tensor.is_contiguous():
+        raise StateError(
+            f"tensor {name!r} is not contiguous: it cannot be written in place. If an engine keeps it transposed, hand "
+            "over its transpose, tensor.t()",
+            tensor=name,
+        )
+    return tensor
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, dtype_name(name, tensor), tuple(tensor.shape))
+
+
+def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names of tensors in the memory of another one."""
+    seen: dict[tuple[Any, ...], str] = {}
+    ties = {}
+    for name in sorted(tensors, key=str.encode):
+        tensor = tensors[name]
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        if tensor.numel() and place in seen:
+            ties[name] = seen[place]
+        else:
+            seen[place] = name
+    return ties
+
+
+def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
+    """Every tensor of the run must be here, under its name or one that is tied to it."""
+    aliases: dict[str, set[str]] = {}
+    for alias, name in run.ties.items():
+        aliases.setdefault(name, set()).add(alias)
+    for spec in run.tensors:
+        if spec.name not in tensors and not aliases.get(spec.name, set()) & tensors.keys():
+            raise StateError(f"tensor {spec.name!r} of the run is missing here", tensor=spec.name)
+
+
+def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: TensorSpec, recipe: Recipe) -> None:
+    """Check that a tensor can be that of the run, quantised."""
+    tensor = tensors[name]
+    if tensor.dtype != recipe.dtype or spec.dtype not in _TORCH:
+        raise StateError(
+            f"tensor {name!r} is {tensor.dtype} here and {spec.dtype} in the run; it must be the same, or for recipe "
+            f"{recipe.name!r} be {recipe.dtype} here and BF16, F16 or F32 in the run",
+            tensor=name,
+        )
+    if len(spec.shape) != 2:
+        raise StateError(f"tensor {name!r} has shape {spec.shape}; only matrices are quantised", tensor=name)
+    scales = tensors.get(called := name + recipe.scale_suffix)
+    down, across = recipe.scale_shape(spec.shape)
+    if scales is None or scales.dtype != torch.float32 or scales.numel() != down * across:
+        found = "it is missing" if scales is None else f"it is {scales.dtype} {tuple(scales.shape)}"
+        raise StateError(
+            f"the scales of {name!r} must be a float32 tensor {called!r} of {down} × {across} numbers; {found}",
+            tensor=called,
+        )
