@@ -44,7 +44,7 @@ test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backen
 test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in an environment of their own
 	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/hf
 
-test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in an environment of its own
+test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in an environment of its own: about four minutes
 	$(VERL)/bin/python -m pytest -q -o faulthandler_timeout=600 tests/integrations/verl
 
 test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in an environment of its own: about ten minutes

@@ -21,6 +21,7 @@ never receives an older version of the same step, such as one from before a cras
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,13 +154,13 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         team = self._team
         if team is None:
             raise StateError("send_weights needs init_process_group first, which CheckpointEngineManager calls")
-        share = _Share(team)
+        share = _TrainerShare(team)
         async for name, tensor in ensure_async_iterator(weights):
             share.add(name, tensor)
         report = await asyncio.to_thread(self._publish, share, global_steps or 0)
         return _metrics(report) if team.rank == 0 else {}
 
-    def _publish(self, share: "_Share", step: int) -> PublishReport:
+    def _publish(self, share: "_TrainerShare", step: int) -> PublishReport:
         share.check()
         if self._publisher is None:
             self._publisher = self._open(share.team)
@@ -235,7 +236,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return tensor.to(f"{get_device_name()}:{get_device_id()}")
 
 
-class _Share:
+class _TrainerShare:
     """The tensors that this trainer publishes, of all that pass by on every rank.
 
     Whole tensors, so that a run can be resumed with another number of trainers: each goes to the rank that has the
@@ -246,31 +247,31 @@ class _Share:
         self.team = team
         self.tensors: dict[str, Any] = {}
         self._bytes = [0] * team.size
-        self._seen: dict[str, str] = {}
-        self._twice: str | None = None
+        self._given: list[tuple[str, str]] = []  # names, and what else the ranks must agree on
 
     def add(self, name: str, tensor: Any) -> None:
         """Copy a tensor if it is this rank's: verl frees or changes its own when the next one is asked for."""
-        if name in self._seen:
-            self._twice = name  # raised when all have passed by: other ranks take part in gathering them
-            return
-        self._seen[name] = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        self._given.append((name, f"{tensor.dtype} {tuple(tensor.shape)}"))
         owner = 0 if tensor.numel() < SMALL else self._bytes.index(min(self._bytes))
         self._bytes[owner] += tensor.nbytes
         if owner == self.team.rank:
             self.tensors[name] = tensor.detach().to("cpu", copy=True)
 
     def check(self) -> None:
-        """Raises: StateError, if the tensors are not the same on all ranks, or one came twice."""
-        if self._twice is not None:
-            raise StateError(f"verl's training engine gave tensor {self._twice!r} twice", tensor=self._twice)
-        mine = hashlib.sha256("\n".join(self._seen.values()).encode()).digest()
+        """Raises: StateError, if the tensors are not the same on all ranks, or one came twice.
+
+        Not before all have passed by: gathering them takes all ranks, so one that stopped would stop the others.
+        """
+        mine = hashlib.sha256(repr(self._given).encode()).digest()
         others = [rank for rank, digest in enumerate(self.team.gather(mine)) if digest != mine]
         if others:
             raise StateError(
-                f"trainer {self.team.rank} was given {len(self._seen)} tensors, and trainer {others[0]} others, or in "
+                f"trainer {self.team.rank} was given {len(self._given)} tensors, and trainer {others[0]} others, or in "
                 "another order or dtype; every rank must be given the whole model"
             )
+        counts = Counter(name for name, _ in self._given)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise StateError(f"verl's training engine gave tensor {twice[0]!r} twice", tensor=twice[0])
 
 
 def _metrics(report: PublishReport) -> dict[str, float]:

@@ -3,6 +3,7 @@
 Not in the test module: every actor is a process that imports the module of its class, and this one does without pytest.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,9 @@ from verl.workers.rollout import BaseRollout, RolloutReplica
 from pulsesync.core.types import Bits
 from pulsesync.testing import mutate, random_bits
 
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor
 # The first three have more weights than those that share a tile, so that they go to different trainers.
-SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+SHAPES: Shapes = {
     "embed.weight": (torch.bfloat16, (520, 256)),
     "up.weight": (torch.bfloat16, (300, 256)),
     "down.weight": (torch.float32, (256, 300)),  # FP32 master weights, published as BF16
@@ -74,13 +76,15 @@ def damage(files: set[Path]) -> None:
 class ShardedEngine:
     """A model sharded by FSDP2, exported as verl's FSDP engine does it: every rank gathers every tensor.
 
-    ahead: a step has the weights of so many steps later, so that it comes out otherwise than before a crash.
+    Args:
+        shapes: Dtype and shape of each tensor.
+        weights: The complete tensors after a step.
     """
 
-    def __init__(self, ahead: int) -> None:
-        self.ahead, self.skips = ahead, ""
+    def __init__(self, shapes: Shapes, weights: Callable[[int], dict[str, torch.Tensor]]) -> None:
+        self.weights, self.skips = weights, ""
         self.module = nn.Module()
-        for name, (dtype, shape) in SHAPES.items():
+        for name, (dtype, shape) in shapes.items():
             layer = nn.Module()
             layer.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), False)
             self.module.add_module(name.removesuffix(".weight"), layer)
@@ -88,7 +92,7 @@ class ShardedEngine:
         fully_shard(self.module, mesh=self.mesh)
 
     def train(self, step: int) -> None:
-        for name, full in weights_at(step + self.ahead).items():
+        for name, full in self.weights(step).items():
             live = self.module.get_parameter(name)
             assert isinstance(live, DTensor)
             live.to_local().copy_(distribute_tensor(full, self.mesh, live.placements).to_local())
@@ -99,13 +103,18 @@ class ShardedEngine:
 
 
 class TrainerWorker(Worker):
-    """A trainer whose checkpoint engine is made and driven by verl's code: `ActorRolloutRefWorker` needs a GPU."""
+    """A trainer whose checkpoint engine is made and driven by verl's code: `ActorRolloutRefWorker` needs a GPU.
+
+    Args:
+        checkpoint_engine: As verl's configuration has it.
+        ahead: A step has the weights of so many steps later, so that it comes out otherwise than before a crash.
+    """
 
     def __init__(self, checkpoint_engine: dict[str, Any], ahead: int = 0) -> None:
         super().__init__()
         initialize_global_process_group_ray(timeout_second=60, backend="cpu:gloo")
         self.config = OmegaConf.create({"rollout": {"checkpoint_engine": checkpoint_engine}})
-        self.actor = SimpleNamespace(engine=ShardedEngine(ahead))
+        self.actor = SimpleNamespace(engine=self.make_engine(ahead))
         # What follows is step 4 of ActorRolloutRefWorker.init_model.
         config = omega_conf_to_dataclass(self.config.rollout.checkpoint_engine)
         import_external_libs(config.custom_backend_module or None)
@@ -115,6 +124,9 @@ class TrainerWorker(Worker):
             bucket_size=config.update_weights_bucket_megabytes << 20,
             **config.engine_kwargs.get(config.backend, {}),
         )
+
+    def make_engine(self, ahead: int) -> ShardedEngine:
+        return ShardedEngine(SHAPES, lambda step: weights_at(step + ahead))
 
     update_weights = ActorRolloutRefWorker.update_weights
     execute_checkpoint_engine = ActorRolloutRefWorker.execute_checkpoint_engine
