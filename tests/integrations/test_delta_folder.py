@@ -576,6 +576,20 @@ def test_a_run_that_was_not_made_from_the_folders_is_not_continued(tmp_path: Pat
             bring(tmp_path / "updates", run, base)
 
 
+def test_a_trainer_that_has_begun_anew_in_the_same_folder_is_noticed(tmp_path: Path) -> None:
+    states = make_states(5)
+    base = write_stream(tmp_path, states)
+    with DeltaImporter(tmp_path / "updates", str(tmp_path / "run"), base=base) as importer:
+        importer.update()
+        shutil.rmtree(tmp_path / "updates")
+        write_delta(tmp_path / "updates", 1, states[0], states[4])
+        with pytest.raises(StateError, match="begun anew"):
+            importer.update()
+    with pytest.raises(StateError, match="begun anew"):
+        bring(tmp_path / "updates", tmp_path / "run", base)
+    assert_run(tmp_path / "run", states)
+
+
 def test_folders_of_another_run_or_program_are_not_continued(tmp_path: Path) -> None:
     give(publish(tmp_path / "one", make_states(2)), tmp_path / "out")
     other = publish(tmp_path / "two", make_states(3, seed=1))
@@ -593,7 +607,7 @@ def test_an_export_of_nothing_says_so_and_choices_are_checked(tmp_path: Path) ->
         exporter.advance()
     with pytest.raises(ValueError, match="encoding must be one of 'xor', 'overwrite'"):
         DeltaExporter(str(tmp_path), tmp_path / "out", encoding="sum")  # type: ignore[arg-type]
-    with pytest.raises(NotFoundError, match="there is no folder"):
+    with pytest.raises(NotFoundError, match="nowhere"):
         bring(tmp_path / "nowhere", tmp_path / "run")
 
 

@@ -74,7 +74,7 @@ def open_checkpoint(path: str | Path, *, private: bool = False) -> Checkpoint:
         not fit them.
     """
     path = Path(path)
-    with _reading(path):
+    with reading_from(path):
         if not path.is_dir():
             return Checkpoint(open_file(path, private=private), {})
         tensors: dict[str, Array] = {}
@@ -153,7 +153,7 @@ def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
 
 def open_file(path: Path, *, private: bool = False) -> dict[str, Array]:
     """The tensors of one safetensors file, on mapped memory. Raises: NotFoundError, FormatError, UnsupportedError."""
-    with _reading(path), path.open("rb") as file:
+    with reading_from(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         begin, entries = _parse_header(file.read(8), file.read, size, path)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
@@ -167,7 +167,7 @@ def open_file(path: Path, *, private: bool = False) -> dict[str, Array]:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """What a safetensors file says of itself, under `__metadata__`. Raises: NotFoundError, FormatError."""
-    with _reading(path), path.open("rb") as file:
+    with reading_from(path), path.open("rb") as file:
         count = int.from_bytes(file.read(8), "little")
         if count > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
             raise FormatError(f"{path} is not a safetensors file: it is cut short, or something else")
@@ -391,7 +391,8 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading_from(path: Path) -> Iterator[None]:
+    """The same for what is read: NotFoundError if it is not there."""
     try:
         yield
     except FileNotFoundError as e:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, NotFoundError, UnsupportedError
 from pulsesync.format.layout import load_json
-from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata, writing
+from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata, reading_from
 
 Octets: TypeAlias = NDArray[np.uint8]
 Encoding: TypeAlias = Literal["xor", "overwrite"]
@@ -151,7 +151,7 @@ class DeltaVersion:
 
 def find_folders(folder: Path) -> dict[int, Path]:
     """The folders of versions in a folder, in order."""
-    with writing(folder):
+    with reading_from(folder):
         found = [(folder_version(path), path) for path in folder.iterdir() if path.is_dir()]
     named = sorted((version, path) for version, path in found if version is not None)
     if len(named) != len(folders := dict(named)):
@@ -215,9 +215,9 @@ def read_index(folder: Path) -> FolderIndex | None:
 
 def _load(path: Path) -> dict[str, Any] | None:
     try:
-        with path.open("rb") as file:
+        with reading_from(path), path.open("rb") as file:
             data = file.read(MAX_INDEX_BYTES + 1)
-    except FileNotFoundError:
+    except NotFoundError:
         return None
     if len(data) > MAX_INDEX_BYTES:
         raise LimitError(f"{path} is too large", value=len(data), limit=MAX_INDEX_BYTES)

@@ -12,22 +12,12 @@ import numpy as np
 
 from pulsesync.core.threads import spread
 from pulsesync.core.types import TensorSpec
-from pulsesync.errors import (
-    ConflictError,
-    MissingLinkError,
-    NothingPublishedError,
-)
+from pulsesync.errors import ConflictError, MissingLinkError, NothingPublishedError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.integrations.delta_folder import deltas as form
-from pulsesync.integrations.delta_folder.deltas import (
-    Checksum,
-    DeltaVersion,
-    Encoding,
-    find_folders,
-    octets,
-)
+from pulsesync.integrations.delta_folder.deltas import Checksum, DeltaVersion, Encoding, find_folders, octets
 from pulsesync.integrations.folder import fetch_file, flush_names, owned
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import planner

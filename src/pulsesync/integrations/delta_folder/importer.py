@@ -7,31 +7,15 @@ from typing import Any
 import numpy as np
 
 from pulsesync.core.threads import spread
-from pulsesync.errors import (
-    FormatError,
-    MissingLinkError,
-    NotFoundError,
-    NothingPublishedError,
-    StateError,
-)
+from pulsesync.errors import FormatError, MissingLinkError, NothingPublishedError, StateError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.delta_folder import deltas as form
-from pulsesync.integrations.delta_folder.deltas import (
-    DeltaVersion,
-    FolderIndex,
-    Octets,
-    find_folders,
-    octets,
-)
+from pulsesync.integrations.delta_folder.deltas import DeltaVersion, FolderIndex, Octets, find_folders, octets
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.checkpoint_files import (
-    INDEX,
-    Checkpoint,
-    open_checkpoint,
-)
+from pulsesync.state.checkpoint_files import INDEX, Checkpoint, open_checkpoint
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store, open_store
 
@@ -92,12 +76,17 @@ class DeltaImporter:
         Raises:
             ChecksumError, FormatError, UnsupportedError: a folder is damaged, made for other weights, or of a kind that
             is not known; MissingLinkError: a folder is missing, or there is no base; StateError: the run was not made
-            from these folders, or a folder has tensors that the base has not; StoreError; AnotherPublisherError. The
-            run is then as it was, and the call can be repeated.
+            from these folders, the folders begin anew, or one has tensors that the base has not; StoreError;
+            AnotherPublisherError. The run is then as it was, and the call can be repeated.
         """
         folders = self._complete()
         if self._at is None and (begun := self._begin(folders)) is not None:
             return begun
+        if self._at is not None and folders and max(folders) < self._at:
+            raise StateError(
+                f"the run is at step {self._at}, and the newest folder is {folders[max(folders)]}: the trainer has "
+                "begun anew, with other weights; import into a new run"
+            )
         number = next((version for version in folders if self._at is None or version > self._at), None)
         if number is None:
             return None
@@ -117,8 +106,6 @@ class DeltaImporter:
 
     def _complete(self) -> dict[int, Path]:
         """The folders that are complete, by version. Raises: NotFoundError; FormatError: one before the last is not."""
-        if not self.folder.is_dir():
-            raise NotFoundError(f"there is no folder {self.folder}", key=str(self.folder))
         folders, self.incomplete = find_folders(self.folder), None
         for version, path in list(folders.items()):
             if any((path / name).exists() for name in (INDEX, form.MANIFEST, "model.safetensors")):
