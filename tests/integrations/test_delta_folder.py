@@ -551,7 +551,7 @@ def test_overwrite_refuses_a_tensor_whose_positions_do_not_fit_32_bits() -> None
 
 def test_a_delta_without_its_base_asks_for_it(tmp_path: Path) -> None:
     write_stream(tmp_path, make_states(2))
-    with pytest.raises(MissingLinkError, match="as the base"):
+    with pytest.raises(MissingLinkError, match="as base= or --base"):
         bring(tmp_path / "updates", tmp_path / "run")
 
 

@@ -127,7 +127,7 @@ class DeltaImporter:
             if index is not None and index.is_delta:
                 raise MissingLinkError(
                     f"{index.folder} is a delta on version {index.base_version}, which is not here: give the "
-                    "checkpoint that the engines have started with as the base",
+                    "checkpoint that the engines have started with, as base= or --base",
                     version=index.base_version,
                 )
         if newest is not None and not self._resume(
