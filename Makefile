@@ -38,8 +38,9 @@ test-all: $(VENV)/.dev  ## run every test
 	$(TESTS)
 
 test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in an environment of their own
-	$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 \
-		tests/integrations/jax tests/integrations/keras
+	$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/jax
+	set -e; for backend in jax tensorflow torch; do echo "Keras on $$backend"; KERAS_BACKEND=$$backend \
+		$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/keras; done
 
 test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in an environment of their own
 	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/hf

@@ -27,6 +27,7 @@ MODULES = [
     "pulsesync.integrations.frameworks",
     "pulsesync.integrations.huggingface",
     "pulsesync.integrations.jax",
+    "pulsesync.integrations.keras",
     "pulsesync.integrations.peft",
     "pulsesync.integrations.pretrained",
     "pulsesync.integrations.runtime",
@@ -35,8 +36,8 @@ MODULES = [
     "pulsesync.lab.study",
     "pulsesync.testing",
 ]
-# Made at its first use, which needs transformers, from a class that has all of its code.
-MADE_OF = {"PulseCallback": "PublishingCallback"}
+# Made at their first use, which needs transformers or Keras, from a class that has all of their code.
+MADE_OF = {"PulseCallback": "PublishingCallback", "KerasCallback": "KerasPublishing"}
 # What the library returns and callers only read: its fields are described where they are declared.
 RETURNED = {
     "BroadcastReport",
