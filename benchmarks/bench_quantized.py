@@ -4,7 +4,7 @@
     python benchmarks/bench_quantized.py --trace DIR --gguf FILE --engines          # and bits against vLLM and torchao
     python benchmarks/bench_quantized.py --weights 7.6                              # made weights, on a GPU
 
-Each step is published twice: as BF16, which a `QuantizedSubscriber` follows, and as quantised weights with their scales,
+Each step is published twice: as BF16, which a `QuantizedSubscriber` follows, and as quantised weights with scales,
 which a `Subscriber` follows. The linear layers are quantised; embeddings and norms are not. After every sync, the bits
 of both workers are compared with all weights of that step, quantised anew; with --engines by the engines' own code,
 which needs the environment of `make test-vllm`.

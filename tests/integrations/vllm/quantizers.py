@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torchao.quantization import PerBlock, PerRow, PerTensor
-from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
-from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.online import fp8
@@ -16,7 +13,7 @@ from vllm.model_executor.layers.quantization.online.int8 import Int8OnlineMoEMet
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, weight_amax
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-Quantized = tuple[torch.Tensor, torch.Tensor]
+from tests.quantized.torchao_quantizers import TORCHAO, Quantized
 
 
 def vllm_fp8_tensor(weights: torch.Tensor) -> Quantized:
@@ -47,19 +44,12 @@ def vllm_int8_channel(weights: torch.Tensor) -> Quantized:
     return layer.w13_weight[0], layer.w13_scale[0]
 
 
-def _torchao(tensor: Any) -> Quantized:
-    return tensor.qdata, tensor.scale
-
-
 QUANTIZERS: dict[str, Callable[[torch.Tensor], Quantized]] = {
     "vllm-fp8-tensor": vllm_fp8_tensor,
     "vllm-fp8-channel": vllm_fp8_channel,
     "vllm-fp8-block": vllm_fp8_block,
     "vllm-int8-channel": vllm_int8_channel,
-    "torchao-fp8-tensor": lambda weights: _torchao(Float8Tensor.from_hp(weights, granularity=PerTensor())),
-    "torchao-fp8-channel": lambda weights: _torchao(Float8Tensor.from_hp(weights, granularity=PerRow())),
-    "torchao-fp8-block": lambda weights: _torchao(Float8Tensor.from_hp(weights, granularity=PerBlock([128, 128]))),
-    "torchao-int8-channel": lambda weights: _torchao(Int8Tensor.from_hp(weights, PerRow())),
+    **TORCHAO,
 }
 
 
