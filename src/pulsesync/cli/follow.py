@@ -1,4 +1,4 @@
-"""What `pulse follow` does: a folder that other programs load from, or a vLLM server, is kept at the newest version."""
+"""What `pulse follow` does: a folder that other programs load from, or a server, is kept at the newest version."""
 
 import time
 from dataclasses import asdict
@@ -23,6 +23,7 @@ from pulsesync.cli.options import (
 )
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
+from pulsesync.integrations.sglang import SglangServer
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
 from pulsesync.run.pointers import is_about_pointer
 
@@ -32,9 +33,10 @@ def follow(
     folder: Path | None = None,
     *,
     vllm: str | None = None,
+    sglang: str | None = None,
     lora: str | None = None,
     kv_cache: Literal["drop", "keep"] = "drop",
-    api_key: Annotated[str | None, Parameter(env_var="PULSE_VLLM_API_KEY")] = None,
+    api_key: Annotated[str | None, Parameter(env_var=["PULSE_VLLM_API_KEY", "PULSE_SGLANG_API_KEY"])] = None,
     trust: Trust = None,
     cache: Path | None = None,
     once: Flag = False,
@@ -46,7 +48,7 @@ def follow(
     follow_replaced: Flag = False,
     as_json: Json = False,
 ) -> int:
-    """Keep a folder or a vLLM server at the newest version of a run.
+    """Keep a folder, a vLLM server or an SGLang server at the newest version of a run.
 
     FOLDER/current is always a complete, verified version. It is a link to one of two copies, a and b; the other is
     updated to the next version, and then the link is switched in one step. Resolve the link before you load:
@@ -55,13 +57,15 @@ def follow(
 
     With --vllm, a server that was started with `vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes` is
     updated while it runs. It fetches and decodes a version while it generates, pauses to write it on all ranks or on
-    none, and resumes. Requests in flight are kept.
+    none, and resumes. Requests in flight are kept. With --sglang, the same is done to a server that was started with
+    `python -m sglang.launch_server --model-path MODEL --custom-weight-loader pulsesync.integrations.sglang.load`.
 
     Args:
-        run: The run to follow. A vLLM server must reach it at the same location.
+        run: The run to follow. A server must reach it at the same location.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was followed into before.
         vllm: Address of a vLLM server to update, such as http://127.0.0.1:8000: instead of a folder, or with --lora in
             addition to one.
+        sglang: Address of an SGLang server to update, such as http://127.0.0.1:30000, instead of a folder.
         lora: With FOLDER and --vllm, for a run of a LoRA adapter: the name under which the server loads FOLDER/current
             whenever it has changed.
         kv_cache: What becomes of the server's KV cache at an update: drop has running requests compute theirs again
@@ -82,22 +86,24 @@ def follow(
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
-        UsageError: --pointer is not the name of a pointer, or not just one of FOLDER and --vllm is given.
+        UsageError: --pointer is not the name of a pointer, or not just one of FOLDER, --vllm and --sglang is given.
         NothingThereError: with --once or --version, no version can be reached.
         PulseError: the folder or the server cannot be updated.
     """
     if lora is not None and (folder is None or vllm is None):
         raise UsageError("--lora needs both a folder, for the adapter, and --vllm, for the server that loads it")
-    if lora is None and (folder is None) == (vllm is None):
-        raise UsageError("give either a folder or --vllm with the address of a server")
+    if sum(given is not None for given in (folder, vllm, sglang)) != (1 if lora is None else 2):
+        raise UsageError("give either a folder, or --vllm or --sglang with the address of a server")
     if folder is None and cache is not None:
-        raise UsageError("--cache applies to a folder only; for a vLLM server, set PULSE_VLLM_CACHE in its environment")
+        variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
+        raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     server = VllmServer(vllm, api_key=api_key) if vllm is not None else None
-    if server is not None and folder is None:
+    followed = SglangServer(sglang, api_key=api_key) if sglang is not None else server
+    if followed is not None and folder is None:
         try:
             follower = ServerFollower(
-                server,
+                followed,
                 _reachable(run),
                 store,
                 trust=keys,

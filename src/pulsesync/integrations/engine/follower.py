@@ -253,18 +253,20 @@ class EngineFollower:
     def prepare(self, options: RunOptions, version: int, token: str = "") -> None:
         """Begin to fetch, check and decode a version, in a thread; `status` tells when it is ready.
 
-        If there is another update, it is aborted. The run that is followed changes when the update is committed.
+        If there is another update, it is aborted; one of the same token goes on, unless it has failed. The run that is
+        followed changes when the update is committed.
 
         Raises:
             StateError: this engine cannot be updated; ValueError, StoreError: the run cannot be opened.
         """
         self._engine.check()
+        if (one := self._pending) and token and one.token == token and one.error is None:
+            return
         self.abort()
         self._retire()
-        known = self._followed
-        followed = (
-            known if known and known.is_of(options) else _Followed(options, self._limits.cache, self._wait_for_decision)
-        )
+        followed = self._followed
+        if followed is None or not followed.is_of(options):
+            followed = _Followed(options, self._limits.cache, self._wait_for_decision)
         self._pending = one = _Preparation(token, followed)
         one.thread = threading.Thread(
             target=self._prepare, args=[one, version, options.follow_replaced], name="pulse-update", daemon=True

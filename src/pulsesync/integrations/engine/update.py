@@ -143,6 +143,8 @@ def merged_status(ranks: Answers) -> dict[str, Any]:
     raise_error(ranks)
     return {
         **ranks[0],
+        "update": next((one["update"] for one in ranks if one["update"] == "preparing"), ranks[0]["update"]),
+        "failure": next((one["failure"] for one in ranks if one["failure"]), None),
         "broken": next((one["broken"] for one in ranks if one["broken"]), None),
         "ranks": len(ranks),
         "ranks_agree": len({(one["version"], one["digest"]) for one in ranks}) == 1,

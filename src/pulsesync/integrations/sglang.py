@@ -1,0 +1,352 @@
+"""SGLang follows a run: live parameters are brought to a version in place, all ranks or none, checked by digests.
+
+    python -m sglang.launch_server --model-path MODEL --custom-weight-loader pulsesync.integrations.sglang.load
+    pulse follow s3://bucket/run --sglang http://127.0.0.1:30000
+
+SGLang calls `load` in every rank for `update_weights_from_tensor` with the `load_format` of this name. Its only tensor
+is a request: JSON in bytes. The ranks fetch, check and write by themselves, in step. SGLang finds `register` by its
+entry point: without it, an error in `load` would end the server, and a server could not report its version.
+"""
+
+import base64
+import json
+import logging
+import pickle
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
+from pulsesync.group.collective import Collective, SoloTeam, Team
+from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
+from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
+from pulsesync.integrations.engine.together import move_together
+from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status, raise_error
+from pulsesync.integrations.runtime import EngineRank
+
+__all__ = ["SglangServer", "load", "register", "request"]
+
+LOADER = "pulsesync.integrations.sglang.load"
+PREFIX = "PULSE_SGLANG"  # of PULSE_SGLANG_RUNS, PULSE_SGLANG_TRUST and PULSE_SGLANG_CACHE: see EngineLimits
+TENSOR = "pulsesync.request"
+MOST_BYTES = 1 << 16  # of a request
+READY_S = 120.0  # for which an update is prepared while the server generates; then the pause waits for the rest
+FIRST_POLL_S, MAX_POLL_S = 0.05, 2.0  # between two looks whether it is ready, each of which is a short pause
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+
+logger = logging.getLogger(__name__)
+
+
+# In a rank
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
+    """Do what a request asks of this rank, with all others. SGLang calls this in every rank.
+
+    Args:
+        model: The model of this rank.
+        named_tensors: What `request` returns.
+
+    Raises:
+        ValueError: this is no request. PulseError: it failed, the same on every rank; the weights are as they were. The
+            one exception is a VerificationError with `torn`: the weights are of no version, and the server must end.
+    """
+    rank = getattr(model, "pulse_rank", None)
+    if rank is None:
+        rank = model.pulse_rank = _Rank(SglangEngine(model))
+    rank.answer = None
+    rank.answer = rank.take(_read(named_tensors))
+
+
+def request(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """A request to `load`, as the named tensors that `update_weights_from_tensor` takes.
+
+    Args:
+        message: {"do": "update", "options": the fields of `RunOptions`, "version": a number or "latest"}.
+    """
+    import torch
+
+    data = json.dumps({"token": secrets.token_hex(8), **message}).encode()
+    return [(TENSOR, torch.frombuffer(bytearray(data), dtype=torch.uint8))]
+
+
+def _read(named_tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    tensors = dict(named_tensors)
+    found = tensors.get(TENSOR)
+    if len(tensors) != 1 or found is None or str(found.dtype) != "torch.uint8" or found.numel() > MOST_BYTES:
+        raise ValueError(
+            f"{LOADER} takes one tensor, which pulsesync.integrations.sglang.request makes; got {sorted(tensors)[:3]}: "
+            "publish weights to a run, and ask for a version of it"
+        )
+    message = json.loads(bytes(found.cpu().numpy()))
+    if not isinstance(message, dict):
+        raise ValueError("the request is no JSON object")
+    return message
+
+
+class _Rank:
+    """A rank of the engine: its follower, and the others."""
+
+    def __init__(self, engine: "SglangEngine") -> None:
+        self._follower = EngineFollower(engine, EngineLimits.read(PREFIX))
+        self._team = engine.team()
+        self.rank, self.size = self._team.rank, self._team.size
+        self.answer: dict[str, Any] | None = None
+
+    def take(self, message: dict[str, Any]) -> dict[str, Any]:
+        do, token = message.get("do"), str(message.get("token", ""))
+        if do == "update":
+            return move_together(self._follower, self, message["options"], message["version"], token)
+        if do not in ("prepare", "status"):
+            raise ValueError(f"unknown request {do!r}: install the same version of pulsesync on both sides")
+        answers = self.gather(json.dumps(self._follower.call(message)).encode())
+        return merged_status([json.loads(answer) for answer in answers])
+
+    def gather(self, note: bytes) -> list[bytes]:
+        """As of a team; if a rank is lost, whether it has written is not known, and nobody may generate."""
+        try:
+            return self._team.gather(note)
+        except GroupError as e:
+            raise VerificationError(f"a rank was lost in an update: {e}; restart the server", torn=True) from e
+
+
+class SglangEngine(EngineAdapter):
+    """One rank of SGLang. Run with SGLang 0.5.23.
+
+    Args:
+        model: The model of this rank.
+    """
+
+    def check(self) -> None:
+        parallel = _context("parallel")
+        for name, flag in _REFUSED.items():
+            if getattr(parallel, name) > 1:
+                raise StateError(
+                    f"this engine was started with {flag} {getattr(parallel, name)}, for which the places of weights "
+                    f"are not known: start a server without {flag} for each replica"
+                )
+        if _context("exec").moe.enable_eplb:
+            raise StateError(
+                "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not "
+                "known: start it without --enable-eplb"
+            )
+
+    def rank(self) -> EngineRank:
+        parallel = _context("parallel")
+        return EngineRank.sglang(parallel.tp_rank, parallel.tp_size, parallel.ep_size)
+
+    def team(self) -> Team:
+        """The ranks, in a process group of their own. Every rank must call this at the same time."""
+        if _context("parallel").tp_size == 1:
+            return SoloTeam()
+        return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)
+
+    def hf_config(self) -> Any:
+        return self.model.config
+
+    def is_quantised(self) -> bool:
+        return getattr(self.model, "quant_config", None) is not None
+
+    def checkpoint(self) -> Iterator[tuple[str, Any]]:
+        model = _context("model")
+        loader = import_module("sglang.srt.model_loader.loader").DefaultModelLoader
+        config = import_module("sglang.srt.configs.load_config").LoadConfig(load_format=model.load_format)
+        if model.load_format not in ("auto", "safetensors", "pt", "mistral"):
+            raise PulseError(f"load_format={model.load_format!r} has no checkpoint that can be read again")
+        yield from loader(config)._get_weights_iterator(loader.Source(model.model_path, model.revision))
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
+        """Load by the model's own loader; begin_weight_update and end_weight_update unpack and pack around it."""
+        loaded: set[str] | None = self.model.load_weights(weights)
+        return loaded
+
+
+_REFUSED = {"dp_size": "--dp-size", "attn_dp_size": "--enable-dp-attention", "pp_size": "--pp-size"}
+
+
+def _context(name: str) -> Any:
+    return getattr(import_module("sglang.srt.runtime_context"), f"get_{name}")()
+
+
+# In every process of the server
+
+
+def register() -> None:
+    """Have SGLang report what `load` answers or raises. SGLang calls this by its entry point `pulse`."""
+    registry = import_module("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry.register(UPDATER, report_answer, registry.HookType.AROUND)
+
+
+def report_answer(
+    original: Any, updater: Any, named_tensors: Any = None, load_format: str | None = None
+) -> tuple[bool, str]:
+    """Call SGLang's own method; if it is for `load`, return its answer or its error as JSON.
+
+    An error would end SGLang's scheduler, and with it the server. That is right only for weights of no version.
+    """
+    if load_format != LOADER:
+        return original(updater, named_tensors=named_tensors, load_format=load_format)  # type: ignore[no-any-return]
+    try:
+        success, message = original(updater, named_tensors=named_tensors, load_format=load_format)
+    except Exception as e:
+        if getattr(e, "torn", False):
+            raise
+        logger.error("An update failed: %s.", e)
+        return False, json.dumps({"error": {"type": type(e).__name__, "message": str(e)}})
+    answer = getattr(updater.get_model(), "pulse_rank", None)
+    return success, json.dumps(answer.answer) if success and answer is not None else message
+
+
+# In the process that drives a server
+
+
+class SglangServer(EngineServer):
+    """An SGLang server that is brought to versions of a run.
+
+    Generation is paused for each request to the ranks, and resumed after it whatever came of it: also if somebody else
+    has paused the server. If this process is killed meanwhile, the server stays paused until it is started again.
+
+    Args:
+        url: Its address, such as http://127.0.0.1:30000.
+        api_key: The key that it was started with (--admin-api-key, or else --api-key), if any.
+        timeout_s: How long an update may take.
+    """
+
+    engine = "SGLang"
+    key_hint = "pass it with --api-key, PULSE_SGLANG_API_KEY or SglangServer(api_key=)"
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        super().__init__(url, api_key=api_key, timeout_s=timeout_s)
+        self._ranks = 0  # once the server was asked
+        self._known: dict[str, Any] | None = None  # its last status, while its weight_version is what it was then
+        self._pause_s = 0.0
+
+    def status(self) -> dict[str, Any]:
+        """Where the server is: location, version, digest, weight_version.
+
+        The ranks are asked, in a short pause, only if the server's weight_version is another one than before.
+
+        Raises:
+            StoreError: it does not answer; PulseError: it was not started for this.
+        """
+        named = self._get("/model_info").get("weight_version")
+        if self._known is None or self._known["weight_version"] != named:
+            self._check_started()
+            self._known = {**self._ask({"do": "status"}, "in_place"), "weight_version": named}
+        known = self._known
+        cached = known["version"] is not None and named != str(
+            known["version"]
+        )  # an update that did not drop the cache
+        return {**known, "paused_by_update": cached}
+
+    def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
+        check_version(version)
+        goal = version if isinstance(version, int) else find_version(RunOptions.parse(options))
+        if not self._ranks:
+            self._check_started()
+        self._known = None
+        message = {"options": options, "version": goal, "token": secrets.token_hex(8)}
+        paused_s = self._prepare(message)
+        names = {"weight_version": str(goal), "flush_cache": kv_cache == "drop"}
+        mode = "retract" if kv_cache == "drop" else "in_place"  # a cache can be dropped if nothing runs on it
+        report = self._ask({**message, "do": "update"}, mode, **names)
+        return UpdateReport.parse({**report, "pause_s": paused_s + self._pause_s})
+
+    def _prepare(self, message: dict[str, Any]) -> float:
+        """Have the ranks fetch, check and decode while the server generates; return how long it was paused."""
+        began, wait_s, paused_s = time.monotonic(), FIRST_POLL_S, 0.0
+        while True:
+            status = self._ask({**message, "do": "prepare"}, "in_place")
+            paused_s += self._pause_s
+            if status["failure"]:
+                raise_error([{"error": status["failure"]}])
+            if status["update"] == "ready" or time.monotonic() - began > READY_S:
+                return paused_s
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_POLL_S)
+
+    def _ask(self, message: dict[str, Any], mode: str, **given: Any) -> dict[str, Any]:
+        """Pause, have the ranks take a request, and resume; return their answer. Raises: PulseError."""
+        paused_at = time.perf_counter()
+        with self._afterwards("/continue_generation", {"torch_empty_cache": False}):
+            self._step("/pause_generation", {"mode": mode})
+            self._begin()
+            with self._afterwards("/end_weight_update", {}):
+                answer = self._send(message, given)
+        self._pause_s = time.perf_counter() - paused_at
+        return answer
+
+    @contextmanager
+    def _afterwards(self, path: str, body: dict[str, Any]) -> Iterator[None]:
+        """Call a route whatever comes of the block; if both fail, the block's error says so."""
+        try:
+            yield
+        except BaseException as e:  # also if this process is interrupted
+            try:
+                self._step(path, body)
+            except PulseError as also:
+                e.add_note(f"{path} failed, too, so the server may be paused: {also}; call it, or restart the server")
+                logger.error("%s failed: %s. The server may be paused.", path, also)
+            raise
+        self._step(path, body)
+
+    def _begin(self) -> None:
+        body = {"selector": "target"}
+        code, answer = self._call("POST", "/begin_weight_update", self._timeout_s, body)
+        if code != 200 and "already open" in str(answer.get("message")):
+            logger.warning("The server has an open weight update, of a process that was killed: it is ended.")
+            self._step("/end_weight_update", {})
+            return self._step("/begin_weight_update", body)
+        if code != 200:
+            raise self._refusal(code, answer, "/begin_weight_update")
+        return None
+
+    def _send(self, message: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        # A plain pickle: SGLang's own one would name shared memory, which only a process of its host can open.
+        payload = base64.b64encode(pickle.dumps(request(message))).decode()
+        body = {
+            "serialized_named_tensors": [payload] * self._ranks,
+            "load_format": LOADER,
+            "selector": "target",
+            "flush_cache": False,
+            **given,
+        }
+        code, answer = self._call("POST", "/update_weights_from_tensor", self._timeout_s, body)
+        text = str(answer.get("message", ""))
+        try:  # SGLang adds a sentence of its own after the JSON
+            table = json.JSONDecoder().raw_decode(text)[0]
+        except ValueError:
+            table = None
+        if isinstance(table, dict):
+            raise_error([table])
+        if code != 200:
+            raise self._refusal(code, answer, "/update_weights_from_tensor")
+        if not isinstance(table, dict):
+            raise PulseError(
+                f"the SGLang server at {self.url} does not report what its ranks did: install pulsesync in its "
+                "environment, so that SGLang finds its entry point, and let SGLANG_PLUGINS, if it is set, name 'pulse'"
+            )
+        return table
+
+    def _check_started(self) -> None:
+        """Raises: PulseError, if the server was not started for this; a request would then end it."""
+        info = self._get("/server_info")
+        if LOADER not in (info.get("custom_weight_loader") or []):
+            raise PulseError(
+                f"the server at {self.url} cannot be updated: start it with `python -m sglang.launch_server "
+                f"--model-path MODEL --custom-weight-loader {LOADER}`, in an environment where pulsesync is installed"
+            )
+        self._ranks = int(info["tp_size"])
+
+    def _get(self, path: str) -> dict[str, Any]:
+        code, answer = self._call("GET", path, STATUS_TIMEOUT_S)
+        if code != 200:
+            raise self._refusal(code, answer, path)
+        return answer
+
+    def _forget(self) -> None:
+        self._ranks, self._known = 0, None

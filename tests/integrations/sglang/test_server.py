@@ -1,0 +1,195 @@
+"""SGLang's own server, managers, weight updaters and models follow a run in two ranks: bits, failures and kills.
+
+A start takes 20 seconds or more, most of it imports, so that the tests share a server where they can.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("sglang") is None:
+    pytest.skip(
+        "SGLang is not installed: its adapter is UNTESTED against it here; run make test-sglang",
+        allow_module_level=True,
+    )
+
+from pulsesync.errors import FormatError, PulseError, StoreError
+from pulsesync.integrations.engine.server import ServerFollower
+from pulsesync.integrations.sglang import LOADER, SglangServer, request
+from pulsesync.store import open_store
+from tests.integrations.sglang.serving import ROOT, Server, Training, make_checkpoint, serving
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(checkpoint, tmp_path_factory.mktemp("server") / "log", 2) as made:
+        yield made
+
+
+@pytest.fixture
+def training(checkpoint: Path, tmp_path: Path) -> Iterator[Training]:
+    made = Training(checkpoint, tmp_path)
+    made.publish()
+    yield made
+    made.publisher.close()
+
+
+def follower_of(server: Server, training: Training, **options: Any) -> ServerFollower:
+    location = str(training.location)
+    return ServerFollower(SglangServer(server.url), location, open_store(location), **options)
+
+
+def check_served(server: Server, training: Training, version: int) -> None:
+    status = SglangServer(server.url).status()
+    assert (status["location"], status["version"]) == (str(training.location), version)
+    assert (status["weight_version"], status["ranks"], status["ranks_agree"]) == (str(version), 2, True)
+    assert server.has(training, version)
+    assert not server.paused
+
+
+def test_the_server_is_brought_to_every_version(server: Server, training: Training) -> None:
+    follower = follower_of(server, training)
+    for version in range(3):
+        if version:
+            training.publish()
+        report = follower.update()
+        assert report is not None
+        assert (report.version, report.mode, report.ranks) == (version, "in place", 2)
+        check_served(server, training, version)
+        assert follower.update() is None
+    assert report.path == ("patch",)
+    assert 0 < report.pause_s < 60
+    assert {answer["versions"][-1] for answer in server.test()} == {"2"}
+    assert follower.update(1).version == 1  # type: ignore[union-attr]
+    check_served(server, training, 1)
+
+
+def test_a_damaged_version_is_refused_while_the_old_one_is_served(server: Server, training: Training) -> None:
+    follower = follower_of(server, training)
+    follower.update()
+    training.publish()
+    record = next((training.location / "manifests").glob("*1"))
+    good = record.read_bytes()
+    record.write_bytes(good[:-40] + bytes(byte ^ 255 for byte in good[-40:]))
+    with pytest.raises(FormatError):
+        SglangServer(server.url).update(str(training.location), 1)
+    check_served(server, training, 0)
+    record.write_bytes(good)
+    assert follower.update() is not None
+    check_served(server, training, 1)
+
+
+def test_a_rank_that_fails_after_it_has_written_brings_all_ranks_back(server: Server, training: Training) -> None:
+    follower = follower_of(server, training)
+    follower.update()
+    training.publish()
+    server.test(fail=1)
+    with pytest.raises(PulseError, match="the GPU is lost"):
+        follower.update()
+    check_served(server, training, 0)
+    assert follower.update() is not None
+    check_served(server, training, 1)
+
+
+def test_weights_that_something_else_has_loaded_are_repaired(server: Server, training: Training) -> None:
+    follower = follower_of(server, training)
+    follower.update()
+    training.publish()
+    follower.update()
+    server.test(load=str(training.checkpoint(0)))
+    training.publish()
+    report = follower.update()
+    assert report is not None
+    assert report.repaired
+    check_served(server, training, 2)
+
+
+def test_the_cache_of_requests_in_flight_is_dropped_or_kept(server: Server, training: Training) -> None:
+    server.test(running=3)
+    before = server.test()[0]["flushed"]
+    assert follower_of(server, training).update() is not None
+    assert server.test()[0]["flushed"] == before + 1
+    training.publish()
+    assert follower_of(server, training, kv_cache="keep").update() is not None
+    assert server.test()[0]["flushed"] == before + 1
+    server.test(running=0)
+    check_served(server, training, 1)
+
+
+def test_sglangs_own_serializer_and_routes_bring_the_ranks_to_a_version(server: Server, training: Training) -> None:
+    code = (
+        "import sys; from tests.integrations.sglang import absent; absent.install()\n"
+        "from sglang.srt.utils import MultiprocessingSerializer\n"
+        "from pulsesync.integrations.sglang import request\n"
+        "message = {'do': 'update', 'options': {'location': sys.argv[1]}, 'version': 0}\n"
+        "print(MultiprocessingSerializer.serialize(request(message), output_str=True), flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(training.location)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        payload = process.stdout.readline().strip()
+        body = {"serialized_named_tensors": [payload] * 2, "load_format": LOADER, "weight_version": "0"}
+        assert server.post("/update_weights_from_tensor", body)[0] == 400  # no session
+        assert server.post("/begin_weight_update", {})[0] == 200
+        code_and_answer = server.post("/update_weights_from_tensor", body)
+        assert server.post("/end_weight_update", {})[0] == 200
+        process.communicate("", 60)
+    assert code_and_answer[0] == 200, code_and_answer
+    check_served(server, training, 0)
+
+
+def test_tensors_that_are_no_request_are_refused_and_the_server_goes_on(server: Server, training: Training) -> None:
+    follower_of(server, training).update()
+    driver = SglangServer(server.url)
+    driver.status()
+    with pytest.raises(PulseError, match="unknown request 'destroy'"):
+        driver._ask({"do": "destroy"}, "in_place")
+    with pytest.raises(ValueError, match="location is missing"):
+        driver.update("", 0)
+    check_served(server, training, 0)
+
+
+def test_a_follower_that_is_killed_leaves_a_server_that_the_next_one_resumes(
+    server: Server, training: Training
+) -> None:
+    command = [sys.executable, "-c", "from pulsesync.cli import main; main()", "follow", str(training.location), "--sglang", server.url]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert '"version": 0' in process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    server.post("/pause_generation", {"mode": "retract"})  # as one that is killed in an update leaves it
+    server.post("/begin_weight_update", {})
+    assert server.paused
+    training.publish()
+    done = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "version 1" in done.stdout
+    check_served(server, training, 1)
+
+
+def test_a_rank_that_dies_in_an_update_ends_the_server(checkpoint: Path, training: Training, tmp_path: Path) -> None:
+    with serving(checkpoint, tmp_path / "log", 2) as server:
+        follower = follower_of(server, training)
+        follower.update()
+        training.publish()
+        server.test(die=1)
+        with pytest.raises(StoreError, match="does not answer"):
+            follower.update()
+        until = time.monotonic() + 60
+        while server.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert server.process.poll() not in (None, 0)
