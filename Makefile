@@ -8,6 +8,7 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 JAX := .venv-jax
 VERL := .venv-verl
+SGLANG := .venv-sglang
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
@@ -17,7 +18,7 @@ OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all test-jax test-trl test-verl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +45,9 @@ test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backen
 
 test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in an environment of their own
 	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/hf
+
+test-sglang: $(SGLANG)/.made  ## run the tests of the SGLang adapter against SGLang's code that needs no GPU, in an environment of its own
+	$(SGLANG)/bin/python -m pytest -q -o faulthandler_timeout=600 tests/integrations/sglang
 
 test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in an environment of its own: about four minutes
 	$(VERL)/bin/python -m pytest -q -o faulthandler_timeout=600 tests/integrations/verl
@@ -87,8 +91,8 @@ chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
 
-clean:  ## remove .venv, .venv-jax, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
-	rm -rf $(VENV) $(JAX) $(TRL) $(VERL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
+	rm -rf $(VENV) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.
@@ -138,6 +142,14 @@ $(JAX)/.made: $(PINNED) constraints-jax.txt
 	@$(PYTHON) -m venv --clear $(JAX)
 	@echo "Installing pulsesync, JAX, Flax, Keras, TensorFlow and torch into $(JAX): two minutes, longer where torch comes with CUDA ..."
 	@$(JAX)/bin/python -m pip install -qq -c constraints.txt -c constraints-jax.txt -e '.[jax,keras,torch,test-jax]'
+	@touch $@
+
+# SGLang asks for torch 2.14 and CUDA's kernels: it is installed alone, and the tests say which packages they stand in for.
+$(SGLANG)/.made: $(PINNED) constraints-sglang.txt
+	@$(PYTHON) -m venv --clear $(SGLANG)
+	@echo "Installing pulsesync, torch and what SGLang imports into $(SGLANG): two minutes, longer where torch comes with CUDA ..."
+	@$(SGLANG)/bin/python -m pip install -qq -c constraints-sglang.txt -e '.[test-sglang]'
+	@$(SGLANG)/bin/python -m pip install -qq -c constraints-sglang.txt --no-deps sglang
 	@touch $@
 
 # verl's own requirements are left out, because its checkpoint engines need a third of them. Its wheel has a package named

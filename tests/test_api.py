@@ -31,6 +31,7 @@ MODULES = [
     "pulsesync.integrations.peft",
     "pulsesync.integrations.pretrained",
     "pulsesync.integrations.runtime",
+    "pulsesync.integrations.sglang",
     "pulsesync.integrations.vllm",
     "pulsesync.integrations.ray",
     "pulsesync.lab.study",

@@ -28,7 +28,7 @@ from pulsesync.integrations.engine.together import move_together
 from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status, raise_error
 from pulsesync.integrations.runtime import EngineRank
 
-__all__ = ["SglangServer", "load", "register", "request"]
+__all__ = ["LOADER", "SglangServer", "load", "request"]
 
 LOADER = "pulsesync.integrations.sglang.load"
 PREFIX = "PULSE_SGLANG"  # of PULSE_SGLANG_RUNS, PULSE_SGLANG_TRUST and PULSE_SGLANG_CACHE: see EngineLimits

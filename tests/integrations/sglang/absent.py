@@ -1,7 +1,7 @@
 """Packages that SGLang imports and this environment has not: their names can be imported, and nothing of them works.
 
-torchvision on PyPI is built for CUDA and cannot be imported beside torch for CPUs; soundfile reads audio; `vllm` is what
-SGLang takes the kernel of rotary embeddings from where it has none of its own. The weights of a model need none of it.
+torchvision on PyPI is built for CUDA and cannot be imported beside torch for CPUs; soundfile reads audio; from vLLM
+comes the kernel of rotary embeddings where SGLang has none of its own. The weights of a model need none of it.
 """
 
 import sys
@@ -21,7 +21,9 @@ class _AbsentType(type):
 
 
 class _AbsentModule(ModuleType):
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -26,13 +26,12 @@ from tests.integrations.sglang import absent
 LOADER = "pulsesync.integrations.sglang.load"
 
 
-def publish_arguments(ranks: int, model: str, rank: int | None = None) -> Any:
+def publish_arguments(ranks: int, model: str, rank: int | None = None, ep: int = 1) -> Any:
     """Set what SGLang's command line would set, in this process."""
     from sglang.srt.runtime_context import SpawnRanks, get_context, publish
 
-    given: dict[str, Any] = {"tp_size": ranks, "model_path": model, "device": "cpu", "load_format": "auto"}
-    if not os.environ.get("TEST_WITHOUT_LOADER"):
-        given["custom_weight_loader"] = [LOADER]
+    given: dict[str, Any] = {"tp_size": ranks, "model_path": model, "device": "cpu"}
+    given |= {"load_format": "auto", "ep_size": ep, "custom_weight_loader": [LOADER]}
     arguments = get_context().override_server_args(**given).install()
     if rank is None:
         publish(arguments, role="tokenizer")
@@ -62,7 +61,8 @@ def build_model(folder: str) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    found = import_module(f"sglang.srt.models.{config.model_type}").EntryClass  # the registry would import every model
+    module = {"phi3": "llama"}.get(config.model_type, config.model_type)
+    found = import_module(f"sglang.srt.models.{module}").EntryClass  # the registry would import every model
     kinds = found if isinstance(found, list) else [found]
     kind = next(kind for kind in kinds if kind.__name__ in config.architectures)
     torch.set_default_dtype(torch.bfloat16)
@@ -106,7 +106,7 @@ class Runner:
     def deserialize_own_rank(self, payloads: list[bytes]) -> Any:
         from sglang.srt.managers.tp_worker import BaseTpWorker
 
-        return BaseTpWorker.deserialize_own_rank(self, payloads)  # type: ignore[arg-type]
+        return BaseTpWorker.deserialize_own_rank(self, payloads)
 
 
 class Scheduler:
@@ -118,7 +118,8 @@ class Scheduler:
         from sglang.utils import TypeBasedDispatcher
 
         self.rank, self.folder = rank, folder
-        self.paused, self.flushed, self.running, self.versions = "", 0, 0, []
+        self.paused, self.flushed, self.running = "", 0, 0
+        self.versions: list[str] = []
         self.runner = Runner(rank, folder)
         updater = SchedulerWeightUpdaterManager(
             tp_worker=self.runner,
@@ -202,7 +203,6 @@ def die_in_commit(model: Any) -> None:
 
 def run_rank(rank: int, ranks: int, port: int, folder: str, pipe: Connection) -> None:
     """Serve control requests; an error ends the process, as it ends SGLang's scheduler."""
-    import faulthandler, signal; faulthandler.register(signal.SIGUSR1)
     absent.install()
     from sglang.srt.plugins import load_plugins
 
@@ -224,7 +224,7 @@ def make_manager(pipes: list[Connection], arguments: Any) -> Any:
     from sglang.srt.utils.aio_rwlock import RWLock
     from sglang.utils import TypeBasedDispatcher
 
-    class Manager(TokenizerManager):  # type: ignore[misc]
+    class Manager(TokenizerManager):
         """SGLang's own manager, with pipes to the ranks."""
 
         def __init__(self) -> None:
@@ -232,7 +232,8 @@ def make_manager(pipes: list[Connection], arguments: Any) -> Any:
             self.init_communicators()
             self.is_pause, self.is_pause_cond = False, asyncio.Condition()
             self.model_update_lock = RWLock()
-            self.server_args, self.mm_processor, self.tasks = arguments, None, set()
+            self.server_args, self.mm_processor = arguments, None
+            self.tasks: set[asyncio.Task[None]] = set()
             self.model_path = self.served_model_name = "tiny"
             self.is_generation, self.startup_time = True, 0.0
             self.model_config = SimpleNamespace(
@@ -268,6 +269,28 @@ def make_manager(pipes: list[Connection], arguments: Any) -> Any:
     return Manager()
 
 
+def make_engine(manager: Any, loop: asyncio.AbstractEventLoop) -> Any:
+    """SGLang's offline `Engine`, with the manager of this server."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine.__new__(Engine)
+    engine.tokenizer_manager, engine.server_args = manager, manager.server_args
+    engine.loop = SimpleNamespace(
+        run_until_complete=lambda doing: asyncio.run_coroutine_threadsafe(doing, loop).result()
+    )
+    return engine
+
+
+def update_offline(engine: Any, message: dict[str, Any]) -> Any:
+    """What docs/integrations/sglang.md has a script do with an offline engine."""
+    from pulsesync.integrations.sglang import request
+
+    engine.begin_weight_update()
+    success, answer = engine.update_weights_from_tensor(request(message), load_format=LOADER)
+    engine.end_weight_update()
+    return [success, answer]
+
+
 async def serve(port: int, pipes: list[Connection], arguments: Any) -> None:
     import uvicorn
     from fastapi import Request
@@ -276,9 +299,14 @@ async def serve(port: int, pipes: list[Connection], arguments: Any) -> None:
     manager = make_manager(pipes, arguments)
     http_server.set_global_state(http_server._GlobalState(manager, None, {}))
 
+    engine = make_engine(manager, asyncio.get_running_loop())
+
     @http_server.app.post("/test")
     async def test(request: Request) -> Any:
-        return await asyncio.to_thread(manager.ask, json.loads(await request.body()))
+        asked = json.loads(await request.body())
+        if "engine" in asked:
+            return await asyncio.to_thread(update_offline, engine, asked["engine"])
+        return await asyncio.to_thread(manager.ask, asked)
 
     config = uvicorn.Config(http_server.app, host="127.0.0.1", port=port, lifespan="off", log_level="warning")
     await uvicorn.Server(config).serve()

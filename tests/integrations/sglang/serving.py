@@ -46,13 +46,13 @@ def make_checkpoint(folder: Path, kind: str = "Llama", **sizes: Any) -> Path:
 class Training:
     """A trainer that changes a few weights in each version, and saves every version as a checkpoint, too."""
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, checkpoint: Path, folder: Path, ranks: int = 2) -> None:
         self.location, self._folder = folder / "run", folder
         self.weights = load_file(checkpoint / "model.safetensors")
         self._config = (checkpoint / "config.json").read_bytes()
         shape = ModelShape.from_config(json.loads(self._config), lm_head="lm_head.weight" in self.weights)
         self.publisher = Publisher(
-            str(self.location), grid=grid(shape, [EngineRank.sglang(rank, 2) for rank in range(2)])
+            str(self.location), grid=grid(shape, [EngineRank.sglang(rank, ranks) for rank in range(ranks)])
         )
         self._random = torch.Generator().manual_seed(7)
         self.version = -1
