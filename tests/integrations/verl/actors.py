@@ -3,7 +3,8 @@
 Not in the test module: every actor is a process that imports the module of its class, and this one does without pytest.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.import_utils import import_external_libs
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
@@ -74,15 +76,19 @@ def damage(files: set[Path]) -> None:
 
 
 class ShardedEngine:
-    """A model sharded by FSDP2, exported as verl's FSDP engine does it: every rank gathers every tensor.
+    """A model sharded by FSDP2 on CPUs, exported by verl's FSDP engine, which verl does not make without a GPU.
 
     Args:
         shapes: Dtype and shape of each tensor.
         weights: The complete tensors after a step.
     """
 
+    # What FSDPEngine.get_per_tensor_param looks at: no adapters, nothing offloaded, no quantisation.
+    model_config = SimpleNamespace(lora={}, hf_config=SimpleNamespace(model_type="llama"))
+    _uses_fsdp2_cpu_offload_policy = _is_offload_param = _qat_enabled = False
+
     def __init__(self, shapes: Shapes, weights: Callable[[int], dict[str, torch.Tensor]]) -> None:
-        self.weights, self.skips = weights, ""
+        self.weights, self.skips, self.dies_at = weights, "", ""
         self.module = nn.Module()
         for name, (dtype, shape) in shapes.items():
             layer = nn.Module()
@@ -90,6 +96,9 @@ class ShardedEngine:
             self.module.add_module(name.removesuffix(".weight"), layer)
         self.mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         fully_shard(self.module, mesh=self.mesh)
+        # It asks for the GPU to gather on, and for the memory of it.
+        transformer_impl.get_device_id = lambda: "cpu"
+        transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
 
     def train(self, step: int) -> None:
         for name, full in self.weights(step).items():
@@ -97,9 +106,17 @@ class ShardedEngine:
             assert isinstance(live, DTensor)
             live.to_local().copy_(distribute_tensor(full, self.mesh, live.placements).to_local())
 
-    def get_per_tensor_param(self) -> tuple[Any, None]:
-        gathered = ((name, param.full_tensor()) for name, param in self.module.state_dict().items())
-        return ((name, tensor) for name, tensor in gathered if name != self.skips), None
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        exported, adapters = transformer_impl.FSDPEngine.get_per_tensor_param(self)
+        assert adapters is None
+        return self._passed_on(exported), None
+
+    def _passed_on(self, exported: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in exported:
+            if name == self.dies_at:
+                os._exit(1)
+            if name != self.skips:
+                yield name, tensor
 
 
 class TrainerWorker(Worker):
@@ -139,6 +156,11 @@ class TrainerWorker(Worker):
     def skip_on_rank_1(self, name: str) -> None:
         """From now on rank 1 is given all tensors but this one; "": all of them."""
         self.actor.engine.skips = name if self.rank == 1 else ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die_on_rank_1(self, name: str) -> None:
+        """In the next sync the process of rank 1 ends when it is asked for this tensor."""
+        self.actor.engine.dies_at = name if self.rank == 1 else ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept_bytes(self) -> int:

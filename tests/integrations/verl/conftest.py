@@ -10,9 +10,10 @@ import pytest
 
 IS_THERE = find_spec("verl") is not None
 if IS_THERE:
-    with warnings.catch_warnings():  # of verl, about Ray and torch, as it is imported
+    with warnings.catch_warnings():  # of verl, about Ray, torch and what it does not find, as it is imported
         warnings.simplefilter("ignore")
-        import_module("verl.workers.engine_workers")
+        for name in ("engine_workers", "engine.fsdp", "rollout.sglang_rollout.utils"):
+            import_module(f"verl.workers.{name}")
 
 
 class UntestedModule(pytest.Module):

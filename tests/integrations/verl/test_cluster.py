@@ -142,8 +142,9 @@ def test_a_rollout_that_was_killed_is_replaced_and_follows(job: Job) -> None:
     job.check(7)
 
 
-def test_trainers_that_were_killed_resume_the_run_and_no_older_step_is_handed_out(job: Job) -> None:
-    ray.kill(job.trainers.workers[1])
+def test_trainers_of_which_one_died_in_a_sync_resume_the_run_and_no_older_step_is_handed_out(job: Job) -> None:
+    job.trainers.die_on_rank_1("up.weight")
+    job.trainers.train(8)
     with pytest.raises(ray.exceptions.RayError):
         job.manager.update_weights(global_steps=8)
     job.check(7)

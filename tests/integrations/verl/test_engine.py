@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
 from pulsesync import Publisher, SigningKey
 from pulsesync.errors import (
@@ -73,6 +74,19 @@ def test_each_step_arrives_bit_for_bit(tmp_path: Path) -> None:
     trainer, rollout = engine(tmp_path, is_master=True), engine(tmp_path)
     for step in (3, 4, 5):
         sync(trainer, step, rollout)
+
+
+def test_what_verl_makes_of_it_for_sglang_has_every_bit(tmp_path: Path) -> None:
+    trainer, rollout = engine(tmp_path, is_master=True), engine(tmp_path)
+    begin(trainer, rollout)
+    send(trainer, 1)
+
+    async def packed() -> list[list[tuple[str, torch.Tensor]]]:
+        return [bucket async for bucket in get_named_tensor_buckets(rollout.receive_weights(1), 200_000)]
+
+    buckets = asyncio.run(packed())
+    assert len(buckets) > 1
+    assert described(dict(pair for bucket in buckets for pair in bucket)) == described(published_at(1))
 
 
 def test_a_step_without_a_change_is_a_version_too(tmp_path: Path) -> None:
