@@ -1,6 +1,7 @@
 """The protocol with the simplest frameworks there can be: numpy arrays that are written in place, or replaced."""
 
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,22 @@ def test_weights_that_cannot_be_restored_after_a_failure_are_reported_as_torn() 
         with pytest.raises(VerificationError, match="between two versions") as caught:
             follower.sync(worker)
     assert caught.value.torn
+
+
+def test_the_pause_that_is_reported_is_the_time_of_the_writes() -> None:
+    class Slow(InPlace):
+        def write(self, name: str, bits: Any) -> None:
+            super().write(name, bits)
+            time.sleep(0.05)
+
+    store = MemoryStore()
+    with Publisher(store) as publisher, FrameworkSubscriber(store) as follower:
+        publisher.publish({"a": np.ones(60), "b": np.ones(60)})
+        began = time.perf_counter()
+        report = follower.sync(Slow({"a": np.zeros(60), "b": np.zeros(60)}))
+        took_s = time.perf_counter() - began
+    assert 0.1 <= report.apply_s < took_s
+    assert report.fetch_s + report.prepare_s + report.apply_s < took_s
 
 
 def test_watching_writes_each_version() -> None:

@@ -13,7 +13,9 @@
 `pulsesync.testing.FrameworkTests` is a test suite for such a class. `jax` and `keras` are built on this.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,9 +116,7 @@ class FrameworkSubscriber:
             the weights until a sync succeeds.
         """
         tensors = self._attached(weights)
-        report = self.subscriber.sync(self._copy, version, **options)
-        self._write(weights, tensors)
-        return report
+        return self._written(self.subscriber.sync(self._copy, version, **options), weights, tensors)
 
     def watch(self, weights: FrameworkWeights, **options: Any) -> Iterator[SyncReport]:
         """Bring the weights to each version as it comes, and yield the report of each. Raises: as `sync`.
@@ -127,8 +127,7 @@ class FrameworkSubscriber:
         """
         self._attached(weights)
         for report in self.subscriber.watch(self._copy, **options):
-            self._write(weights, published_tensors(weights))
-            yield report
+            yield self._written(report, weights, published_tensors(weights))
 
     def roll_back(self, weights: FrameworkWeights) -> int | None:
         """Undo the last sync that wrote, from memory. Return the version, None where there is none to go back to."""
@@ -171,17 +170,26 @@ class FrameworkSubscriber:
             self._kind = kind
         return tensors
 
-    def _write(self, weights: FrameworkWeights, tensors: Mapping[str, Any]) -> None:
-        """Write what differs from the copy; if that fails, write the old weights back."""
+    def _written(self, report: SyncReport, weights: FrameworkWeights, tensors: Mapping[str, Any]) -> SyncReport:
+        """Write what a sync of the copy has changed; `apply_s` is then that time, in which the weights change."""
+        began = time.perf_counter()
+        writing_s = self._write(weights, tensors)
+        before_s = time.perf_counter() - began - writing_s
+        return replace(report, prepare_s=report.prepare_s + report.apply_s + before_s, apply_s=writing_s)
+
+    def _write(self, weights: FrameworkWeights, tensors: Mapping[str, Any]) -> float:
+        """Write what differs from the copy, and return the seconds; if that fails, write the old weights back."""
         immutable = getattr(weights, "immutable", False)
-        old: dict[str, Any] = {}
+        names, old = _differing(tensors, self._copy), dict[str, Any]()
+        began = time.perf_counter()
         try:
-            for name in _differing(tensors, self._copy):
+            for name in names:
                 old[name] = tensors[name] if immutable else _copy(tensors[name])
                 weights.write(name, self._copy[name])
         except BaseException as e:
             _write_back(weights, old, e)
             raise
+        return time.perf_counter() - began
 
 
 def _write_back(weights: FrameworkWeights, old: Mapping[str, Any], failure: BaseException) -> None:
