@@ -7,7 +7,7 @@ import pytest
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.state.views import new_tensors, read_published, view_bits
+from pulsesync.state.views import new_tensors, read_published, torch_dtype, view_bits
 from pulsesync.testing import random_bits
 
 pytest.importorskip("torch")
@@ -51,6 +51,10 @@ TENSORS = {
 
 def test_every_dtype_of_the_format_is_covered_here() -> None:
     assert ARRAYS.keys() == TENSORS.keys() == DTYPES.keys()
+
+
+def test_every_dtype_of_the_format_has_one_of_torch() -> None:
+    assert {dtype: torch_dtype(dtype) for dtype in DTYPES} == TENSORS
 
 
 def one(source: Any) -> Any:
