@@ -28,7 +28,13 @@ class FlatChanges:
         return FlatChanges(*(column.to(where) for column in (self.owners, self.indices, self.old, self.new)))
 
     def where(self, mask: torch.Tensor) -> "FlatChanges":
-        return FlatChanges(*(column[mask] for column in (self.owners, self.indices, self.old, self.new)))
+        """Those for which a mask is True."""
+        chosen = mask.nonzero()[:, 0]  # once for all columns
+        return self if chosen.numel() == self.count else self.take(chosen)
+
+    def take(self, chosen: torch.Tensor) -> "FlatChanges":
+        """Those of some numbers, in their order."""
+        return FlatChanges(*(column[chosen] for column in (self.owners, self.indices, self.old, self.new)))
 
     def inverse(self) -> "FlatChanges":
         return FlatChanges(self.owners, self.indices, self.new, self.old)
@@ -38,7 +44,7 @@ class FlatChanges:
         keys = (self.owners << 46) | self.indices  # no tensor has more weights
         if bool((keys[1:] > keys[:-1]).all()):
             return self
-        return self.where(torch.argsort(keys))
+        return self.take(torch.argsort(keys))
 
     @property
     def count(self) -> int:
@@ -60,15 +66,24 @@ class TileIndex:
         starts = np.cumsum([0, *(tile.size for tile in layout.tiles)])
         table = np.concatenate([np.array((at, 0, 0, 0)) + rows for rows, at in zip(tables, starts[:-1], strict=True)])
         owners = [numbers[piece.tensor.name] for tile in layout.tiles for piece in tile.pieces or (tile,)]
-        self._starts = torch.from_numpy(starts).to(where)
+        firsts = np.cumsum([0, *(len(rows) for rows in tables)])
+        self._starts, self._pieces = (torch.from_numpy(some).to(where) for some in (starts, firsts))
         self._begins, self._firsts, self._columns, self._strides = torch.from_numpy(table.T.copy()).to(where)
         self._owners = torch.tensor(owners, device=where)
+        self._bundles = any(tile.pieces for tile in layout.tiles)
+        self._cut = bool((table[:, 3] > 0).any())
 
     def by_tensor(self, changes: FlatChanges) -> FlatChanges:
         """Changes of tiles as changes of the tensors that the tiles are of."""
-        at = self._starts[changes.owners] + changes.indices
-        piece = torch.searchsorted(self._begins, at, right=True) - 1
-        inside, columns, strides = at - self._begins[piece], self._columns[piece], self._strides[piece]
-        in_rows = torch.div(inside, columns, rounding_mode="floor") * (strides - columns)
-        indices = self._firsts[piece] + inside + torch.where(strides > 0, in_rows, 0)
+        piece, inside = self._pieces[changes.owners], changes.indices
+        if self._bundles:
+            many = (self._pieces[changes.owners + 1] - piece > 1).nonzero()[:, 0]
+            at = self._starts[changes.owners[many]] + inside[many]
+            piece[many] = torch.searchsorted(self._begins, at, right=True) - 1
+            inside = inside.index_put((many,), at - self._begins[piece[many]])
+        indices = self._firsts[piece] + inside
+        if self._cut:
+            columns, strides = self._columns[piece], self._strides[piece]
+            in_rows = torch.div(inside, columns, rounding_mode="floor") * (strides - columns)
+            indices += torch.where(strides > 0, in_rows, 0)
         return FlatChanges(self._owners[piece], indices, changes.old, changes.new)

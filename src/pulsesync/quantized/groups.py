@@ -6,7 +6,7 @@ are read. If the scale stays, down to its last bit, only the changed weights are
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -130,9 +130,12 @@ class QuantizedGroups:
     ) -> tuple[GroupScales, torch.Tensor]:
         """The groups after changes, and the numbers of those that must be quantised as a whole."""
         now, before = (magnitude_bits(bits).to(torch.int32) for bits in (changed.new, changed.old))
-        peak = torch.full_like(known.largest, -1).scatter_reduce_(0, changed.groups, now, "amax")
+        at_most = known.largest[changed.groups]
+        # Few changed weights are as large as any of their group: only they meet in its number, one after the other.
+        large = (now >= at_most).nonzero()[:, 0]
+        peak = torch.full_like(known.largest, -1).scatter_reduce_(0, changed.groups[large], now[large], "amax")
         was_largest = torch.zeros_like(known.largest, dtype=torch.bool)
-        was_largest[changed.groups[before == known.largest[changed.groups]]] = True
+        was_largest[changed.groups[(before == at_most).nonzero()[:, 0]]] = True
         largest = torch.maximum(known.largest, peak)
         unknown = (was_largest & (peak < known.largest)).nonzero()[:, 0]
         if unknown.numel():
@@ -143,8 +146,12 @@ class QuantizedGroups:
         moved = (largest != known.largest).nonzero()[:, 0]
         scales = known.scales.clone()
         scales[moved] = self._scales(largest[moved])
-        # What a group with NaN becomes is for the engine's formula to say: it is quantised as a whole.
-        differ = (scales.view(torch.int32) != known.scales.view(torch.int32)) | (largest > self._infinity) & (peak >= 0)
+        differ = scales.view(torch.int32) != known.scales.view(torch.int32)
+        if bool((without_number := largest > self._infinity).any()):
+            # What a group with NaN becomes is for the engine's formula to say: it is quantised as a whole.
+            touched = torch.zeros_like(differ)
+            touched[changed.groups] = True
+            differ |= without_number & touched
         return GroupScales(largest, scales), differ.nonzero()[:, 0]
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
@@ -226,7 +233,7 @@ class _ChangedCells:
             return self
         apart = torch.ones(count, dtype=torch.bool, device=groups.device)
         apart[groups] = False
-        kept = apart[self.groups]
+        kept = apart[self.groups].nonzero()[:, 0]
         columns = (self.owners, self.indices, self.old, self.new, self.groups)
         return _ChangedCells(*(column[kept] for column in columns))
 
@@ -248,14 +255,12 @@ class _Lane:
 
     def copied(self, changes: FlatChanges) -> FlatChanges:
         """What changes in tensors that are copied; from old to new bits, as `changes` has them."""
-        owners = self._copied[changes.owners]
-        mask = owners >= 0
-        return FlatChanges(owners[mask], changes.indices[mask], changes.old[mask], changes.new[mask])
+        copied = replace(changes, owners=self._copied[changes.owners])
+        return copied.where(copied.owners >= 0)
 
     def cells(self, changes: FlatChanges) -> _ChangedCells:
         """The changed weights of tensors that are quantised."""
-        mask = self._quantized[0][changes.owners] >= 0
-        changes = changes.where(mask)
+        changes = changes.where(self._quantized[0][changes.owners] >= 0)
         numbers, columns, high, wide, across, first = self._quantized[:, changes.owners]
         row = changes.indices // columns
         column = changes.indices - row * columns
