@@ -168,12 +168,13 @@ class JaxWeights:
                     tensor=name,
                 )
             self._leaves[name] = leaf
+        self._by_torch = all_on_gpus(self._leaves.values())
 
     def names(self) -> Iterable[str]:
         return self._leaves
 
     def bits(self, name: str) -> Any:
-        return array_bits(name, self._leaves[name])
+        return array_bits(name, self._leaves[name], self._by_torch)
 
     def write(self, name: str, bits: Any) -> None:
         self._leaves[name] = array_like(name, self._leaves[name], bits)
@@ -185,8 +186,14 @@ class JaxWeights:
         return self._structure.unflatten(self._leaves.values())
 
 
-def array_bits(name: str, array: Any) -> Any:
-    """The bits of an array: a torch tensor in its memory, if that is on one GPU, or a read-only numpy array.
+def all_on_gpus(arrays: Iterable[Any]) -> bool:
+    """Whether arrays are read by torch, where they are: each on one GPU. If one is not, all go through the host."""
+    jax = _jax()
+    return all(isinstance(array, jax.Array) and _through_torch(array) for array in arrays)
+
+
+def array_bits(name: str, array: Any, by_torch: bool) -> Any:
+    """The bits of an array: a read-only numpy array, or, by_torch, a tensor in the array's own memory.
 
     Raises:
         StateError: it is no array, a key of a random generator, or other processes have parts of it.
@@ -204,7 +211,7 @@ def array_bits(name: str, array: Any) -> Any:
             "jax.experimental.multihost_utils.process_allgather, and publish in one process",
             tensor=name,
         )
-    if not _through_torch(array):
+    if not by_torch:
         return np.asarray(array)
     from torch.utils.dlpack import from_dlpack
 
@@ -260,7 +267,7 @@ def _wait_for_torch(arrays: Iterable[Any]) -> None:
 
 
 def _through_torch(array: Any) -> bool:
-    """Whether an array is read by torch, where it is: on one GPU."""
+    """Whether torch can read an array where it is: on one GPU."""
     sharding = array.sharding
     if len(sharding.device_set) != 1 or sharding.memory_kind not in (None, "device"):
         return False

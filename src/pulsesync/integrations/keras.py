@@ -22,7 +22,7 @@ import numpy as np
 
 from pulsesync.errors import PulseError, StateError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
-from pulsesync.integrations.jax import array_bits, array_like, lent
+from pulsesync.integrations.jax import all_on_gpus, array_bits, array_like, lent
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import SyncReport
@@ -60,6 +60,8 @@ class KerasWeights:
                     tensor=variable.path,
                 )
             self._variables[variable.path] = variable
+        values = [variable.value for variable in self._variables.values()]
+        self._by_torch = self.backend == "jax" and all_on_gpus(values)
 
     def names(self) -> Iterable[str]:
         return self._variables
@@ -67,7 +69,7 @@ class KerasWeights:
     def bits(self, name: str) -> Any:
         value = self._variables[name].value
         if self.backend == "jax":
-            return array_bits(name, value)
+            return array_bits(name, value, self._by_torch)
         if self.backend == "torch":
             return value.detach()
         return np.asarray(value.numpy())

@@ -55,6 +55,14 @@ class TestThroughTorch(FrameworkTests):
         assert weights.bits("a").data_ptr() == weights.array("a").unsafe_buffer_pointer()
 
 
+def test_a_tree_of_which_torch_cannot_read_an_array_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is sharded over several GPUs: a state is in host memory or on GPUs, not in both."""
+    params = {"one": jnp.ones(3), "sharded": jnp.ones(4)}
+    monkeypatch.setattr(adapter, "_through_torch", lambda array: array.shape == (3,))
+    weights = JaxWeights(params)
+    assert all(isinstance(weights.bits(name), np.ndarray) for name in weights.names())
+
+
 def bits_of(array: Any) -> np.ndarray[Any, Any]:
     found = np.asarray(array)
     return found.copy(order="C").view(f"u{found.itemsize}")
