@@ -16,6 +16,8 @@ from pulsesync.integrations.sglang import LOADER, SglangEngine, SglangServer, lo
 
 STATUS = {"location": None, "version": None, "update": None, "failure": None, "broken": None, "ranks_agree": True}
 
+PLAIN: dict[str, Any] = {"dp_size": 1, "attn_dp_size": 1, "pp_size": 1, "moe": SimpleNamespace(enable_eplb=False)}
+
 
 class Fake:
     """A server that answers what a test says, and keeps what it was asked."""
@@ -138,7 +140,7 @@ def test_an_update_is_repeated_if_its_cache_was_not_dropped(fake: tuple[Fake, Sg
 
 
 def test_load_takes_a_request_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "_context", lambda name: SimpleNamespace(tp_size=1))
+    monkeypatch.setattr(sglang, "_context", lambda _: SimpleNamespace(tp_size=1, **PLAIN))
     model: Any = torch.nn.Linear(1, 1)
     for tensors in ([("lm_head.weight", torch.zeros(3))], [], [*request({"do": "status"}), ("x", torch.zeros(1))]):
         with pytest.raises(ValueError, match="takes one tensor"):
@@ -151,12 +153,19 @@ def test_load_takes_a_request_and_nothing_else(monkeypatch: pytest.MonkeyPatch) 
     ("name", "flag"), [("dp_size", "--dp-size"), ("attn_dp_size", "--enable-dp-attention"), ("pp_size", "--pp-size")]
 )
 def test_engines_whose_places_are_not_known_are_refused(name: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {"dp_size": 1, "attn_dp_size": 1, "pp_size": 1, "moe": SimpleNamespace(enable_eplb=False)}
+    given = {**PLAIN}
     monkeypatch.setattr(sglang, "_context", lambda _: SimpleNamespace(**given))
     SglangEngine(torch.nn.Linear(1, 1)).check()
     given[name] = 2
     with pytest.raises(StateError, match=flag):
-        SglangEngine(torch.nn.Linear(1, 1)).check()
+        load(torch.nn.Linear(1, 1), request({"do": "status"}))
+
+
+def test_an_engine_that_moves_its_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {**PLAIN, "moe": SimpleNamespace(enable_eplb=True)}
+    monkeypatch.setattr(sglang, "_context", lambda _: SimpleNamespace(**given))
+    with pytest.raises(StateError, match="--enable-eplb"):
+        load(torch.nn.Linear(1, 1), request({"do": "status"}))
 
 
 def test_the_plugin_leaves_other_updates_alone() -> None:

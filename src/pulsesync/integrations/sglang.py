@@ -92,6 +92,7 @@ class _Rank:
     """A rank of the engine: its follower, and the others."""
 
     def __init__(self, engine: "SglangEngine") -> None:
+        engine.check()  # before the ranks meet: with other kinds of parallelism they might not
         self._follower = EngineFollower(engine, EngineLimits.read(PREFIX))
         self._team = engine.team()
         self.rank, self.size = self._team.rank, self._team.size
@@ -153,10 +154,10 @@ class SglangEngine(EngineAdapter):
 
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
         model = _context("model")
-        loader = import_module("sglang.srt.model_loader.loader").DefaultModelLoader
-        config = import_module("sglang.srt.configs.load_config").LoadConfig(load_format=model.load_format)
         if model.load_format not in ("auto", "safetensors", "pt", "mistral"):
             raise PulseError(f"load_format={model.load_format!r} has no checkpoint that can be read again")
+        loader = import_module("sglang.srt.model_loader.loader").DefaultModelLoader
+        config = import_module("sglang.srt.configs.load_config").LoadConfig(load_format=model.load_format)
         yield from loader(config)._get_weights_iterator(loader.Source(model.model_path, model.revision))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:

@@ -57,8 +57,11 @@ class Training:
         self._random = torch.Generator().manual_seed(7)
         self.version = -1
 
-    def publish(self) -> int:
-        if self.version >= 0:
+    def publish(self, weights: dict[str, Any] | None = None) -> int:
+        """Publish these weights, or others by a few bits than the last ones."""
+        if weights is not None:
+            self.weights = weights
+        elif self.version >= 0:
             for tensor in self.weights.values():
                 chosen = torch.rand(tensor.shape, generator=self._random) < 0.02
                 bits = tensor.view(torch.int16)
@@ -78,8 +81,8 @@ class Training:
 class Server:
     """A running server."""
 
-    def __init__(self, url: str, process: "subprocess.Popen[bytes]") -> None:
-        self.url, self.process = url, process
+    def __init__(self, url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.url, self.process, self.log = url, process, log
 
     def test(self, **asked: Any) -> Any:
         """Ask every rank what only a test asks."""
@@ -113,9 +116,9 @@ def serving(checkpoint: Path, log: Path, ranks: int) -> Iterator[Server]:
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-    server = Server(f"http://127.0.0.1:{port}", process)
+    server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
-        _wait(server, log)
+        _wait(server)
         yield server
     finally:
         process.terminate()
@@ -126,7 +129,7 @@ def serving(checkpoint: Path, log: Path, ranks: int) -> Iterator[Server]:
             process.wait()
 
 
-def _wait(server: Server, log: Path) -> None:
+def _wait(server: Server) -> None:
     until = time.monotonic() + START_S
     while time.monotonic() < until and server.process.poll() is None:
         try:
@@ -135,4 +138,4 @@ def _wait(server: Server, log: Path) -> None:
             time.sleep(0.3)
         else:
             return
-    raise AssertionError(f"the server did not start: {log.read_text(errors='replace')[-3000:]}")
+    raise AssertionError(f"the server did not start: {server.log.read_text(errors='replace')[-3000:]}")
