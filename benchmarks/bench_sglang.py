@@ -4,10 +4,11 @@
 
 SGLang's own server, managers, weight updaters, models and weight loaders, on CPUs and without its kernels
 (tests/integrations/sglang/engine.py): nothing is generated, so that the pause is the time between the requests that
-pause and resume, not what a client would wait for a token. The model is a Llama of 40 million random weights in BF16,
-in two tensor-parallel ranks; the changes are those of Adam (`pulsesync.testing.AdamUpdates`). For comparison, each
-version is then loaded again from a file by SGLang's own loaders. After every update all parameters of both ranks are
-compared with what SGLang loads of that version, bit for bit.
+pause and resume, not what a client would wait for a token. `pauses_s` is the sum of all pauses of an update; the last
+of them, `last_pause_s`, is the one in which weights are written. The model is a Llama of 42 million random weights in
+BF16, in two tensor-parallel ranks; the changes are those of Adam (`pulsesync.testing.AdamUpdates`). For comparison,
+each version is then loaded again from a file by SGLang's own loaders. After every update all parameters of both ranks
+are compared with what SGLang loads of that version, bit for bit.
 """
 
 import argparse
@@ -58,7 +59,8 @@ def main() -> None:
                         "path": "+".join(report.path),
                         "fetched_bytes": report.fetched_bytes,
                         "update_s": round(update_s, 3),
-                        "pause_s": round(report.pause_s, 3),
+                        "pauses_s": round(report.pause_s, 3),
+                        "last_pause_s": round(driver._pause_s, 3),
                         "reload_s": round(reload_s, 3),
                     }
                 )

@@ -35,7 +35,7 @@ PREFIX = "PULSE_SGLANG"  # of PULSE_SGLANG_RUNS, PULSE_SGLANG_TRUST and PULSE_SG
 TENSOR = "pulsesync.request"
 MOST_BYTES = 1 << 16  # of a request
 READY_S = 120.0  # for which an update is prepared while the server generates; then the pause waits for the rest
-FIRST_POLL_S, MAX_POLL_S = 0.05, 2.0  # between two looks whether it is ready, each of which is a short pause
+FIRST_POLL_S, MAX_POLL_S = 0.25, 2.0  # between two looks whether it is ready, each of which is a short pause
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 
 logger = logging.getLogger(__name__)
