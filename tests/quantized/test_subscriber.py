@@ -4,6 +4,7 @@ Everything runs in host memory and on a device: a GPU, or Triton's interpreter w
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pulsesync import Publisher, StateError, Subscriber, VerificationError  # noqa: E402
+from pulsesync import ClosedError, Publisher, StateError, Subscriber, VerificationError  # noqa: E402
 from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize  # noqa: E402
+from pulsesync.quantized.changes import FlatChanges  # noqa: E402
+from pulsesync.state.host import HostState  # noqa: E402
 from pulsesync.store import MemoryStore  # noqa: E402
 from pulsesync.testing.backends import host_as_device  # noqa: E402
 from tests.conftest import GPU  # noqa: E402
@@ -400,7 +403,175 @@ def test_options_that_cannot_be_are_refused() -> None:
         QuantizedSubscriber(MemoryStore(), "fp8")
     with pytest.raises(ValueError, match="plain must be 'device' or 'host'; got 'disk'"):
         QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", plain="disk")
-    with pytest.raises(ValueError, match="widen= is for plain weights"):
-        QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", widen=True)
+    with pytest.raises(ValueError, match="verify_every must be 0 or a number of syncs; got -1"):
+        QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", verify_every=-1)
     with pytest.raises(ValueError, match="must be those of matrices of the source; 'x' is not"):
         quantize({"x": torch.zeros(3)}, "vllm-fp8-block", ["x"])
+
+
+class TestMemoryThatIsShared:
+    """Names that have one memory in the worker must have one in the run, and their scales too."""
+
+    def refused(self, match: str, run: Tensors, worker: Tensors) -> None:
+        store = MemoryStore()
+        Publisher(store, codec="gap").publish(run)
+        with QuantizedSubscriber(store, "vllm-fp8-channel") as sub, pytest.raises(StateError, match=match):
+            sub.sync(worker)
+
+    def test_by_tensors_that_the_run_has_apart(self) -> None:
+        run = {name: torch.ones(4, 4).bfloat16() for name in ("a", "b")}
+        worker = quantize({"a": run["a"], "b": run["a"]}, "vllm-fp8-channel", ["a", "b"])
+        worker["b"] = worker["a"]
+        self.refused("'b' and 'a' share memory here, and in the run they do not", run, worker)
+
+    def test_by_tensors_whose_scales_are_apart(self) -> None:
+        shared = torch.ones(4, 4).bfloat16()
+        worker = quantize({"a": shared, "b": shared}, "vllm-fp8-channel", ["a", "b"])
+        worker["b"] = worker["a"]
+        self.refused("'b' and 'a' share memory here, and their scales do not", {"a": shared, "b": shared}, worker)
+
+    def test_by_scales_and_a_tensor_of_the_run(self) -> None:
+        run = {"a": torch.ones(4, 4).bfloat16(), "a_scale": torch.ones(4)}
+        worker = {"a": torch.zeros(4, 4).to(torch.float8_e4m3fn), "a_scale": torch.zeros(4)}
+        self.refused("the scales of 'a' are 'a_scale', which is a tensor of the run", run, worker)
+
+
+def test_scales_of_another_shape_are_refused() -> None:
+    store = MemoryStore()
+    Publisher(store).publish(run := {"a": torch.ones(300, 140).bfloat16()})
+    worker = quantize(run, "vllm-fp8-block", ["a"])
+    worker["a_scale_inv"] = worker["a_scale_inv"].t().contiguous()
+    with QuantizedSubscriber(store, "vllm-fp8-block") as sub, pytest.raises(StateError, match="of 3 × 2 numbers"):
+        sub.sync(worker)
+
+
+HOST = Place("cpu")
+BLOCK = "vllm-fp8-block"
+
+
+def test_verify_every_finds_what_something_else_wrote() -> None:
+    trainer = Trainer(HOST)
+    worker = trainer.worker(BLOCK)
+    with QuantizedSubscriber(trainer.store, BLOCK, verify_every=2) as sub:
+        sub.sync(worker)
+        worker["norm.weight"].zero_()
+        assert sub.sync(worker).whole
+        assert_same(worker, trainer.expected(BLOCK))
+
+
+@pytest.mark.parametrize("by", ["sync", "verify"])
+def test_what_was_quantised_from_a_damaged_mirror_is_made_anew(by: str) -> None:
+    trainer = Trainer(HOST)
+    worker = trainer.worker(BLOCK)
+    with QuantizedSubscriber(trainer.store, BLOCK) as sub:
+        sub.sync(worker)
+        sub._mirror["a.weight"][3, 3] = 100.0
+        worker = {name: tensor.clone() for name, tensor in worker.items()}  # other memory: quantised from the mirror
+        sub.sync(worker)
+        assert worker["a.weight_scale_inv"].max() > 0.1
+        if by == "verify":
+            with pytest.raises(VerificationError, match="something else has written to"):
+                sub.verify()
+        assert sub.sync(worker, verify=True).whole
+        assert_same(worker, trainer.expected(BLOCK))
+
+
+def test_a_roll_back_after_a_sync_that_was_refused_undoes_the_one_before() -> None:
+    trainer = Trainer(HOST)
+    worker, answers = trainer.worker(BLOCK), iter([None, None, KeyError])
+
+    def confirm() -> None:
+        if error := next(answers):
+            raise error
+
+    with QuantizedSubscriber(trainer.store, BLOCK, confirm=confirm) as sub:
+        sub.sync(worker)
+        first = HOST.tensors(worker)
+        trainer.nudge()
+        sub.sync(worker)
+        trainer.nudge()
+        with pytest.raises(KeyError):
+            sub.sync(worker)
+        assert sub.version == 1
+        assert sub.roll_back() == sub.version == 0  # and the caller is not asked
+        assert_same(worker, first)
+
+
+def test_tensors_made_in_inference_mode_are_written() -> None:
+    trainer = Trainer(HOST)
+    with torch.inference_mode():
+        worker = trainer.worker(BLOCK)
+    with QuantizedSubscriber(trainer.store, BLOCK) as sub:
+        for _ in range(2):
+            sub.sync(worker)
+            assert_same(worker, trainer.expected(BLOCK))
+            trainer.nudge()
+
+
+def test_groups_with_many_weights_and_a_new_scale_are_quantised_with_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pulsesync.quantized.groups.CELLS", 256)
+    trainer = Trainer(HOST)
+    worker = trainer.worker("vllm-fp8-tensor")
+    with QuantizedSubscriber(trainer.store, "vllm-fp8-tensor") as sub:
+        sub.sync(worker)
+        trainer.set("a.weight", (0, 0), 50.0)
+        assert sub.sync(worker).whole
+        assert_same(worker, trainer.expected("vllm-fp8-tensor"))
+        trainer.nudge(0.001)
+        assert not sub.sync(worker).whole
+        assert_same(worker, trainer.expected("vllm-fp8-tensor"))
+
+
+def test_a_mirror_that_fails_halfway_leaves_the_tensors_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(HOST, anchor_every=1)
+    worker = trainer.worker(BLOCK)
+    with QuantizedSubscriber(trainer.store, BLOCK, undo=0) as sub:
+        sub.sync(worker)
+        trainer.nudge()
+        sub.sync(worker)
+        before = HOST.tensors(worker)
+        with monkeypatch.context() as patched:
+            patched.setattr(HostState, "write_blocks", lambda self, blocks: 1 / 0)
+            with pytest.raises(VerificationError, match="the worker's tensors are as they were: sync again") as raised:
+                sub.sync(worker, version=0)
+        assert not raised.value.torn
+        assert_same(worker, before)
+        sub.sync(worker)
+        assert_same(worker, trainer.expected(BLOCK))
+
+
+def test_what_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(HOST)
+    worker = trainer.worker(BLOCK)
+    sub = QuantizedSubscriber(trainer.store, BLOCK)
+    get = MemoryStore.get
+
+    def closing(self: MemoryStore, *args: Any) -> bytes:
+        sub.close()
+        return get(self, *args)
+
+    monkeypatch.setattr(MemoryStore, "get", closing)
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="closed"):
+            sub.sync(worker)
+    assert (sub.version, sub.digest) == (None, None)
+
+
+def test_threads_take_turns() -> None:
+    trainer = Trainer(HOST)
+    worker = trainer.worker(BLOCK)
+    with QuantizedSubscriber(trainer.store, BLOCK) as sub, ThreadPoolExecutor(3) as pool:
+        for _ in range(5):
+            for done in [pool.submit(sub.sync, worker), pool.submit(sub.sync, worker, verify=True)]:
+                done.result()
+            sub.verify()
+            assert_same(worker, trainer.expected(BLOCK))
+            trainer.nudge()
+
+
+def test_changes_of_any_number_of_tensors_are_sorted() -> None:
+    owners = torch.tensor([(1 << 20) - 1, 131072, 5])
+    some = FlatChanges(owners, torch.tensor([3, 2, 1 << 42]), *(torch.zeros(3, dtype=torch.int8) for _ in range(2)))
+    assert some.sorted().owners.tolist() == [5, 131072, (1 << 20) - 1]

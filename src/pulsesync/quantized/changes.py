@@ -32,6 +32,10 @@ class FlatChanges:
         chosen = mask.nonzero()[:, 0]  # once for all columns
         return self if chosen.numel() == self.count else self.take(chosen)
 
+    def moving(self) -> "FlatChanges":
+        """Those that change anything."""
+        return self.where(self.old != self.new)
+
     def take(self, chosen: torch.Tensor) -> "FlatChanges":
         """Those of some numbers, in their order."""
         return FlatChanges(*(column[chosen] for column in (self.owners, self.indices, self.old, self.new)))
@@ -41,7 +45,7 @@ class FlatChanges:
 
     def sorted(self) -> "FlatChanges":
         """In the order of owners, and of indices in each."""
-        keys = (self.owners << 46) | self.indices  # no tensor has more weights
+        keys = (self.owners << 43) | self.indices  # a layout has at most 2^20 tensors
         if bool((keys[1:] > keys[:-1]).all()):
             return self
         return self.take(torch.argsort(keys))

@@ -65,14 +65,18 @@ class DerivedWeights:
         """Find what changes in the tensors; touches nothing."""
         changes = self._changed_weights()
         if changes is None:
-            known = self._groups.count(self._weights)
-            changed = sum(flat.numel() for flat in self._targets.tensors.values())
-            size = sum(self._tensor(target).numel() for target in self._targets.quantized)
-            return PreparedWeights(known, None, changed, size, self._targets.groups)
+            return self._prepare_whole()
         assert self._known is not None
         found = self._groups.follow(changes, self._weights, self._tensor, self._known)
+        if found is None:
+            return self._prepare_whole()
         transition = self._transition(found.changes)
         return PreparedWeights(found.known, transition, transition.changed, found.requantized, found.rescaled)
+
+    def _prepare_whole(self) -> PreparedWeights:
+        known = self._groups.count(self._weights)
+        changed = sum(flat.numel() for flat in self._targets.tensors.values())
+        return PreparedWeights(known, None, changed, self._groups.size, self._targets.groups)
 
     def _changed_weights(self) -> list[FlatChanges] | None:
         """What changed since the tensors were made, from then to now; None where that is not known.
@@ -126,6 +130,7 @@ class DerivedWeights:
                 ) from e
         self._made_from, self._known = self.plain.snapshot(), prepared.known
 
+    @torch.inference_mode()  # tensors that were made in it can be written in it alone; others can as well
     def _write_all(self, known: GroupScales) -> None:
         tensors = self._targets.tensors
         for target in self._targets.copied:

@@ -5,6 +5,7 @@ larger, which the weight itself shows. It can make it smaller only if it was the
 are read. If the scale stays, down to its last bit, only the changed weights are quantised; if not, all of the group.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from pulsesync.quantized.recipes import INTEGERS, Recipe, magnitude_bits
 from pulsesync.quantized.targets import Target, Targets
 
 CELLS = 1 << 24  # weights of groups that are read at a time
+WHOLE_SHARE = 16  # where one weight in so many is in a group with a new scale, it takes less to quantise all of them
 
 Weights = Callable[[int], torch.Tensor]  # of a tensor of the run, by its number: flat, on the device of the groups
 
@@ -50,6 +52,14 @@ class QuantizedGroups:
         self.targets, self.recipe, self.where = targets, recipe, where
         self._integer = INTEGERS[targets.dtype.itemsize]
         self._infinity = int(torch.tensor(torch.inf, dtype=targets.dtype).view(self._integer))
+        firsts = [target.first_group for target in targets.quantized]
+        ends = [
+            first + math.prod(recipe.scale_shape(target.shape))
+            for first, target in zip(firsts, targets.quantized, strict=True)
+        ]
+        self._borders = torch.tensor([firsts, ends], device=where)
+        self._group_sizes = [math.prod(recipe.group_shape(target.shape)) for target in targets.quantized]
+        self.size = sum(math.prod(target.shape) for target in targets.quantized)
         self._lanes = [_Lane(some, recipe, sources, where) for some in _one_each(targets)]
         by_scales = {target.first_group: target.scales for target in targets.quantized}
         self._first_groups = torch.tensor(sorted(by_scales), device=where)
@@ -88,8 +98,8 @@ class QuantizedGroups:
         weights: Weights,
         quantized: Callable[[Target], torch.Tensor],
         known: GroupScales,
-    ) -> Requantized:
-        """What changes of weights change in the tensors of the worker.
+    ) -> Requantized | None:
+        """What changes of weights change in the tensors of the worker; None: so much that all must be quantised.
 
         Args:
             changes: Of tensors of the run by number; all that changed since the worker's tensors were made.
@@ -112,17 +122,18 @@ class QuantizedGroups:
         if cells:
             changed = _ChangedCells.join(cells)
             later, rescaled = self._rescale(changed, weights, known)
+            if self._weights_in(rescaled) > max(self.size // WHOLE_SHARE, CELLS):
+                return None
             kept = changed.outside(rescaled, self.targets.groups)
             by_size.setdefault(1, []).append(self._encode_cells(kept, later.scales))
             count = kept.groups.numel()
             for target, indices, groups in self._cells_of(rescaled):
                 now = self._encode(weights(target.source)[indices], later.scales[groups])
                 before = quantized(target).view(torch.int8)[indices]
-                owners = torch.full_like(indices, target.number)
-                by_size[1].append(FlatChanges(owners, indices, before, now).where(before != now))
+                by_size[1].append(FlatChanges(torch.full_like(indices, target.number), indices, before, now))
                 count += indices.numel()
             by_size.setdefault(4, []).append(self._scale_changes(rescaled, known, later))
-        joined = (join_flat(some).sorted() for some in by_size.values())
+        joined = (join_flat(some).moving().sorted() for some in by_size.values())
         return Requantized([one for one in joined if one.count], later, rescaled.numel(), count)
 
     def _rescale(
@@ -163,23 +174,24 @@ class QuantizedGroups:
     def _encode_cells(self, cells: "_ChangedCells", scales: torch.Tensor) -> FlatChanges:
         """Quantise changed weights whose scales stay, before and after."""
         mine = scales[cells.groups]
-        old, new = self._encode(cells.old, mine), self._encode(cells.new, mine)
-        return FlatChanges(cells.owners, cells.indices, old, new).where(old != new)
+        return FlatChanges(cells.owners, cells.indices, self._encode(cells.old, mine), self._encode(cells.new, mine))
 
     def _scale_changes(self, rescaled: torch.Tensor, known: GroupScales, later: GroupScales) -> FlatChanges:
         tensor = torch.searchsorted(self._first_groups, rescaled, right=True) - 1
         old, new = (one.scales.view(torch.int32)[rescaled] for one in (known, later))
-        changes = FlatChanges(self._scale_tensors[tensor], rescaled - self._first_groups[tensor], old, new)
-        return changes.where(old != new)
+        return FlatChanges(self._scale_tensors[tensor], rescaled - self._first_groups[tensor], old, new)
+
+    def _weights_in(self, groups: torch.Tensor) -> int:
+        """At most how many weights some groups have, over all tensors."""
+        begins, ends = torch.searchsorted(groups, self._borders).tolist()
+        sizes = zip(begins, ends, self._group_sizes, strict=True)
+        return sum((end - begin) * size for begin, end, size in sizes)
 
     def _cells_of(self, groups: torch.Tensor) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
         """The weights of some groups: their tensor, where they are in it, and the group of each. Some at a time."""
         if not groups.numel():
             return
-        firsts = [target.first_group for target in self.targets.quantized]
-        counts = [target_groups(self.recipe, target) for target in self.targets.quantized]
-        borders = torch.tensor([firsts, [a + n for a, n in zip(firsts, counts, strict=True)]], device=self.where)
-        begins, ends = torch.searchsorted(groups, borders).tolist()
+        begins, ends = torch.searchsorted(groups, self._borders).tolist()
         for target, begin, end in zip(self.targets.quantized, begins, ends, strict=True):
             if begin < end:
                 yield from self._cells_in(target, groups[begin:end])
@@ -198,18 +210,13 @@ class QuantizedGroups:
             for begin in range(0, high, low):
                 row = top[:, None, None] + torch.arange(begin, min(begin + low, high), device=self.where)[:, None]
                 column = left[:, None, None] + torch.arange(wide, device=self.where)
-                inside = ((row < rows) & (column < columns)).reshape(-1)
-                shape = torch.broadcast_shapes(row.shape, column.shape)
-                indices = (row * columns + column).reshape(-1)
-                owner = chosen[:, None, None].expand(shape).reshape(-1)
-                if not bool(inside.all()):
-                    indices, owner = indices[inside], owner[inside]
-                yield target, indices, owner
-
-
-def target_groups(recipe: Recipe, target: Target) -> int:
-    down, across = recipe.scale_shape(target.shape)
-    return down * across
+                indices = row * columns + column
+                owner = chosen[:, None, None].expand(indices.shape).reshape(-1)
+                if rows % high or columns % wide:
+                    inside = ((row < rows) & (column < columns)).reshape(-1).nonzero()[:, 0]
+                    yield target, indices.reshape(-1)[inside], owner[inside]
+                else:
+                    yield target, indices.reshape(-1), owner
 
 
 @dataclass(frozen=True)

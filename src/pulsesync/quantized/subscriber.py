@@ -9,16 +9,21 @@ old weights, whole, and the next sync goes on from there.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from pulsesync import device
-from pulsesync.errors import StateError, VerificationError
+from pulsesync.errors import ClosedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.quantized.derived import DerivedWeights, PreparedWeights
 from pulsesync.quantized.recipes import Recipe, find_recipe
@@ -53,8 +58,13 @@ class QuantizedSubscriber:
         location: A path or URL of the run, or a store.
         recipe: How weights are quantised: a `Recipe`, or the name of one in `RECIPES`.
         plain: Where the mirror of the run's weights is kept: "device", beside the worker's tensors, or "host".
-        confirm: Called before the first of the worker's tensors is written, as by `Subscriber`.
-        **options: The other options of `Subscriber`: trust, cache, undo, verify_every, follow, max_staleness, executor.
+        trust: As for `Subscriber`.
+        cache: As for `Subscriber`.
+        undo: How many syncs can be rolled back without fetching anything.
+        verify_every: Recount mirror and tensors at every N-th sync, as `sync(verify=True)` does; 0: at none.
+        follow: Name of a pointer of the run to follow; None: the newest version.
+        confirm: Called in every sync that writes, before the first of the worker's tensors is written. What it raises
+            ends the sync with the tensors as they were.
     """
 
     def __init__(
@@ -63,19 +73,29 @@ class QuantizedSubscriber:
         recipe: str | Recipe,
         *,
         plain: str = "device",
+        trust: str | Collection[str] | None = None,
+        cache: str | Path | None = None,
+        undo: int = 1,
+        verify_every: int = 0,
+        follow: str | None = None,
         confirm: Callable[[], None] | None = None,
-        **options: Any,
     ) -> None:
         if plain not in ("device", "host"):
             raise ValueError(f"plain must be 'device' or 'host'; got {plain!r}")
-        if refused := {"slices", "widen"} & options.keys():
-            raise ValueError(f"{min(refused)}= is for plain weights: a group of weights with one scale must be whole")
+        if verify_every < 0:
+            raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
         self.recipe = find_recipe(recipe)
+        self.verify_every = verify_every
         self._plain, self._confirm = plain, confirm
-        self._subscriber = Subscriber(location, **options)
+        # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
+        self._subscriber = Subscriber(location, trust=trust, cache=cache, undo=undo + 1 if undo else 0, follow=follow)
         self._mirror: dict[str, torch.Tensor] = {}
         self._derived: DerivedWeights | None = None
         self._version: int | None = None
+        self._before: deque[int] = deque(maxlen=max(undo, 0))  # versions that the tensors had, and that can be undone
+        self._syncs = 0
+        self._closed = False
+        self._busy = threading.Lock()
 
     @property
     def version(self) -> int | None:
@@ -85,7 +105,7 @@ class QuantizedSubscriber:
     @property
     def digest(self) -> str | None:
         """The digest of the worker's tensors, as it follows from what was written; None before the first sync."""
-        return self._derived.state.digest if self._derived else None
+        return self._derived.state.digest if self._derived and self._version is not None else None
 
     def sync(
         self,
@@ -111,9 +131,19 @@ class QuantizedSubscriber:
             PulseError: as `Subscriber.sync`. The worker's tensors are then as they were; after a VerificationError with
             `torn=True` they are between two versions: do not use them until a sync succeeds.
         """
-        plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
-        derived = self._attach(weights)
-        if verify and derived.is_made and (damaged := derived.state.find_damaged()):
+        with self._working():
+            self._syncs += 1
+            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+            plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
+            derived = self._attach(weights)
+            if plain.repaired:
+                derived.forget()  # they may have been quantised from what something else wrote
+            elif verify:
+                self._find_repairs(derived)
+            return self._sync_tensors(derived, plain)
+
+    def _find_repairs(self, derived: DerivedWeights) -> None:
+        if derived.is_made and (damaged := derived.state.find_damaged()):
             logger.warning(
                 "Something other than a sync has written to %d tensors, the first of which is %r; all weights are "
                 "quantised anew.",
@@ -121,7 +151,14 @@ class QuantizedSubscriber:
                 damaged[0],
             )
             derived.forget()
-        prepared, quantize_s, apply_s = self._bring(derived)
+
+    def _sync_tensors(self, derived: DerivedWeights, plain: SyncReport) -> QuantizedReport:
+        before = self._version
+        prepared, quantize_s, apply_s = self._bring(derived, self._confirm)
+        if prepared.transition is None:
+            self._before.clear()
+        elif before is not None and before != self._version:
+            self._before.append(before)
         return QuantizedReport(
             version=plain.version,
             plain=plain,
@@ -139,12 +176,15 @@ class QuantizedSubscriber:
 
         The mirror is rolled back, and what that changes is quantised and committed as by a sync.
         """
-        if self._derived is None:
-            return None
-        version = self._subscriber.roll_back()
-        if version is not None:
-            self._bring(self._derived)
-        return version
+        with self._working():
+            if self._derived is None or not self._before:
+                return None
+            version = self._before.pop()
+            while self._subscriber.version != version:
+                if self._subscriber.roll_back() is None:
+                    return None  # the mirror went through an anchor: the next sync brings it to where it shall be
+            self._bring(self._derived, None)
+            return version
 
     def verify(self) -> str:
         """Recount the mirror and the worker's tensors; return the digest of the latter.
@@ -152,23 +192,50 @@ class QuantizedSubscriber:
         Raises:
             VerificationError: something other than a sync has written to them. The next sync quantises all weights.
         """
-        if self._derived is None:
-            raise VerificationError("nothing has been synced yet")
-        self._subscriber.verify()
-        if damaged := self._derived.state.find_damaged():
-            self._derived.forget()
-            raise VerificationError(
-                f"something other than a sync has written to {damaged[0]!r} ({len(damaged)} such tensors); sync again "
-                "to quantise all weights anew",
-                tensor=damaged[0],
-            )
-        return self._derived.state.digest
+        with self._working():
+            if self._derived is None:
+                raise VerificationError("nothing has been synced yet")
+            try:
+                self._subscriber.verify()
+            except VerificationError:
+                self._derived.forget()  # it may have been quantised from what something else wrote
+                raise
+            if damaged := self._derived.state.find_damaged():
+                self._derived.forget()
+                raise VerificationError(
+                    f"something other than a sync has written to {damaged[0]!r} ({len(damaged)} such tensors); sync "
+                    "again to quantise all weights anew",
+                    tensor=damaged[0],
+                )
+            return self._derived.state.digest
 
     def close(self) -> None:
-        """Let go of the weights and of the mirror. The worker's tensors stay as they are."""
+        """Let go of the weights and of the mirror. The worker's tensors stay as they are.
+
+        Any thread and any signal handler may call this; a sync that is running lets go when it ends.
+        """
+        self._closed = True
         self._subscriber.close()
-        self._derived, self._version = None, None
-        self._mirror.clear()
+        if self._busy.acquire(blocking=False):
+            try:
+                self._release_if_closed()
+            finally:
+                self._busy.release()
+
+    def _release_if_closed(self) -> None:
+        if self._closed:
+            self._derived, self._version, self._mirror = None, None, {}
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Do one thing at a time, unless this is closed; if it is closed meanwhile, let go afterwards."""
+        with self._busy:
+            if self._closed:
+                raise ClosedError("this QuantizedSubscriber was closed; make a new one to sync again")
+            try:
+                yield
+            finally:
+                self._release_if_closed()
 
     def __enter__(self) -> "QuantizedSubscriber":
         return self
@@ -184,14 +251,22 @@ class QuantizedSubscriber:
         until = time.monotonic() + wait_s
         if not self._mirror:
             self._make_mirror(weights, wait_s)
-        options: dict[str, Any] = {"verify": verify, "follow_replaced": follow_replaced}
+        sync = partial(self._subscriber.sync, verify=verify, follow_replaced=follow_replaced)
         try:
-            return self._subscriber.sync(self._mirror, version, wait_s=max(until - time.monotonic(), 0.0), **options)
-        except StateError:
-            if not follow_replaced:
+            try:
+                return sync(self._mirror, version, wait_s=max(until - time.monotonic(), 0.0))
+            except StateError:
+                if not follow_replaced:
+                    raise
+                self._make_mirror(weights, wait_s)  # another run may have other tensors
+                return sync(self._mirror, version)
+        except VerificationError as e:
+            if not e.torn:
                 raise
-        self._make_mirror(weights, wait_s)  # another run may have other tensors
-        return self._subscriber.sync(self._mirror, version, **options)
+            raise VerificationError(
+                f"loading an anchor into the mirror failed halfway ({e.__cause__}); the worker's tensors are as they "
+                "were: sync again",
+            ) from e
 
     def _make_mirror(self, weights: Any, wait_s: float) -> None:
         """Take memory for the weights of the run as it is now, after a look at whether the worker's tensors fit."""
@@ -218,19 +293,20 @@ class QuantizedSubscriber:
 
     def _attach(self, weights: Any) -> DerivedWeights:
         state = self._subscriber.state
-        assert state is not None
+        if state is None:
+            raise ClosedError("this QuantizedSubscriber was closed while it synced; its tensors are as they were")
         if self._derived is None or self._derived.plain is not state or not self._derived.state.holds(weights):
-            self._version = None
+            self._version, self._derived = None, None
             self._derived = DerivedWeights(weights, state, self._mirror, self.recipe)
         return self._derived
 
-    def _bring(self, derived: DerivedWeights) -> "_Brought":
+    def _bring(self, derived: DerivedWeights, confirm: Callable[[], None] | None) -> "_Brought":
         """Bring the worker's tensors to the version of the mirror."""
         began = time.perf_counter()
         prepared = derived.prepare()
         found_at = time.perf_counter()
-        if self._confirm is not None and prepared.changed:
-            self._confirm()
+        if confirm is not None and prepared.changed:
+            confirm()
         asked_at = time.perf_counter()
         try:
             derived.commit(prepared)

@@ -1,7 +1,7 @@
 """What each tensor of a worker follows from: a tensor of the run as it is, or quantised with scales beside it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,33 +51,30 @@ class Targets:
         by_name = {spec.name: n for n, spec in enumerate(run.tensors)}
         sources = by_name | {alias: by_name[name] for alias, name in run.ties.items()}
         _check_all_there(tensors, run)
+        where = next(iter(tensors.values())).device
         copied, quantized, dtypes = [], [], set()
         first_groups: dict[int, int] = {}
         groups = 0
         used = set()
         for name in sorted(sources.keys() & tensors.keys(), key=str.encode):
-            spec, tensor = run.tensors[sources[name]], tensors[name]
-            used |= {name}
-            same = dtype_name(name, tensor) == spec.dtype
-            scales = name + recipe.scale_suffix
-            if not same:
+            spec, tensor, scales = run.tensors[sources[name]], tensors[name], name + recipe.scale_suffix
+            quantizes = dtype_name(name, tensor) != spec.dtype
+            used |= {name, scales} if quantizes else {name}
+            if quantizes:
                 _check_quantized(name, tensors, spec, recipe)
-                used |= {scales}
                 dtypes.add(spec.dtype)
-            if tuple(tensor.shape) != spec.shape:
-                raise StateError(
-                    f"tensor {name!r} has shape {tuple(tensor.shape)} here and {spec.shape} in the run", tensor=name
-                )
+            _check_tensor(name, tensor, spec, where)
+            _check_memory(name, ties, sources, recipe.scale_suffix if quantizes else None)
             if name in ties:
                 continue  # the memory of another name
             target = Target(numbers[name], name, sources[name], spec.shape)
-            if same:
+            if not quantizes:
                 copied.append(target)
                 continue
             number = numbers[ties.get(scales, scales)]
             if number not in first_groups:
                 first_groups[number], groups = groups, groups + tensors[scales].numel()
-            quantized.append(Target(target.number, name, target.source, spec.shape, number, first_groups[number]))
+            quantized.append(replace(target, scales=number, first_group=first_groups[number]))
         if extra := sorted(tensors.keys() - used):
             raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
         if not quantized:
@@ -132,6 +129,31 @@ def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
             raise StateError(f"tensor {spec.name!r} of the run is missing here", tensor=spec.name)
 
 
+def _check_tensor(name: str, tensor: torch.Tensor, spec: TensorSpec, where: torch.device) -> None:
+    if tuple(tensor.shape) != spec.shape:
+        raise StateError(
+            f"tensor {name!r} has shape {tuple(tensor.shape)} here and {spec.shape} in the run", tensor=name
+        )
+    if tensor.device != where:
+        raise StateError(
+            f"tensor {name!r} is on {tensor.device} and others are on {where}; they must be on one device", tensor=name
+        )
+
+
+def _check_memory(name: str, ties: Mapping[str, str], sources: Mapping[str, int], scale_suffix: str | None) -> None:
+    """Tensors may share memory only where they follow from the same tensor of the run, with the same scales."""
+    other = ties.get(name, name)
+    if sources.get(other) != sources[name]:
+        raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=name)
+    if scale_suffix is None:
+        return
+    scales, others = (ties.get(one + scale_suffix, one + scale_suffix) for one in (name, other))
+    if scales != others:
+        raise StateError(f"{name!r} and {other!r} share memory here, and their scales do not", tensor=scales)
+    if taken := {scales, name + scale_suffix} & sources.keys():
+        raise StateError(f"the scales of {name!r} are {min(taken)!r}, which is a tensor of the run", tensor=min(taken))
+
+
 def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: TensorSpec, recipe: Recipe) -> None:
     """Check that a tensor can be that of the run, quantised."""
     tensor = tensors[name]
@@ -145,7 +167,8 @@ def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: Tenso
         raise StateError(f"tensor {name!r} has shape {spec.shape}; only matrices are quantised", tensor=name)
     scales = tensors.get(called := name + recipe.scale_suffix)
     down, across = recipe.scale_shape(spec.shape)
-    if scales is None or scales.dtype != torch.float32 or scales.numel() != down * across:
+    shape = [n for n in scales.shape if n != 1] if scales is not None else []
+    if scales is None or scales.dtype != torch.float32 or shape != [n for n in (down, across) if n != 1]:
         found = "it is missing" if scales is None else f"it is {scales.dtype} {tuple(scales.shape)}"
         raise StateError(
             f"the scales of {name!r} must be a float32 tensor {called!r} of {down} × {across} numbers; {found}",
