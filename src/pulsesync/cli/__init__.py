@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "follow": (
         "pulsesync.cli.follow:follow",
-        "Keep a folder or a vLLM server at the newest version of a run.",
+        "Keep a folder, a vLLM server or an SGLang server at the newest version of a run.",
     ),
     "export": (
         "pulsesync.cli.delta:export",
