@@ -20,6 +20,7 @@ never receives an older version of the same step, such as one from before a cras
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -106,6 +107,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._awaited: AwaitedVersion | None = None  # while a rollout syncs
         self._layout: Layout | None = None
         self._mirror: dict[str, Any] = {}
+        self._receiving = threading.Lock()  # held while the mirror is written
 
     # What verl calls on every worker, before and after each sync
 
@@ -206,18 +208,23 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _receive(self, awaited: AwaitedVersion, step: int | None) -> None:
         until = time.monotonic() + self.timeout_s
         reader, record = self._wait_for(awaited, step, until)
-        if self._layout is None or self._layout.id != record.layout:
-            self._layout = reader.layout(record.layout)
-            self._mirror = _new_mirror(self._layout)
-        self._subscriber.sync(self._mirror, record.version, wait_s=max(0.0, until - time.monotonic()))
+        with self._receiving:  # the thread of a sync that was cancelled runs on, and the next sync hands the mirror out
+            self._check_current(awaited)
+            if self._layout is None or self._layout.id != record.layout:
+                self._layout = reader.layout(record.layout)
+                self._mirror = _new_mirror(self._layout)
+            self._subscriber.sync(self._mirror, record.version, wait_s=max(0.0, until - time.monotonic()))
+
+    def _check_current(self, awaited: AwaitedVersion) -> None:
+        if self._awaited is not awaited:
+            raise ClosedError("this sync is over: verl ended it or has begun another one")
 
     def _wait_for(self, awaited: AwaitedVersion, step: int | None, until: float) -> tuple[RunReader, Manifest]:
         pause_s = FIRST_PAUSE_S
         while True:
             reader = RunReader(self._subscriber.store, self._trust)
             record = reader.newest(awaited.after)
-            if self._awaited is not awaited:
-                raise ClosedError("this sync is over: verl ended it or has begun another one")
+            self._check_current(awaited)
             if record is not None:
                 _check_record(record, awaited, step)
                 return reader, record

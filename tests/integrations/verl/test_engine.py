@@ -1,7 +1,9 @@
 """The checkpoint engine by itself, as verl's manager calls it: one trainer and rollouts in this process."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,39 @@ def test_a_rollout_gives_up_when_the_sync_is_over(tmp_path: Path) -> None:
 
     with pytest.raises(ClosedError, match="this sync is over"):
         asyncio.run(ended())
+
+
+def test_a_sync_that_is_over_does_not_touch_what_the_next_one_hands_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rollout = engine(tmp_path, is_master=True), engine(tmp_path)
+    found, go_on = threading.Event(), threading.Event()
+    wait_for = rollout._wait_for
+
+    def stall(*arguments: Any) -> Any:
+        record = wait_for(*arguments)
+        found.set()
+        assert go_on.wait(60)
+        return record
+
+    begin(trainer, rollout)
+    send(trainer, 1)
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patched:
+        patched.setattr(rollout, "_wait_for", stall)
+        assert rollout._awaited is not None
+        cancelled = pool.submit(rollout._receive, rollout._awaited, 1)  # asyncio cannot stop its thread
+        try:
+            assert found.wait(60)
+            patched.undo()
+            rollout.finalize()
+            begin(trainer, rollout)
+            send(trainer, 2)
+            assert receive(rollout, 2) == described(published_at(2))
+        finally:
+            go_on.set()
+        with pytest.raises(ClosedError, match="this sync is over"):
+            cancelled.result()
+    assert described(rollout._mirror) == described(published_at(2))
 
 
 @pytest.mark.parametrize("trust", [True, False])
