@@ -280,7 +280,7 @@ def test_a_manifest_of_skyrl_that_says_something_else_is_refused(tmp_path: Path,
     path.write_text(json.dumps(manifest))
     with pytest.raises(FormatError, match=r"delta-00000001|checksum_format"):
         bring(tmp_path / "sync", tmp_path / "run", tmp_path / "base")
-    assert_run(tmp_path / "run", states[:1])
+    assert not (tmp_path / "run").exists()
 
 
 def test_folders_of_two_programs_in_one_place_are_refused(tmp_path: Path) -> None:
@@ -362,6 +362,20 @@ def test_an_export_begins_with_the_oldest_version_that_was_not_pruned(tmp_path: 
         pytest.raises(MissingLinkError, match="version 1 is not published"),
     ):
         exporter.advance()
+
+
+def test_an_export_whose_last_version_was_pruned_says_so_and_what_to_do(tmp_path: Path) -> None:
+    with Publisher(str(tmp_path / "run"), anchor_every=0) as publisher:
+        publisher.publish({"w": np.full(40, 0, np.float32)})
+        give(tmp_path / "run", tmp_path / "out")
+        for n in range(1, EPOCH_PATCHES + 4):
+            publisher.publish({"w": np.full(40, n, np.float32)})
+    prune(publisher.store, keep_versions=2, keep_hours=0, grace_hours=0)
+    with pytest.raises(MissingLinkError, match=r"version 0 .* was pruned.*export to a new folder"):
+        give(tmp_path / "run", tmp_path / "out")
+    edit_index(tmp_path / "out" / "weight_v000000", pulse_run="another")
+    with pytest.raises(ConflictError, match="is not version 0 of the run"):
+        give(tmp_path / "run", tmp_path / "out")
 
 
 def test_an_import_is_continued_when_there_are_more_folders(tmp_path: Path) -> None:
@@ -489,6 +503,8 @@ def test_damage_is_found_before_anything_is_published_and_a_good_folder_then_goe
         ({"version": "000004"}, FormatError),
         ({"base_version": 2}, FormatError),
         ({"base_version": "000001"}, MissingLinkError),
+        pytest.param({"base_version": "0" * 5000}, FormatError, id="base_version of 5000 digits"),
+        pytest.param({"version": "0" * 5000}, FormatError, id="version of 5000 digits"),
     ],
     ids=str,
 )
@@ -555,14 +571,65 @@ def test_a_delta_without_its_base_asks_for_it(tmp_path: Path) -> None:
         bring(tmp_path / "updates", tmp_path / "run")
 
 
-def test_the_wrong_base_is_found_by_checksums_and_by_its_names(tmp_path: Path) -> None:
-    write_stream(tmp_path, make_states(2))
+def test_the_wrong_base_is_found_before_it_is_published_and_the_right_one_then_goes_in(tmp_path: Path) -> None:
+    states = make_states(2)
+    base = write_stream(tmp_path, states)
     write_checkpoint(tmp_path / "wrong", make_states(1, seed=5)[0])
     with pytest.raises(ChecksumError, match="made for other weights"):
         bring(tmp_path / "updates", tmp_path / "run", tmp_path / "wrong")
-    write_checkpoint(tmp_path / "smaller", {"model.frozen": make_states(1)[0]["model.frozen"]})
+    write_checkpoint(tmp_path / "smaller", {"model.frozen": states[0]["model.frozen"]})
     with pytest.raises(StateError, match="the base does not have"):
-        bring(tmp_path / "updates", tmp_path / "second", tmp_path / "smaller")
+        bring(tmp_path / "updates", tmp_path / "run", tmp_path / "smaller")
+    assert not (tmp_path / "run").exists()
+    assert [one.version for one in bring(tmp_path / "updates", tmp_path / "run", base)] == [0, 1]
+    assert_run(tmp_path / "run", states)
+
+
+def test_the_base_of_folders_that_begin_later_is_published_only_if_the_first_one_fits_it(tmp_path: Path) -> None:
+    states = make_states(3)
+    for name, state in zip(("first", "before"), states, strict=False):
+        write_checkpoint(tmp_path / name, state)
+    last = write_delta(tmp_path / "updates", 5, states[1], states[2])
+    with pytest.raises(ChecksumError, match="made for other weights"):
+        bring(tmp_path / "updates", tmp_path / "run", tmp_path / "first")
+    edit_index(last, base_version="000002")
+    with pytest.raises(MissingLinkError, match="delta on version 2"):
+        bring(tmp_path / "updates", tmp_path / "run", tmp_path / "before")
+    assert not (tmp_path / "run").exists()
+    edit_index(last, base_version="000004")
+    bring(tmp_path / "updates", tmp_path / "run", tmp_path / "before")
+    assert_run(tmp_path / "run", states[1:])
+
+
+def test_a_base_that_no_folder_is_made_against_is_not_published(tmp_path: Path) -> None:
+    states = make_states(2)
+    write_checkpoint(tmp_path / "base", make_states(1, seed=5)[0])
+    write_checkpoint(tmp_path / "updates" / "weight_v000007", states[0])
+    write_delta(tmp_path / "updates", 8, *states)
+    assert len(bring(tmp_path / "updates", tmp_path / "run", tmp_path / "base")) == 2
+    assert_run(tmp_path / "run", states)
+
+
+@pytest.mark.parametrize("whole", ["base", "updates/weight_v000001"])
+def test_files_that_change_or_shrink_after_they_were_read_change_nothing(tmp_path: Path, whole: str) -> None:
+    states = make_states(4)
+    base = write_stream(tmp_path, states[:2])
+    if whole != "base":
+        shutil.rmtree(tmp_path / whole)
+        write_checkpoint(tmp_path / whole, states[1])
+    with DeltaImporter(tmp_path / "updates", str(tmp_path / "run"), base=base) as importer:
+        importer.update()
+        for file in (tmp_path / whole).glob("*.safetensors"):
+            data = file.read_bytes()
+            with file.open("r+b") as opened:  # in place, as a copy over it does
+                opened.write(bytes(byte ^ 1 for byte in data))
+        write_delta(tmp_path / "updates", 2, states[1], states[2])
+        assert len(importer.update()) == 1
+        for file in (tmp_path / whole).glob("*.safetensors"):
+            os.truncate(file, 0)  # what is still mapped ends the process with a bus error
+        write_delta(tmp_path / "updates", 3, states[2], states[3])
+        assert len(importer.update()) == 1
+    assert_run(tmp_path / "run", states if whole == "base" else states[1:])
 
 
 def test_a_run_that_was_not_made_from_the_folders_is_not_continued(tmp_path: Path) -> None:
@@ -770,6 +837,8 @@ def test_the_commands_export_and_import(tmp_path: Path) -> None:
     assert told.out.count("as version") == 3
     assert_run(tmp_path / "back", states[1:])
     assert "nothing to publish" in pulse("import", str(tmp_path / "out"), str(tmp_path / "back")).err
-    assert pulse("export", str(tmp_path / "none"), str(tmp_path / "x")).refused(3, "there is no run")
+    refused = pulse("export", str(tmp_path / "none"), str(tmp_path / "x"))
+    assert refused.refused(3, "there is no run")
+    assert "wait_s" not in refused.err  # is no option of the command
     assert pulse("export", run, str(tmp_path / "y"), "--from", "3", "--to", "2").refused(2, "--to 2 is before --from 3")
     assert pulse("export", run, str(tmp_path / "y"), "--from", "9").refused(1, "version 9 is not published")

@@ -65,7 +65,8 @@ def export(
                 count += 1
                 _tell(printer, "exported", f"version {done.version} as {done.folder}", done)
         except NothingPublishedError as e:
-            raise NothingThereError(str(e)) from e
+            text = f"there is no run at {run}, or none of its versions can be reached yet"
+            raise NothingThereError(f"{text}: check the location, or try again later") from e
     if not count:
         printer.note(
             "complete", f"nothing to write: {folder} has every version up to {'the newest' if to is None else to}"

@@ -35,6 +35,7 @@ NAMES = {"weight_v": 6, "delta-": 8}  # what the names of folders begin with, an
 MANIFEST = "manifest.json"  # of SkyRL
 COMPRESSION = "zstd"  # the only one that their readers have
 MAX_INDEX_BYTES = 100_000_000
+MAX_DIGITS = 18  # of a version
 
 
 def folder_name(version: int, prefix: str = "weight_v") -> str:
@@ -245,8 +246,9 @@ def _from_manifest(folder: Path, table: Mapping[str, Any]) -> FolderIndex:
 def _check_delta(index: FolderIndex) -> None:
     said, where = index.metadata, index.folder
     for key in ("version", "base_version"):
-        if not (isinstance(text := said.get(key), str) and text.isascii() and text.isdigit()):
-            raise FormatError(f"{where}: {key} must be a number as text, such as '000005'; got {said.get(key)!r}")
+        text = said.get(key)
+        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+            raise FormatError(f"{where}: {key} must be a number as text, such as '000005'; got {text!r:.50}")
     if int(said["version"]) != folder_version(index.folder):
         raise FormatError(f"{where} is about version {said['version']}, and its folder is not")
     choices = {

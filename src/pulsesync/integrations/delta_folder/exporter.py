@@ -114,7 +114,7 @@ class DeltaExporter:
         newest = records.newest()
         if newest is None:
             raise records.nothing_published()
-        last = self._last_exported(records)
+        last = self._last_exported(records, newest)
         number = self._next(records, last)
         if last is None and number > newest.version:
             raise MissingLinkError(f"version {number} is not published: the newest is {newest.version}", version=number)
@@ -128,8 +128,12 @@ class DeltaExporter:
             self._weights = None  # they may be a version ahead of the folders
             raise
 
-    def _last_exported(self, records: RunReader) -> int | None:
-        """The last version in the folder, if there is one. Raises: ConflictError, if it is not of this run."""
+    def _last_exported(self, records: RunReader, newest: Manifest) -> int | None:
+        """The last version in the folder, if there is one.
+
+        Raises:
+            ConflictError: it is not of this run; MissingLinkError: it was pruned, so nothing can be compared with it.
+        """
         folders = find_folders(self.folder)
         if not folders:
             return None
@@ -138,6 +142,12 @@ class DeltaExporter:
         index = form.read_index(path)
         said = (index.metadata.get(_RUN), index.metadata.get(_DIGEST)) if index else (None, None)
         record = records.version(versions[-1])
+        if record is None and said[0] == newest.run and versions[-1] < newest.version:
+            raise MissingLinkError(
+                f"version {versions[-1]} of the run at {location_of(self.store)}, the last one in {self.folder}, was "
+                "pruned, so what changed since cannot be written: export to a new folder",
+                version=versions[-1],
+            )
         if record is None or said != (record.run, record.digest):
             raise ConflictError(
                 f"{path} is not version {versions[-1]} of the run at {location_of(self.store)}: export to a new folder"

@@ -1,6 +1,7 @@
 """From delta folders to a run: everything in a folder is decoded and checked before it becomes a version."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ class DeltaImporter:
         folder: Where the folders of the versions are.
         location: A path or URL of the run, or a store. A run that an import has begun is continued.
         base: The checkpoint that the engines have started with, as a file or folder: what the first delta is against.
-            It is published first. None: the first folder is a whole checkpoint.
+            It is published first, once the first delta has been checked against it. If the first folder is a whole
+            checkpoint, none is needed, and one that is given is not published.
         signing_key: As for a `Publisher`.
         spool: As for a `Publisher`.
     """
@@ -93,14 +95,8 @@ class DeltaImporter:
         folder = folders[number]
         index = form.read_index(folder)
         if index is None or not index.is_delta:
-            return self._publish(open_checkpoint(folder), number, folder)
-        if index.base_version != self._at:
-            raise MissingLinkError(
-                f"{folder} is a delta on version {index.base_version}, and the run is at {self._at}: a folder between "
-                "them is missing",
-                version=index.base_version,
-            )
-        changed = self._decode(index)
+            return self._publish(_read_checkpoint(folder), number, folder)
+        changed = _decode(index, self._tensors, self._at)
         report = self._commit(self._tensors | changed, number)
         return DeltaVersion(report, folder, True, len(changed), index.size_bytes)
 
@@ -134,12 +130,22 @@ class DeltaImporter:
             newest, folders.get(newest.step), opened if newest.step == before_first else None
         ):
             newest = None
+        base = self._read_base(folders) if newest is None and folders else None
         if self._publisher is None:  # else an attempt to publish the first version has failed
             files = opened.files if opened is not None else None
             self._publisher = Publisher(self.store, signing_key=self._key, files=files, spool=self._spool)
-        if newest is None and opened is not None and self.base is not None and before_first is not None:
-            return self._publish(opened, before_first, self.base) if before_first >= 0 else None
-        return None
+        if base is None or before_first is None or self.base is None:
+            return None
+        return self._publish(base, before_first, self.base)
+
+    def _read_base(self, folders: Mapping[int, Path]) -> Checkpoint | None:
+        """The base, if the first folder is a delta; it is checked with that delta before anybody gets it."""
+        index = form.read_index(folders[min(folders)])
+        if self.base is None or index is None or not index.is_delta:
+            return None
+        base = _read_checkpoint(self.base)
+        _decode(index, base.tensors, min(folders) - 1)
+        return base
 
     def _resume(self, newest: Manifest, folder: Path | None, base: Checkpoint | None) -> bool:
         """Take the weights of the newest version; return whether it can be reached.
@@ -161,19 +167,6 @@ class DeltaImporter:
         self._tensors, self._at = tensors, newest.step
         return True
 
-    def _decode(self, index: FolderIndex) -> dict[str, Any]:
-        """The tensors that a folder changes, as they are after it, all checked."""
-        deltas = form.read_deltas(index)
-        if unknown := sorted(deltas.keys() - self._tensors.keys()):
-            raise StateError(f"{index.folder} changes a tensor {unknown[0]!r} that the base does not have")
-
-        def decode(name: str) -> tuple[str, Any]:
-            tensor = np.ascontiguousarray(self._tensors[name])
-            new: Octets = form.decode_tensor(index, name, deltas[name], octets(tensor))
-            return name, new.view(tensor.dtype).reshape(self._tensors[name].shape)
-
-        return dict(spread(decode, sorted(deltas)))
-
     def _publish(self, opened: Checkpoint, number: int, folder: Path) -> DeltaVersion:
         version = self._commit(dict(opened.tensors), number)
         return DeltaVersion(version, folder, False, len(opened.tensors), opened.size_bytes)
@@ -184,6 +177,32 @@ class DeltaImporter:
         assert report.version is not None
         self._tensors, self._at = tensors, number
         return report.version
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint in memory of its own: its files may be written anew while the importer has its tensors."""
+    opened = open_checkpoint(path)
+    return replace(opened, tensors={name: tensor.copy() for name, tensor in opened.tensors.items()})
+
+
+def _decode(index: FolderIndex, tensors: Mapping[str, Any], at: int | None) -> dict[str, Any]:
+    """The tensors that a folder changes, as they are after it, all checked; `at` is the version of those before it."""
+    if index.base_version != at:
+        raise MissingLinkError(
+            f"{index.folder} is a delta on version {index.base_version}, and the weights here are version {at}: a "
+            "folder between them is missing",
+            version=index.base_version,
+        )
+    deltas = form.read_deltas(index)
+    if unknown := sorted(deltas.keys() - tensors.keys()):
+        raise StateError(f"{index.folder} changes a tensor {unknown[0]!r} that the base does not have")
+
+    def decode(name: str) -> tuple[str, Any]:
+        tensor = np.ascontiguousarray(tensors[name])
+        new: Octets = form.decode_tensor(index, name, deltas[name], octets(tensor))
+        return name, new.view(tensor.dtype).reshape(tensors[name].shape)
+
+    return dict(spread(decode, sorted(deltas)))
 
 
 def _find_different(tensors: Mapping[str, Any], folder: Path | None, base: Checkpoint | None) -> str | None:
