@@ -25,6 +25,7 @@ import numpy as np
 import recording as trace
 import torch
 from bench_codec import provenance, table
+from save_results import pretty
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize
@@ -55,7 +56,7 @@ def main() -> None:
     for recipe in given.recipes:
         results.append(measure(recipe, given))
         if given.json:
-            given.json.write_text(json.dumps(facts))
+            given.json.write_text(pretty(facts) + "\n")
     print(report(results))
     if not given.json:
         print(json.dumps(facts))

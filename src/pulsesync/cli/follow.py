@@ -1,5 +1,6 @@
 """What `pulse follow` does: a folder that other programs load from, or a server, is kept at the newest version."""
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +37,7 @@ def follow(
     sglang: str | None = None,
     lora: str | None = None,
     kv_cache: Literal["drop", "keep"] = "drop",
-    api_key: Annotated[str | None, Parameter(env_var=["PULSE_VLLM_API_KEY", "PULSE_SGLANG_API_KEY"])] = None,
+    api_key: str | None = None,
     trust: Trust = None,
     cache: Path | None = None,
     once: Flag = False,
@@ -70,7 +71,8 @@ def follow(
             whenever it has changed.
         kv_cache: What becomes of the server's KV cache at an update: drop has running requests compute theirs again
             with the new weights; keep lets them go on with what the old weights have computed.
-        api_key: The key that the server was started with, if any.
+        api_key: The key that the server was started with, if any; PULSE_VLLM_API_KEY or PULSE_SGLANG_API_KEY in the
+            environment if not given.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
         cache: Folder to keep what was fetched in, to share it with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
@@ -98,8 +100,9 @@ def follow(
         variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
         raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
-    server = VllmServer(vllm, api_key=api_key) if vllm is not None else None
-    followed = SglangServer(sglang, api_key=api_key) if sglang is not None else server
+    server = VllmServer(vllm, api_key=api_key or os.environ.get("PULSE_VLLM_API_KEY")) if vllm is not None else None
+    sglang_key = api_key or os.environ.get("PULSE_SGLANG_API_KEY")
+    followed = SglangServer(sglang, api_key=sglang_key) if sglang is not None else server
     if followed is not None and folder is None:
         try:
             follower = ServerFollower(
