@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pulsesync import Publisher
+from pulsesync.cli.follow import follow
 from pulsesync.integrations.folder import read_mark
 from pulsesync.run import reader
 from pulsesync.state.checkpoint_files import open_checkpoint
@@ -276,3 +277,23 @@ class served:  # noqa: N801 - used like a function
         self.process.terminate()
         self.process.communicate(timeout=20)
         assert self.process.returncode == 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_is_given_the_key_of_its_own_kind(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SeenError(Exception):
+        pass
+
+    def server(url: str, api_key: str | None) -> None:
+        raise SeenError(api_key)
+
+    for name in ("Vllm", "Sglang"):
+        monkeypatch.setattr(f"pulsesync.cli.follow.{name}Server", server)
+        monkeypatch.setenv(f"PULSE_{name.upper()}_API_KEY", f"key of {name.lower()}")
+    address: dict[str, Any] = {engine: "http://127.0.0.1:1"}
+    with pytest.raises(SeenError, match=f"key of {engine}"):
+        follow(str(tmp_path), **address)
+    with pytest.raises(SeenError, match="given"):
+        follow(str(tmp_path), **address, api_key="given")
