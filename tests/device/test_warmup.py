@@ -12,6 +12,7 @@ from pulsesync import Publisher, Subscriber, warm_up
 from pulsesync.errors import StateError
 from pulsesync.format.patch import CodecName
 from pulsesync.publish import warmup
+from pulsesync.state.views import torch_dtype
 from pulsesync.store import MemoryStore
 from tests.device.launches import OF_RUNS, Compiled, counted
 from tests.device.test_baseline import Model, equal, on
@@ -49,7 +50,7 @@ def train_(weights: Model, step: int, unit: int) -> None:
 
 def follow_model(dtype: str, masters: bool, device: str, codec: CodecName) -> None:
     """Publish two epochs, and have a worker follow that has its own memory for tied weights."""
-    of_torch = warmup._torch_dtype(dtype)
+    of_torch = torch_dtype(dtype)
     weights, store = model(torch.float32 if masters else of_torch, device), MemoryStore()
     worker = {name: torch.zeros(tensor.shape, dtype=of_torch, device=device) for name, tensor in weights.items()}
     unit = 1 << 21 if masters else 1  # both dtypes see it

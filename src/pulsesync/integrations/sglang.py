@@ -208,8 +208,9 @@ def report_answer(
 class SglangServer(EngineServer):
     """An SGLang server that is brought to versions of a run.
 
-    Generation is paused for each request to the ranks, and resumed after it whatever came of it: also if somebody else
-    has paused the server. If this process is killed meanwhile, the server stays paused until it is started again.
+    Generation is paused for each request to the ranks, and resumed after it, whether it succeeds or fails, and also if
+    another program has paused the server. If this process is killed meanwhile, the server stays paused until it is
+    started again.
 
     Args:
         url: Its address, such as http://127.0.0.1:30000.

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from pulsesync.format.history import History
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
-from pulsesync.state.views import CASTS
+from pulsesync.state.views import CASTS, torch_dtype
 from pulsesync.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 VERSIONS = 3  # that compile all there is: an anchor, a patch without a history, and one with it
 _FEW = 32  # small weights of a tensor, which change: what is compiled does not depend on it
-_CODED = {"F32": "float32", **CASTS}  # dtypes whose patches are made on a GPU, as torch calls them
+_CODED = ("F32", *CASTS)  # dtypes whose patches are made on a GPU
 
 
 def warm_up(dtype: str = "BF16", *, device: "str | torch.device | None" = None) -> float:
@@ -112,7 +112,7 @@ def _warm_up_device(dtype: str, where: "torch.device") -> None:
     began = time.perf_counter()
     for masters in (False, True) if dtype in CASTS else (False,):
         weights = _make_tensors("F32" if masters else dtype, where)
-        worker = {name: tensor.to(_torch_dtype(dtype)) for name, tensor in weights.items()}
+        worker = {name: tensor.to(torch_dtype(dtype)) for name, tensor in weights.items()}
         store = MemoryStore()
         with Publisher(store, codec="history", cast=dtype if masters else None) as publisher, Subscriber(store) as sub:
             for version in range(VERSIONS):
@@ -126,12 +126,6 @@ def _warm_up_device(dtype: str, where: "torch.device") -> None:
                 )  # fmt: skip
 
 
-def _torch_dtype(dtype: str) -> Any:
-    import torch
-
-    return getattr(torch, _CODED[dtype])
-
-
 def _make_tensors(dtype: str, where: "torch.device") -> "dict[str, torch.Tensor]":
     """A tensor with tiles of its own, two that share a bundle, and one that begins between words of eight bytes."""
     import torch
@@ -140,7 +134,7 @@ def _make_tensors(dtype: str, where: "torch.device") -> "dict[str, torch.Tensor]
         weights = torch.ones(size, dtype=torch.float32, device="cpu")
         few = weights[: 16 * _FEW : 16].numpy()
         few[:] = np.exp2(-2.0 - np.arange(few.size) % 6)  # what is small is tracked
-        return weights.to(where).to(_torch_dtype(dtype))
+        return weights.to(where).to(torch_dtype(dtype))
 
     return {"large": some(layout.SMALL), "small": some(400), "odd": some(401)[1:], "bias": some(3)}
 

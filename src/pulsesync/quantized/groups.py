@@ -16,7 +16,7 @@ from pulsesync.quantized.recipes import INTEGERS, Recipe, magnitude_bits
 from pulsesync.quantized.targets import Target, Targets
 
 CELLS = 1 << 24  # weights of groups that are read at a time
-WHOLE_SHARE = 16  # where one weight in so many is in a group with a new scale, it takes less to quantise all of them
+WHOLE_SHARE = 16  # if more than one weight in 16 is in a group with a new scale, all of them are quantised
 
 Weights = Callable[[int], torch.Tensor]  # of a tensor of the run, by its number: flat, on the device of the groups
 
@@ -45,6 +45,7 @@ class QuantizedGroups:
     Args:
         targets: The tensors.
         recipe: How they are quantised.
+        sources: How many tensors the run has.
         where: The device that works on them.
     """
 
@@ -106,7 +107,7 @@ class QuantizedGroups:
             weights: The weights after the changes.
             quantized: The worker's tensor of a target as it is, flat.
             known: What is known of the groups before the changes.
-        """  # fmt: skip
+        """
         by_size: dict[int, list[FlatChanges]] = {}
         cells: list[_ChangedCells] = []
         for some in changes:
@@ -201,9 +202,7 @@ class QuantizedGroups:
         high, wide = self.recipe.group_shape(target.shape)
         across = self.recipe.scale_shape(target.shape)[1]
         some = max(CELLS // (high * wide), 1)
-        low = max(
-            CELLS // wide, 1
-        )  # rows of a group that are read at a time, where a group has more than CELLS weights
+        low = max(CELLS // wide, 1)  # rows that are read at a time of a group with more than CELLS weights
         for chosen in groups.split(some):
             local = chosen - target.first_group
             top, left = local // across * high, local % across * wide

@@ -1,4 +1,4 @@
-"""What each tensor of a worker follows from: a tensor of the run as it is, or quantised with scales beside it."""
+"""What each tensor of a worker follows from: a tensor of the run, as it is or quantised with scales."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from pulsesync import device
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.quantized.recipes import Recipe
-from pulsesync.state.views import dtype_name, mapping_of
+from pulsesync.state.views import dtype_name, mapping_of, torch_dtype, view_bits
+
+FLOATS = ("BF16", "F16", "F32")  # dtypes of a run that are quantised
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Targets:
-    """All tensors of a worker: as a layout of their own, in which each tensor is one tile.
-
-    Raises:
-        StateError: `match` found a tensor that is missing, unknown, or of another shape or dtype than it must be.
-    """
+    """All tensors of a worker: as a layout of their own, in which each tensor is one tile."""
 
     layout: Layout
     tensors: Mapping[str, torch.Tensor]  # canonical ones, flat
@@ -43,10 +42,14 @@ class Targets:
 
     @classmethod
     def match(cls, source: Any, run: Layout, recipe: Recipe) -> "Targets":
+        """Find what each tensor of a worker follows from.
+
+        Raises:
+            StateError: a tensor is missing, unknown, or has another shape, dtype or memory than it must have.
+        """
         tensors = {name: _plain(name, tensor) for name, tensor in mapping_of(source).items()}
-        ties = _find_ties(tensors)
-        canonical = {name: tensor for name, tensor in tensors.items() if name not in ties}
-        layout = layouts.make([_spec(name, tensor) for name, tensor in canonical.items()], ties)
+        views, ties = view_bits(tensors) if device.find(tensors) is None else device.load("memory").view(tensors)
+        layout = layouts.make([view.spec for view in views.values()], ties)
         numbers = {spec.name: n for n, spec in enumerate(layout.tensors)}
         by_name = {spec.name: n for n, spec in enumerate(run.tensors)}
         sources = by_name | {alias: by_name[name] for alias, name in run.ties.items()}
@@ -81,12 +84,8 @@ class Targets:
             raise StateError(f"no tensor is {recipe.dtype} here: there is nothing to quantise; use Subscriber instead")
         if len(dtypes) > 1:
             raise StateError(f"the weights to quantise must have one dtype in the run; they have {sorted(dtypes)}")
-        plain = _TORCH[dtypes.pop()]
-        flats = {name: tensor.detach().view(-1) for name, tensor in canonical.items()}
-        return cls(layout, flats, copied, quantized, groups, plain)
-
-
-_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        flats = {name: tensors[name].detach().view(-1) for name in views}
+        return cls(layout, flats, copied, quantized, groups, torch_dtype(dtypes.pop()))
 
 
 def _plain(name: str, tensor: Any) -> torch.Tensor:
@@ -99,24 +98,6 @@ def _plain(name: str, tensor: Any) -> torch.Tensor:
             tensor=name,
         )
     return tensor
-
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, dtype_name(name, tensor), tuple(tensor.shape))
-
-
-def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names of tensors in the memory of another one."""
-    seen: dict[tuple[Any, ...], str] = {}
-    ties = {}
-    for name in sorted(tensors, key=str.encode):
-        tensor = tensors[name]
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape)
-        if tensor.numel() and place in seen:
-            ties[name] = seen[place]
-        else:
-            seen[place] = name
-    return ties
 
 
 def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
@@ -157,7 +138,7 @@ def _check_memory(name: str, ties: Mapping[str, str], sources: Mapping[str, int]
 def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: TensorSpec, recipe: Recipe) -> None:
     """Check that a tensor can be that of the run, quantised."""
     tensor = tensors[name]
-    if tensor.dtype != recipe.dtype or spec.dtype not in _TORCH:
+    if tensor.dtype != recipe.dtype or spec.dtype not in FLOATS:
         raise StateError(
             f"tensor {name!r} is {tensor.dtype} here and {spec.dtype} in the run; it must be the same, or for recipe "
             f"{recipe.name!r} be {recipe.dtype} here and BF16, F16 or F32 in the run",

@@ -107,7 +107,10 @@ class DeltaImporter:
             if any((path / name).exists() for name in (INDEX, form.MANIFEST, "model.safetensors")):
                 continue
             if version != max(folders):
-                raise FormatError(f"{path} has no {INDEX}: whoever wrote it was interrupted")
+                raise FormatError(
+                    f"{path} has no {INDEX}: writing it was interrupted; remove the folder, or have its trainer write "
+                    "it again"
+                )
             self.incomplete = folders.pop(version)
         return folders
 

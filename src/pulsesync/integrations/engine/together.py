@@ -14,7 +14,7 @@ def move_together(
 ) -> dict[str, Any]:
     """Bring this rank to a version with the others, all or none; return the report. Every rank must call this.
 
-    Whoever asked for it pauses and resumes generation, drops the KV cache and names the version.
+    The caller pauses and resumes generation, drops the KV cache and names the version.
 
     Raises:
         PulseError: as `moving`, the same on every rank. GroupError: a rank did not answer.

@@ -26,7 +26,7 @@ from pulsesync.integrations.runtime import (
 from pulsesync.run.subscriber import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
-from pulsesync.state.views import CASTS
+from pulsesync.state.views import CASTS, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +151,10 @@ class MirroredWeights:
 
         engine.check_loader()
         self._engine, self._layout = engine, layout
-        dtypes = {**CASTS, "F32": "float32"}
         for spec in layout.tensors:
-            if spec.dtype not in dtypes:
+            if spec.dtype not in ("F32", *CASTS):
                 raise StateError(f"tensor {spec.name!r} has dtype {spec.dtype}, which no mirror is made for")
-        self._own = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, dtypes[spec.dtype])) for spec in layout.tensors
-        }
+        self._own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}
         self.tensors = self._own | {alias: self._own[name] for alias, name in layout.ties.items()}
         self._loaded = False  # whether the engine has what the mirror has
         self._seen: _Fingerprint | None = None  # of the engine's tensors, after they were last loaded
