@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import pulsesync
-from pulsesync import errors
+from pulsesync import errors, events
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MODULES = [
     "pulsesync",
+    "pulsesync.core.events",
     "pulsesync.store",
     "pulsesync.quantized",
     "pulsesync.loco",
@@ -48,6 +49,7 @@ RETURNED = {
     "FolderUpdate",
     "Fused",
     "FusedPiece",
+    "Listening",
     "ObjectEntry",
     "Pointer",
     "PruneReport",
@@ -103,6 +105,8 @@ def test_the_public_names_are_these() -> None:
         "SyncReport",
         "UnsupportedError",
         "VerificationError",
+        "events",
+        "listen",
         "loco",
         "move_pointer",
         "open_store",
@@ -162,6 +166,7 @@ def _constructors() -> list[type]:
         if not issubclass(value, BaseException)
         and not getattr(value, "_is_protocol", False)
         and value.__name__ not in RETURNED
+        and not issubclass(value, events.Event)
     ]
 
 

@@ -52,6 +52,8 @@ from pulsesync.errors import (
 
 if TYPE_CHECKING:
     from pulsesync import loco
+    from pulsesync.core import events
+    from pulsesync.core.events import listen
     from pulsesync.format.pointer import Pointer
     from pulsesync.format.signature import Delegation, SigningKey
     from pulsesync.group.broadcast import Broadcast, BroadcastReport
@@ -107,6 +109,8 @@ __all__ = [
     "SyncReport",
     "UnsupportedError",
     "VerificationError",
+    "events",
+    "listen",
     "loco",
     "move_pointer",
     "open_store",
@@ -114,6 +118,8 @@ __all__ = [
     "tensor_parallel",
     "warm_up",
 ]
+
+_MODULES = {"events": "core.events", "loco": "loco"}
 
 _HOMES = {
     "Broadcast": "group.broadcast",
@@ -129,6 +135,7 @@ _HOMES = {
     "Slice": "state.slices",
     "Subscriber": "run.subscriber",
     "SyncReport": "run.subscriber",
+    "listen": "core.events",
     "move_pointer": "maintain.point",
     "open_store": "store",
     "read_pointers": "run.pointers",
@@ -140,8 +147,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "loco":
-        return import_module("pulsesync.loco")
+    if name in _MODULES:
+        return import_module(f"pulsesync.{_MODULES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'pulsesync' has no attribute {name!r}")
     return getattr(import_module(f"pulsesync.{_HOMES[name]}"), name)

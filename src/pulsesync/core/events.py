@@ -1,0 +1,323 @@
+"""What happens in this process, as typed events, and the listeners that receive them.
+
+    with pulse.listen(print):
+        subscriber.sync(model)      # prints a Synced event
+
+Publishers, subscribers, groups, LoCo trainers and servers call `emit`; metrics, heartbeats and progress bars listen. A
+listener is any callable that takes an event. It runs on a thread of its own, so it is never in the way: what it raises
+is logged, and what it is too slow for is dropped, counted and logged. Events of one process are delivered to each
+listener in the order in which they were emitted. Nothing is delivered in a forked child, which has no such threads.
+"""
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = [
+    "AnchorPublished",
+    "EngineUpdated",
+    "Event",
+    "GroupSyncFailed",
+    "GroupSynced",
+    "Listener",
+    "Listening",
+    "PublishFailed",
+    "Recounted",
+    "RequestServed",
+    "RoundCompleted",
+    "RoundFailed",
+    "RunEvent",
+    "SyncFailed",
+    "Synced",
+    "TransferProgress",
+    "VersionPublished",
+    "emit",
+    "has_listeners",
+    "listen",
+]
+
+QUEUED = 1024  # events that wait for a slow listener; later ones are dropped
+EXIT_S = 2.0  # for all listeners together to receive what is queued when the interpreter ends
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+    time_s: float = field(default_factory=time.time)  # seconds since 1970
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent(Event):
+    """Something that happened in this process's use of a run."""
+
+    location: str  # of the run, without credentials
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionPublished(RunEvent):
+    """A version was committed to the store."""
+
+    version: int
+    step: int
+    changed: int  # weights
+    total: int  # weights
+    payload_bytes: int  # that the version added to the store, by all ranks
+    full_bytes: int  # of all weights
+    coalesced: int  # publishes before this one that are in this version
+    blocked_s: float  # how long the caller of publish waited
+    encode_s: float
+    store_s: float
+    codec: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishFailed(RunEvent):
+    """A version could not be committed. The next one contains its changes."""
+
+    step: int
+    error: str
+    retryable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorPublished(RunEvent):
+    """A full checkpoint was committed to the store."""
+
+    version: int
+    payload_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synced(RunEvent):
+    """A sync completed: the weights are those of the version, and all that was fetched was checked."""
+
+    version: int
+    step: int
+    from_version: int | None
+    newest: int | None  # version that the run was known to have; None: not known
+    path: tuple[str, ...]  # as of a SyncReport; empty: there was nothing new
+    changed: int  # weights
+    fetched_bytes: int
+    replanned: int
+    fetch_s: float
+    prepare_s: float
+    pause_s: float  # writing: the only time in which the weights must not be used
+    repaired: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncFailed(RunEvent):
+    """A sync raised an error."""
+
+    version: int | None  # that the weights are at
+    error: str
+    retryable: bool
+    torn: bool  # whether the weights are between two versions and must not be used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recounted(RunEvent):
+    """The digest of all weights was counted anew and compared with that of their version."""
+
+    version: int
+    equal: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferProgress(RunEvent):
+    """Part of a long transfer, such as a first sync, is done."""
+
+    what: str  # for people, such as "anchor"
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUpdated(RunEvent):
+    """An inference engine was brought to a version, on all of its ranks."""
+
+    version: int
+    step: int
+    from_version: int | None
+    changed: int  # weights, on all ranks
+    fetched_bytes: int  # by all ranks
+    pause_s: float  # in which the engine did not generate
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSynced(Event):
+    """A sync over a process group completed on this rank."""
+
+    rank: int
+    version: int
+    method: str
+    changed: int | None  # weights; None: all were sent, and none compared
+    total: int  # weights
+    full_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+    pause_s: float  # writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSyncFailed(Event):
+    """A sync over a process group raised an error on this rank; the weights are unchanged."""
+
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCompleted(Event):
+    """A LoCo round completed for this trainer."""
+
+    fragment: int
+    round: int
+    took_part: bool  # False: the round was completed without this trainer's update
+    members: int  # trainers whose updates the round contains
+    sent: int  # entries
+    total: int  # entries
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFailed(Event):
+    """A LoCo round raised an error in this trainer."""
+
+    fragment: int
+    round: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestServed(RunEvent):
+    """A server or relay answered a request."""
+
+    method: str
+    status: int
+    sent_bytes: int
+    seconds: float
+
+
+class Listener(Protocol):
+    """Receives events, one at a time, on a thread of its own."""
+
+    def __call__(self, event: Event, /) -> object: ...
+
+
+class Listening:
+    """A listener that receives events, until `close`."""
+
+    def __init__(self, listener: Listener, queued: int) -> None:
+        self._listener = listener
+        self._limit = queued
+        self._events: queue.SimpleQueue[Event | threading.Event] = queue.SimpleQueue()
+        self._closed = False
+        self.dropped = 0  # events that came while too many were waiting
+        self.failed = 0  # events for which the listener raised an error
+        self._thread = threading.Thread(target=self._run, name="pulse-events", daemon=True)
+        self._thread.start()
+
+    def _offer(self, event: Event) -> None:
+        if self._events.qsize() < self._limit:
+            self._events.put(event)
+            return
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:  # at 1, 2, 4, 8, …: often enough to be seen, never a flood
+            logger.warning("The event listener %r is too slow: dropped %d events so far.", self._listener, self.dropped)
+
+    def _run(self) -> None:
+        while not self._closed or not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, threading.Event):  # of flush
+                event.set()
+                continue
+            try:
+                self._listener(event)
+            except Exception:
+                self.failed += 1
+                if self.failed & (self.failed - 1) == 0:
+                    logger.exception("The event listener %r failed, %d times so far.", self._listener, self.failed)
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until all events emitted so far were delivered. Returns False if that took longer than the time."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return self._events.empty()
+        reached = threading.Event()
+        self._events.put(reached)
+        return reached.wait(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Deliver what is queued, if that takes no longer than the time, and receive nothing more."""
+        global _listening
+        with _lock:
+            _listening = tuple(one for one in _listening if one is not self)
+        self.flush(timeout_s)
+        self._closed = True
+        self._events.put(threading.Event())  # wakes the thread
+
+    def __enter__(self) -> "Listening":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_listening: tuple[Listening, ...] = ()  # replaced, never changed, so that emit needs no lock
+_lock = threading.Lock()
+
+
+def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
+    """Deliver every event of this process to a listener from now on, until the returned object is closed.
+
+    Args:
+        listener: Called with each event, on a thread of its own.
+        queued: How many events may wait for it. Later ones are dropped; `Listening.dropped` counts them.
+    """
+    global _listening
+    if queued < 1:
+        raise ValueError(f"queued must be at least 1; got {queued}")
+    added = Listening(listener, queued)
+    with _lock:
+        _listening = (*_listening, added)
+    return added
+
+
+def emit(event: Event) -> None:
+    """Deliver an event to all listeners. It neither waits nor raises."""
+    for one in _listening:
+        one._offer(event)
+
+
+def has_listeners() -> bool:
+    """Whether there is a listener. Without one, an event that is costly to make need not be made."""
+    return bool(_listening)
+
+
+def _close_all() -> None:
+    until = time.monotonic() + EXIT_S
+    for one in _listening:
+        one.close(max(0.0, until - time.monotonic()))
+
+
+def _forget_in_child() -> None:
+    global _listening, _lock
+    _listening, _lock = (), threading.Lock()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,143 @@
+"""Events reach every listener, and no listener can be in the way."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import pulsesync as pulse
+from pulsesync.core import events
+
+
+def recounted(version: int) -> events.Recounted:
+    return events.Recounted(location="runs/one", version=version, equal=True, seconds=0.1)
+
+
+def test_every_listener_receives_every_event_in_order() -> None:
+    first: list[events.Event] = []
+    second: list[events.Event] = []
+    sent = [recounted(version) for version in range(100)]
+    with pulse.listen(first.append), pulse.listen(second.append):
+        for event in sent:
+            events.emit(event)
+    assert first == second == sent
+
+
+def test_a_closed_listener_receives_nothing_more() -> None:
+    received: list[events.Event] = []
+    listening = pulse.listen(received.append)
+    events.emit(recounted(1))
+    listening.close()
+    events.emit(recounted(2))
+    assert [event.version for event in received if isinstance(event, events.Recounted)] == [1]
+    assert not events.has_listeners()
+    listening.close()  # a second time does nothing
+
+
+def test_a_listener_that_fails_is_logged_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def fail(event: events.Event) -> None:
+        calls.append(1)
+        raise OSError("no disk")
+
+    with pulse.listen(fail) as listening:
+        for version in range(5):
+            events.emit(recounted(version))
+    assert len(calls) == listening.failed == 5
+    assert [record.message.split(", ")[1] for record in caplog.records] == [f"{n} times so far." for n in (1, 2, 4)]
+    assert "no disk" in caplog.text
+
+
+def test_a_slow_listener_keeps_nobody_waiting_and_what_it_misses_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    release, received = threading.Event(), list[events.Event]()
+
+    def slow(event: events.Event) -> None:
+        release.wait(30)
+        received.append(event)
+
+    listening = pulse.listen(slow, queued=10)
+    began = time.perf_counter()
+    for version in range(1000):
+        events.emit(recounted(version))
+    took_s = time.perf_counter() - began
+    release.set()
+    listening.close()
+    assert took_s < 5  # the listener would have taken 30 s for the first
+    assert len(received) + listening.dropped == 1000
+    assert 10 <= len(received) <= 12
+    assert "is too slow: dropped 1 events so far" in caplog.text
+
+
+def test_a_listener_may_emit_and_flush_without_a_deadlock() -> None:
+    received: list[int] = []
+
+    def echo(event: events.Event) -> None:
+        assert isinstance(event, events.Recounted)
+        received.append(event.version)
+        if event.version < 3:
+            events.emit(recounted(event.version + 1))
+        listening.flush()
+
+    listening = pulse.listen(echo)
+    events.emit(recounted(0))
+    deadline = time.monotonic() + 10
+    while len(received) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    listening.close()
+    assert received == [0, 1, 2, 3]
+
+
+def test_a_queue_of_no_events_is_refused() -> None:
+    with pytest.raises(ValueError, match="queued must be at least 1; got 0"):
+        pulse.listen(print, queued=0)
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_queued_is_delivered_before_the_interpreter_ends() -> None:
+    script = """
+import time
+from pulsesync.core import events
+def late(event):
+    time.sleep(0.1)
+    print(event.version, flush=True)
+events.listen(late)
+for version in range(3):
+    events.emit(events.Recounted(location="", version=version, equal=True, seconds=0))
+"""
+    assert run(script).split() == ["0", "1", "2"]
+
+
+def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_ending() -> None:
+    script = """
+import time
+from pulsesync.core import events
+events.listen(lambda event: time.sleep(1000))
+events.emit(events.Event())
+print("ends", flush=True)
+"""
+    assert run(script) == "ends\n"
+
+
+def test_a_forked_child_delivers_nothing_and_can_listen_itself() -> None:
+    script = """
+import os
+from pulsesync.core import events
+events.listen(lambda event: print("parent", flush=True))
+child = os.fork()
+if child == 0:
+    events.emit(events.Event())
+    with events.listen(lambda event: print("child", flush=True)):
+        events.emit(events.Event())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    assert run(script) == "child\n"
