@@ -1,0 +1,311 @@
+"""Everything that people read is in plain English: errors, log messages, help texts, docstrings, comments and pages.
+
+The project once had a dialect of its own. Each row of `ROWS` is a word of it, and what to write instead. What is looked
+at is every string literal with a space in it, every docstring and every comment of the package and the examples, and
+every page; names in the code, and `code` inside a sentence, are not.
+"""
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A word of the dialect. A space of a pattern stands for any white space, so that phrases may span lines."""
+
+    write: str
+    instead_of: str  # a pattern
+    planted: str  # a sentence in which it must be found
+    allowed: str | None = None  # a pattern around the word, in which it is ordinary English
+    ordinary: str = ""  # a sentence in which it must not be found
+
+
+ROWS = [
+    Row(
+        "resume, continue",
+        r"\b(take|takes|taken|took|taking) ((it|them|(the|a|its|this|that) run) )?up\b",
+        "The run is signed: take it up with its key.",
+        allowed=r"up (to|space|memory)\b",
+        ordinary="A download may take up to 10 s.",
+    ),
+    Row(
+        "resume, continue",
+        r"\b(go|goes|gone|going|went) on (with|from)\b",
+        "The trainer goes on from version 3.",
+        ordinary="Training goes on meanwhile.",
+    ),
+    Row(
+        "send, report, message, show",
+        r"\b(told|tell|tells|telling)\b",
+        "A rank is told of its tensor.",
+        allowed=r"\b(tell|tells|telling)\b[^.]{0,40}\bapart\b",
+        ordinary="Their digests tell the two states apart.",
+    ),
+    Row(
+        "sends, reports",
+        r"\b(rank|process|trainer|worker|peer)s? (say|says|said)\b",
+        "Every rank says what it has.",
+        ordinary="The report says how long each rank waited.",
+    ),
+    Row(
+        "path, route",
+        r"\b(on|along) (the|its|their|a) way\b"
+        r"|\bfinds? (the|its|their) way\b"
+        r"|\bways? (through|between|leads?)\b"
+        r"|\bthe ways? (of a|from|is|was)\b"
+        r"|\b(begins? on|looks? for|took|takes?) (a|another|the) way\b",
+        "Nobody begins on a way that is about to end.",
+        ordinary="A listener is never in the way, and anchors are made the same way.",
+    ),
+    Row(
+        "local, current, kept",
+        r"\bheld\b",
+        "The version held is forgotten.",
+        allowed=r"\bheld[- ]out\b",
+        ordinary="The loss on held-out prompts.",
+    ),
+    Row(
+        "in the background, after, next",
+        r"\bbehind\b",
+        "Anchors are written behind the versions.",
+        allowed=r"\b(stores?|versions?|steps?|rounds?|(fall|leave|lag)s?|left|fell|how far|so far"
+        r"|(is|are|be|was|were) (far |further )?) behind(?! the (caller|trainer|versions?)\b)"
+        r"|\bbehind (a|an|its own|the|any) ([\w-]+ )?(proxy|server|middleware|firewall|balancer)\b",
+        ordinary="A worker that is two versions behind, or behind a reverse proxy, is 3 steps behind.",
+    ),
+    Row(
+        "concurrently, next to, compared with",
+        r"\bbeside\b",
+        "Encoding and sending go on beside each other.",
+        ordinary="Besides, the link is slow.",
+    ),
+    Row(
+        "diverge, differ",
+        r"\bparted\b|\bpart (company|ways)\b|\b(can|could|cannot|may|would|never) part\b",
+        "Code and document cannot part.",
+        ordinary="A part of the model, and all parts from the disk.",
+    ),
+    Row(
+        "agree on, yield, reach, become",
+        r"\b(come|comes|came|coming) to\b",
+        "The ranks came to different weights.",
+        allowed=r"\b(when it comes to|come to (rest|life))\b",
+        ordinary="When it comes to memory, less is better.",
+    ),
+    Row(
+        "rank 0, coordinator",
+        r"\bthe lead\b|\blead rank\b",
+        "The lead decides for all.",
+        ordinary="Records lead to a version.",
+    ),
+    Row(
+        "roll back, restore",
+        r"\b(put|puts|putting) ((it|them|weights|all|everything|the \w+) )?back\b|\bthe way back\b",
+        "The weights were put back.",
+        ordinary="The weights are rolled back.",
+    ),
+    Row(
+        "tracked weights",
+        r"\b(known|remembered) weights?\b",
+        "Remembered weights are coded by their history.",
+        ordinary="The last change of each weight is remembered.",
+    ),
+    Row(
+        "coalesced",
+        r"\b(folds|folded|folding)\b",
+        "Three steps were folded into one version.",
+        ordinary="A folder, and the fold of an array.",
+    ),
+    Row(
+        "caller, another process, every rank",
+        r"\b(whoever|whomever|somebody|anybody|everybody)\b",
+        "The anchor is finished by whoever opens it.",
+        ordinary="Someone with a clock.",
+    ),
+    Row(
+        "N, this many, the given number of",
+        r"\bso many\b",
+        "Wait for so many seconds.",
+        ordinary="As many as there are ranks.",
+    ),
+    Row(
+        "module",
+        r"\brooms\b|\b(this|each|every|another) room\b",
+        "The records that rooms hand to each other.",
+        ordinary="There is no room for it on the disk.",
+    ),
+    Row(
+        "anchor, a full checkpoint, the full state",
+        r"\bwhole states?\b|\b(loads?|fetche?s?) everything\b",
+        "An anchor is a whole state.",
+        ordinary="Close sends everything that is queued.",
+    ),
+    Row(
+        "who may or must do it, in a plain sentence",
+        r"\b(publisher|rank|trainer|worker|process|caller|reader|store|host|server)'s to \w+"
+        r"|\b(is|are) (not )?(its|theirs|yours) to \w+",
+        "Version 12 is not this publisher's to make.",
+        ordinary="The trainer's step is added to its total.",
+    ),
+]
+
+# What is clean already. Extend it as folders are rewritten.
+CLEAN = [
+    "src/pulsesync/errors.py",
+    "src/pulsesync/__init__.py",
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    line: int
+    word: str
+    write: str
+
+
+def find_words(text: str) -> Iterator[tuple[int, Row, str]]:
+    """The words of the dialect in a text: how far in each begins, its row, and how it is written there."""
+    plain = re.sub(r"`[^`\n]*`", lambda code: "`" * len(code[0]), text)
+    for row in ROWS:
+        left = plain
+        if row.allowed:
+            left = _pattern(row.allowed).sub(lambda ordinary: "`" * len(ordinary[0]), plain)
+        yield from ((found.start(), row, found[0]) for found in _pattern(row.instead_of).finditer(left))
+
+
+def _pattern(phrase: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r" (?![^\[]*\])", r"\\s+", phrase), re.IGNORECASE)
+
+
+def check_text(text: str, first_line: int = 1) -> list[Finding]:
+    return [
+        Finding(first_line + text.count("\n", 0, begin), " ".join(word.split()), row.write)
+        for begin, row, word in find_words(text)
+    ]
+
+
+def check_python(source: str, first_line: int = 1) -> list[Finding]:
+    """The findings in string literals and comments."""
+    tree = ast.parse(source)
+    pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(piece.value) if isinstance(piece, ast.Constant) else "``" for piece in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
+            text = node.value
+        else:
+            continue
+        if " " in text.strip():
+            spans_lines = text.count("\n") == (node.end_lineno or node.lineno) - node.lineno
+            found += check_text(text if spans_lines else text.replace("\n", " "), node.lineno)
+    found += [finding for line, text in _comments(source) for finding in check_text(text, line)]
+    moved = [Finding(first_line - 1 + finding.line, finding.word, finding.write) for finding in found]
+    return sorted(moved, key=lambda finding: finding.line)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments with their first lines; those on lines that follow each other are one."""
+    begun, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            if lines and line != begun + len(lines):
+                yield begun, "\n".join(lines)
+                lines = []
+            begun = begun if lines else line
+            lines.append(token.string.lstrip("#"))
+    if lines:
+        yield begun, "\n".join(lines)
+
+
+def check_page(text: str) -> list[Finding]:
+    """The findings in a page; of Python in it, those in its string literals and comments."""
+    found, at = [], 0
+    for block in re.finditer(r"^```(?:python|py)\b.*\n((?:.*\n)*?)```", text, re.MULTILINE):
+        found += check_text(text[at : block.start()], 1 + text.count("\n", 0, at))
+        found += _check_block(block[1], 1 + text.count("\n", 0, block.start(1)))
+        at = block.end()
+    return found + check_text(text[at:], 1 + text.count("\n", 0, at))
+
+
+def _check_block(source: str, first_line: int) -> list[Finding]:
+    try:
+        return check_python(source, first_line)
+    except SyntaxError:  # two columns, or an outline: names in it are read as words
+        return check_text(source, first_line)
+
+
+def read_by_people() -> list[Path]:
+    files = [ROOT / "README.md"]
+    for folder in ("src/pulsesync", "docs", "examples"):
+        files += [path for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
+    return sorted(path for path in files if "__pycache__" not in path.parts)
+
+
+def _is_clean(path: Path) -> bool:
+    return any(path.is_relative_to(ROOT / clean) for clean in CLEAN)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in read_by_people() if _is_clean(path)],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_what_people_read_is_in_plain_english(path: Path) -> None:
+    check = check_page if path.suffix == ".md" else check_python
+    name = path.relative_to(ROOT)
+    findings = [f"{name}:{one.line}: {one.word!r}; write: {one.write}" for one in check(path.read_text())]
+    assert not findings, "\n".join(["words of a private dialect:", *findings])
+
+
+@pytest.mark.parametrize("clean", CLEAN)
+def test_what_is_listed_as_clean_exists(clean: str) -> None:
+    assert any(path.is_relative_to(ROOT / clean) for path in read_by_people())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.planted)
+def test_a_planted_word_is_found_and_ordinary_english_is_not(row: Row) -> None:
+    assert row.write in [finding.write for finding in check_text(row.planted)]
+    assert row.write not in [finding.write for finding in check_text(row.ordinary)]
+
+
+def test_words_are_found_in_literals_docstrings_and_comments_and_not_in_names() -> None:
+    source = '''"""A title.
+
+A version
+held.
+"""
+held = told = {"held": 1}
+raise ValueError("a rank was"
+                 f" told {held}")  # it is
+# folded
+print(f"{'so many' if held else ''}", "`held` is a name")
+'''
+    found = [(finding.line, finding.word) for finding in check_python(source)]
+    assert found == [(4, "held"), (7, "told"), (9, "folded"), (10, "so many")]
+
+
+def test_words_are_found_in_pages_with_their_lines() -> None:
+    page = "# Told\n\n```python\nheld = 1\n# held\n```\n\n```sh\npulse log  # beside\n```\nHe came\nto it. `told`\n"
+    found = [(finding.line, finding.word) for finding in check_page(page)]
+    assert found == [(1, "Told"), (5, "held"), (9, "beside"), (11, "came to")]
+
+
+if __name__ == "__main__":  # python tests/test_words.py [FOLDER]: everything that is left to rewrite, clean or not
+    import sys
+
+    below = [ROOT / folder for folder in sys.argv[1:]] or [ROOT]
+    for path in read_by_people():
+        if any(path.is_relative_to(folder) for folder in below):
+            for one in (check_page if path.suffix == ".md" else check_python)(path.read_text()):
+                print(f"{path.relative_to(ROOT)}:{one.line}: {one.word!r}; write: {one.write}")  # noqa: T201 (a list for people)
