@@ -81,6 +81,15 @@ class PublishReport:
     def density(self) -> float:
         return self.changed / self.total if self.total else 0.0
 
+    def __str__(self) -> str:
+        if self.version is None:
+            return f"step {self.step}: will be part of a later version"
+        times = self.full_bytes / max(self.payload_bytes, 1)
+        return (
+            f"version {self.version}, step {self.step}: {self.changed:,} of {self.total:,} weights changed, "
+            f"{self.payload_bytes:,} bytes ({times:.{0 if times >= 10 else 1}f} times smaller)"
+        )
+
 
 class PublishFuture(Future[PublishReport]):
     """A future that knows whether its caller has read how the publish ended."""

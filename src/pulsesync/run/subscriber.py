@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -66,6 +66,14 @@ INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a 
 
 logger = logging.getLogger(__name__)
 
+_STEPS = {  # of a path, for people: one, and several
+    "start": ("local checkpoint", "local checkpoints"),
+    "anchor": ("anchor", "anchors"),
+    "squash": ("squashed patch", "squashed patches"),
+    "patch": ("patch", "patches"),
+    "undo": ("undone sync", "undone syncs"),
+}
+
 _Fetching: TypeAlias = tuple[Manifest, list[Future[tuple[Body, int]]]]  # a record, and its parts under way
 _Group: TypeAlias = list[tuple[Manifest, list[Body]]]  # records with their parts
 _Checking: TypeAlias = Callable[[Manifest], AbstractContextManager[None]]  # for what is done about a record
@@ -101,6 +109,15 @@ class SyncReport:
     def applied(self) -> int:
         """Records that were applied, whether patches, squashed ones or anchors."""
         return sum(kind in ("anchor", "squash", "patch") for kind in self.path)
+
+    def __str__(self) -> str:
+        at = f"version {self.version}, step {self.step}"
+        if not self.path:
+            return f"{at}: nothing new"
+        counts = Counter(self.path)
+        steps = " + ".join(f"{count} {_STEPS[kind][count > 1]}" for kind, count in counts.items())
+        written = f"{self.changed:,} weights written in {1e3 * self.apply_s:.1f} ms"
+        return f"{at}: {steps}, {self.fetched_bytes:,} bytes, {written}, digest {self.digest[:8]} verified"
 
 
 @dataclass
