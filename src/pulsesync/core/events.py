@@ -209,6 +209,8 @@ class RequestServed(RunEvent):
 
     method: str
     status: int
+    cache: str  # "hit": a relay had all of what was asked for; "miss": it had not; "none": there is no cache for it
+    store_failed: bool  # whether the store behind the server failed
     sent_bytes: int
     seconds: float
 

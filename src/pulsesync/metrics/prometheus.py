@@ -1,0 +1,180 @@
+"""Events as Prometheus metrics, and an HTTP server of them for trainers and workers.
+
+Needs `pip install 'pulsesync[metrics]'`.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from pulsesync.core.events import Event, Listening, listen
+from pulsesync.errors import PulseError
+from pulsesync.metrics.table import BUCKETS_S, DROPPED, INSTRUMENTS, LABEL_VALUES, Instrument, measurements
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["MetricsExporter", "PrometheusMetrics", "export"]
+
+FLUSH_S = 1.0  # that a scrape waits for events that were emitted before it
+
+logger = logging.getLogger(__name__)
+
+
+class PrometheusMetrics:
+    """A listener that counts events in Prometheus metrics. It is a collector: any exporter of its registry shows them.
+
+    Args:
+        registry: Where to register; a registry of its own if not given.
+        sections: Which metrics; all of them if not given.
+
+    Raises:
+        PulseError: prometheus_client is not installed.
+        ValueError: the registry has these metrics already.
+    """
+
+    def __init__(self, registry: "CollectorRegistry | None" = None, sections: Collection[str] | None = None) -> None:
+        try:
+            from prometheus_client import CollectorRegistry
+        except ModuleNotFoundError as e:
+            raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[metrics]'") from e
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._metrics = {
+            instrument.name: _make(instrument)
+            for instrument in INSTRUMENTS
+            if instrument is not DROPPED and (sections is None or instrument.section in sections)
+        }
+        self._begun: set[tuple[str, str]] = set()  # sections and locations whose counters are exported
+        self._listening: Listening | None = None
+        self.registry.register(self)
+
+    def listen(self) -> Listening:
+        """Count every event of this process from now on. A scrape then shows all events that were emitted before it."""
+        self._listening = listen(self)
+        return self._listening
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        for instrument, value, labels in measurements(event):
+            if instrument.name not in self._metrics:
+                continue
+            begun = (instrument.section, labels.get("location", ""))
+            if begun not in self._begun:
+                self._begin(*begun)
+            _record(self._metrics[instrument.name].labels(**labels), instrument.kind, value)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge to a value that is in no event."""
+        self._metrics[name].labels(**labels).set(value)
+
+    def text(self) -> bytes:
+        """Return all metrics of the registry in Prometheus's text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+    def collect(self) -> "Iterator[Metric]":
+        """Yield all metrics, as a registry asks for them."""
+        if self._listening is not None:
+            self._listening.flush(FLUSH_S)
+        for metric in self._metrics.values():
+            yield from metric.collect()
+        if self._listening is not None:
+            yield from _dropped(self._listening.dropped)
+
+    def describe(self) -> "Iterator[Metric]":
+        """Yield the names of all metrics, as a registry asks for them."""
+        for metric in self._metrics.values():
+            yield from metric.describe()
+        yield from _dropped(0)
+
+    def _begin(self, section: str, location: str) -> None:
+        """Export the counters of a section as 0: Prometheus sees an increase only in what it has seen before."""
+        self._begun.add((section, location))
+        known = {**LABEL_VALUES, "location": (location,)}
+        for instrument in INSTRUMENTS:
+            if instrument.section == section and instrument.kind == "counter" and set(instrument.labels) <= set(known):
+                for values in product(*(known[label] for label in instrument.labels)):
+                    self._metrics[instrument.name].labels(*values)
+
+
+class MetricsExporter:
+    """The metrics of this process over HTTP, until `close`."""
+
+    def __init__(self, metrics: PrometheusMetrics, host: str, port: int) -> None:
+        from prometheus_client import start_http_server
+
+        self.metrics = metrics
+        try:
+            self._server, self._thread = start_http_server(port, host, metrics.registry)
+        except OSError as e:
+            metrics.registry.unregister(metrics)
+            raise PulseError(
+                f"cannot serve metrics on {host} port {port}: {e.strerror or e}; give another port, or 0 for a free one"
+            ) from e
+        self._listening = metrics.listen()
+        self.port = int(self._server.server_port)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        logger.info("Metrics of this process are at %s.", self.url)
+
+    def close(self) -> None:
+        """Stop the server, and count no more events. A second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._listening.close()
+            self.metrics.registry.unregister(self.metrics)
+
+    def __enter__(self) -> "MetricsExporter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def export(
+    port: int = 9464, host: str = "127.0.0.1", *, registry: "CollectorRegistry | None" = None
+) -> MetricsExporter:
+    """Serve the metrics of this process to Prometheus, from now until the returned object is closed.
+
+    Call it before the first publish or sync: earlier events are not counted.
+
+    Args:
+        port: The port; 0 takes a free one, which the returned object names.
+        host: The address to listen on; `0.0.0.0` for all of this machine. There is no password: everybody who can reach
+            the port reads the locations of runs, their versions and sizes.
+        registry: A Prometheus registry that has other metrics too; a registry of their own if not given.
+
+    Raises:
+        PulseError: prometheus_client is not installed, or the port is taken.
+    """
+    return MetricsExporter(PrometheusMetrics(registry), host, port)
+
+
+def _dropped(count: int) -> "Iterator[Metric]":
+    from prometheus_client.metrics_core import CounterMetricFamily
+
+    yield CounterMetricFamily(DROPPED.name, DROPPED.help, value=count)
+
+
+def _make(instrument: Instrument) -> Any:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    name, labels = instrument.name, instrument.labels
+    if instrument.kind == "counter":
+        return Counter(name, instrument.help, labels, registry=None)
+    if instrument.kind == "gauge":
+        return Gauge(name, instrument.help, labels, registry=None)
+    return Histogram(name, instrument.help, labels, registry=None, buckets=BUCKETS_S)
+
+
+def _record(metric: Any, kind: str, value: float) -> None:
+    if kind == "counter":
+        metric.inc(value)
+    elif kind == "gauge":
+        metric.set(value)
+    else:
+        metric.observe(value)
