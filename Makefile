@@ -9,6 +9,7 @@ TRL := .venv-trl
 JAX := .venv-jax
 VERL := .venv-verl
 SGLANG := .venv-sglang
+DOCS := .venv-docs
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
@@ -18,7 +19,7 @@ OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench docs lint format bench golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -69,6 +70,9 @@ gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes)
 	$(OWN) benchmarks/bench_gpu.py
 
+docs: $(DOCS)/.made  ## build the documentation site into site/, warnings as errors; open site/index.html
+	$(DOCS)/bin/python -m tools.build_docs
+
 lint: $(VENV)/.dev  ## check style, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -91,8 +95,8 @@ chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
 
-clean:  ## remove .venv, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
-	rm -rf $(VENV) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-docs, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
+	rm -rf $(VENV) $(DOCS) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist site .site-source .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.
@@ -131,6 +135,12 @@ $(VENV)/.dev: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync, the tools to check it, torch, Triton and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
 	@$(PIP) -e '.[dev,torch,serve]'
 	@touch $(VENV)/.core $(VENV)/.torch $@
+
+$(DOCS)/.made: $(PINNED) constraints-docs.txt
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@echo "Installing pulsesync, Zensical and mkdocstrings into $(DOCS): half a minute ..."
+	@$(DOCS)/bin/python -m pip install -qq -c constraints.txt -c constraints-docs.txt -e '.[docs]'
+	@touch $@
 
 $(TRL)/.made: $(PINNED) constraints-hf.txt
 	@$(PYTHON) -m venv --clear $(TRL)

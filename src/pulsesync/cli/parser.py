@@ -8,6 +8,14 @@ import pulsesync
 from pulsesync.cli import COMMANDS
 
 
+def make_app() -> App:
+    """Return the command line, with every command; a command's module is imported when it is asked for."""
+    app = App(name="pulse", version=pulsesync.__version__, suppress_keyboard_interrupt=False, config=_refuse_empty)
+    for name, (path, _) in COMMANDS.items():
+        app.command(path, name=name)
+    return app
+
+
 def call(arguments: Sequence[str]) -> int:
     """Import the command that is named and call it; return its exit code.
 
@@ -15,11 +23,8 @@ def call(arguments: Sequence[str]) -> int:
         UsageError: there is no such command or option, or a value makes no sense.
         PulseError: the command failed.
     """
-    app = App(name="pulse", version=pulsesync.__version__, suppress_keyboard_interrupt=False, config=_refuse_empty)
-    for name, (path, _) in COMMANDS.items():
-        app.command(path, name=name)
     try:
-        code: int = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        code: int = make_app()(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as e:
         from pulsesync.cli.options import UsageError
 

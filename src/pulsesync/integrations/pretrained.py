@@ -90,7 +90,7 @@ def checkpoint_weights(model: Any) -> dict[str, Any]:
 
     Raises:
         StateError: the parameters are partitioned by DeepSpeed ZeRO-3 or FSDP1, are offloaded, or are sharded in a
-        layout that a checkpoint does not have.
+            layout that a checkpoint does not have.
     """
     model = unwrapped(model)
     check_publishable(model)

@@ -1,0 +1,206 @@
+"""Lays out the source of the documentation site, from the pages of the repository: the first step of `make docs`.
+
+A page of `docs/` links to files outside it: to results of benchmarks, to examples, to tests. On a code forge these
+links work as they are. A site knows only the files below one folder. So this script copies what is linked into that
+folder and rewrites the links of the copies:
+
+- `README.md` becomes the first page of the site, and a page of `docs/` keeps its path below `docs/`;
+- every other page, picture and data file goes below `repository/`, under its path in the repository;
+- a source file becomes a page that shows it, and a folder becomes a page that lists it;
+- every public module gets a page below `api/`, which mkdocstrings fills from the docstrings.
+
+It fails when a page of `docs/` is missing from the navigation, when the navigation names a page that does not exist,
+and when a link leads to no file of the repository.
+"""
+
+import posixpath
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SITE_SOURCE = ROOT / ".site-source"
+LINK = re.compile(r"(\]\()([^)\s]+)(\))|(\b(?:src|href)=\")([^\"]+)(\")")
+CODE = re.compile(r"^(```|~~~).*?^\1 *$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+API_SECTION = re.compile(r"^## `([^`]+)`$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+API_NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+# Made at their first use from a class that has all of their code and their description.
+MADE_OF = {"PulseCallback": "PublishingCallback", "KerasCallback": "KerasPublishing"}
+SUBMODULES = {"events": "pulsesync.core.events", "loco": "pulsesync.loco"}  # public names that are modules
+LANGUAGES = {  # of the files that are shown as a page; others are copied
+    ".py": "python",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".sh": "bash",
+    ".txt": "text",
+    "": "text",
+}
+
+
+class BrokenSiteError(Exception):
+    """The pages and the navigation do not fit together; the message lists all that is wrong."""
+
+
+class SiteSource:
+    """Copies pages and what they link to into the folder that the site is built from."""
+
+    def __init__(self, root: Path, target: Path) -> None:
+        self.root = root
+        self.target = target
+        self.problems: list[str] = []
+        self._written: set[str] = set()
+        self._waiting: list[str] = []
+
+    def write(self, nav: list[str]) -> None:
+        """Write the whole folder anew.
+
+        Raises:
+            BrokenSiteError: a link leads nowhere, or the navigation is not the list of the pages.
+        """
+        shutil.rmtree(self.target, ignore_errors=True)
+        docs = sorted(path.relative_to(self.root).as_posix() for path in (self.root / "docs").rglob("*.md"))
+        assets = [path.relative_to(self.root).as_posix() for path in (self.root / "docs" / "assets").glob("*")]
+        self._waiting = ["README.md", *docs, *assets]
+        modules = dict(API_SECTION.findall((self.root / "docs" / "api.md").read_text()))
+        self._waiting += [path for path in map(self._path_of, nav) if path]
+        while self._waiting:
+            self._add(self._waiting.pop())
+        for module, section in modules.items():
+            self._put(f"api/{module}.md", api_page(module, API_NAME.findall(section)))
+        needed = {site_path(page) for page in docs} | {f"api/{module}.md" for module in modules}
+        self.problems += [f"zensical.toml: the navigation lacks {page}" for page in sorted(needed - set(nav))]
+        self.problems += [f"zensical.toml: there is no {page}" for page in nav if not (self.target / page).exists()]
+        if self.problems:
+            raise BrokenSiteError("\n".join(self.problems))
+
+    def _path_of(self, page: str) -> str | None:
+        """The file of the repository that a page of the navigation outside docs/ shows."""
+        path = page.removeprefix("repository/").removesuffix(".md") if page.startswith("repository/") else ""
+        for candidate in (path, f"{path}.md", path.removesuffix("/index")):
+            if path and (self.root / candidate).exists():
+                return candidate
+        return None
+
+    def _add(self, path: str) -> None:
+        if path in self._written:
+            return
+        self._written.add(path)
+        source = self.root / path
+        if source.is_dir():
+            self._put(site_path(path, folder=True), self._listing(path))
+        elif source.suffix == ".md":
+            self._put(site_path(path), self._rewritten(path))
+        elif shows_as_page(path):
+            fence = f"```{LANGUAGES[source.suffix]}"
+            self._put(site_path(path), f"# `{path}`\n\n{fence}\n{source.read_text()}```\n")
+        else:
+            copy = self.target / site_path(path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+
+    def _put(self, page: str, text: str) -> None:
+        file = self.target / page
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def _listing(self, path: str) -> str:
+        """A page that lists a folder, and links to its pages and pictures."""
+        lines = [f"# `{path}/`", ""]
+        for entry in sorted((self.root / path).iterdir(), key=lambda entry: (entry.is_dir(), entry.name)):
+            if entry.name.startswith((".", "__")):
+                continue
+            name = f"{path}/{entry.name}"
+            if entry.suffix == ".md":
+                lines.append(
+                    f"- [{title_of(entry)}]({self._link(site_path(path, folder=True), name)}) (`{entry.name}`)"
+                )
+            else:
+                lines.append(f"- `{entry.name}{'/' if entry.is_dir() else ''}`")
+        return "\n".join([*lines, ""])
+
+    def _rewritten(self, path: str) -> str:
+        """A page with its links as they must be in the site."""
+
+        def replace(match: re.Match[str]) -> str:
+            before, link, after = (match.group(i) or match.group(i + 3) for i in (1, 2, 3))
+            if re.match(r"[a-z]+:|#|//", link):
+                return match.group()
+            target, hash_, fragment = link.partition("#")
+            found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+            if not (self.root / found).exists():
+                self.problems.append(f"{path}: no such file: {link}")
+                return match.group()
+            return f"{before}{self._link(site_path(path), found)}{hash_}{fragment}{after}"
+
+        return outside_code((self.root / path).read_text(), lambda text: LINK.sub(replace, text))
+
+    def _link(self, page: str, path: str) -> str:
+        self._waiting.append(path)
+        return posixpath.relpath(site_path(path, folder=(self.root / path).is_dir()), posixpath.dirname(page) or ".")
+
+
+def api_page(module: str, names: list[str]) -> str:
+    """The page of a module: what it says of itself, then its public names in the order of docs/api.md."""
+    blocks = [f"# `{module}`", f"::: {module}\n    options:\n      members: false\n      show_root_heading: false"]
+    for name in names:
+        if module == "pulsesync" and name in SUBMODULES:
+            blocks.append(f"## `{name}`\n\nThe module [`{SUBMODULES[name]}`]({SUBMODULES[name]}.md).")
+        else:
+            options = f"\n    options:\n      heading: {name}\n      toc_label: {name}" if name in MADE_OF else ""
+            blocks.append(f"::: {module}.{MADE_OF.get(name, name)}{options}")
+    return "\n\n".join([*blocks, ""])
+
+
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    """Apply a change to what is neither in a fenced block nor in a span of code."""
+    parts: list[str] = []
+    at = 0
+    for code in CODE.finditer(text):
+        parts += [change(text[at : code.start()]), code.group()]
+        at = code.end()
+    return "".join([*parts, change(text[at:])])
+
+
+def shows_as_page(path: str) -> bool:
+    """Whether a source file is shown as a page of its own, rather than copied."""
+    return Path(path).suffix in LANGUAGES
+
+
+def site_path(path: str, *, folder: bool = False) -> str:
+    """Where a file of the repository is in the source of the site."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("docs/") and not folder:
+        return path.removeprefix("docs/")
+    if folder:
+        return f"repository/{path}/index.md"
+    return f"repository/{path}.md" if shows_as_page(path) else f"repository/{path}"
+
+
+def title_of(page: Path) -> str:
+    """The first heading of a page."""
+    found = re.search(r"^# (.+)$", page.read_text(), re.MULTILINE)
+    return found.group(1) if found else page.stem
+
+
+def nav_pages(nav: Any) -> Iterator[str]:
+    """Every page that a navigation names, at any depth."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from nav_pages(entry)
+
+
+def write_site_source() -> None:
+    """Write the source of the site of this repository.
+
+    Raises:
+        BrokenSiteError: a link leads nowhere, or the navigation is not the list of the pages.
+    """
+    config = tomllib.loads((ROOT / "zensical.toml").read_text())
+    SiteSource(ROOT, SITE_SOURCE).write(list(nav_pages(config["project"]["nav"])))
