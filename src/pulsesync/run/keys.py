@@ -1,5 +1,6 @@
 """The names of the objects of a run in its store. docs/format.md defines them."""
 
+HEARTBEATS = "heartbeats/"  # one object a worker, overwritten; hints for people
 HEAD = "head"  # a hint: the newest version, perhaps not quite
 
 
@@ -41,3 +42,7 @@ def pointer_key(name: str, number: int) -> str:
 
 def pointer_hint(name: str) -> str:
     return f"pointers/{name}/{HEAD}"
+
+
+def heartbeat_key(worker: str) -> str:
+    return f"{HEARTBEATS}{worker}"

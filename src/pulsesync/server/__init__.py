@@ -5,7 +5,8 @@
 
 Plain GET and HEAD with ranges, so that any cache or content network can stand in between, and one addition: `/?list=`
 and a prefix gives the objects below it, one JSON object a line. Content-addressed objects may be cached for ever; the
-rest must be asked for again each time; that something is not there is never cached.
+rest must be asked for again each time; that something is not there is never cached. The one thing that clients may
+write is the heartbeat of a worker: it is kept in memory alone, and a relay passes it on.
 
 Memory is bounded: a limited number of requests is worked on at a time, each with a few pieces of its object in memory.
 What a store says goes out unaltered and unchecked; readers check everything.

@@ -16,10 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from pulsesync.errors import NotFoundError, PulseError, StoreError
+from pulsesync.errors import FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Store, forget, is_near, size_of
 from pulsesync.store.http import LISTING_TYPE, check_token
-from pulsesync.store.keys import check_key, check_prefix
+from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -42,6 +43,7 @@ _SLICE = 1 << 18
 _SEND_TIMEOUT_S = _SLICE / (1 << 14)
 _MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
+_HEARTBEAT_S = 10.0  # in which a heartbeat must have arrived
 _LOG_EVERY_S = 10.0  # a store that is away fails every request; the log says it now and then
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ def make_app(store: Store, token: str | None = None) -> "Starlette":
         from starlette.routing import Route
     except ModuleNotFoundError as e:
         raise missing(e) from e
-    return Starlette(routes=[Route("/{key:path}", _Service(store, token), methods=["GET"])])
+    return Starlette(routes=[Route("/{key:path}", _Service(store, token), methods=["GET", "PUT"])])
 
 
 class _Service:
@@ -70,6 +72,7 @@ class _Service:
 
     def __init__(self, store: Store, token: str | None) -> None:
         self._store = store
+        self._board = HeartbeatBoard(store)
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._bodies = asyncio.Semaphore(_BODIES)
         self._cached = asyncio.Semaphore(_BODIES)
@@ -84,6 +87,9 @@ class _Service:
         if not self._may_read(request.headers.get("authorization", "")):
             await _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
+        if request.method == "PUT":
+            await (await self._accept(request.path_params["key"], receive))(scope, receive, send)
+            return
         if not request.path_params["key"].startswith(CONTENT_ADDRESSED):
             places, ahead = self._records, _AHEAD
         elif await self._is_cached(request):
@@ -96,6 +102,20 @@ class _Service:
                 await answer.send(receive, send, ahead)
             else:
                 await answer(scope, receive, send)
+
+    async def _accept(self, key: str, receive: "Receive") -> "Response":
+        """Keep the heartbeat of a worker: the one thing that clients may write."""
+        if not is_heartbeat(key):
+            return _words(405, "only heartbeats of workers can be written here", {"Allow": "GET, HEAD"})
+        try:
+            check_key(key)
+            async with asyncio.timeout(_HEARTBEAT_S):
+                self._board.put(key, await _read_body(receive, MAX_BYTES))
+        except TimeoutError:
+            return _words(408, "the heartbeat did not arrive in time")
+        except (FormatError, StoreError):
+            return _words(400, "this is not a heartbeat")
+        return _words(200, "kept")
 
     async def _is_cached(self, request: "Request") -> bool:
         """Return whether the store is a cache that has all of what is asked for."""
@@ -111,8 +131,8 @@ class _Service:
     async def _answer(self, request: "Request") -> "_RangeResponse | Response":
         key, prefix = request.path_params["key"], request.query_params.get("list")
         try:
-            if key == "" and prefix is not None:
-                return await _in_thread(lambda: self._listing(prefix))
+            if (key == "" or key.endswith("/")) and prefix is not None:
+                return await _in_thread(lambda: self._listing(key, prefix))
             return await _in_thread(lambda: self._object(key, request.method == "HEAD", request.headers))
         except NotFoundError:
             return _words(404, "there is no such object")
@@ -127,16 +147,19 @@ class _Service:
     def _may_read(self, shown: str) -> bool:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
 
-    def _listing(self, prefix: str) -> "Response":
+    def _listing(self, folder: str, prefix: str) -> "Response":
+        """List what is below a prefix of a run, which may be in a folder of the store: keys are those of the run."""
         from starlette.responses import Response
 
         try:
             check_prefix(prefix)
+            check_prefix(folder + prefix)
         except StoreError:
             return _words(400, "this is not a prefix")
         lines = [
-            json.dumps({"key": entry.key, "size": entry.size_bytes, "modified": entry.modified_s}) + "\n"
-            for entry in self._store.list(prefix)
+            json.dumps({"key": entry.key.removeprefix(folder), "size": entry.size_bytes, "modified": entry.modified_s})
+            + "\n"
+            for entry in self._board.list(folder + prefix, self._store.list(folder + prefix))
         ]
         return Response("".join(lines), media_type=LISTING_TYPE, headers={"Cache-Control": "no-store"})
 
@@ -179,7 +202,7 @@ class _Service:
             headers["ETag"] = f'"{quote(key, safe="")}"'
             return read, size, headers
         headers["Cache-Control"] = "no-cache"
-        start = self._store.get(key, 0, _PIECE)
+        start = self._board.get(key) or self._store.get(key, 0, _PIECE)
         if len(start) == _PIECE:
             return read, size, headers
         headers["ETag"] = f'"{hashlib.sha256(start).hexdigest()}"'
@@ -306,6 +329,18 @@ def _words(status: int, text: str, headers: dict[str, str] | None = None) -> "Re
     from starlette.responses import PlainTextResponse
 
     return PlainTextResponse(text + "\n", status, {"Cache-Control": "no-store", **(headers or {})})
+
+
+async def _read_body(receive: "Receive", limit: int) -> bytes:
+    """Read what a client sends: one byte more than the limit at most, which is enough to refuse it."""
+    body, more = b"", True
+    while more and len(body) <= limit:
+        message = await receive()
+        if message["type"] != "http.request":
+            break  # the client has left
+        body += message.get("body", b"")[: limit + 1]
+        more = message.get("more_body", False)
+    return body
 
 
 async def _leaving(receive: "Receive") -> None:

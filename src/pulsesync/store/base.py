@@ -73,6 +73,17 @@ def forget(store: Store, key: str) -> None:
         tell(key)
 
 
+def pass_on(store: Store, key: str, data: bytes) -> None:
+    """Send the heartbeat of a worker to where a relay reads from. No verb: only a store that relays passes it on.
+
+    Raises:
+        StoreError: it is not accepted there.
+    """
+    send = getattr(store, "pass_on", None)
+    if send is not None:
+        send(key, data)
+
+
 def is_near(store: Store, key: str, begin: int = 0, end: int | None = None) -> bool:
     """Return whether a range of an object is in a cache of this store. No verb: most stores have no cache.
 

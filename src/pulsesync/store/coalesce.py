@@ -73,6 +73,10 @@ class CoalescingStore(ReadOnlyStore):
         """
         self._once(("forget", key), lambda: self._forget(key))
 
+    def pass_on(self, key: str, data: bytes) -> None:
+        """Send the heartbeat of a worker to the upstream. Raises: StoreError, if it is not accepted there."""
+        self.store.put(key, data)
+
     def _read_only(self, key: str) -> StoreError:
         return StoreError(f"a relay is read-only; {key} can be written where the run is published", key=key)
 

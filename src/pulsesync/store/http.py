@@ -1,5 +1,7 @@
 """A run behind http or https, for reading: `pulse serve`, a relay, a bucket's public address, any web server.
 
+The one thing that is written is the heartbeat of a worker, which `pulse serve` and relays accept.
+
 Only the standard library. Listing needs `pulse serve` or a relay at the other end; everything else needs a server of
 files, with or without range requests. What the server says is checked: status, range, length, encoding, every entry of
 a listing. What the objects hold is for the reader to check, as with any store.
@@ -20,7 +22,7 @@ from urllib.parse import quote, urlsplit
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.store.base import CONTENT_ADDRESSED, ObjectEntry, ReadOnlyStore
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
-from pulsesync.store.keys import check_key, check_prefix
+from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
 
@@ -58,7 +60,9 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpStore(ReadOnlyStore):
-    """Objects below an address. Writing is refused. Connections are kept open and shared by all threads.
+    """Objects below an address. Writing is refused, but for the heartbeats of workers.
+
+    Connections are kept open and shared by all threads.
 
     Every request ends. Connecting, the TLS handshake and the response's headers may take `timeout_s` each. Of the body,
     `timeout_s * min_bytes_per_s` bytes must arrive in every `timeout_s`, so that a body of n bytes takes at most
@@ -192,6 +196,18 @@ class HttpStore(ReadOnlyStore):
             raise self._cannot_list(prefix) from e
         return iter(_parse_listing(data, prefix))
 
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Send the heartbeat of a worker, which `pulse serve` and relays keep in memory; refuse everything else.
+
+        Raises:
+            StoreError: this is not a heartbeat, or the server does not accept it.
+        """
+        if not is_heartbeat(key):
+            raise self._read_only(key)
+        check_key(key)
+        with self._asked(f"/{quote(key)}", {}, key, "PUT", bytes(data)) as response:
+            _skip(response, PIECE_BYTES, key)  # the connection can be used again
+
     def forget(self, key: str) -> None:
         """Ask the server, and whatever caches are in front of it, for a fresh copy the next time."""
         if len(self._doubted) >= _MAX_SIZES:  # a relay passes on what its clients report
@@ -211,11 +227,11 @@ class HttpStore(ReadOnlyStore):
 
     @contextmanager
     def _asked(
-        self, path: str, headers: dict[str, str], key: str, method: str = "GET"
+        self, path: str, headers: dict[str, str], key: str, method: str = "GET", body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Give the answer to a request, if its status is one that answers; keep the connection if all was read."""
         try:
-            connection, response = self._send(method, path, headers)
+            connection, response = self._send(method, path, headers, body)
             try:
                 if not (method == "HEAD" and response.status in _NO_HEAD):
                     self._check(response, key)
@@ -228,16 +244,19 @@ class HttpStore(ReadOnlyStore):
             raise StoreError(f"{self.url} is not trusted: {e.verify_message}; see cafile", key=key) from e
         except (OSError, http.client.HTTPException) as e:
             cause = str(e) or type(e).__name__
-            raise StoreError(f"cannot read {key} from {self.url}: {cause}", key=key, retryable=True) from e
+            verb = "send {} to" if body is not None else "read {} from"
+            raise StoreError(f"cannot {verb.format(key)} {self.url}: {cause}", key=key, retryable=True) from e
 
-    def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple[Connection, http.client.HTTPResponse]:
+    def _send(
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None
+    ) -> tuple[Connection, http.client.HTTPResponse]:
         """Ask over a kept connection, and if that was closed from the other side, over a new one."""
         kept = True
         while True:
             kept, connection = self._connection(kept)
             try:
                 connection.clock.start()
-                connection.request(method, self._path + path, headers=self._headers | headers)
+                connection.request(method, self._path + path, body, self._headers | headers)
                 response = connection.getresponse()
                 connection.clock.start()  # for the body
                 return connection, response

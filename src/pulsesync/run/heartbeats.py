@@ -1,0 +1,331 @@
+"""Heartbeats: a small record that each worker keeps in the run, by which people see where the fleet is.
+
+    Subscriber("s3://bucket/run", heartbeat="rollout-3")    # writes heartbeats/rollout-3
+    pulse.read_fleet("s3://bucket/run").workers             # reads all of them (run/fleet.py)
+
+A heartbeat is a hint. Nothing that moves weights reads one; a worker that cannot write its own goes on all the same;
+whoever may write to the store can write any. So a reader takes nothing on trust: sizes, types and names are checked,
+and what a terminal would interpret is replaced.
+"""
+
+import atexit
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
+from typing import Any
+
+from pulsesync.core.events import EngineUpdated, Event, Recounted, Synced, SyncFailed
+from pulsesync.core.version import __version__
+from pulsesync.errors import FormatError, NotFoundError
+from pulsesync.run import keys
+from pulsesync.store import Store
+from pulsesync.store.keys import WORKER
+
+FORMAT = "pulse-heartbeat/1"
+MAX_BYTES = 1 << 11
+MAX_WORKERS = 4096  # whose heartbeats are read; a listing may have any number
+EVERY_S = 30.0  # between two records, while nothing happens
+SOONEST_S = 5.0  # between two records, however much happens: an object store charges for each
+LONGEST_S = 600.0  # between two attempts, if the store refuses them
+EXIT_S = 2.0  # for all last records together when the interpreter ends
+
+_MAX_NUMBER = 1 << 53
+_READERS = 16
+_ERROR_CHARACTERS, _TEXT_CHARACTERS = 200, 64  # of at most 4 bytes each, so that a record fits into its limit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What a worker says of itself. Times are seconds since 1970 by the worker's own clock."""
+
+    worker: str
+    host: str
+    pid: int
+    package: str  # version of pulsesync
+    time_s: float  # when this was written
+    version: int | None = None  # that the weights are at; None: nothing was synced yet
+    step: int | None = None  # the trainer's, of that version
+    newest: int | None = None  # version that the worker last knew to be there
+    follows: str | None = None  # the pointer that it follows; None: the newest version
+    synced_s: float | None = None  # when the last sync succeeded, whether there was something new or not
+    pause_s: float | None = None  # of the last sync that wrote weights
+    fetched_bytes: int = 0  # since the worker was started
+    recounted_s: float | None = None  # when the digest of all weights was last counted anew
+    recount_equal: bool | None = None  # and whether it was that of the version
+    error: str | None = None  # of the last sync, if it failed
+    torn: bool = False  # whether the weights are between two versions and must not be used
+    ended: bool = False  # whether the worker was closed, and this is its last record
+
+    def build(self) -> bytes:
+        """The bytes of the record: at most MAX_BYTES."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+_TEXTS = {"worker", "host", "package", "follows", "error"}
+_FLAGS = {"recount_equal", "torn", "ended"}
+_TIMES = {"time_s", "synced_s", "pause_s", "recounted_s"}
+_NULLABLE = {one.name for one in fields(Heartbeat) if one.default is None}
+_NEWS = ("version", "newest", "recounted_s", "error", "torn")  # what a record is written for, before its time has come
+_REQUIRED = {"worker", "host", "pid", "package", "time_s"}
+
+
+def check_worker(name: str) -> str:
+    """Return the name of a worker. Raises: ValueError, for what is none."""
+    if not WORKER.fullmatch(name):
+        raise ValueError(
+            "the name of a worker must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; got "
+            f"{name[:80]!r}"
+        )
+    return name
+
+
+def name_worker(*parts: str) -> str:
+    """A name for a worker of this host, made of parts of any characters."""
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join((socket.gethostname(), *parts)))
+    return check_worker(text.strip("-._")[:64] or "worker")
+
+
+def printable(text: str, limit: int) -> str:
+    """Text that a terminal shows and does not interpret, on one line and not longer than a limit."""
+    text = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text[:limit])
+    return " ".join(text.split())
+
+
+def parse(data: bytes, worker: str) -> Heartbeat:
+    """Read the record of a worker. Fields that this version does not know are ignored.
+
+    Raises:
+        FormatError: it is none, is longer than MAX_BYTES, or is that of another worker.
+    """
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"the heartbeat of {worker} has more than {MAX_BYTES} bytes")
+    try:
+        table = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"the heartbeat of {worker} is not JSON") from e
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise FormatError(f"the heartbeat of {worker} is not of the format {FORMAT}")
+    known = {one.name: table[one.name] for one in fields(Heartbeat) if one.name in table}
+    if bad := sorted((_REQUIRED - known.keys()) | {name for name, value in known.items() if not _fits(name, value)}):
+        raise FormatError(f"the heartbeat of {worker} has no usable {bad[0]}")
+    if known["worker"] != worker:
+        raise FormatError(f"the heartbeat of {worker} is that of another worker")
+    for name in _TEXTS & known.keys():
+        if known[name] is not None:
+            known[name] = printable(known[name], _ERROR_CHARACTERS if name == "error" else _TEXT_CHARACTERS)
+    return Heartbeat(**known)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if value is None:
+        return name in _NULLABLE
+    if name in _TEXTS:
+        return isinstance(value, str)
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, (int, float) if name in _TIMES else int):
+        return False
+    return 0 <= value <= _MAX_NUMBER  # false for NaN as well
+
+
+@dataclass(frozen=True)
+class FoundHeartbeat:
+    """A heartbeat as it was found in a store, or why it cannot be read."""
+
+    worker: str
+    heartbeat: Heartbeat | None
+    written_s: float  # by the store's clock
+    fault: str | None = None
+
+
+def find_heartbeats(store: Store) -> list[FoundHeartbeat]:
+    """The heartbeats of a run, by name; of a worker whose record cannot be read, the reason.
+
+    Raises:
+        StoreError: the store cannot list, or does not answer.
+    """
+    entries = list(islice(_entries(store), MAX_WORKERS))
+    if not entries:
+        return []
+    with ThreadPoolExecutor(min(_READERS, len(entries)), thread_name_prefix="pulse-heartbeats") as pool:
+        found = pool.map(lambda entry: _find(store, *entry), entries)
+        return [one for one in found if one is not None]
+
+
+def _entries(store: Store) -> Iterator[tuple[str, float]]:
+    for entry in store.list(keys.HEARTBEATS):
+        name = entry.key.removeprefix(keys.HEARTBEATS)
+        if WORKER.fullmatch(name):  # any other object is none of ours, and its name is not shown
+            yield name, entry.modified_s
+
+
+def _find(store: Store, worker: str, written_s: float) -> FoundHeartbeat | None:
+    try:
+        return FoundHeartbeat(worker, parse(store.get(keys.heartbeat_key(worker), 0, MAX_BYTES + 1), worker), written_s)
+    except NotFoundError:  # it was removed just now
+        return None
+    except FormatError as e:
+        return FoundHeartbeat(worker, None, written_s, str(e))
+
+
+class HeartbeatWriter:
+    """Writes the heartbeat of a worker, on a thread of its own: no sync waits for it or fails by it.
+
+    The first record is written when the first event is noted, later ones soon after an event, and every 30 s without
+    one, until `close`. A store that refuses is logged once, and asked again less and less often.
+
+    Args:
+        store: The store of the run.
+        worker: Its name: letters, digits, `.`, `_` and `-`.
+        follows: The pointer that the worker follows, if it follows one.
+        every_s: Seconds between two records while nothing happens.
+        soonest_s: The fewest seconds between two records.
+
+    Raises:
+        ValueError: the name is not one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        worker: str,
+        *,
+        follows: str | None = None,
+        every_s: float = EVERY_S,
+        soonest_s: float = SOONEST_S,
+    ) -> None:
+        self._store, self._every_s, self._soonest_s = store, every_s, soonest_s
+        # Replaced, never changed: no lock is needed, and a signal handler may close this at any moment.
+        self._record = Heartbeat(
+            worker=check_worker(worker),
+            host=printable(socket.gethostname(), _TEXT_CHARACTERS),
+            pid=os.getpid(),
+            package=__version__,
+            time_s=0.0,
+            follows=follows,
+        )
+        self._gate, self._end = threading.Lock(), threading.Lock()  # closed until there is something new; until close
+        self._gate.acquire()
+        self._end.acquire()
+        self._thread: threading.Thread | None = None
+        self._refused = 0  # attempts in a row
+
+    @property
+    def record(self) -> Heartbeat:
+        """What the next heartbeat will say."""
+        return self._record
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
+    def start(self, newest: int | None = None) -> None:
+        """Show that the worker is there, and which version it goes to; it has none yet, or an older one."""
+        self._replace(newest=self._record.newest if newest is None else newest)
+
+    def note(self, event: Event) -> None:
+        """Take what an event says of this worker into its record. This neither waits nor raises."""
+        now = self._record
+        if isinstance(event, Synced | EngineUpdated):
+            newest = event.newest if isinstance(event, Synced) else event.version
+            wrote = event.version != now.version or event.changed > 0
+            self._replace(
+                version=event.version,
+                step=event.step,
+                newest=now.newest if newest is None else newest,
+                synced_s=event.time_s,
+                pause_s=event.pause_s if wrote else now.pause_s,
+                fetched_bytes=now.fetched_bytes + event.fetched_bytes,
+                error=None,
+                torn=False,
+            )
+        elif isinstance(event, SyncFailed):
+            self._replace(error=printable(event.error, _ERROR_CHARACTERS) or "unknown", torn=event.torn)
+        elif isinstance(event, Recounted):
+            self._replace(recounted_s=event.time_s, recount_equal=event.equal)
+
+    def close(self) -> None:
+        """Write a last record, in the background, and end. Any thread and any signal handler may call this."""
+        self._record = replace(self._record, ended=True)
+        _open(self._end)
+        _open(self._gate)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the last record was written, after `close`."""
+        if self._thread is not None and self._record.pid == os.getpid():
+            self._thread.join(timeout_s)
+
+    def _replace(self, **facts: Any) -> None:
+        if self._record.pid != os.getpid() or self._record.ended:
+            return  # a forked child has no thread that writes
+        before, self._record = self._record, replace(self._record, **facts)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pulse-heartbeat", daemon=True)
+            _writers.add(self)
+            self._thread.start()
+        elif any(getattr(before, name) != getattr(self._record, name) for name in _NEWS):
+            _open(self._gate)
+
+    def _run(self) -> None:
+        while True:
+            self._gate.acquire(blocking=False)  # what came until now is in this record
+            record = replace(self._record, time_s=time.time())
+            self._write(record)
+            if record.ended:
+                return
+            wait_s = min(self._every_s * 2 ** min(self._refused, 10), max(LONGEST_S, self._every_s))
+            if self._refused:
+                self._wait_for_end(wait_s)
+            elif self._gate.acquire(timeout=wait_s):
+                _open(self._gate)
+                self._wait_for_end(self._soonest_s)
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        if self._end.acquire(timeout=timeout_s):
+            _open(self._end)
+
+    def _write(self, record: Heartbeat) -> None:
+        try:
+            self._store.put(keys.heartbeat_key(record.worker), record.build())
+        except Exception as e:  # noqa: BLE001 - a heartbeat is a hint; whatever a store raises, the worker goes on
+            if not self._refused and not record.ended:
+                logger.warning(
+                    "The heartbeat of %s cannot be written, so pulse status will not show this worker; syncs go on: %s",
+                    record.worker,
+                    e,
+                )
+            self._refused += 1
+        else:
+            self._refused = 0
+
+
+def _open(gate: threading.Lock) -> None:
+    with suppress(RuntimeError):  # it is open
+        gate.release()
+
+
+_writers: "weakref.WeakSet[HeartbeatWriter]" = weakref.WeakSet()
+
+
+def _finish() -> None:
+    """Let last records be written when the interpreter ends, if that does not take long."""
+    until, writers = time.monotonic() + EXIT_S, list(_writers)
+    for writer in writers:
+        writer.close()
+    for writer in writers:
+        writer.join(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_finish)

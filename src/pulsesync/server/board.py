@@ -1,0 +1,108 @@
+"""The heartbeats of workers that read a run over HTTP: kept in memory, shown with those of the store, passed upstream.
+
+Whoever may read may also send one, so that everything is bounded: how many there are, how long each is, how long it is
+kept, how many wait to be passed on. Only records that parse are kept.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from pulsesync.errors import PulseError
+from pulsesync.run.heartbeats import MAX_BYTES, MAX_WORKERS, parse
+from pulsesync.store.base import ObjectEntry, Store, pass_on
+from pulsesync.store.keys import is_heartbeat
+
+__all__ = ["MAX_BYTES", "HeartbeatBoard"]
+
+KEEP_S = 24 * 3600.0
+_PASS_EVERY_S = 1.0  # between two rounds of passing on: of a worker, only the newest record is sent
+_PASS_WARN_S = 600.0
+_NEWER_S = 60.0  # by which a record of the store must be newer to count instead: it may be the same one, passed on
+
+logger = logging.getLogger(__name__)
+
+
+class HeartbeatBoard:
+    """The newest heartbeat of each worker, by key.
+
+    Args:
+        store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
+        max_workers: How many are kept; the one that was sent longest ago makes room.
+        keep_s: For how long one is kept.
+    """
+
+    def __init__(self, store: Store, *, max_workers: int = MAX_WORKERS, keep_s: float = KEEP_S) -> None:
+        self._store, self._max_workers, self._keep_s = store, max_workers, keep_s
+        self._passes_on = hasattr(store, "pass_on")
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[bytes, float]] = {}  # by key, with the time it came; oldest first
+        self._waiting: dict[str, bytes] = {}  # to be passed on
+        self._sender: threading.Thread | None = None
+        self._warned_at = -_PASS_WARN_S
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep a heartbeat, in place of the one before. Raises: FormatError, if it is none."""
+        parse(data, key.rpartition("/")[2])
+        with self._lock:
+            self._kept.pop(key, None)
+            self._kept[key] = (data, time.time())
+            self._drop_old()
+            if self._passes_on:
+                self._waiting[key] = data
+                while len(self._waiting) > self._max_workers:
+                    del self._waiting[next(iter(self._waiting))]
+                if self._sender is None:
+                    self._sender = threading.Thread(target=self._send, name="pulse-heartbeats", daemon=True)
+                    self._sender.start()
+
+    def get(self, key: str) -> bytes | None:
+        """The heartbeat under a key; None if it was sent to nobody here."""
+        if not is_heartbeat(key):
+            return None
+        with self._lock:
+            self._drop_old()
+            return self._kept.get(key, (None, 0.0))[0]
+
+    def list(self, prefix: str, stored: Iterable[ObjectEntry]) -> list[ObjectEntry]:
+        """A listing of the store with the heartbeats below the same prefix that are kept here."""
+        if not prefix.endswith("heartbeats/"):
+            return list(stored)
+        listed = {entry.key: entry for entry in stored}
+        with self._lock:
+            self._drop_old()
+            for key, (data, came_s) in list(self._kept.items()):
+                if key in listed and listed[key].modified_s > came_s + _NEWER_S:
+                    del self._kept[key]  # the worker has sent its heartbeats elsewhere since
+                elif key.startswith(prefix):
+                    listed[key] = ObjectEntry(key, len(data), came_s)
+        return sorted(listed.values(), key=lambda entry: entry.key)
+
+    def _drop_old(self) -> None:
+        now_s = time.time()
+        while self._kept:
+            key, (_, came_s) = next(iter(self._kept.items()))
+            if len(self._kept) <= self._max_workers and 0 <= now_s - came_s <= self._keep_s:
+                return
+            del self._kept[key]
+
+    def _send(self) -> None:
+        """Pass heartbeats on, without end. What the upstream does not accept is dropped."""
+        while True:
+            with self._lock:
+                waiting, self._waiting = self._waiting, {}
+                if not waiting:
+                    self._sender = None
+                    return
+            for key, data in waiting.items():
+                try:
+                    pass_on(self._store, key, data)
+                except PulseError as e:
+                    self._warn(e)
+            time.sleep(_PASS_EVERY_S)
+
+    def _warn(self, error: PulseError) -> None:
+        if time.monotonic() - self._warned_at >= _PASS_WARN_S:
+            self._warned_at = time.monotonic()
+            logger.warning("The heartbeats of workers cannot be passed on to the upstream: %s", error)

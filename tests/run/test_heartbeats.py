@@ -1,0 +1,347 @@
+"""Heartbeats: what a record may hold, who writes it and when, and that none of it is in the way of a sync."""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pulsesync.core.events import EngineUpdated, Event, Recounted, Synced, SyncFailed
+from pulsesync.errors import FormatError, StoreError
+from pulsesync.run.heartbeats import (
+    MAX_BYTES,
+    Heartbeat,
+    HeartbeatWriter,
+    check_worker,
+    find_heartbeats,
+    name_worker,
+    parse,
+)
+from pulsesync.store import LocalStore, MemoryStore
+from pulsesync.store.keys import is_heartbeat
+
+RECORD = Heartbeat(worker="rollout-3", host="node", pid=7, package="0.1", time_s=1e9, version=4, step=40, newest=5)
+
+
+def synced(version: int = 4, **facts: Any) -> Synced:
+    made: dict[str, Any] = {
+        "location": "memory://run",
+        "version": version,
+        "step": 10 * version,
+        "from_version": None,
+        "newest": version,
+        "path": ("patch",),
+        "changed": 3,
+        "fetched_bytes": 100,
+        "replanned": 0,
+        "fetch_s": 0.1,
+        "prepare_s": 0.1,
+        "pause_s": 0.01,
+        "repaired": (),
+    }
+    return Synced(**(made | facts))
+
+
+def failed(error: str = "digest mismatch", torn: bool = False) -> SyncFailed:
+    return SyncFailed(location="memory://run", version=4, error=error, retryable=False, torn=torn)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+class CountingStore(MemoryStore):
+    """Counts what is put, and refuses it for as long as it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts, self.refuses = 0, False
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.puts += 1
+        if self.refuses:
+            raise StoreError("403 Forbidden", key=key)
+        super().put(key, data)
+
+    def heartbeat(self) -> Heartbeat:
+        return parse(self.get("heartbeats/rollout-3"), "rollout-3")
+
+
+# The record
+
+
+def test_a_record_comes_back_as_it_was_written() -> None:
+    full = replace(
+        RECORD,
+        follows="stable",
+        synced_s=1e9,
+        pause_s=0.25,
+        fetched_bytes=12,
+        recounted_s=1e9,
+        recount_equal=False,
+        error="it failed",
+        torn=True,
+        ended=True,
+    )
+    assert parse(full.build(), "rollout-3") == full
+    assert parse(RECORD.build(), "rollout-3") == RECORD
+
+
+def test_the_longest_record_is_within_the_limit() -> None:
+    wide = "\N{GRINNING FACE}"
+    writer = HeartbeatWriter(MemoryStore(), "w" * 64, follows="p" * 64)
+    writer._record = replace(writer.record, host=wide * 64, step=1 << 53, newest=1 << 53)
+    writer.note(synced(1 << 53, step=1 << 53, fetched_bytes=1 << 52, pause_s=1 / 3))
+    writer.note(Recounted(location="", version=1, equal=False, seconds=1.0))
+    writer.note(failed(wide * 1000))
+    writer.close()
+    data = writer.record.build()
+    assert len(data) <= MAX_BYTES
+    assert parse(data, "w" * 64).error == wide * 200
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    table = json.loads(RECORD.build()) | {"colour": "blue", "nested": [{}]}
+    assert parse(json.dumps(table).encode(), "rollout-3") == RECORD
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{",
+        b"\xff\xfe",
+        b"[" * MAX_BYTES,
+        b'{"a":' * 400,
+        b" " * (MAX_BYTES + 1),
+        RECORD.build() + b" " * MAX_BYTES,
+        b"9" * MAX_BYTES,
+        b'{"format":"pulse-heartbeat/1"}',
+        RECORD.build().replace(b"pulse-heartbeat/1", b"pulse-heartbeat/2"),
+        RECORD.build().replace(b"rollout-3", b"rollout-4"),
+    ],
+)
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match="heartbeat of rollout-3"):
+        parse(data, "rollout-3")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pid", "7"),
+        ("pid", None),
+        ("pid", 7.5),
+        ("pid", True),
+        ("pid", -1),
+        ("version", 1 << 60),
+        ("version", "4"),
+        ("version", [4]),
+        ("step", 1.5),
+        ("time_s", None),
+        ("time_s", float("nan")),
+        ("time_s", float("inf")),
+        ("pause_s", -0.5),
+        ("pause_s", 1e300),
+        ("fetched_bytes", None),
+        ("host", None),
+        ("host", {"a": 1}),
+        ("error", 5),
+        ("torn", 1),
+        ("torn", None),
+        ("ended", "no"),
+        ("recount_equal", 0),
+    ],
+)
+def test_a_field_of_the_wrong_type_or_size_is_refused(field: str, value: Any) -> None:
+    table = json.loads(RECORD.build()) | {field: value}
+    with pytest.raises(FormatError, match=f"no usable {field}"):
+        parse(json.dumps(table).encode(), "rollout-3")
+
+
+def test_nothing_that_a_terminal_interprets_comes_out_of_a_record() -> None:
+    hostile = "\x1b[2J\x1b]0;title\x07\r\nok\u202e\x00\x9b31m\ud800"
+    table = json.loads(RECORD.build()) | {"host": hostile, "package": hostile, "follows": hostile, "error": hostile}
+    record = parse(json.dumps(table).encode(), "rollout-3")
+    for text in (record.host, record.package, record.follows, record.error):
+        assert text is not None
+        assert text.isprintable()
+        assert "ok" in text
+
+
+def test_long_texts_are_cut() -> None:
+    table = json.loads(RECORD.build()) | {"host": "h" * 500, "error": "e" * 900}
+    record = parse(json.dumps(table).encode(), "rollout-3")
+    assert (len(record.host), len(record.error or "")) == (64, 200)
+
+
+@pytest.mark.parametrize("name", ["rollout-3", "a", "A.b_c-9", "9" * 64])
+def test_names_of_workers(name: str) -> None:
+    assert check_worker(name) == name
+    assert is_heartbeat(f"heartbeats/{name}")
+    assert is_heartbeat(f"runs/one/heartbeats/{name}")
+
+
+@pytest.mark.parametrize("name", ["", "-a", ".", "..", "a/b", "a b", "ä", "a\n", "a\x1b", "a" * 65, "a%2f", "a\0"])
+def test_what_is_no_name_of_a_worker(name: str) -> None:
+    with pytest.raises(ValueError, match="the name of a worker must be"):
+        check_worker(name)
+    assert not is_heartbeat(f"heartbeats/{name}")
+
+
+def test_a_name_is_made_of_anything() -> None:
+    for parts in (("/srv/weights\x1b", "ü"), ("",), ("x" * 200,), ("http://127.0.0.1:8000/",)):
+        assert check_worker(name_worker(*parts))
+    assert name_worker("vllm", "http://127.0.0.1:8000").endswith("vllm-http-127.0.0.1-8000")
+
+
+# Reading
+
+
+def test_records_that_cannot_be_read_are_found_with_the_reason() -> None:
+    store = MemoryStore()
+    store.put("heartbeats/rollout-3", RECORD.build())
+    store.put("heartbeats/huge", b"x" * (1 << 20))
+    store.put("heartbeats/other", RECORD.build())
+    store.put("heartbeats/\x1b[31mred", RECORD.build())
+    store.put("heartbeats/below/rollout-3", RECORD.build())
+    found = {one.worker: one for one in find_heartbeats(store)}
+    assert found.keys() == {"rollout-3", "huge", "other"}
+    assert found["rollout-3"].heartbeat == RECORD
+    assert "more than 2048 bytes" in str(found["huge"].fault)
+    assert "another worker" in str(found["other"].fault)
+
+
+def test_a_store_without_heartbeats_has_none() -> None:
+    assert find_heartbeats(MemoryStore()) == []
+
+
+# Writing
+
+
+def test_the_first_event_is_written_at_once_and_later_ones_soon() -> None:
+    store = CountingStore()
+    with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.05)) as writer:
+        writer.note(synced(4))
+        wait_until(lambda: store.puts == 1)
+        first = store.heartbeat()
+        assert (first.version, first.step, first.pid, first.pause_s) == (4, 40, os.getpid(), 0.01)
+        assert abs(first.time_s - time.time()) < 10
+        writer.note(synced(5, newest=9))
+        wait_until(lambda: store.heartbeat().version == 5)
+        assert (store.heartbeat().newest, store.heartbeat().fetched_bytes) == (9, 200)
+
+
+def test_events_within_the_shortest_time_are_one_record() -> None:
+    store = CountingStore()
+    with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.5)) as writer:
+        for version in range(100):
+            writer.note(synced(version))
+            time.sleep(0.001)
+        wait_until(lambda: store.puts == 2)
+        assert store.heartbeat().version == 99
+
+
+def test_looks_that_find_nothing_new_are_written_at_the_long_interval_alone() -> None:
+    store = CountingStore()
+    with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.0, every_s=0.4)) as writer:
+        began = time.monotonic()
+        writer.note(synced(4))
+        while time.monotonic() < began + 1.0:
+            writer.note(synced(4, path=(), changed=0, fetched_bytes=10, pause_s=0.0))
+            time.sleep(0.01)
+        assert store.puts <= 4
+        assert store.heartbeat().pause_s == 0.01  # of the sync that wrote
+
+
+def test_a_worker_that_does_nothing_is_seen_all_the_same() -> None:
+    store = CountingStore()
+    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05)) as writer:
+        writer.start(newest=7)
+        wait_until(lambda: store.puts >= 3)
+        assert (store.heartbeat().version, store.heartbeat().newest) == (None, 7)
+
+
+def test_an_error_stays_until_a_sync_succeeds() -> None:
+    writer = HeartbeatWriter(MemoryStore(), "rollout-3")
+    writer.note(failed("disk\x1b[2J full", torn=True))
+    assert (writer.record.error, writer.record.torn) == ("disk\N{REPLACEMENT CHARACTER}[2J full", True)
+    writer.note(Recounted(location="", version=4, equal=False, seconds=1.0))
+    assert (writer.record.recount_equal, writer.record.torn) == (False, True)
+    writer.note(synced(5))
+    assert (writer.record.error, writer.record.torn, writer.record.recount_equal) == (None, False, False)
+    writer.close()
+
+
+def test_an_engine_and_events_of_no_concern_are_noted() -> None:
+    writer = HeartbeatWriter(MemoryStore(), "rollout-3")
+    writer.note(Event())
+    assert not writer.is_started
+    writer.note(
+        EngineUpdated(
+            location="", version=3, step=1, from_version=2, changed=1, fetched_bytes=5, pause_s=0.5, seconds=1.0
+        )
+    )
+    assert (writer.record.version, writer.record.pause_s, writer.record.fetched_bytes) == (3, 0.5, 5)
+    writer.close()
+
+
+def test_a_closed_worker_says_so_and_writes_nothing_more() -> None:
+    store = CountingStore()
+    writer = HeartbeatWriter(store, "rollout-3", soonest_s=60.0)
+    writer.note(synced(4))
+    wait_until(lambda: store.puts == 1)
+    writer.note(synced(5))
+    writer.close()
+    writer.join(10)
+    assert (store.heartbeat().ended, store.heartbeat().version) == (True, 5)
+    writer.note(synced(6))
+    writer.close()
+    assert (writer.record.version, store.puts) == (5, 2)
+
+
+def test_a_store_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    store = CountingStore()
+    store.refuses = True
+    with caplog.at_level(logging.WARNING), closing(HeartbeatWriter(store, "rollout-3", every_s=0.01)) as writer:
+        writer.note(synced(4))
+        wait_until(lambda: store.puts >= 3)
+    assert [record.message for record in caplog.records if "heartbeat of rollout-3" in record.message] == [
+        "The heartbeat of rollout-3 cannot be written, so pulse status will not show this worker; syncs go on: "
+        "403 Forbidden"
+    ]
+
+
+def test_a_store_that_hangs_keeps_no_event_waiting() -> None:
+    class Hanging(MemoryStore):
+        release = threading.Event()
+
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            self.release.wait(20)
+
+    with closing(HeartbeatWriter(Hanging(), "rollout-3")) as writer:
+        began = time.monotonic()
+        for version in range(1000):
+            writer.note(synced(version))
+        assert time.monotonic() - began < 2
+    Hanging.release.set()
+
+
+def test_the_record_of_a_folder_is_a_file_of_the_run(tmp_path: Any) -> None:
+    writer = HeartbeatWriter(LocalStore(tmp_path / "run"), "rollout-3")
+    writer.note(synced(4))
+    writer.close()
+    writer.join(10)
+    assert parse((tmp_path / "run/heartbeats/rollout-3").read_bytes(), "rollout-3").ended

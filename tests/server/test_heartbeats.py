@@ -1,0 +1,184 @@
+"""Heartbeats over HTTP: real servers and relays keep them in memory, show them in listings, and pass them on."""
+
+import http.client
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from pulsesync.errors import FormatError, StoreError
+from pulsesync.run.heartbeats import MAX_BYTES, Heartbeat, find_heartbeats, parse
+from pulsesync.server.board import HeartbeatBoard
+from pulsesync.store import LocalStore, MemoryStore, ObjectEntry
+from pulsesync.store.coalesce import CoalescingStore
+from pulsesync.store.http import HttpStore
+
+pytest.importorskip("starlette")
+pytest.importorskip("granian")
+from tests.server.test_server import running
+
+RECORD = Heartbeat(worker="w", host="node", pid=7, package="0.1", time_s=1e9, version=4)
+
+
+def record(worker: str, version: int = 4) -> bytes:
+    return replace(RECORD, worker=worker, version=version).build()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def put(url: str, path: str, body: bytes, **headers: str) -> int:
+    parts = urlsplit(url)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)) as connection:
+        connection.request("PUT", path, body, headers)
+        return connection.getresponse().status
+
+
+def test_a_server_keeps_heartbeats_in_memory_and_lists_them_with_those_of_the_folder(tmp_path: Path) -> None:
+    runs = LocalStore(tmp_path)
+    runs.put("one/heartbeats/local", record("local"))
+    runs.put("two/head", b"1")
+    with running("serve", tmp_path) as server, closing(HttpStore(f"{server.url}/one")) as one:
+        began = time.time()
+        one.put("heartbeats/far", record("far", 5))
+        one.put("heartbeats/far", record("far", 6))
+        found = {each.worker: each for each in find_heartbeats(one)}
+        assert found.keys() == {"far", "local"}
+        assert found["far"].heartbeat == replace(RECORD, worker="far", version=6)
+        assert began - 5 < found["far"].written_s < time.time() + 5
+        with closing(HttpStore(f"{server.url}/two")) as two:
+            assert find_heartbeats(two) == []
+        with pytest.raises(StoreError, match="read-only"):
+            one.put("head", b"5")
+    assert not (tmp_path / "one/heartbeats/far").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/heartbeats/w", record("w"), 200),
+        ("/a/b/heartbeats/w", record("w"), 200),
+        ("/heartbeats/other", record("w"), 400),
+        ("/heartbeats/w", b"", 400),
+        ("/heartbeats/w", b"x" * (MAX_BYTES + 1), 400),
+        ("/heartbeats/w", b"x" * (1 << 22), 400),
+        ("/../heartbeats/w", record("w"), 400),
+        ("/heartbeats/", record("w"), 405),
+        ("/heartbeats/w/x", record("w"), 405),
+        ("/heartbeats/%1b%5b2J", record("w"), 405),
+        ("/heartbeats/" + "w" * 65, record("w" * 65), 405),
+        ("/" + "a/" * 600 + "heartbeats/w", record("w"), 405),
+        ("/head", b"41", 405),
+        ("/manifests/0000000000000001", b"x", 405),
+    ],
+)
+def test_only_heartbeats_are_accepted(served: str, path: str, body: bytes, status: int) -> None:
+    try:
+        assert put(served, path, body) == status
+    except (BrokenPipeError, ConnectionResetError):
+        assert len(body) > MAX_BYTES  # the server has stopped reading
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    folder = tmp_path_factory.mktemp("run")
+    with running("serve", folder) as server:
+        yield server.url
+    assert not list(folder.iterdir())  # nothing was written
+
+
+def test_a_body_that_does_not_come_ends(served: str) -> None:
+    parts = urlsplit(served)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)) as connection:
+        connection.putrequest("PUT", "/heartbeats/w")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        assert connection.getresponse().status == 408
+
+
+def test_the_token_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("sesame")
+    (tmp_path / "run").mkdir()
+    with running("serve", tmp_path / "run", token_file=tmp_path / "token") as server:
+        assert put(server.url, "/heartbeats/w", record("w")) == 401
+        assert put(server.url, "/heartbeats/w", record("w"), Authorization="Bearer wrong") == 401
+        with closing(HttpStore(server.url, "sesame")) as store:
+            assert find_heartbeats(store) == []
+            store.put("heartbeats/w", record("w"))
+            assert [one.worker for one in find_heartbeats(store)] == ["w"]
+
+
+def test_a_relay_passes_heartbeats_on_to_the_server(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with (
+        running("serve", tmp_path / "run") as server,
+        running("relay", server.url, cache=tmp_path / "cache") as near,
+        closing(HttpStore(near.url)) as site,
+        closing(HttpStore(server.url)) as origin,
+    ):
+        site.put("heartbeats/w", record("w", 5))
+        assert [one.worker for one in find_heartbeats(site)] == ["w"]
+        wait_until(lambda: [one.worker for one in find_heartbeats(origin)] == ["w"])
+        site.put("heartbeats/w", record("w", 6))
+        wait_until(lambda: parse(origin.get("heartbeats/w"), "w").version == 6)
+
+
+def test_a_relay_of_a_store_that_can_be_written_writes_them_there() -> None:
+    upstream = MemoryStore()
+    board = HeartbeatBoard(CoalescingStore(upstream))
+    board.put("heartbeats/w", record("w"))
+    wait_until(lambda: [one.worker for one in find_heartbeats(upstream)] == ["w"])
+
+
+def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ReadOnly(MemoryStore):
+        asked = 0
+
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            self.asked += 1
+            raise StoreError("refused", key=key)
+
+    upstream = ReadOnly()
+    board = HeartbeatBoard(CoalescingStore(upstream))
+    for n in range(3):
+        board.put(f"heartbeats/w{n}", record(f"w{n}"))
+    wait_until(lambda: upstream.asked == 3)
+    assert len(board.list("heartbeats/", [])) == 3
+    assert [one.message for one in caplog.records] == [
+        "The heartbeats of workers cannot be passed on to the upstream: refused"
+    ]
+
+
+def test_the_board_is_bounded_in_number_and_time() -> None:
+    board = HeartbeatBoard(MemoryStore(), max_workers=3, keep_s=0.2)
+    for n in range(5):
+        board.put(f"heartbeats/w{n}", record(f"w{n}"))
+    board.put("heartbeats/w2", record("w2"))
+    board.put("heartbeats/w5", record("w5"))
+    assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w2", "w4", "w5"]
+    assert board.get("heartbeats/w3") is None
+    time.sleep(0.25)
+    assert board.list("heartbeats/", []) == []
+    assert board.get("heartbeats/w2") is None
+    with pytest.raises(FormatError):
+        board.put("heartbeats/w6", b"{}")
+
+
+def test_a_newer_record_of_the_store_counts() -> None:
+    board = HeartbeatBoard(MemoryStore())
+    board.put("heartbeats/w", record("w"))
+    older, newer = (ObjectEntry("heartbeats/w", 9, time.time() + late) for late in (-90, 90))
+    assert board.list("heartbeats/", [older])[0].size_bytes != 9
+    assert board.list("heartbeats/", [newer]) == [newer]
+    assert board.get("heartbeats/w") is None
+    assert board.list("manifests/", [older]) == [older]
