@@ -47,6 +47,7 @@ RETURNED = {
     "CheckedRecord",
     "CopyRecord",
     "DeltaVersion",
+    "FleetStatus",
     "FolderUpdate",
     "Fused",
     "FusedPiece",
@@ -63,6 +64,7 @@ RETURNED = {
     "SquashReport",
     "SyncReport",
     "UpdateReport",
+    "WorkerStatus",
 }
 
 
@@ -78,6 +80,7 @@ def test_the_public_names_are_these() -> None:
         "Collective",
         "ConflictError",
         "Delegation",
+        "FleetStatus",
         "FormatError",
         "GroupError",
         "LimitError",
@@ -107,11 +110,13 @@ def test_the_public_names_are_these() -> None:
         "SyncReport",
         "UnsupportedError",
         "VerificationError",
+        "WorkerStatus",
         "events",
         "listen",
         "loco",
         "move_pointer",
         "open_store",
+        "read_fleet",
         "read_pointers",
         "tensor_parallel",
         "warm_up",

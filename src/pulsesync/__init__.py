@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from pulsesync.publish.publisher import Publisher
     from pulsesync.publish.sharded import ShardedPublisher
     from pulsesync.publish.warmup import warm_up
+    from pulsesync.run.fleet import FleetStatus, WorkerStatus, read_fleet
     from pulsesync.run.pointers import read_pointers
     from pulsesync.run.subscriber import Subscriber, SyncReport
     from pulsesync.state.sharding import Placed, tensor_parallel
@@ -80,6 +81,7 @@ __all__ = [
     "Collective",
     "ConflictError",
     "Delegation",
+    "FleetStatus",
     "FormatError",
     "GroupError",
     "LimitError",
@@ -109,11 +111,13 @@ __all__ = [
     "SyncReport",
     "UnsupportedError",
     "VerificationError",
+    "WorkerStatus",
     "events",
     "listen",
     "loco",
     "move_pointer",
     "open_store",
+    "read_fleet",
     "read_pointers",
     "tensor_parallel",
     "warm_up",
@@ -126,6 +130,7 @@ _HOMES = {
     "BroadcastReport": "group.broadcast",
     "Collective": "group.collective",
     "Delegation": "format.signature",
+    "FleetStatus": "run.fleet",
     "Placed": "state.sharding",
     "Pointer": "format.pointer",
     "PublishReport": "publish.lifecycle",
@@ -135,9 +140,11 @@ _HOMES = {
     "Slice": "state.slices",
     "Subscriber": "run.subscriber",
     "SyncReport": "run.subscriber",
+    "WorkerStatus": "run.fleet",
     "listen": "core.events",
     "move_pointer": "maintain.point",
     "open_store": "store",
+    "read_fleet": "run.fleet",
     "read_pointers": "run.pointers",
     "tensor_parallel": "state.sharding",
     "warm_up": "publish.warmup",

@@ -169,7 +169,7 @@ def test_an_option_that_is_given_prevails_over_an_empty_variable(run: Path, monk
     assert commands.pulse("verify", run, "--trust", "ab" * 32).refused(1, "not signed")
 
 
-@pytest.mark.parametrize("command", ["log", "verify", "squash", "prune", "inspect"])
+@pytest.mark.parametrize("command", ["log", "verify", "squash", "prune", "inspect", "status"])
 def test_a_run_that_is_not_there_is_exit_code_3(command: str, tmp_path: Path) -> None:
     assert commands.pulse(command, tmp_path / "run").refused(3, str(tmp_path / "run"))
     assert commands.pulse(command, tmp_path / "run", "--json").refused(3, "")
@@ -179,7 +179,19 @@ def test_the_help_tells_the_exit_codes_and_every_command_has_one() -> None:
     done = commands.pulse("--help")
     assert done.code == 0
     assert "Exit codes" in done.out
-    for name in ("publish", "follow", "log", "inspect", "verify", "squash", "prune", "keygen", "delegate", "relay"):
+    for name in (
+        "publish",
+        "follow",
+        "log",
+        "inspect",
+        "verify",
+        "squash",
+        "prune",
+        "keygen",
+        "delegate",
+        "relay",
+        "status",
+    ):
         assert name in done.out
         assert commands.pulse(name, "--help").code == 0
 

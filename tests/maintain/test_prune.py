@@ -11,8 +11,10 @@ from pulsesync import Publisher, SigningKey, Subscriber, move_pointer, read_poin
 from pulsesync.errors import FormatError, SignatureError
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
+from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run import keys
 from pulsesync.run.pointers import list_moves
+from pulsesync.store import MemoryStore
 from tests.runs import Training, Watched, parts_of, publish_steps, versions, worker
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
@@ -234,3 +236,16 @@ def test_a_prune_that_trusts_a_key_does_not_let_others_pin_or_free_versions(shor
     with pytest.raises(SignatureError):
         prune(store, trust={key.public}, **OPTIONS)
     assert versions(store) == list(range(12))
+
+
+def test_heartbeats_go_after_a_week_and_verify_does_not_look_at_them() -> None:
+    clock = [1e9]
+    store = MemoryStore(clock=lambda: clock[0])
+    publish_steps(store, 2)
+    store.put("heartbeats/gone", b"\x00 not JSON")
+    clock[0] += 3 * 24 * 3600
+    store.put("heartbeats/there", b"{}")
+    assert all(one.fault is None for one in RunVerifier(store).run())
+    clock[0] += 4 * 24 * 3600 + 1
+    prune(store)
+    assert [entry.key for entry in store.list("heartbeats/")] == ["heartbeats/there"]

@@ -56,6 +56,10 @@ COMMANDS = {
         "pulsesync.cli.point:point",
         "Show the pointers of a run, or move one: all workers that follow it go to the version that it names.",
     ),
+    "status": (
+        "pulsesync.cli.status:status",
+        "Show a run and its workers at a glance: newest version, last anchor, pointers, and where each worker is.",
+    ),
     "log": (
         "pulsesync.cli.log:log",
         "List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.",

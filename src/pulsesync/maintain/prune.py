@@ -25,6 +25,7 @@ __all__ = ["PruneReport", "prune"]
 PRUNED = "pruned/"
 CLOCK = "pruned/clock"  # put to read the store's own time
 ORPHAN_HOURS = 24.0  # after which a body that no record names is taken to be left over from a crash
+HEARTBEAT_HOURS = 7 * 24.0  # after which the heartbeat of a worker is deleted
 HOUR = 3600.0
 MAX_LIST_BYTES = 1 << 28
 LOOK_EVERY = 100  # bodies that are deleted after a look at what there is, before the next look
@@ -92,6 +93,7 @@ def prune(
             store.delete(key)
     seen = {entry.key for entry, _ in (*versions, *others)}
     bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen)
+    _delete_heartbeats(store, now_s)
     if isinstance(store, LocalStore):
         store.sweep()
     newest = max((record.version for _, record in versions), default=None)
@@ -207,6 +209,13 @@ def _delete_bodies(
         if entry.modified_s <= now_s - grace_s:
             store.delete(entry.key)
     return len(deleted), sum(entry.size_bytes for entry in deleted)
+
+
+def _delete_heartbeats(store: Store, now_s: float) -> None:
+    """Delete what workers wrote that have been silent for a week: they are gone."""
+    for entry in list(store.list(keys.HEARTBEATS)):
+        if entry.modified_s < now_s - HEARTBEAT_HOURS * HOUR:
+            store.delete(entry.key)
 
 
 def _still_unused(

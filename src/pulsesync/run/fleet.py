@@ -23,8 +23,6 @@ from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.store import Store, open_store
 
-__all__ = ["FleetStatus", "VersionStatus", "WorkerStatus", "read_fleet"]
-
 MAX_LAG = 10
 MAX_AGE_S = 120.0  # four heartbeats
 VERSIONS = 8
