@@ -86,8 +86,8 @@ format: $(VENV)/.dev  ## let ruff lay out the code
 bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
 	$(BIN)/python benchmarks/bench_codec.py
 
-golden: $(VENV)/.dev  ## rewrite the golden files; read CONTRIBUTING.md first
-	$(BIN)/python tests/golden/make_golden.py
+golden: $(VENV)/.dev  ## write the golden files of new cases; read CONTRIBUTING.md first
+	$(BIN)/python -m tests.golden.make_golden
 
 chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for five minutes, and count what was lost
 	$(BIN)/python -m tests.chaos

@@ -1,7 +1,8 @@
 """Records as tables of their fields, written as docs/format.md says and not by the library: any field can be wrong.
 
-A table has the fields of a `Manifest`, hashes as hexadecimal digits. What is no number, hash or name is written as the
-bytes that it resembles, and bytes are written as they are: forging is not where fields are judged.
+A table has the fields of a `Manifest`, hashes as hexadecimal digits, and perhaps `extensions`: pairs of a tag and
+bytes. What is no number, hash or name is written as the bytes that it resembles, and bytes are written as they are:
+forging is not where fields are judged.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ def table_of(record: Manifest) -> Table:
     """The fields of a record."""
     return {
         "magic": b"\x89PR",
-        "format": 0x82,
+        "format": 1,
         "kind": record.kind.value,
         "run": record.run,
         "version": record.version,
@@ -64,7 +65,8 @@ def write_front(table: Table) -> bytes:
 
 def write_fields(table: Table) -> bytes:
     base, history, anchor = table.get("base"), table.get("history"), table.get("anchor")
-    flags = table.get("flags", (base is not None) + 2 * (history is not None))
+    extensions = table.get("extensions")
+    flags = table.get("flags", (base is not None) + 2 * (history is not None) + 4 * (extensions is not None))
     plain = [table.get(name) for name in ("version", "step", "epoch", "index", "created")]
     out = [_byte(flags), *map(number, plain), number(anchor + 1 if type(anchor) is int else anchor or 0)]
     out += [_raw(table.get("digest")), _raw(table.get("layout"))]
@@ -72,7 +74,10 @@ def write_fields(table: Table) -> bytes:
         out += _base(table.get("version"), base)
     if history is not None:
         out.append(_raw(history))
-    return b"".join((*out, _list(table.get("parts"), _part), _list(table.get("files"), _file)))
+    out += [_list(table.get("parts"), _part), _list(table.get("files"), _file)]
+    if extensions is not None:
+        out.append(_list(extensions, _extension))
+    return b"".join(out)
 
 
 def number(value: Any) -> bytes:
@@ -116,6 +121,11 @@ def _part(part: Any) -> bytes:
         sections = [_raw(part.get(name)) for name in ("index", "payloads")]
         return _byte(part.get("form", 1)) + b"".join(number(len(section)) + section for section in sections)
     return _byte(part.get("form", 0)) + _raw(part.get("id")) + number(part.get("size"))
+
+
+def _extension(extension: tuple[Any, Any]) -> bytes:
+    tag, content = extension
+    return number(tag) + number(len(content)) + _raw(content)
 
 
 def _file(file: Any) -> bytes:

@@ -21,7 +21,7 @@ from pulsesync.state.slices import Slice, Slices, windows
 from tests.device.pairs import Pair, to_bits, to_flats
 from tests.helpers import apply, copied, load, same
 
-FOLDER = Path(__file__).parents[1] / "golden" / "v1-draft"
+FOLDER = Path(__file__).parents[1] / "golden" / "v1"
 RUNS = sorted(run for run in FOLDER.iterdir() if run.is_dir())
 by_name = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 

@@ -27,6 +27,7 @@ from tests.helpers import apply, load
 
 RUNS = sorted(make_golden.FOLDER.iterdir())
 SIGNED = make_golden.FOLDER / "signed-squash"
+BY_KEY = [SIGNED, make_golden.FOLDER / "extensions"]
 TRUST = {make_golden.KEY.public}
 
 
@@ -37,7 +38,7 @@ def by_name(runs: list[Path]) -> pytest.MarkDecorator:
 def records(run: Path, place: str) -> list[Manifest]:
     """Of a signed run, only what its key vouches for."""
     paths = sorted(path for path in (run / place).rglob("*") if path.is_file())
-    return [manifests.parse(path.read_bytes(), TRUST if run == SIGNED else None) for path in paths]
+    return [manifests.parse(path.read_bytes(), TRUST if run in BY_KEY else None) for path in paths]
 
 
 def everything(run: Path) -> list[Manifest]:
@@ -47,7 +48,7 @@ def everything(run: Path) -> list[Manifest]:
 def moves(run: Path) -> list[Pointer]:
     """Those of all pointers, in order."""
     paths = sorted(path for path in (run / "pointers").rglob("*") if path.name.isdigit())
-    return [pointers.parse(path.read_bytes(), TRUST if run == SIGNED else None) for path in paths]
+    return [pointers.parse(path.read_bytes(), TRUST if run in BY_KEY else None) for path in paths]
 
 
 def layout_of(run: Path) -> Layout:
@@ -63,12 +64,12 @@ def part_of(run: Path, ref: PartRef) -> bytes:
     return (run / "parts" / ref.id).read_bytes() if ref.data is None else ref.data
 
 
-def replay(run: Path) -> HostState:
-    """Every version in turn: roots by their anchors, the others by their patches."""
+def replay(run: Path, last: int | None = None) -> HostState:
+    """Every version in turn, or up to one: roots by their anchors, the others by their patches."""
     state = HostState.empty(layout_of(run))
     anchors = {anchor.version: anchor for anchor in records(run, "anchors")}
     held = None
-    for version in records(run, "manifests"):
+    for version in records(run, "manifests")[: None if last is None else last + 1]:
         if version.base is None:
             load(state, bodies(run, anchors[version.version]))
         else:
@@ -87,12 +88,33 @@ def assert_expected(run: Path, flats: dict[str, np.ndarray]) -> None:
             np.testing.assert_array_equal(flats[name], bits, err_msg=name)
 
 
+RELEASED = {  # by release, the golden runs that it added, and the SHA-256 of their lines in v1.sha256
+    "0.1.0": (
+        "bf16-history bundles dtypes extensions gap-and-dense sections signed-squash squash-levels two-parts",
+        "76c5a6bf2bdbf093ab0efe02ebb7221f29504ee4aff44ab8253071a7844b25aa",
+    )
+}
+
+
+def test_no_golden_file_was_changed_removed_or_added_silently() -> None:
+    assert make_golden.HASHES.read_text() == make_golden.list_hashes()
+
+
+@pytest.mark.parametrize("release", RELEASED)
+def test_the_golden_files_of_a_release_are_those_that_it_froze(release: str) -> None:
+    """They stay for ever: never change a hash here. A new case is a new run, which the next release adds."""
+    names, frozen = RELEASED[release]
+    lines = make_golden.HASHES.read_text().splitlines(keepends=True)
+    own = "".join(line for line in lines if line.split("/")[1] in names.split())
+    assert hashlib.sha256(own.encode()).hexdigest() == frozen
+
+
 def test_there_is_a_run_for_every_case() -> None:
     assert [run.name for run in RUNS] == sorted(make_golden.CASES)
 
 
 def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record() -> None:
-    codecs, dtypes, kinds, places = set(), set(), set(), set()
+    codecs, dtypes, kinds, places, counts, whole = set(), set(), set(), set(), set(), set()
     for run in RUNS:
         layout = layout_of(run)
         dtypes |= {spec.dtype for spec in layout.tensors}
@@ -102,7 +124,15 @@ def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record(
             _, sections = container.open_part(part_of(run, ref), ref.id)
             _, entries = index.parse(sections[0], len(layout.tiles), [len(section) for section in sections])
             codecs |= {entry.codec for entry in entries}
+            counts.add(min(len(sections), 3))
+        for anchor in records(run, "anchors"):
+            for _, sections in (container.open_part(part_of(run, ref)) for ref in anchor.parts):
+                _, entries = index.parse(sections[0], len(layout.tiles), [len(section) for section in sections])
+                whole.add(frozenset(entry.codec for entry in entries))
     assert codecs == set(Codec)
+    assert counts == {2, 3}  # two sections, and more
+    assert frozenset({Codec.RAW}) in whole
+    assert any(Codec.DENSE in some for some in whole)
     assert places == {"parts", "record"}
     assert dtypes == set(DTYPES)
     assert kinds == {
@@ -125,14 +155,19 @@ def test_every_version_reads_to_the_expected_weights(run: Path, kernel: str) -> 
 
 @by_name(RUNS)
 def test_a_squash_is_its_patches_in_one(run: Path) -> None:
-    state = HostState.empty(layout_of(run))
-    anchors = {anchor.version: anchor for anchor in records(run, "anchors")}
+    versions = records(run, "manifests")
     for squash in records(run, "squashes"):
         assert squash.base is not None
-        load(state, bodies(run, anchors[squash.base.version]))
-        planner.accept(Position.of(anchors[squash.base.version]), squash)
+        state = replay(run, squash.base.version)
+        planner.accept(Position.of(versions[squash.base.version]), squash)
         apply(state, bodies(run, squash))
-        assert state.recount() == squash.digest == records(run, "manifests")[squash.version].digest
+        assert state.recount() == squash.digest == versions[squash.version].digest
+
+
+def test_squashes_lead_over_one_epoch_and_over_two() -> None:
+    squashes = [squash for run in RUNS for squash in records(run, "squashes")]
+    spans = [(squash.base.version, squash.version) for squash in squashes if squash.base]
+    assert sorted(spans) == [(0, 32), (0, 32), (0, 64), (32, 64)]
 
 
 @by_name(RUNS)
@@ -146,7 +181,11 @@ def test_every_object_is_where_its_name_says(run: Path) -> None:
     named |= {keys.layout_key(layout_of(run).id), keys.HEAD, "expected.npz"}
     starts = {path.name: int(path.read_text()) for path in (run / "starts").iterdir()}
     named |= {keys.start_key(digest) for digest in starts}
-    named |= {keys.squash_key(0, record.starts - 1) for record in records(run, "squashes")}
+    for path in (path for path in (run / "squashes").rglob("*") if path.is_file()):
+        level, number = int(path.parent.name), int(path.name)
+        record = manifests.parse(path.read_bytes())
+        assert record.starts == number + 1 << level
+        named.add(keys.squash_key(level, number))
     assert {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()} == named
     versions = records(run, "manifests")
     assert all(versions[version].digest == digest for digest, version in starts.items())
@@ -161,7 +200,7 @@ def test_every_object_is_where_its_name_says(run: Path) -> None:
 def test_a_subscriber_reads_the_run(run: Path, version: int | None) -> None:
     """From nothing to a version, and from there to the last one."""
     tensors = new_tensors(layout_of(run).tensors)
-    follower = Subscriber(LocalStore(run), trust=TRUST if run == SIGNED else None)
+    follower = Subscriber(LocalStore(run), trust=TRUST if run in BY_KEY else None)
     if version is not None:
         assert follower.sync(tensors, version=version).version == version
     assert follower.sync(tensors).version == records(run, "manifests")[-1].version

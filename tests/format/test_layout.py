@@ -57,7 +57,7 @@ def test_the_order_in_which_tensors_are_given_does_not_matter() -> None:
 
 
 def test_the_id_is_pinned() -> None:
-    assert layouts.parse(written(TABLE)).id == "f870de679087a6f51b6d78dad79b60b010ce3d6918c5ac120f8cf41583f468d2"
+    assert layouts.parse(written(TABLE)).id == "748f4c95f34a87ce8f69d91be1b50823049d2181a61eab6e4c70e6610d3ce5d8"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ def test_another_way_to_write_the_same_is_refused(other: bytes) -> None:
         (written(TABLE).replace(b"[2]", b"[NaN]"), FormatError),
         (written(TABLE).replace(b'"ties"', b'"format":"x","ties"'), FormatError),
         (changed(format="pulse-layout/2"), UnsupportedError),
-        (changed(more=1), FormatError),
+        (changed(format="pulse-layout/1-draft-2"), UnsupportedError),
+        (changed(more=1), UnsupportedError),
         (changed(tensors={}), FormatError),
         (changed(tensors=[3]), FormatError),
         (changed(ties=[]), FormatError),
@@ -105,7 +106,7 @@ def test_another_way_to_write_the_same_is_refused(other: bytes) -> None:
         (tensor(name=None), FormatError),
         (tensor(dtype="F4"), UnsupportedError),
         (tensor(dtype=4), FormatError),
-        (tensor(size=4), FormatError),
+        (tensor(size=4), UnsupportedError),
         (tensor(shape="45"), FormatError),
         (tensor(shape=[4, -5]), FormatError),
         (tensor(shape=[4, 5.0]), FormatError),
@@ -129,7 +130,7 @@ def test_what_is_not_a_layout_is_refused(data: bytes, error: type) -> None:
 def test_a_tensor_that_lacks_a_field_is_refused() -> None:
     for field in ("name", "dtype", "shape"):
         entry = {key: value for key, value in TABLE["tensors"][1].items() if key != field}
-        with pytest.raises(FormatError, match="must hold"):
+        with pytest.raises(FormatError, match=f"lacks the field {field!r}"):
             layouts.parse(changed(tensors=[entry], ties={}))
 
 

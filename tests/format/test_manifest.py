@@ -120,7 +120,7 @@ def test_the_bytes_of_a_record_are_these() -> None:
     fields += b"\x01" + b"\xcd" * 32 + b"\x78" * 32
     fields += b"\x01" + b"\x01" + b"\x05index" + b"\x08payloads"
     fields += b"\x01" + b"\x9a" * 32 + b"\xbc\x05" + b"\x06a.json"
-    front = b"\x89PR\x82" + b"\x00" + b"\xab" * 16 + bytes([len(fields) % 128 + 128, len(fields) // 128])
+    front = b"\x89PR\x01" + b"\x00" + b"\xab" * 16 + bytes([len(fields) % 128 + 128, len(fields) // 128])
     assert record.build() == records.seal(front + fields)
 
 
@@ -155,7 +155,8 @@ def test_a_hash_of_another_length_is_refused(field: str, text: object) -> None:
 
 
 BAD_FIELDS: list[Table] = [
-    {"flags": 7},
+    {"flags": 7},  # extensions that are not there
+    {"flags": 0x0B},
     {"flags": 0x83},
     {"flags": 1},  # a history that no flag is for
     {"flags": 2},
@@ -254,7 +255,7 @@ def test_a_part_that_is_large_or_has_other_sections_does_not_stand_in_a_record(s
 
 
 def test_an_unknown_kind_form_or_flag_is_unsupported() -> None:
-    for fields in ({"kind": 3}, {"flags": 4}, {"parts": [{"id": HASH, "size": 1, "form": 2}]}):
+    for fields in ({"kind": 3}, {"flags": 8}, {"parts": [{"id": HASH, "size": 1, "form": 2}]}):
         with pytest.raises(UnsupportedError):
             manifests.parse(changed(**fields))
 
@@ -328,15 +329,23 @@ def test_other_bytes_at_the_front_are_no_record() -> None:
         manifests.parse(changed(magic=b"\x89PX"))
 
 
-@pytest.mark.parametrize("version", [0x01, 0x02, 0x81, 0x83])
+@pytest.mark.parametrize("version", [0x00, 0x02, 0x7F])
 def test_another_format_is_unsupported(version: int) -> None:
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError, match=rf"format version {version}; .* reads version 1. Upgrade pulsesync"):
         manifests.parse(changed(format=version))
 
 
-def test_a_record_of_the_first_draft_is_unsupported() -> None:
-    with pytest.raises(UnsupportedError, match="draft"):
-        manifests.parse(b'{"anchor":null,"format":"pulse-manifest/1-draft"}\n')
+@pytest.mark.parametrize("data", [changed(format=0x82), b'{"anchor":null,"format":"pulse-manifest/1-draft"}\n'])
+def test_a_record_of_a_draft_says_what_wrote_it_and_what_to_do(data: bytes) -> None:
+    with pytest.raises(UnsupportedError, match=r"draft [12] .*before pulsesync 0\.1\.0.* new run.*checkpoint"):
+        manifests.parse(data)
+
+
+def test_an_extension_is_ignored_if_its_tag_is_odd_and_refused_if_it_is_even() -> None:
+    for record in (PATCH, ROOT, ANCHOR, SQUASH, SMALL):
+        assert manifests.parse(write(table_of(record) | {"extensions": [(1, b"a"), (9, bytes(4000))]})) == record
+        with pytest.raises(UnsupportedError, match=r"the extension 8.*Upgrade pulsesync"):
+            manifests.parse(write(table_of(record) | {"extensions": [(1, b"a"), (8, b"")]}))
 
 
 def test_too_many_parts_are_refused() -> None:

@@ -90,7 +90,7 @@ def test_a_field_of_another_kind_is_refused(field: str, value: object) -> None:
 
 
 def test_an_unknown_field_is_refused() -> None:
-    with pytest.raises(FormatError, match="canonical"):
+    with pytest.raises(UnsupportedError, match="the field 'more'"):
         pointers.parse(written({**table(), "more": 1}))
 
 
@@ -132,6 +132,19 @@ def test_what_is_not_written_as_a_move_is_refused(data: bytes) -> None:
 def test_another_format_is_unsupported() -> None:
     with pytest.raises(UnsupportedError):
         pointers.parse(written({**table(), "format": "pulse-pointer/2"}))
+
+
+def test_a_move_of_the_draft_says_what_to_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"before pulsesync 0\.1\.0.*new run"):
+        pointers.parse(written({**table(), "format": "pulse-pointer/1-draft"}))
+
+
+def test_a_field_that_is_not_known_is_ignored_only_if_its_name_says_that_it_may_be() -> None:
+    assert pointers.parse(written({**table(), "x-note": "the evaluation passed", "x-": "\ud800"})) == MOVE
+    with pytest.raises(UnsupportedError, match=r"the field 'note'.*Upgrade"):
+        pointers.parse(written({**table(), "note": "the evaluation passed"}))
+    with pytest.raises(FormatError, match="must be a string"):
+        pointers.parse(written({**table(), "x-note": 1.5}))
 
 
 def test_an_object_too_large_is_refused_unread() -> None:

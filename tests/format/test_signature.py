@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.errors import FormatError, SignatureError
+from pulsesync.errors import FormatError, SignatureError, UnsupportedError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import signature
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
@@ -74,7 +74,7 @@ def test_the_bytes_of_a_signature_are_these() -> None:
 
 
 def test_the_bytes_of_a_delegation_are_these() -> None:
-    said = f'{{"format":"pulse-delegation/1-draft","key":"{HELPER.public}","kind":"squash","run":"{RUN}"}}\n'.encode()
+    said = f'{{"format":"pulse-delegation/1","key":"{HELPER.public}","kind":"squash","run":"{RUN}"}}\n'.encode()
     assert KEY.delegate(RUN, HELPER.public) == Delegation(KEY.public, KEY.sign(said))
     record = SQUASH.build()
     block = HELPER.public + HELPER.sign(record) + KEY.public + KEY.sign(said)
@@ -171,7 +171,7 @@ def test_a_delegation_for_another_key_is_refused() -> None:
 
 
 def test_a_delegation_for_another_kind_is_refused() -> None:
-    said = f'{{"format":"pulse-delegation/1-draft","key":"{HELPER.public}","kind":"anchor","run":"{RUN}"}}\n'.encode()
+    said = f'{{"format":"pulse-delegation/1","key":"{HELPER.public}","kind":"anchor","run":"{RUN}"}}\n'.encode()
     key = SigningKey(HELPER.secret, Delegation(KEY.public, KEY.sign(said)))
     for record in (SQUASH, ANCHOR):
         refused(signature.sign(record.build(), key), match="not allowed")
@@ -234,6 +234,12 @@ def test_a_signature_of_another_length_is_refused(block: bytes) -> None:
         with pytest.raises(FormatError) as caught:
             manifests.parse(RECORD + block, trust)
         assert type(caught.value) is not SignatureError
+
+
+@pytest.mark.parametrize("trust", [None, TRUST])
+def test_a_signature_longer_than_any_that_is_known_is_unsupported(trust: set[str] | None) -> None:
+    with pytest.raises(UnsupportedError, match=r"193 bytes follow the record.*Upgrade pulsesync"):
+        manifests.parse(RECORD + BLOCK * 2 + b"\0", trust)
 
 
 @given(st.binary(max_size=300))

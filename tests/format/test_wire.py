@@ -7,7 +7,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.errors import FormatError, LimitError
+from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import wire
 
 LARGEST = (1 << 63) - 1
@@ -166,7 +166,7 @@ def test_an_empty_frame_is_refused() -> None:
 
 
 def test_a_plane_of_unknown_kind_is_refused() -> None:
-    with pytest.raises(FormatError, match="unknown kind"):
+    with pytest.raises(UnsupportedError, match="plane of kind 2"):
         read(b"\x02abc").plane(3)
 
 

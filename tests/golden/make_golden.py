@@ -1,16 +1,18 @@
-"""Writes the golden files: small runs that every reader must read to the same weights, and this writer write again.
+"""Writes the golden files: small runs that every reader must read to the same weights, for ever.
 
 Everything is made from integers by a fixed rule, so that neither numpy's random numbers nor floating-point arithmetic
-have a say in the bytes. Run ids and times are fixed as well. CONTRIBUTING.md says when to run this (`make golden`).
+have a say in the bytes. Run ids and times are fixed as well. `make golden` writes the runs of new cases and never one
+that exists: version 1 of the format is frozen (CONTRIBUTING.md). v1.sha256 lists every file, as sha256sum does.
 """
 
 import hashlib
-import shutil
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -28,8 +30,10 @@ from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, put_body
 from pulsesync.state.host import HostState, HostTransition
 from pulsesync.store import LocalStore
+from tests import records
 
-FOLDER = Path(__file__).parent / "v1-draft"
+FOLDER = Path(__file__).parent / "v1"
+HASHES = FOLDER.with_suffix(".sha256")
 CREATED = 1_750_000_000
 KEY = SigningKey(hashlib.sha256(b"the key of the signed golden run").hexdigest())
 HELPER = SigningKey(hashlib.sha256(b"the key of whoever squashes it").hexdigest())
@@ -47,8 +51,11 @@ class Run:
         key: SigningKey | None = None,
         files: Mapping[str, bytes] | None = None,
         bundled: bool = False,
+        anchor_codec: patch.AnchorCodec = "dense",
+        extensions: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        self.folder, self.key = folder, key
+        self.folder, self.key, self.anchor_codec = folder, key, anchor_codec
+        self.extensions = [*extensions]  # of all records
         self.run = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
         pieces = layouts.make(specs, ties)
         self.layout = layouts.bundle(pieces) if bundled else pieces
@@ -75,7 +82,10 @@ class Run:
         last, state = self.last, self.state
         assert last is not None
         assert last.at_start
-        parts = [patch.encode_whole(self.layout, tiles, state.flats, state.sums) for tiles in self._share(pieces)]
+        parts = [
+            patch.encode_whole(self.layout, tiles, state.flats, state.sums, codec=self.anchor_codec)
+            for tiles in self._share(pieces)
+        ]
         record = replace(
             last, kind=RecordKind.ANCHOR, base=None, history=None, parts=self._put(parts), anchor=self.newest
         )
@@ -99,7 +109,9 @@ class Run:
         assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
         self._add(parts, epoch, index, BaseRef(last.version, last.digest))
 
-    def squash(self, since: Manifest, flats: Mapping[str, Bits], key: SigningKey, pieces: int = 1) -> None:
+    def squash(
+        self, since: Manifest, flats: Mapping[str, Bits], key: SigningKey | None = None, pieces: int = 1
+    ) -> None:
         """Publish one patch from an epoch's start to this one."""
         last = self.last
         assert last is not None
@@ -114,14 +126,14 @@ class Run:
             anchor=self.newest,
         )
         level = (last.starts - since.starts).bit_length() - 1
-        self._write(keys.squash_key(level, since.starts >> level), signature.sign(record.build(), key))
+        self._write(keys.squash_key(level, since.starts >> level), self._sign(record, key))
 
-    def point(self, name: str, version: int) -> None:
-        """Move a pointer."""
+    def point(self, name: str, version: int, **added: str) -> None:
+        """Move a pointer; added: fields of a later release."""
         record = manifests.parse((self.folder / keys.manifest_key(version)).read_bytes())
         number = self.moves[name]
         move = Pointer(self.run, name, number, version, record.digest, CREATED + 3600 + 60 * number)
-        line = move.build()
+        line = json.dumps({**move.table, **added}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
         self._write(keys.pointer_key(name, number), signature.sign(line, self.key) if self.key else line)
         self._write(keys.pointer_hint(name), str(number).encode())
         self.moves[name] += 1
@@ -166,8 +178,12 @@ class Run:
             self._write(keys.start_key(self.last.digest), str(version).encode())
         self._write(keys.manifest_key(version), self._sign(self.last))
 
-    def _sign(self, record: Manifest) -> bytes:
-        return signature.sign(record.build(), self.key) if self.key else record.build()
+    def _sign(self, record: Manifest, key: SigningKey | None = None) -> bytes:
+        key = key or self.key
+        data = record.build()
+        if self.extensions:
+            data = records.write(records.table_of(record) | {"extensions": self.extensions})
+        return signature.sign(data, key) if key else data
 
     def _write(self, key: str, data: bytes) -> None:
         path = self.folder / key
@@ -447,6 +463,56 @@ def bundles(folder: Path) -> None:
     run.finish()
 
 
+def sections(folder: Path) -> None:
+    """Parts of several sections, which writers begin after 1 MiB, and anchors as `raw`."""
+    specs = [TensorSpec(f"layers.{i}.w", dtype, (20, 60)) for i, dtype in enumerate(["BF16", "F8_E4M3", "F32", "BF16"])]
+    flats = {spec.name: some(71 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    with mock.patch.object(patch, "SECTION_BYTES", 1 << 10):
+        run = Run(folder, specs, flats, anchor_codec="raw")
+        codecs: tuple[patch.CodecName, ...] = ("history", "context", "dense", "history", "step", "xor")
+        for number, codec in enumerate(codecs):
+            new = run.flats
+            for i, spec in enumerate(specs):
+                train_(new[spec.name], spec.dtype, 1000 + 10 * number + i)
+            run.publish(new, codec)
+        run.publish_root(run.flats, pieces=2)
+        run.finish()
+
+
+def squash_levels(folder: Path) -> None:
+    """Two epochs of small patches, a squash of each and one of both; a pointer that nobody signed."""
+    specs = [TensorSpec("bias", "F32", (25,)), TensorSpec("proj", "BF16", (50, 30))]
+    flats = {spec.name: some(81 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    run = Run(folder, specs, flats)
+    starts = [(run.last, run.flats)]
+    for version in range(1, 2 * EPOCH_PATCHES + 2):
+        new = run.flats
+        new["proj"][version::97] = move(new["proj"][version::97], np.array(1 - 2 * (version % 3 == 0)))
+        new["bias"][version % 25] ^= 1
+        run.publish(new, "history" if version % 2 else "auto")
+        if version % EPOCH_PATCHES == 0:
+            for since, before in starts:
+                assert since is not None
+                if since.starts == 0 or version == 2 * EPOCH_PATCHES:
+                    run.squash(since, before)
+            starts.append((run.last, run.flats))
+    run.point("stable", 64)
+    run.finish()
+
+
+def extensions(folder: Path) -> None:
+    """What a later release may add and a reader of this one ignores: extensions of records, fields of pointers."""
+    specs = [TensorSpec("w", "BF16", (30, 30))]
+    added = [(1, b""), (3, b"of a later release"), (65_535, bytes(range(256)))]
+    run = Run(folder, specs, {"w": some(91, "BF16", 900)}, key=KEY, extensions=added)
+    for version in range(1, 4):
+        new = run.flats
+        train_(new["w"], "BF16", 900 + version)
+        run.publish(new, "history")
+    run.point("stable", 2, **{"x-reason": "größer", "x-": ""})
+    run.finish()
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "bf16-history": bf16_history,
     "two-parts": two_parts,
@@ -454,15 +520,28 @@ CASES: dict[str, Callable[[Path], None]] = {
     "gap-and-dense": gap_and_dense,
     "signed-squash": signed_squash,
     "bundles": bundles,
+    "sections": sections,
+    "squash-levels": squash_levels,
+    "extensions": extensions,
 }
 
 
+def list_hashes() -> str:
+    """A line for every golden file, as sha256sum writes it in this folder."""
+    paths = sorted(path for path in FOLDER.rglob("*") if path.is_file())
+    lines = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(FOLDER.parent)}" for path in paths)
+    return "".join(f"{line}\n" for line in lines)
+
+
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
     for name, make in CASES.items():
+        if (FOLDER / name).exists():
+            print(f"{name:16}exists and stays as it is")
+            continue
         make(FOLDER / name)
         files = [path for path in (FOLDER / name).rglob("*") if path.is_file()]
         print(f"{name:16}{len(files):4} files {sum(path.stat().st_size for path in files):8,} bytes")
+    HASHES.write_text(list_hashes())
 
 
 if __name__ == "__main__":

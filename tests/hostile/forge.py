@@ -265,7 +265,7 @@ class Part:
     index: Index
     bodies: list[list[Any]]
     magic: bytes = b"\x89PULSE\n\x1a"
-    version: int = 0x82
+    version: int = 1
     flags: int = 0
 
     def fit(self) -> "Part":

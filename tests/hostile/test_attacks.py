@@ -273,7 +273,7 @@ def a_file_that_begins_with_other_bytes(v: Version) -> None:
 
 @attack(UnsupportedError)
 def an_unknown_format_version(v: Version) -> None:
-    part_of(v).version = 0x83
+    part_of(v).version = 2
 
 
 @attack(UnsupportedError)
@@ -282,8 +282,8 @@ def a_part_of_the_first_draft(v: Version) -> None:
 
 
 @attack(UnsupportedError)
-def a_format_version_without_the_draft_mark(v: Version) -> None:
-    part_of(v).version = 0x01
+def a_part_of_the_second_draft(v: Version) -> None:
+    part_of(v).version = 0x82
 
 
 @attack(UnsupportedError)
@@ -538,7 +538,7 @@ def two_payloads_under_each_others_tiles(v: Version) -> None:
 # -- zstd ----------------------------------------------------------------------------------------------------------
 
 
-@attack(FormatError, on="dense")
+@attack(UnsupportedError, on="dense")
 def a_plane_of_unknown_kind(v: Version) -> None:
     first_plane(v).stored = b"\x02" + first_plane(v).content
 
@@ -1317,7 +1317,7 @@ def a_manifest_cut_inside_its_first_bytes(v: Version) -> dict[str, bytes]:
     return with_manifest(v, v.objects()[v.key][:10])
 
 
-@attack(FormatError)
+@attack(UnsupportedError)
 def two_manifests(v: Version) -> dict[str, bytes]:
     return with_manifest(v, v.objects()[v.key] * 2)
 
@@ -1351,12 +1351,62 @@ def a_manifest_of_the_first_draft(v: Version) -> dict[str, bytes]:
 
 @attack(UnsupportedError)
 def a_manifest_of_an_unknown_format(v: Version) -> None:
-    v.manifest["format"] = 0x83
+    v.manifest["format"] = 2
+
+
+@attack(UnsupportedError)
+def a_manifest_of_the_second_draft(v: Version) -> None:
+    v.manifest["format"] = 0x82
 
 
 @attack(UnsupportedError)
 def a_manifest_with_flags_that_are_not_known(v: Version) -> None:
-    v.manifest["flags"] = 0x07
+    v.manifest["flags"] = 0x0B
+
+
+@attack(UnsupportedError)
+def a_manifest_with_an_extension_that_a_reader_must_know(v: Version) -> None:
+    v.manifest["extensions"] = [(1, b"may be ignored"), (2, b"may not")]
+
+
+@attack(RIGHT)
+def a_manifest_with_extensions_that_a_reader_may_ignore(v: Version) -> None:
+    v.manifest["extensions"] = [(1, b""), (77, bytes(range(256))), (65_535, bytes(3_840))]
+
+
+@attack(FormatError)
+def a_manifest_with_a_flag_for_extensions_and_none(v: Version) -> None:
+    v.manifest["extensions"] = []
+
+
+@attack(FormatError)
+def a_manifest_with_the_same_extension_twice(v: Version) -> None:
+    v.manifest["extensions"] = [(3, b"one"), (3, b"two")]
+
+
+@attack(FormatError)
+def a_manifest_with_extensions_out_of_order(v: Version) -> None:
+    v.manifest["extensions"] = [(5, b""), (3, b"")]
+
+
+@attack(FormatError)
+def a_manifest_with_an_extension_cut_short(v: Version) -> None:
+    v.manifest["extensions"] = b"\x01\x01\x05four"  # one, of tag 1 and 5 bytes
+
+
+@attack(LimitError)
+def a_manifest_with_extensions_of_more_bytes_than_allowed(v: Version) -> None:
+    v.manifest["extensions"] = [(1, bytes(4_000)), (3, bytes(97))]
+
+
+@attack(LimitError)
+def a_manifest_with_more_extensions_than_allowed(v: Version) -> None:
+    v.manifest["extensions"] = [(2 * i + 1, b"") for i in range(17)]
+
+
+@attack(LimitError)
+def a_manifest_with_an_extension_of_a_tag_beyond_the_limit(v: Version) -> None:
+    v.manifest["extensions"] = [(65_537, b"")]
 
 
 @attack(LimitError)
@@ -2061,12 +2111,12 @@ def a_signature_of_another_record(v: Version) -> dict[str, bytes]:
     return with_manifest(v, record_of(v) + block_of(other))
 
 
-@attack(FormatError, on="squash")
+@attack(UnsupportedError, on="squash")
 def a_signature_with_another_behind_it(v: Version) -> dict[str, bytes]:
     return with_manifest(v, v.objects()[v.key] + block_of(v))
 
 
-@attack(FormatError, on="squash")
+@attack(UnsupportedError, on="squash")
 def a_signature_with_a_record_behind_it(v: Version) -> dict[str, bytes]:
     return with_manifest(v, v.objects()[v.key] + record_of(v))
 
@@ -2091,7 +2141,7 @@ def a_signature_that_is_rubbish(v: Version) -> dict[str, bytes]:
     return with_manifest(v, record_of(v) + b"signed, honestly\n")
 
 
-@attack(FormatError, on="squash")
+@attack(UnsupportedError, on="squash")
 def a_signature_of_a_megabyte(v: Version) -> dict[str, bytes]:
     return with_manifest(v, record_of(v) + bytes(1 << 20))
 
@@ -2284,6 +2334,23 @@ def a_layout_whose_format_is_nested_as_deep_as_python_reads(v: Version) -> None:
 @attack(UnsupportedError, on="anchor")
 def a_layout_of_an_unknown_format(v: Version) -> None:
     forge.new_layout(v, tensors(v) | {"format": "pulse-layout/2"})
+
+
+@attack(UnsupportedError, on="anchor")
+def a_layout_of_the_second_draft(v: Version) -> None:
+    forge.new_layout(v, tensors(v) | {"format": "pulse-layout/1-draft-2"})
+
+
+@attack(UnsupportedError, on="anchor")
+def a_layout_with_one_more_field(v: Version) -> None:
+    forge.new_layout(v, tensors(v) | {"strides": []})
+
+
+@attack(UnsupportedError, on="anchor")
+def a_tensor_with_one_more_field(v: Version) -> None:
+    table = tensors(v)
+    entry(table, "main")["scales"] = "doubles"
+    forge.new_layout(v, table)
 
 
 @attack(FormatError, on="anchor")

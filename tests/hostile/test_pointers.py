@@ -157,12 +157,22 @@ def a_signed_move_to_a_version_that_was_never_published(good: Pointer) -> dict[s
 
 @attack(UnsupportedError)
 def a_manifest_in_place_of_a_move(good: Pointer) -> dict[str, bytes]:
-    return signed(with_fields(good, format="pulse-manifest/1-draft"))
+    return signed(with_fields(good, format="pulse-manifest/1"))
+
+
+@attack(UnsupportedError)
+def a_move_of_the_draft(good: Pointer) -> dict[str, bytes]:
+    return signed(with_fields(good, format="pulse-pointer/1-draft"))
+
+
+@attack(UnsupportedError)
+def a_move_with_one_more_field(good: Pointer) -> dict[str, bytes]:
+    return signed(with_fields(good, more="1"))
 
 
 @attack(FormatError)
-def a_move_with_one_more_field(good: Pointer) -> dict[str, bytes]:
-    return signed(with_fields(good, more=1))
+def a_move_with_an_optional_field_that_is_a_number(good: Pointer) -> dict[str, bytes]:
+    return signed(with_fields(good, **{"x-note": 1}))
 
 
 @attack(FormatError)

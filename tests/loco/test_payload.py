@@ -452,7 +452,7 @@ def test_errors_say_what_they_are() -> None:
         (b"\n", FormatError, "not JSON"),
         (b"[]\n", FormatError, "not a JSON object"),
         (b"{}\n", UnsupportedError, FORMAT),
-        (data.replace(b"1-draft", b"2-draft"), UnsupportedError, FORMAT),
+        (data.replace(b"pulse-loco/1", b"pulse-loco/2"), UnsupportedError, FORMAT),
         (data.replace(b'"ada"', b'"' + b"a" * 129 + b'"'), LimitError, "longer than 128"),
         (data.replace(b",", b", ", 1), FormatError, "canonical"),
     ):

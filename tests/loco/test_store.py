@@ -471,7 +471,7 @@ def test_other_models_and_settings_are_refused() -> None:
             table.seat("b", **other)
 
 
-@pytest.mark.parametrize("found", ["pulse-loco-round/1-draft", None, 7])
+@pytest.mark.parametrize("found", ["pulse-loco-round/2-draft", None, 7])
 def test_a_place_where_an_earlier_version_began_is_refused_with_what_to_do(found: object) -> None:
     table = Table("ab", joined="a")
     run = json.loads(table.store.get("run"))
@@ -485,7 +485,7 @@ def test_a_state_that_an_earlier_version_left_is_passed_over() -> None:
     for _ in range(5):
         table.round("ab")
     key = "states/0000/0000000004"
-    table.store.put(key, table.store.get(key).replace(b"pulse-loco-state/2-draft", b"pulse-loco-state/1-draft"))
+    table.store.put(key, table.store.get(key).replace(b"pulse-loco-state/1", b"pulse-loco-state/2-draft"))
     assert table.seat("c", seed=4).loco.digests == table["a"].loco.digests
 
 

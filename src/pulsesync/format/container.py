@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.core.threads import spread
-from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
+from pulsesync.errors import ChecksumError, FormatError, LimitError
+from pulsesync.format import versions
 
 MAGIC = b"\x89PULSE\n\x1a"  # not text, and spoilt by whatever converts line ends
-VERSION = 0x82  # draft 2: the top bit says that there is no promise yet that later readers know it
 HEADER = struct.Struct("<8sBBH32s")  # magic, version, flags, sections, layout
 ENTRY = struct.Struct("<Q32s")  # size, SHA-256 of the stored bytes
 MAX_SECTIONS = 1 << 14
@@ -83,7 +83,7 @@ def build(
     data = allocate(total)
     jobs = zip(begins, sections, strict=True)
     digests = spread(lambda job: _fill(data, *job), jobs, _threads_for(total, threads))
-    HEADER.pack_into(data.data, 0, MAGIC, VERSION, 0, len(sections), bytes.fromhex(layout))
+    HEADER.pack_into(data.data, 0, MAGIC, versions.VERSION, 0, len(sections), bytes.fromhex(layout))
     for number, entry in enumerate(zip(sizes, digests, strict=True)):
         ENTRY.pack_into(data.data, HEADER.size + ENTRY.size * number, *entry)
     return hashlib.sha256(data[:end].data).hexdigest(), data.data.toreadonly()
@@ -125,10 +125,9 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
     magic, version, flags, count, layout = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise FormatError("this is not a pulse part: it begins with other bytes")
-    if version != VERSION:
-        raise UnsupportedError(f"format version {version:#x}; this reader knows {VERSION:#x}")
+    versions.check_version(version, "the part")
     if flags:
-        raise UnsupportedError(f"the part has flags {flags:#04x}, and this reader knows none")
+        raise versions.unknown(f"the part has flags {flags:#04x}")
     if not 1 <= count <= MAX_SECTIONS:
         raise LimitError(f"{count} sections in a part; 1 to {MAX_SECTIONS} are allowed", value=count)
     end = HEADER.size + ENTRY.size * count

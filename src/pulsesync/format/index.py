@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.core.types import DTYPES, Codec, Sum
-from pulsesync.errors import FormatError, LimitError, UnsupportedError
-from pulsesync.format import tables, wire
+from pulsesync.errors import FormatError, LimitError
+from pulsesync.format import tables, versions, wire
 from pulsesync.kernels import spec
 
 MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
@@ -111,8 +111,8 @@ def parse(
     filled = np.bincount(places, sizes, minlength=len(sections)).astype(np.int64) if count else np.zeros(len(sections))
     if filled.tolist()[1:] != list(sections[1:]):
         raise FormatError("the payloads that the index names do not fill their sections")
-    if not _CODECS.keys() >= set(codecs):
-        raise UnsupportedError("the index names a codec this reader does not know")
+    if added := set(codecs) - _CODECS.keys():
+        raise versions.unknown(f"the index names the codec {min(added)}")
     fields = ordinals.tolist(), map(_CODECS.__getitem__, codecs), places.tolist(), sizes.tolist(), _sums(sums)
     return shared, list(map(TileEntry._make, zip(*fields, strict=True)))
 
@@ -138,9 +138,9 @@ def _table(table: FrequencyTable) -> bytes:
 
 
 def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
-    dtype = _BY_CODE.get(reader.byte())
+    dtype = _BY_CODE.get(code := reader.byte())
     if dtype is None or DTYPES[dtype].exponent_shift is None:
-        raise UnsupportedError("a table is for a dtype that has none")
+        raise versions.unknown(f"the index has a table for the dtype of code {code}")
     kind = DTYPES[dtype]
     width = 8 * kind.itemsize
     highest = 1 << (width - 1 - (kind.exponent_shift or 0))

@@ -20,8 +20,9 @@ from typing import Any
 from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec, Tile
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
+from pulsesync.format import versions
 
-FORMAT = "pulse-layout/1-draft-2"
+FORMAT = "pulse-layout/1"
 MAX_BYTES = 1 << 27
 MAX_TENSORS = 1 << 20
 MAX_TILES = 1 << 22  # and in proportion to the model: see most_pieces
@@ -275,10 +276,10 @@ def parse(data: bytes, expected_id: str | None = None) -> Layout:
     if expected_id is not None and hashlib.sha256(data).hexdigest() != expected_id:
         raise ChecksumError(f"layout {expected_id[:12]} is damaged", expected=expected_id)
     table = load_json(data, "the layout")
-    if table.get("format") != FORMAT:
-        raise UnsupportedError(f"this reader knows layouts of format {FORMAT}, not {table.get('format')!r}")
-    if set(table) != {"bundles", "format", "tensors", "ties"} or not isinstance(table["tensors"], list):
-        raise FormatError("the layout must hold bundles, format, tensors and ties, and nothing else")
+    versions.check_name(table.get("format"), FORMAT, "the layout")
+    _check_fields(table, {"bundles", "format", "tensors", "ties"}, set(), "the layout")
+    if not isinstance(table["tensors"], list):
+        raise FormatError("the tensors of a layout must be a list")
     specs = tuple(_spec(entry) for entry in table["tensors"])
     layout = Layout(specs, _ties(table["ties"]), _bundles(table["bundles"]))
     _check(layout)
@@ -309,18 +310,20 @@ def load_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _spec(entry: Any) -> TensorSpec:
-    if not isinstance(entry, dict) or not {"name", "dtype", "shape"} <= set(entry) <= {
-        "name",
-        "dtype",
-        "shape",
-        "rows",
-        "columns",
-    }:
-        raise FormatError("a tensor of the layout must hold name, dtype, shape and perhaps rows and columns")
+    if not isinstance(entry, dict):
+        raise FormatError("a tensor of the layout must be a JSON object")
+    _check_fields(entry, {"name", "dtype", "shape"}, {"rows", "columns"}, "a tensor of the layout")
     if not isinstance(entry["name"], str) or not isinstance(entry["dtype"], str):
         raise FormatError("names and dtypes of a layout are strings")
     shape, rows, columns = (_integers(entry.get(k, [])) for k in ("shape", "rows", "columns"))
     return TensorSpec(entry["name"], entry["dtype"], shape, rows, columns)
+
+
+def _check_fields(table: Mapping[str, Any], needed: set[str], possible: set[str], what: str) -> None:
+    if lacks := needed - set(table):
+        raise FormatError(f"{what} lacks the field {min(lacks)!r}")
+    if added := set(table) - needed - possible:
+        raise versions.unknown(f"{what} has the field {min(added)[:40]!r}")
 
 
 def _integers(value: Any) -> tuple[int, ...]:
@@ -402,7 +405,11 @@ def _bundle_name(number: int, first: str) -> str:
 
 def _check_spec(spec: TensorSpec) -> None:
     if spec.dtype not in DTYPES:
-        raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype!r}; known are {', '.join(DTYPES)}")
+        raise UnsupportedError(
+            f"tensor {spec.name!r} has dtype {spec.dtype!r}; this release of pulsesync knows {', '.join(DTYPES)}. "
+            "If a later release wrote it, upgrade pulsesync",
+            tensor=spec.name,
+        )
     if len(spec.shape) > MAX_DIMENSIONS or math.prod(spec.shape) > MAX_ELEMENTS:
         raise LimitError(f"tensor {spec.name!r} has shape {spec.shape}, which is too large", tensor=spec.name)
     for cuts, end in ((spec.row_cuts, spec.rows), (spec.column_cuts, spec.columns)):

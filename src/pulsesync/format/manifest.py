@@ -11,14 +11,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
-from pulsesync.format import container, epochs, signature, wire
+from pulsesync.errors import ChecksumError, FormatError, LimitError
+from pulsesync.format import container, epochs, signature, versions, wire
 from pulsesync.format.container import MAX_SECTION_BYTES
 from pulsesync.format.history import MAX_INDEX
 from pulsesync.format.wire import ByteReader
 
 MAGIC = b"\x89PR"  # not text
-VERSION = 0x82  # draft 2
 MAX_BYTES = 1 << 24
 MAX_PARTS = 1 << 16
 MAX_INLINE_BYTES = 1 << 12  # of all parts that stand in a record, together
@@ -26,10 +25,11 @@ MAX_VERSION = 1 << 53
 MAX_FILES = 1 << 8
 MAX_FILE_BYTES = 1 << 28
 MAX_NAME_BYTES = 1 << 7
+MAX_EXTENSIONS, MAX_EXTENSION_BYTES, MAX_TAG = 1 << 4, 1 << 12, (1 << 16) - 1  # the bytes: of all together
 CHECK_BYTES = 8
 RUN_BYTES, HASH_BYTES = 16, 32
 _NAMED, _INLINE = 0, 1  # how a record has a part
-_BASE, _HISTORY = 1, 2  # flags: which fields are there
+_BASE, _HISTORY, _EXTENSIONS = 1, 2, 4  # flags: which fields are there
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -149,7 +149,7 @@ class Manifest:
                 *map(_build_file, self.files),
             )
         )
-        front = MAGIC + bytes([VERSION, _KINDS.index(self.kind)]) + bytes.fromhex(self.run)
+        front = MAGIC + bytes([versions.VERSION, _KINDS.index(self.kind)]) + bytes.fromhex(self.run)
         record = front + wire.number(len(fields)) + fields
         return record + _checksum(record)
 
@@ -185,12 +185,11 @@ def split(data: bytes) -> tuple[bytes, bytes]:
     if len(data) > MAX_BYTES:
         raise LimitError(f"a record of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
     if data[:1] == b"{":
-        raise UnsupportedError("a record in JSON, as draft 1 of the format had them; this reader knows draft 2")
+        raise versions.draft("the record", 1)  # which had records in JSON
     reader = ByteReader(data, "the record")
     if reader.take(len(MAGIC)) != MAGIC:
         raise FormatError("this is not a record: it begins with other bytes")
-    if (version := reader.byte()) != VERSION:
-        raise UnsupportedError(f"a record of format version {version:#x}; this reader knows {VERSION:#x}")
+    versions.check_version(reader.byte(), "the record")
     reader.take(1 + RUN_BYTES)
     reader.take(reader.number(MAX_BYTES))
     end = reader.at
@@ -229,13 +228,13 @@ def _read(reader: ByteReader, epoch_patches: int, signed_by: str | None) -> Mani
     kind, run = _read_kind(reader), reader.take(RUN_BYTES).hex()
     reader.number(MAX_BYTES)
     flags = reader.byte()
-    if flags & ~(_BASE | _HISTORY):
-        raise UnsupportedError(f"a record with flags {flags:#04x}, of which this reader does not know all")
+    if flags & ~(_BASE | _HISTORY | _EXTENSIONS):
+        raise versions.unknown(f"the record has flags {flags:#04x}")
     version, step, epoch = (reader.number(MAX_VERSION) for _ in range(3))
     index, created, anchor = reader.number(MAX_INDEX), reader.number(MAX_VERSION), reader.number(MAX_VERSION + 1)
     digest, layout = _read_hash(reader), _read_hash(reader)
     base = BaseRef(version - reader.number(version), _read_hash(reader)) if flags & _BASE else None
-    return Manifest(
+    manifest = Manifest(
         run=run,
         version=version,
         step=step,
@@ -253,11 +252,32 @@ def _read(reader: ByteReader, epoch_patches: int, signed_by: str | None) -> Mani
         epoch_patches=epoch_patches,
         signed_by=signed_by,
     )
+    if flags & _EXTENSIONS:
+        _skip_extensions(reader)
+    return manifest
+
+
+def _skip_extensions(reader: ByteReader) -> None:
+    """Read what later releases have added to a record. This one knows no extension: those with odd tags can be ignored.
+
+    They belong to one record, and records that are derived from it (an anchor of its version) do not have them.
+    """
+    count, last, left = reader.number(MAX_EXTENSIONS), -1, MAX_EXTENSION_BYTES
+    if not count:
+        raise FormatError("a record with the flag of extensions must have one at least")
+    for _ in range(count):
+        tag, size = reader.number(MAX_TAG), reader.number(left)
+        if tag <= last:
+            raise FormatError("the tags of a record's extensions must ascend")
+        if tag % 2 == 0:
+            raise versions.unknown(f"the record has the extension {tag}")
+        reader.take(size)
+        last, left = tag, left - size
 
 
 def _read_kind(reader: ByteReader) -> RecordKind:
     if (kind := reader.byte()) >= len(_KINDS):
-        raise UnsupportedError(f"a record of kind {kind}, which this reader does not know")
+        raise versions.unknown(f"the record is of kind {kind}")
     return _KINDS[kind]
 
 
@@ -282,7 +302,7 @@ def _read_part(reader: ByteReader, layout: str, inline_limit: int) -> PartRef:
     if form == _NAMED:
         return PartRef(_read_hash(reader), reader.number(MAX_SECTION_BYTES))
     if form != _INLINE:
-        raise UnsupportedError(f"a record has a part in form {form}, which this reader does not know")
+        raise versions.unknown(f"the record has a part in form {form}")
     index = reader.take(reader.number(inline_limit))
     payloads = reader.take(reader.number(inline_limit - len(index)))
     id_, data = container.build(layout, [[index], [payloads]], threads=1)

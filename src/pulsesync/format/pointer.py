@@ -6,16 +6,17 @@ behind it. Nothing is overwritten: the move with the highest number counts.
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pulsesync.errors import FormatError, LimitError, UnsupportedError
-from pulsesync.format import signature
+from pulsesync.errors import FormatError, LimitError
+from pulsesync.format import signature, versions
 from pulsesync.format.layout import load_json
 from pulsesync.format.manifest import MAX_VERSION
 
-FORMAT = "pulse-pointer/1-draft"
+FORMAT = "pulse-pointer/1"
+OPTIONAL = "x-"  # how fields begin that a reader ignores if it does not know them
 MAX_BYTES = 1 << 12
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _HASH = re.compile("[0-9a-f]{64}")
@@ -34,9 +35,10 @@ class Pointer:
     created: int  # seconds since 1970, by the clock of the process that moved it: for people
     signed_by: str | None = field(default=None, compare=False)  # the key that the signature names
 
-    def build(self) -> bytes:
-        """Write the line, without a signature."""
-        table = {
+    @property
+    def table(self) -> dict[str, str | int]:
+        """The fields as they are written."""
+        return {
             "created": self.created,
             "digest": self.digest,
             "format": FORMAT,
@@ -45,7 +47,10 @@ class Pointer:
             "run": self.run,
             "version": self.version,
         }
-        return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    def build(self) -> bytes:
+        """Write the line, without a signature."""
+        return _write(self.table)
 
 
 def check_name(name: str) -> str:
@@ -72,8 +77,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
     if trust is not None:
         signature.check(line, signed, trust)
     table = load_json(line, "the pointer")
-    if table.get("format") != FORMAT:
-        raise UnsupportedError(f"this reader knows pointers of format {FORMAT}, not {str(table.get('format'))[:40]!r}")
+    versions.check_name(table.get("format"), FORMAT, "the pointer")
     try:
         pointer = Pointer(
             run=_read_text(table["run"], _RUN),
@@ -86,9 +90,24 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
         )
     except KeyError as e:
         raise FormatError(f"the pointer lacks the field {e}") from e
-    if pointer.build() != line:
+    if _write(pointer.table | _read_optional(table, pointer.table)) != line:
         raise FormatError("the pointer is not in canonical form")
     return pointer
+
+
+def _read_optional(table: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
+    """The fields that a later release has added, all of them optional. Raises: UnsupportedError, if one is not."""
+    added = {name: value for name, value in table.items() if name not in known}
+    for name, value in added.items():
+        if not name.startswith(OPTIONAL):
+            raise versions.unknown(f"the pointer has the field {name[:40]!r}")
+        if not isinstance(value, str):
+            raise FormatError(f"the field {name[:40]!r} of the pointer must be a string")
+    return added
+
+
+def _write(table: Mapping[str, str | int]) -> bytes:
+    return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:

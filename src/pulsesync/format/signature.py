@@ -13,8 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pulsesync.errors import FormatError, SignatureError
+from pulsesync.format import versions
 
-DELEGATION = "pulse-delegation/1-draft"
+DELEGATION = "pulse-delegation/1"
 PAIR_BYTES = 32 + 64  # of a public key and a signature; a block is one pair, or two with a delegation
 _KEY = re.compile("[0-9a-f]{64}")
 
@@ -115,9 +116,15 @@ def sign(record: bytes, key: SigningKey) -> bytes:
 
 
 def parse(block: bytes) -> Signature | None:
-    """Return what a block says, without asking whether it fits; None for an empty one. Raises: FormatError."""
+    """Return what a block says, without asking whether it fits; None for an empty one.
+
+    Raises:
+        UnsupportedError: it is longer than any that this release knows; FormatError: it has another length.
+    """
     if not block:
         return None
+    if len(block) > 2 * PAIR_BYTES:
+        raise versions.unknown(f"{len(block)} bytes follow the record: a signature of a kind")
     if len(block) not in (PAIR_BYTES, 2 * PAIR_BYTES):
         raise FormatError(
             f"{len(block)} bytes follow the record; a signature has {PAIR_BYTES}, or {2 * PAIR_BYTES} by a delegate"

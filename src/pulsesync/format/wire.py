@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.threads import default_threads
 from pulsesync.errors import FormatError, LimitError
-from pulsesync.format import huffman
+from pulsesync.format import huffman, versions
 
 RAW, ZSTD = 0, 1
 FEW = 64  # numbers up to which numpy's overhead is more than a loop costs
@@ -111,7 +111,7 @@ class ByteReader:
         """The same, not unpacked yet."""
         kind = self.byte()
         if kind not in (RAW, ZSTD):
-            raise FormatError(f"{self.what} holds a plane of unknown kind")
+            raise versions.unknown(f"{self.what} has a plane of kind {kind}")
         data = self.take(size if kind == RAW else self.number(limit=max(size - 1, 0)))
         return PackedPlane(kind, data, size, self.what)
 

@@ -22,7 +22,7 @@ from pulsesync.loco.vectors import Vector, vectors_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "pulse-loco-trainer/2-draft"  # of what state_dict() returns
+FORMAT = "pulse-loco-trainer/1"  # of what state_dict() returns
 LARGEST_FINITE = np.finfo(np.float32).max
 Method = TypeVar("Method", bound=Callable[..., Any])
 MOST_ATTEMPTS = 8  # at a round, each with an update of its own: more of them would fill the memory

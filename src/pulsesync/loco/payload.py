@@ -21,7 +21,7 @@ from pulsesync.loco.gate import LARGEST, LOWEST_UNIT, SparseVector
 from pulsesync.loco.outer import Trend
 from pulsesync.loco.vectors import HOST, Vector, Vectors, vectors_of
 
-FORMAT = "pulse-loco/1-draft"
+FORMAT = "pulse-loco/1"
 MAX_HEAD_BYTES = 1 << 12
 MAX_NAME = 128
 DENSE, EXACT, COMPACT = "dense", "exact", "compact"
@@ -170,7 +170,9 @@ def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
         raise FormatError("this is not a payload: it has no head")
     table = load_json(line, "the head of a payload")
     if table.pop("format", None) != FORMAT:
-        raise UnsupportedError(f"this reader knows payloads of format {FORMAT}")
+        raise UnsupportedError(
+            f"the payload is not of format {FORMAT}: trainers that meet must run the same version of pulsesync"
+        )
     head = _head(table)
     if _line(head) != line + newline:
         raise FormatError("the head of a payload is not in canonical form")

@@ -16,7 +16,7 @@ from pulsesync.loco.gate import SparseVector
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, Trend
 from pulsesync.loco.vectors import Vector, vectors_of
 
-FORMAT = "pulse-loco-state/2-draft"
+FORMAT = "pulse-loco-state/1"
 MAX_HEAD_BYTES = 1 << 20
 MAX_TRAINERS = 1 << 12  # in a round, and in `SharedState.parts`
 TREND_TYPES: dict[str, str] = {"F32": "<f4", "I8": "i1"}

@@ -45,7 +45,7 @@ from pulsesync.loco.payload import Coder
 from pulsesync.loco.shared import MAX_TRAINERS, Outcome, SharedState
 from pulsesync.store import Store, forget, open_store
 
-FORMAT = "pulse-loco-round/2-draft"
+FORMAT = "pulse-loco-round/1"
 MAX_RECORD_BYTES = 1 << 20
 TRIES = 3  # at reading a payload
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
