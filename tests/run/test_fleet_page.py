@@ -26,10 +26,10 @@ def test_every_line_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert {language for language, _ in blocks} == {"python", "console"}
+    assert {language for language, _ in blocks} == {"python", "console", "text"}
     for language, text in blocks:
         if language == "console":
             run_commands(text)
-        else:
+        elif language == "python":
             exec(compile(text, str(PAGE), "exec"), names)
     assert names["worker"].version == 5
